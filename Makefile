@@ -1,0 +1,54 @@
+# Everything runs in .venv, made on first use from nothing but a python3 of 3.10 or newer.
+# No GPU, no compiler, no model hub.
+
+PYTHON ?= python3
+PROMPT ?= The old house stood at the edge of the moor, and
+BENCHMARKS := benchmarks/machinery.py
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check bench format clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## generate text with the bundled model, a quarter of its experts in memory
+	$(BIN)/moe-infinity run models/demo -p "$(PROMPT)" --max-new-tokens 64 --host-memory 25%
+
+test: export HF_HUB_OFFLINE = 1
+test: $(INSTALLED) ## fast tests, then the coverage gate of cache/ and trace/
+	$(BIN)/python -m pytest -m "not slow and not gpu and not network and not weights" --cov --cov-report=
+	$(BIN)/python -m coverage report --include='moe_infinity/cache/*,moe_infinity/trace/*' --fail-under=100
+
+test-all: $(INSTALLED) ## every test that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(INSTALLED) ## format, lint, types, line budget: changes nothing
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+	$(BIN)/python scripts/check_layout.py
+
+bench: $(INSTALLED) ## benchmarks that need no argument
+	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+format: $(INSTALLED) ## rewrite the code in the house format
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m ruff check --fix .
+
+clean: ## remove caches and build output; .venv and runs/ stay
+	rm -rf build dist *.egg-info .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+# torch goes first so that its build is chosen once and nothing after it moves it. It brings setuptools,
+# pinned, so the package itself builds without an isolated (and unpinned) build environment.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("need Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
+	@echo "installing into .venv: some minutes the first time"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install -c constraints.txt torch==2.13.0 setuptools wheel
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@

@@ -1,0 +1,53 @@
+"""What happened at lookup, and what it cost. Counted once per activated expert per layer per step, by phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_infinity.experts import Phase
+
+
+@dataclass(slots=True)
+class PhaseCounters:
+    """Lookups of one phase."""
+
+    hits: int = 0  # resident when asked for
+    late_hits: int = 0  # already loading when asked for
+    misses: int = 0  # absent when asked for
+    steps: int = 0  # forward passes
+    tokens: int = 0  # tokens in them, padding left out
+    bytes_read: int = 0  # expert bytes read from disk for this phase
+    stall_s: float = 0.0  # time compute waited for experts
+
+    @property
+    def lookups(self) -> int:
+        return self.hits + self.late_hits + self.misses
+
+    @property
+    def hit_rate(self) -> float | None:
+        """hits / (hits + late hits + misses), or None before the first lookup."""
+        return self.hits / self.lookups if self.lookups else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "hits": self.hits,
+            "late_hits": self.late_hits,
+            "misses": self.misses,
+            "hit_rate": self.hit_rate,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "bytes_read": self.bytes_read,
+            "stall_s": self.stall_s,
+        }
+
+
+@dataclass(slots=True)
+class Counters:
+    """Lookups of both phases since the model was loaded."""
+
+    prefill: PhaseCounters = field(default_factory=PhaseCounters)
+    decode: PhaseCounters = field(default_factory=PhaseCounters)
+
+    def of(self, phase: Phase) -> PhaseCounters:
+        return self.prefill if phase is Phase.PREFILL else self.decode

@@ -1,0 +1,181 @@
+"""Which experts have a slot of one tier, and which one leaves when room is needed.
+
+    absent --begin_load--> LOADING --finish_load--> RESIDENT --evict--> absent
+                              └------cancel_load------------------------^
+
+Experts are read-only, so eviction copies nothing back: the copy one tier below stays true.
+What prefill brings in is *transient* until a decode step uses it: transient experts leave first, so a long prompt
+streams through a small ring of slots and does not flush what decoding lives on.
+One thread decides (this table); other threads only copy bytes. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_infinity.cache.policies import EvictionPolicy
+from moe_infinity.errors import OutOfSlots
+from moe_infinity.experts import ExpertKey, Phase, Residency
+
+PREFILL_RING_SHARE = 8  # a prefill step may take num_slots / 8 slots from the decode set; log.md 2026-11-21 "ring"
+
+
+class Held(NamedTuple):
+    """What `holding` gives: a slot for every key, and which of them still need a load."""
+
+    absent: list[ExpertKey]  # slots reserved, in LOADING: the caller must load them
+    slot_ids: dict[ExpertKey, int]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One expert that has a slot."""
+
+    slot_id: int
+    state: Residency
+    holds: int = 0  # > 0 while a kernel reads it or a layer waits for it: never a victim
+    is_transient: bool = False  # brought in by prefill, not yet used by a decode step
+
+
+class ResidencyTable:
+    """The slots of one tier."""
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+        assert num_slots >= 1, num_slots
+        self.num_slots = num_slots
+        self.evictions = 0
+        self._policy = policy
+        self._entries: dict[ExpertKey, Entry] = {}
+        self._free = list(range(num_slots))[::-1]
+        # The same facts by slot, as arrays, so that choosing a victim is a few vector operations.
+        self._row_of_slot = np.full(num_slots, -1)
+        self._expert_of_slot = np.full(num_slots, -1)
+        self._may_evict = np.zeros(num_slots, dtype=bool)  # RESIDENT and not held
+        self._transient = np.zeros(num_slots, dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def lookup(self, key: ExpertKey) -> Residency | None:
+        """RESIDENT, LOADING, or None for absent."""
+        entry = self._entries.get(key)
+        return entry.state if entry is not None else None
+
+    def resident_keys(self) -> list[ExpertKey]:
+        return [key for key, entry in self._entries.items() if entry.state is Residency.RESIDENT]
+
+    def next_wave(self, waiting: Sequence[ExpertKey], phase: Phase) -> list[ExpertKey]:
+        """The part of `waiting` to hold, load and compute together: all that are present, then as many absent ones as
+        there is room for. Raises OutOfSlots when nothing is present and nothing can leave."""
+        present = [key for key in waiting if key in self._entries]
+        if len(present) == len(waiting):
+            return present
+        absent = [key for key in waiting if key not in self._entries]
+        kept = [self._entries[key].slot_id for key in present]
+        evictable = self._may_evict.copy()
+        evictable[kept] = False
+        room = len(self._free) + int(evictable.sum())
+        if phase is Phase.PREFILL:
+            spare = len(self._free) + int((evictable & self._transient).sum())
+            room = min(room, max(spare, self.num_slots // PREFILL_RING_SHARE, 1))
+        if not present and room == 0:
+            raise OutOfSlots(f"all {self.num_slots} slots are held or loading, none for {absent[0]}")
+        return present + absent[:room]
+
+    @contextmanager
+    def holding(self, keys: Sequence[ExpertKey], phase: Phase) -> Iterator[Held]:
+        """Hold the experts that are here and reserve slots for the rest. Raises OutOfSlots."""
+        held: list[ExpertKey] = []
+        absent: list[ExpertKey] = []
+        try:
+            for key in keys:  # present ones first: a reservation below must not evict one of them
+                if key in self._entries:
+                    self._hold(key, phase)
+                    held.append(key)
+                else:
+                    absent.append(key)
+            for key in absent:
+                self.begin_load(key, phase)
+                self._hold(key, phase)
+                held.append(key)
+            yield Held(absent, {key: self._entries[key].slot_id for key in keys})
+        finally:
+            for key in held:
+                self._release(key)
+
+    def begin_load(self, key: ExpertKey, phase: Phase) -> int:
+        """Reserve a slot for `key`, evicting if none is free. Raises OutOfSlots."""
+        assert key not in self._entries, key  # callers look up first
+        if not self._free:
+            self._evict_one()
+        slot_id = self._free.pop()
+        is_transient = phase is Phase.PREFILL
+        self._entries[key] = Entry(slot_id, Residency.LOADING, is_transient=is_transient)
+        self._row_of_slot[slot_id], self._expert_of_slot[slot_id] = key
+        self._transient[slot_id] = is_transient
+        return slot_id
+
+    def finish_load(self, key: ExpertKey) -> None:
+        """The bytes of `key` are in its slot."""
+        entry = self._entries[key]
+        assert entry.state is Residency.LOADING, (key, entry)
+        entry.state = Residency.RESIDENT
+        self._may_evict[entry.slot_id] = entry.holds == 0
+
+    def cancel_load(self, key: ExpertKey) -> None:
+        """The load of `key` failed: its slot is free again. Whoever held it lets go without harm."""
+        entry = self._entries.pop(key)
+        assert entry.state is Residency.LOADING, (key, entry)
+        self._forget_slot(entry.slot_id)
+
+    def _hold(self, key: ExpertKey, phase: Phase) -> None:
+        entry = self._entries[key]
+        entry.holds += 1
+        self._may_evict[entry.slot_id] = False
+        if entry.is_transient and phase is Phase.DECODE:
+            entry.is_transient = False
+            self._transient[entry.slot_id] = False
+
+    def _release(self, key: ExpertKey) -> None:
+        entry = self._entries.get(key)
+        if entry is None:  # its load failed and was cancelled while it was held
+            return
+        entry.holds -= 1
+        self._may_evict[entry.slot_id] = entry.holds == 0 and entry.state is Residency.RESIDENT
+
+    def _evict_one(self) -> None:
+        """The lowest-scored resident that is not held, transient ones before all others."""
+        candidates = self._may_evict & self._transient
+        if not candidates.any():
+            candidates = self._may_evict
+        slots = candidates.nonzero()[0]
+        if not len(slots):
+            raise OutOfSlots(f"all {self.num_slots} slots are held or loading")
+        scores = self._policy.scores()[self._row_of_slot[slots], self._expert_of_slot[slots]]
+        slot_id = int(slots[scores.argmin()])
+        del self._entries[ExpertKey(int(self._row_of_slot[slot_id]), int(self._expert_of_slot[slot_id]))]
+        self._forget_slot(slot_id)
+        self.evictions += 1
+
+    def _forget_slot(self, slot_id: int) -> None:
+        self._free.append(slot_id)
+        self._may_evict[slot_id] = self._transient[slot_id] = False
+        self._row_of_slot[slot_id] = self._expert_of_slot[slot_id] = -1
+
+    def check_invariants(self) -> None:
+        """Every slot is free or has exactly one owner, and the arrays say what the entries say."""
+        used = [entry.slot_id for entry in self._entries.values()]
+        assert sorted(used + self._free) == list(range(self.num_slots)), (used, self._free)
+        for key, entry in self._entries.items():
+            slot = entry.slot_id
+            assert entry.holds >= 0, (key, entry)
+            assert (self._row_of_slot[slot], self._expert_of_slot[slot]) == key, (key, entry)
+            assert self._transient[slot] == entry.is_transient, (key, entry)
+            evictable = entry.state is Residency.RESIDENT and entry.holds == 0
+            assert self._may_evict[slot] == evictable, (key, entry)
+        assert not self._may_evict[self._free].any(), self._free

@@ -1,0 +1,101 @@
+"""Every knob once: its default, its unit, its check. Unknown names and impossible values fail here.
+
+Sizes are given as bytes (an int), as text with a unit ("8GiB", "500MB"), or as a share of all expert bytes ("25%").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from moe_infinity.cache.policies import POLICIES
+from moe_infinity.errors import ConfigError
+from moe_infinity.memory.machine import machine_memory_bytes
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")  # those of transformers whose arithmetic we reproduce bit for bit
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+# Options of the MoE-Infinity that was published with the paper -> what to tell its user.
+LEGACY_IGNORED = {
+    "offload_path": "experts are read in place from the checkpoint, no second copy is kept; remove it",
+    "device_memory_ratio": "the device tier is not built yet, experts are computed on the CPU; remove it",
+    "trace_capacity": "matching against earlier requests is not built yet; remove it",
+    "trace_path": "record a trace with `moe-infinity trace` instead; remove it",
+    "prefetch": "prefetching is not built yet; remove it",
+    "num_threads": "use `num_read_threads` for disk reads and torch.set_num_threads() for compute",
+}
+
+
+def parse_size(value: int | str, *, whole_bytes: int) -> int:
+    """Bytes of 8_000_000_000, "8GiB", "500 MB" or "25%" (of `whole_bytes`). Raises ConfigError."""
+    text = str(value).strip()
+    percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
+    sized = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if percent:
+        return int(whole_bytes * float(percent[1]) / 100)
+    if isinstance(value, bool) or not sized or sized[2].upper() not in UNITS:
+        raise ConfigError(f"{value!r} is not a size, expected bytes (8000000000), a unit ('8GiB', '500MB') or '25%'")
+    return int(float(sized[1]) * UNITS[sized[2].upper()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """How a model is kept and computed. Frozen; `MoE(...)` takes the same names as keyword arguments."""
+
+    host_memory: int | str | None = None  # for expert slots: bytes, "8GiB", "25%" of all experts; None: what is free
+    policy: str = "lru"  # which expert leaves first, one of POLICIES
+    dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
+    experts_implementation: str = "grouped_mm"  # whose arithmetic to reproduce; transformers' own default on CPU
+    num_read_threads: int = 2  # concurrent disk reads
+
+    def __post_init__(self) -> None:
+        self._require_one_of("policy", tuple(POLICIES))
+        self._require_one_of("dtype", DTYPES)
+        self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
+        if self.host_memory is not None:
+            parse_size(self.host_memory, whole_bytes=0)
+        if self.num_read_threads < 1:
+            raise ConfigError(f"num_read_threads must be at least 1, got {self.num_read_threads}")
+
+    def _require_one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ConfigError(f"unknown {name} {value!r}, expected one of: {', '.join(allowed)}")
+
+    @classmethod
+    def from_options(cls, config: OffloadConfig | dict[str, Any] | None, options: dict[str, Any]) -> OffloadConfig:
+        """A config, or the dict of the older MoE-Infinity, with keyword options on top. Raises ConfigError."""
+        if isinstance(config, OffloadConfig):
+            merged = {f.name: getattr(config, f.name) for f in dataclasses.fields(cls)} | options
+        else:
+            merged = _translate_legacy(dict(config or {}) | options)
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(merged) - known)
+        if unknown:
+            raise ConfigError(f"unknown option {', '.join(unknown)}, expected some of: {', '.join(sorted(known))}")
+        return cls(**merged)
+
+
+def _translate_legacy(options: dict[str, Any]) -> dict[str, Any]:
+    """Honour or answer each key of the older config dict."""
+    kept = {}
+    for name, value in options.items():
+        if name in LEGACY_IGNORED:
+            warnings.warn(f"option {name!r} has no effect: {LEGACY_IGNORED[name]}", UserWarning, stacklevel=4)
+        elif name == "host_memory_ratio":
+            kept["host_memory"] = _share_of_machine(value)
+        else:
+            kept[name] = value
+    return kept
+
+
+def _share_of_machine(ratio: Any) -> int:
+    if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+        raise ConfigError(f"host_memory_ratio must be above 0 and at most 1, got {ratio!r}")
+    return int(ratio * machine_memory_bytes())

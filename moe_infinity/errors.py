@@ -1,0 +1,43 @@
+"""Every error this library raises on purpose. A message says what was found, what was expected, what to change.
+
+    MoEInfinityError
+    ├── ConfigError            an option or a budget the user can correct        (also a ValueError)
+    ├── CheckpointError        a file that is missing, truncated, or not what its header says  (also an OSError)
+    ├── UnsupportedModelError  a model this library cannot serve                 (also a ValueError)
+    ├── TraceError             a trace that cannot be written or read            (also an OSError)
+    ├── LoadTimeout            an expert did not arrive in bounded time          (also a TimeoutError)
+    ├── OutOfSlots             every slot is held or loading
+    └── ClosedError            the model was used after close()
+"""
+
+
+class MoEInfinityError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigError(MoEInfinityError, ValueError):
+    """An option or a budget that the user can correct."""
+
+
+class CheckpointError(MoEInfinityError, OSError):
+    """A checkpoint file is missing, truncated, unreadable, or not what its header says."""
+
+
+class UnsupportedModelError(MoEInfinityError, ValueError):
+    """The checkpoint is of a kind this library cannot serve."""
+
+
+class TraceError(MoEInfinityError, OSError):
+    """A trace could not be written or read; no partial file is left behind."""
+
+
+class LoadTimeout(MoEInfinityError, TimeoutError):
+    """An expert did not arrive within the bound every wait has."""
+
+
+class OutOfSlots(MoEInfinityError):
+    """Every slot is held or loading, so nothing can be evicted."""
+
+
+class ClosedError(MoEInfinityError):
+    """The model was used after `close()`."""

@@ -1,0 +1,1 @@
+"""Where bytes live and how they move: checkpoint files, slots, and the one object that copies."""

@@ -1,0 +1,90 @@
+"""HOST slots: one allocation, cut into equal slots, each wide enough for one expert of any row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_infinity.config import parse_size
+from moe_infinity.errors import ConfigError
+from moe_infinity.experts import ExpertLayout
+from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
+
+# Without a named budget, this share of what is free when the dense weights are loaded goes to experts. The rest is
+# for the KV cache, activations and everybody else; a convention, not a measurement.
+AUTOMATIC_SHARE = 0.7
+
+
+class HostSlots:
+    """`num_slots` slots of `slot_bytes` bytes. Memory is taken by the kernel as slots are first filled."""
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        try:
+            self._buffer = torch.empty(num_slots * slot_bytes, dtype=torch.uint8)
+        except RuntimeError as error:  # how torch reports that an allocation failed
+            raise ConfigError(
+                f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated\nhint: lower host_memory"
+            ) from error
+        self._views: dict[ExpertLayout, SlotViews] = {}
+
+    def views(self, layout: ExpertLayout) -> SlotViews:
+        """The slots seen as experts of this layout; one object per layout, shared by all rows that have it."""
+        return self._views.setdefault(layout, SlotViews(self._buffer, self.slot_bytes, layout))
+
+    def bytes_of(self, slot_id: int) -> memoryview:
+        """The slot as writable bytes."""
+        start = slot_id * self.slot_bytes
+        return memoryview(self._buffer[start : start + self.slot_bytes].numpy())
+
+
+class SlotViews:
+    """views[slot_id] -> {parameter name: tensor}, sharing the slot's memory; made when first asked for."""
+
+    def __init__(self, buffer: Tensor, slot_bytes: int, layout: ExpertLayout) -> None:
+        self._buffer = buffer
+        self._slot_bytes = slot_bytes
+        self._layout = layout
+        self._params: dict[int, dict[str, Tensor]] = {}
+
+    def __getitem__(self, slot_id: int) -> dict[str, Tensor]:
+        if slot_id not in self._params:
+            start = slot_id * self._slot_bytes
+            self._params[slot_id] = {
+                spec.name: self._buffer[start + spec.offset :][: spec.num_bytes]
+                .view(getattr(torch, spec.dtype))
+                .view(spec.shape)
+                for spec in self._layout.params
+            }
+        return self._params[slot_id]
+
+
+def num_host_slots(host_memory: int | str | None, *, slot_bytes: int, num_experts: int) -> int:
+    """How many slots the budget allows, at most one per expert. Raises ConfigError if it is too small or too large."""
+    everything = slot_bytes * num_experts
+    if host_memory is None:
+        budget = int(available_memory_bytes() * AUTOMATIC_SHARE)
+    else:
+        budget = parse_size(host_memory, whole_bytes=everything)
+    machine = machine_memory_bytes()
+    if host_memory is not None and budget > machine:
+        raise ConfigError(
+            f"host_memory of {format_bytes(budget)} is more than this machine has ({format_bytes(machine)})\n"
+            f"hint: all experts together take {format_bytes(everything)}"
+        )
+    if budget < slot_bytes:
+        raise ConfigError(
+            f"host_memory of {format_bytes(budget)} holds no expert: one takes {format_bytes(slot_bytes)}\n"
+            f"hint: raise host_memory; all {num_experts} experts together take {format_bytes(everything)}"
+        )
+    return min(budget // slot_bytes, num_experts)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

@@ -1,0 +1,85 @@
+"""The one object that copies experts. It moves what the residency table has reserved a slot for.
+
+One thread decides: loads begin and end only in calls of its owner; the read threads do nothing but fill slots.
+Every wait is bounded, and the time spent waiting is counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from moe_infinity.cache.counters import PhaseCounters
+from moe_infinity.cache.residency import ResidencyTable
+from moe_infinity.errors import LoadTimeout
+from moe_infinity.experts import ExpertKey
+
+LOAD_TIMEOUT_S = 120.0  # one expert from a slow network disk takes seconds; past this something is wrong
+
+
+class Mover:
+    """DISK -> HOST for one residency table. `read` fills a slot with an expert's bytes, in any thread."""
+
+    def __init__(
+        self, table: ResidencyTable, read: Callable[[ExpertKey, int], None], *, num_threads: int
+    ) -> None:
+        self._table = table
+        self._read = read
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="moe-infinity-read")
+        self._loading: dict[ExpertKey, Future[None]] = {}
+
+    def load_now(self, keys: Iterable[ExpertKey], slot_ids: dict[ExpertKey, int]) -> None:
+        """Start loads the current layer waits for. The slots are reserved already."""
+        for key in keys:
+            self._loading[key] = self._pool.submit(self._read, key, slot_ids[key])
+
+    def arrivals(self, keys: Iterable[ExpertKey], counters: PhaseCounters) -> Iterator[ExpertKey]:
+        """Every key as its expert is there: residents at once, the others as they arrive.
+
+        Raises what a failed read raised (its slot is free again), or LoadTimeout.
+        """
+        waiting: dict[Future[None], ExpertKey] = {}
+        for key in keys:
+            future = self._loading.get(key)
+            if future is None:
+                yield key
+            else:
+                waiting[future] = key
+        while waiting:
+            started = time.perf_counter()
+            done, _ = wait(waiting, timeout=LOAD_TIMEOUT_S, return_when=FIRST_COMPLETED)
+            counters.stall_s += time.perf_counter() - started
+            if not done:
+                raise LoadTimeout(f"{len(waiting)} experts did not arrive within {LOAD_TIMEOUT_S:.0f} s")
+            for future in done:
+                key = waiting.pop(future)
+                self._finish(key)
+                yield key
+
+    def settle(self) -> None:
+        """Wait for what an interrupted step left loading, so that no slot stays reserved for it."""
+        if not self._loading:
+            return
+        _, late = wait(self._loading.values(), timeout=LOAD_TIMEOUT_S)
+        if late:
+            raise LoadTimeout(f"{len(late)} experts of an earlier step did not arrive within {LOAD_TIMEOUT_S:.0f} s")
+        for key in list(self._loading):
+            if self._loading[key].exception() is None:
+                self._finish(key)
+            else:  # whoever asked for it has been told
+                del self._loading[key]
+                self._table.cancel_load(key)
+
+    def _finish(self, key: ExpertKey) -> None:
+        """The read of `key` ended: tell the table, and the caller if it failed."""
+        future = self._loading.pop(key)
+        error = future.exception()
+        if error is not None:
+            self._table.cancel_load(key)
+            raise error
+        self._table.finish_load(key)
+
+    def close(self) -> None:
+        """Drop what has not begun and wait for the reads that have."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

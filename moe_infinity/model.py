@@ -1,0 +1,131 @@
+"""START HERE. A Mixture-of-Experts model that does not fit in memory, used like any Hugging Face model.
+
+    from moe_infinity import MoE
+    with MoE("models/demo", host_memory="25%") as moe:
+        out = moe.generate(**moe.tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=64)
+        print(moe.tokenizer.decode(out[0]), moe.report(), sep="\\n")
+
+The way of a token: transformers runs the model (`generate`); at each MoE layer our backend (models/experts_backend.py)
+passes the routing to the runtime (runtime.py), which finds, loads, holds and computes the activated experts.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import transformers
+
+from moe_infinity.config import OffloadConfig
+from moe_infinity.errors import ClosedError, ConfigError
+from moe_infinity.models import experts_backend
+from moe_infinity.models.loading import load_without_experts
+from moe_infinity.report import Report, TierOccupancy
+from moe_infinity.runtime import ExpertRuntime
+from moe_infinity.streaming import TextStream
+from moe_infinity.trace.eam import RequestEam
+
+
+class MoE:
+    """A model with its dense weights in memory and its experts cached. Safe to call from several threads, one at a time."""
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        config: OffloadConfig | dict[str, Any] | str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        """Load a checkpoint folder or hub id; reads headers and dense weights only.
+
+        `config`: an OffloadConfig, a dict (the older MoE-Infinity's is understood) or a JSON file with one; `options`
+        are OffloadConfig fields and come on top. Raises ConfigError, CheckpointError, UnsupportedModelError.
+        """
+        self.checkpoint = str(checkpoint)
+        self.config = OffloadConfig.from_options(config, options)
+        experts_backend.register()
+        loaded = load_without_experts(
+            self.checkpoint, dtype=self.config.dtype, experts_implementation=experts_backend.BACKEND
+        )
+        self.model: Any = loaded.model
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._startup_bytes_read = loaded.startup_bytes_read
+        try:
+            self._runtime = ExpertRuntime(loaded.plan, loaded.reader, self.config)
+        except BaseException:
+            loaded.reader.close()
+            raise
+        self._hook = experts_backend.attach(self.model, loaded.plan.rows, self._runtime)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, as transformers gives it."""
+        return transformers.AutoTokenizer.from_pretrained(self.checkpoint)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate()`: same arguments, same result."""
+        with self._lock:
+            self._require_open()
+            return self.model.generate(*args, **kwargs)
+
+    def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
+        """Generate from text, or from what the tokenizer returned; iterate the result for pieces of text.
+
+        `kwargs` are those of `generate()`. One sequence at a time. Raises ConfigError for a batch.
+        """
+        self._require_open()
+        inputs = self.tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else prompt
+        if inputs["input_ids"].shape[0] != 1:
+            raise ConfigError(f"stream() takes one sequence, got {inputs['input_ids'].shape[0]}; use generate()")
+        return TextStream(self.generate, self.tokenizer, {**inputs, **kwargs})
+
+    def request_eams(self) -> list[RequestEam]:
+        """The Expert Activation Matrices of the last request, one pair (prefill, decode) per sequence of its batch."""
+        with self._lock:
+            return copy.deepcopy(self._runtime.recorder.request_eams())
+
+    def report(self) -> Report:
+        """Hits, misses, bytes and waiting since the model was loaded, and how full each tier is now."""
+        runtime = self._runtime
+        slots = runtime.slots
+        host = TierOccupancy(
+            "host", len(runtime.table), slots.num_slots, slots.num_slots * slots.slot_bytes
+        )
+        disk = TierOccupancy(
+            "disk", runtime.total_experts, runtime.total_experts, runtime.total_expert_bytes
+        )
+        counters = copy.deepcopy(runtime.counters)
+        return Report(
+            policy=self.config.policy,
+            prefill=counters.prefill,
+            decode=counters.decode,
+            startup_bytes_read=self._startup_bytes_read,
+            evictions=runtime.table.evictions,
+            tiers=(host, disk),
+        )
+
+    def close(self) -> None:
+        """Stop the read threads and close the files. Waits for a running `generate()`. Again is harmless."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._hook.remove()
+            self._runtime.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"the model {self.checkpoint} was closed")
+
+    def __enter__(self) -> MoE:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,72 @@
+"""What a model did so far: lookups, bytes, waiting, and how full each tier is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_infinity.cache.counters import PhaseCounters
+from moe_infinity.memory.host import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TierOccupancy:
+    """How full one tier is."""
+
+    tier: str
+    experts: int  # experts there now
+    capacity: int  # experts it can hold
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A snapshot; `as_dict()` for programs, `print()` for people."""
+
+    policy: str
+    prefill: PhaseCounters
+    decode: PhaseCounters
+    startup_bytes_read: int  # headers and dense weights
+    evictions: int
+    tiers: tuple[TierOccupancy, ...]
+
+    @property
+    def bytes_read(self) -> int:
+        """Expert bytes read from disk."""
+        return self.prefill.bytes_read + self.decode.bytes_read
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds compute waited for experts."""
+        return self.prefill.stall_s + self.decode.stall_s
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "policy": self.policy,
+            "prefill": self.prefill.as_dict(),
+            "decode": self.decode.as_dict(),
+            "bytes_read": self.bytes_read,
+            "startup_bytes_read": self.startup_bytes_read,
+            "stall_s": self.stall_s,
+            "evictions": self.evictions,
+            "tiers": {
+                t.tier: {"experts": t.experts, "capacity": t.capacity, "capacity_bytes": t.capacity_bytes}
+                for t in self.tiers
+            },
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{'':8}  {'hit rate':>8}  {'hits':>9}  {'late':>6}  {'misses':>8}  {'read':>10}  {'stall':>8}"]
+        for name, c in (("prefill", self.prefill), ("decode", self.decode)):
+            rate = "-" if c.hit_rate is None else f"{c.hit_rate:.1%}"
+            lines.append(
+                f"{name:8}  {rate:>8}  {c.hits:>9,}  {c.late_hits:>6,}  {c.misses:>8,}  "
+                f"{format_bytes(c.bytes_read):>10}  {c.stall_s:>6.2f} s"
+            )
+        for t in self.tiers:
+            share = t.experts / t.capacity
+            lines.append(
+                f"{t.tier:8}  {t.experts:,} of {t.capacity:,} experts ({share:.0%}), {format_bytes(t.capacity_bytes)}"
+            )
+        lines.append(f"policy {self.policy}, {self.evictions:,} evictions, start-up read {format_bytes(self.startup_bytes_read)}")
+        return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""The work of one MoE layer in one step. This is the architecture:
+
+    router (transformers, untouched) -> top_k_index, top_k_weights
+    moe_layer   1 record    the routing                           trace.recorder
+                2 look up   every activated expert, and hold it   cache.residency
+                3 load      the absent ones                       memory.mover
+                4 plan      the layers ahead                      (prefetch comes with its own change)
+                5 compute   residents first, others on arrival    kernels
+                6 release   the holds
+
+If a layer activates more experts than there are slots, steps 2-6 run in waves. The sum over experts has a fixed order,
+so the result depends neither on budget nor policy nor on which expert arrives first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_infinity.cache.counters import Counters, PhaseCounters
+from moe_infinity.cache.policies import make_policy
+from moe_infinity.cache.residency import ResidencyTable
+from moe_infinity.config import OffloadConfig
+from moe_infinity.experts import ExpertKey, Phase, Residency
+from moe_infinity.kernels.dispatch import RoutedRows
+from moe_infinity.kernels.reference import expert_mlp
+from moe_infinity.memory.host import HostSlots, num_host_slots
+from moe_infinity.memory.mover import Mover
+from moe_infinity.memory.reader import Reader
+from moe_infinity.models.loading import Plan
+from moe_infinity.trace.recorder import Recorder, Step
+
+
+class ExpertRuntime:
+    """Owns the slots of one model and everything that decides about them. Used by one thread at a time."""
+
+    def __init__(self, plan: Plan, reader: Reader, config: OffloadConfig) -> None:
+        rows = plan.rows
+        num_experts = max(row.num_experts for row in rows)
+        self.total_experts = sum(row.num_experts for row in rows)
+        slot_bytes = max(row.layout.slot_bytes for row in rows)
+        num_slots = num_host_slots(config.host_memory, slot_bytes=slot_bytes, num_experts=self.total_experts)
+        self.slots = HostSlots(num_slots, slot_bytes)
+        self.policy = make_policy(config.policy, num_rows=len(rows), num_experts=num_experts)
+        self.table = ResidencyTable(num_slots, self.policy)
+        self.recorder = Recorder(len(rows), num_experts)
+        self.counters = Counters()
+        self._reader = reader
+        self._recipes = plan.recipes
+        self._views = [self.slots.views(row.layout) for row in rows]
+        self.total_expert_bytes = sum(row.num_experts * row.layout.num_bytes for row in rows)
+        self._bytes_per_expert = [recipes.bytes_per_expert() for recipes in plan.recipes]
+        self._is_eager = config.experts_implementation == "eager"
+        self._mover = Mover(self.table, self._read_expert, num_threads=config.num_read_threads)
+
+    def begin_step(self, step: Step) -> None:
+        """A forward pass begins."""
+        self._mover.settle()
+        self.recorder.begin_step(step)
+        counters = self.counters.of(step.phase)
+        counters.steps += 1
+        counters.tokens += step.num_tokens if step.counted_T is None else int(step.counted_T.sum())
+
+    @torch.no_grad()
+    def moe_layer(
+        self, moe_row: int, experts: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
+    ) -> Tensor:
+        """[T, D] -> [T, D]: the routed experts of one layer. Raises CheckpointError if an expert cannot be read."""
+        index_TK = top_k_index_TK.cpu().numpy()
+        rows = RoutedRows(index_TK, is_eager=self._is_eager)
+        if len(index_TK) != self.recorder.num_tokens:  # the model was entered below its top: one anonymous request
+            self.begin_step(Step(Phase.PREFILL, 1, len(index_TK), begins_request=True))
+        phase = self.recorder.phase
+        self.recorder.record(moe_row, index_TK)
+        self.policy.touch(moe_row, rows.activated)
+        waiting = [ExpertKey(moe_row, expert_idx) for expert_idx in rows.activated.tolist()]
+        counters = self._count(waiting, phase)
+        rows.gather(x_TD)
+        while waiting:
+            wave = self.table.next_wave(waiting, phase)
+            with self.table.holding(wave, phase) as held:
+                self._mover.load_now(held.absent, held.slot_ids)
+                counters.bytes_read += len(held.absent) * self._bytes_per_expert[moe_row]
+                for key in self._mover.arrivals(wave, counters):
+                    weights = self._views[moe_row][held.slot_ids[key]]
+                    out_RD = expert_mlp(experts, weights, rows.inputs_of(key.expert_idx))
+                    rows.add(key.expert_idx, out_RD, top_k_weights_TK)
+            waiting = [key for key in waiting if key not in held.slot_ids]
+        return rows.sum(x_TD.dtype)
+
+    def _count(self, keys: list[ExpertKey], phase: Phase) -> PhaseCounters:
+        """Charge one lookup per activated expert."""
+        counters = self.counters.of(phase)
+        for key in keys:
+            state = self.table.lookup(key)
+            if state is Residency.RESIDENT:
+                counters.hits += 1
+            elif state is Residency.LOADING:
+                counters.late_hits += 1
+            else:
+                counters.misses += 1
+        return counters
+
+    def _read_expert(self, key: ExpertKey, slot_id: int) -> None:
+        """Fill a slot; runs in a read thread."""
+        self._recipes[key.moe_row].load(key.expert_idx, self._reader, self.slots.bytes_of(slot_id))
+
+    def close(self) -> None:
+        self._mover.close()
+        self._reader.close()
+

@@ -1,0 +1,112 @@
+"""Text while it is generated: generation runs in a thread, the caller iterates, either may stop first."""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+
+from moe_infinity.errors import MoEInfinityError
+
+POLL_S = 0.5  # how often a waiting reader looks whether the generating thread is still there
+STOP_TIMEOUT_S = 120.0  # generation stops at the next token; a token from a slow disk may take long
+
+
+class TextStream:
+    """Iterate it once for pieces of text; afterwards it knows token ids and timing.
+
+    Leaving the loop early stops generation at the next token. An error of the generating thread is raised here.
+    """
+
+    def __init__(self, generate: Callable[..., Any], tokenizer: Any, arguments: dict[str, Any]) -> None:
+        self.text = ""
+        self._streamer = _TimedStreamer(tokenizer)
+        self._cancelled = threading.Event()
+        self._error: BaseException | None = None
+        stopping = StoppingCriteriaList(arguments.pop("stopping_criteria", []))
+        stopping.append(_StopWhen(self._cancelled))
+        self._generate = lambda: generate(streamer=self._streamer, stopping_criteria=stopping, **arguments)
+        self._thread = threading.Thread(target=self._run, name="moe-infinity-generate", daemon=True)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._streamer.token_ids
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from the call of generate to the first token."""
+        times = self._streamer.times
+        return times[1] - times[0] if len(times) > 1 else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Median seconds per token after the first."""
+        times = self._streamer.times[1:]
+        gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+        return statistics.median(gaps) if gaps else None
+
+    def __iter__(self) -> Iterator[str]:
+        self._thread.start()
+        try:
+            while True:
+                try:
+                    piece = self._streamer.text_queue.get(timeout=POLL_S)
+                except queue.Empty:
+                    if self._thread.is_alive():
+                        continue
+                    break
+                if piece is self._streamer.stop_signal:
+                    break
+                self.text += piece
+                yield piece
+        finally:
+            self._cancelled.set()
+            self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise MoEInfinityError(f"generation did not stop within {STOP_TIMEOUT_S:.0f} s")
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        self._streamer.begin()
+        try:
+            self._generate()
+        except BaseException as error:  # noqa: BLE001 - handed to the iterating thread, which raises it
+            self._error = error
+        finally:
+            self._streamer.text_queue.put(self._streamer.stop_signal)
+
+
+class _TimedStreamer(TextIteratorStreamer):  # type: ignore[misc]
+    """Also keeps the generated ids and when each came; times[0] is the beginning."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.token_ids: list[int] = []
+        self.times: list[float] = []
+        self._saw_prompt = False
+
+    def begin(self) -> None:
+        self.times.append(time.perf_counter())
+
+    def put(self, value: Tensor) -> None:
+        if self._saw_prompt:
+            self.token_ids += value.flatten().tolist()
+            self.times.append(time.perf_counter())
+        self._saw_prompt = True
+        super().put(value)
+
+
+class _StopWhen(StoppingCriteria):  # type: ignore[misc]
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), self._event.is_set(), device=input_ids.device)

@@ -1,0 +1,48 @@
+"""The Expert Activation Matrix: how many tokens of one request each expert of each MoE row served.
+
+Prefill and decode are counted apart (arXiv 2401.14361v3 §4.3): a prompt touches nearly every expert and would drown
+the sparse pattern that decoding repeats. For n tokens and top-k routing every row of a matrix sums to n * k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_infinity.experts import Phase
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEam:
+    """The two matrices of one request, each [MoE rows, experts]."""
+
+    prefill: Counts
+    decode: Counts
+
+    def of(self, phase: Phase) -> Counts:
+        return self.prefill if phase is Phase.PREFILL else self.decode
+
+
+class BatchEam:
+    """The matrices of all sequences of a batch, kept together so that one step adds to all of them at once."""
+
+    def __init__(self, num_sequences: int, num_rows: int, num_experts: int) -> None:
+        shape = (num_sequences, num_rows, num_experts)
+        self._counts = {phase: np.zeros(shape, dtype=np.int64) for phase in Phase}
+        self._num_sequences = num_sequences
+        self._num_experts = num_experts
+
+    def add(self, phase: Phase, moe_row: int, sequence_of_token_T: Counts, experts_TK: Counts) -> None:
+        """Count T tokens of one row: token t belongs to a sequence of the batch and was routed to experts_TK[t]."""
+        cells = sequence_of_token_T[:, None] * self._num_experts + experts_TK
+        counts = np.bincount(cells.ravel(), minlength=self._num_sequences * self._num_experts)
+        self._counts[phase][:, moe_row] += counts.reshape(self._num_sequences, self._num_experts)
+
+    def requests(self) -> list[RequestEam]:
+        """One pair of matrices per sequence. Views: they go on counting while the batch runs."""
+        prefill, decode = self._counts[Phase.PREFILL], self._counts[Phase.DECODE]
+        return [RequestEam(p, d) for p, d in zip(prefill, decode, strict=True)]

@@ -1,0 +1,111 @@
+"""The line budget, printed as a table, and the rules that keep the tree readable.
+
+    python scripts/check_layout.py     # exit status 1 when a rule is broken
+
+Lines are counted as an editor shows them: comments, docstrings and blank lines are read too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "moe_infinity"
+FOLDERS = (PACKAGE, "tests", "benchmarks", "scripts", "tools")
+
+CORE_LINES = 3000  # the package without its server
+PATH_LINES = 1300  # the one-hour path below
+FILE_LINES, FILE_LINES_SOFT = 400, 300
+FUNCTION_LINES = 60
+
+ONE_HOUR_PATH = [
+    "model.py",
+    "runtime.py",
+    "cache/residency.py",
+    "trace/eam.py",
+    "prefetch/predictors.py",
+    "prefetch/planner.py",
+    "memory/mover.py",
+    "models/experts_backend.py",
+]
+NO_TORCH = ("cache", "trace", "prefetch", "simulator")  # bookkeeping that runs on any laptop
+MARKER = re.compile(r"\b(TODO|FIXME|XXX)\b")
+
+
+def is_core(file: Path) -> bool:
+    return file.parts[0] == PACKAGE and file.parts[1] != "server"
+
+
+def folder_of(file: Path) -> str:
+    """The row of the table: top folders, and the package one folder deeper."""
+    parts = file.parts[:-1]
+    return "/".join(parts[: 2 if parts[0] == PACKAGE else 1])
+
+
+def imports_torch(node: ast.AST) -> bool:
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    return any("torch" in name.split(".") for name in names)
+
+
+def problems_of(file: Path, text: str) -> Iterator[str]:
+    num_lines = len(text.splitlines())
+    if num_lines > FILE_LINES:
+        yield f"{file}: {num_lines} lines, at most {FILE_LINES}"
+    torch_free = file.parts[0] == PACKAGE and file.parts[1] in NO_TORCH
+    for node in ast.walk(ast.parse(text, filename=str(file))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES:
+                where = f"{file}:{node.lineno}: {node.name}"
+                yield f"{where} has {length} lines, at most {FUNCTION_LINES}"
+        elif torch_free and isinstance(node, ast.stmt) and imports_torch(node):
+            yield f"{file}:{node.lineno}: imports torch, which {file.parts[1]}/ must do without"
+    if file.parts[0] == PACKAGE:
+        for line_number, line in enumerate(text.splitlines(), start=1):
+            if match := MARKER.search(line):
+                yield f"{file}:{line_number}: {match[0]} left in the package"
+
+
+def print_table(lines: Counter[Path], *, core: int, path: int) -> None:
+    per_folder: Counter[str] = Counter()
+    for file, num_lines in lines.items():
+        per_folder[folder_of(file)] += num_lines
+    for folder, num_lines in sorted(per_folder.items()):
+        print(f"{folder:<28}{num_lines:>7,}")
+    print(f"{'total':<28}{lines.total():>7,}")
+    print(f"{'core, without server/':<28}{core:>7,} of {CORE_LINES:,}")
+    print(f"{'one-hour path':<28}{path:>7,} of {PATH_LINES:,}")
+
+
+def main() -> int:
+    paths = sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))
+    texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in paths}
+    lines = Counter({file: len(text.splitlines()) for file, text in texts.items()})
+    core = sum(lines[file] for file in lines if is_core(file))
+    path = sum(lines[Path(PACKAGE, name)] for name in ONE_HOUR_PATH)  # 0 for a file not yet written
+    print_table(lines, core=core, path=path)
+
+    for file, num_lines in lines.items():
+        if FILE_LINES_SOFT < num_lines <= FILE_LINES:
+            print(f"warning: {file}: {num_lines} lines, aim at {FILE_LINES_SOFT}")
+    problems = [problem for file, text in texts.items() for problem in problems_of(file, text)]
+    if core > CORE_LINES:
+        problems.append(f"core: {core:,} lines, at most {CORE_LINES:,}")
+    if path > PATH_LINES:
+        problems.append(f"one-hour path: {path:,} lines, at most {PATH_LINES:,}")
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
