@@ -1,4 +1,6 @@
-"""MoE-Infinity: run Mixture-of-Experts models that do not fit in memory, with exactly the tokens they would give."""
+"""MoE-Infinity: run Mixture-of-Experts models that do not fit in memory, with exactly the tokens
+they would give.
+"""
 
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import (

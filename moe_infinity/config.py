@@ -1,6 +1,7 @@
 """Every knob once: its default, its unit, its check. Unknown names and impossible values fail here.
 
-Sizes are given as bytes (an int), as text with a unit ("8GiB", "500MB"), or as a share of all expert bytes ("25%").
+Sizes are given as bytes (an int), as text with a unit ("8GiB", "500MB"), or as a share of all
+expert bytes ("25%").
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from moe_infinity.memory.machine import machine_memory_bytes
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
-EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")  # those of transformers whose arithmetic we reproduce bit for bit
+EXPERTS_IMPLEMENTATIONS = (
+    "grouped_mm",
+    "eager",
+)  # those of transformers whose arithmetic we reproduce bit for bit
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 # Options of the MoE-Infinity that was published with the paper -> what to tell its user.
@@ -40,18 +44,26 @@ def parse_size(value: int | str, *, whole_bytes: int) -> int:
     if percent:
         return int(whole_bytes * float(percent[1]) / 100)
     if isinstance(value, bool) or not sized or sized[2].upper() not in UNITS:
-        raise ConfigError(f"{value!r} is not a size, expected bytes (8000000000), a unit ('8GiB', '500MB') or '25%'")
+        raise ConfigError(
+            f"{value!r} is not a size, expected bytes (8000000000), a unit ('8GiB', '500MB') or '25%'"
+        )
     return int(float(sized[1]) * UNITS[sized[2].upper()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """How a model is kept and computed. Frozen; `MoE(...)` takes the same names as keyword arguments."""
+    """How a model is kept and computed. Frozen; `MoE(...)` takes the same names as keyword
+    arguments.
+    """
 
-    host_memory: int | str | None = None  # for expert slots: bytes, "8GiB", "25%" of all experts; None: what is free
+    host_memory: int | str | None = (
+        None  # for expert slots: bytes, "8GiB", "25%" of all experts; None: what is free
+    )
     policy: str = "lru"  # which expert leaves first, one of POLICIES
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
-    experts_implementation: str = "grouped_mm"  # whose arithmetic to reproduce; transformers' own default on CPU
+    experts_implementation: str = (
+        "grouped_mm"  # whose arithmetic to reproduce; transformers' own default on CPU
+    )
     num_read_threads: int = 2  # concurrent disk reads
 
     def __post_init__(self) -> None:
@@ -69,8 +81,12 @@ class OffloadConfig:
             raise ConfigError(f"unknown {name} {value!r}, expected one of: {', '.join(allowed)}")
 
     @classmethod
-    def from_options(cls, config: OffloadConfig | dict[str, Any] | None, options: dict[str, Any]) -> OffloadConfig:
-        """A config, or the dict of the older MoE-Infinity, with keyword options on top. Raises ConfigError."""
+    def from_options(
+        cls, config: OffloadConfig | dict[str, Any] | None, options: dict[str, Any]
+    ) -> OffloadConfig:
+        """A config, or the dict of the older MoE-Infinity, with keyword options on top. Raises
+        ConfigError.
+        """
         if isinstance(config, OffloadConfig):
             merged = {f.name: getattr(config, f.name) for f in dataclasses.fields(cls)} | options
         else:
@@ -78,7 +94,9 @@ class OffloadConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(merged) - known)
         if unknown:
-            raise ConfigError(f"unknown option {', '.join(unknown)}, expected some of: {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"unknown option {', '.join(unknown)}, expected some of: {', '.join(sorted(known))}"
+            )
         return cls(**merged)
 
 
@@ -87,7 +105,9 @@ def _translate_legacy(options: dict[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in options.items():
         if name in LEGACY_IGNORED:
-            warnings.warn(f"option {name!r} has no effect: {LEGACY_IGNORED[name]}", UserWarning, stacklevel=4)
+            warnings.warn(
+                f"option {name!r} has no effect: {LEGACY_IGNORED[name]}", UserWarning, stacklevel=4
+            )
         elif name == "host_memory_ratio":
             kept["host_memory"] = _share_of_machine(value)
         else:

@@ -9,18 +9,27 @@ from typing import NamedTuple
 
 PARAM_ALIGNMENT = 64  # bytes; a cache line, so that no two parameters of a slot share one
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}  # dtypes an expert computes in
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float64": 8,
+}  # dtypes an expert computes in
 
 
 class ExpertKey(NamedTuple):
-    """One routed expert. Rows, not decoder layers, are the key: a layer may own two sets of experts (ERNIE-VL)."""
+    """One routed expert. Rows, not decoder layers, are the key: a layer may own two sets of experts
+    (ERNIE-VL).
+    """
 
     moe_row: int  # position among the model's experts modules, in model order
     expert_idx: int  # routed expert within that row
 
 
 class Tier(Enum):
-    """A kind of memory an expert can be in, fastest first. The compute tier is DEVICE with a GPU, HOST without."""
+    """A kind of memory an expert can be in, fastest first. The compute tier is DEVICE with a GPU,
+    HOST without.
+    """
 
     DEVICE = "device"
     HOST = "host"

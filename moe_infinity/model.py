@@ -1,4 +1,5 @@
-"""START HERE. A Mixture-of-Experts model that does not fit in memory, used like any Hugging Face model.
+"""START HERE. A Mixture-of-Experts model that does not fit in memory, used like any Hugging Face
+model.
 
     from moe_infinity import MoE
     with MoE("models/demo", host_memory="25%") as moe:
@@ -6,14 +7,16 @@
         print(moe.tokenizer.decode(out[0]), moe.report(), sep="\\n")
 
 The way of a token: transformers runs the model (`generate`); at each MoE layer our backend (models/experts_backend.py)
-passes the routing to the runtime (runtime.py), which finds, loads, holds and computes the activated experts.
+passes the routing to the runtime (runtime.py), which finds, loads, holds and computes the activated
+experts.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -29,10 +32,13 @@ from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.runtime import ExpertRuntime
 from moe_infinity.streaming import TextStream
 from moe_infinity.trace.eam import RequestEam
+from moe_infinity.trace.tracefile import SequenceTrace
 
 
 class MoE:
-    """A model with its dense weights in memory and its experts cached. Safe to call from several threads, one at a time."""
+    """A model with its dense weights in memory and its experts cached. Safe to call from several
+    threads, one at a time.
+    """
 
     def __init__(
         self,
@@ -42,8 +48,9 @@ class MoE:
     ) -> None:
         """Load a checkpoint folder or hub id; reads headers and dense weights only.
 
-        `config`: an OffloadConfig, a dict (the older MoE-Infinity's is understood) or a JSON file with one; `options`
-        are OffloadConfig fields and come on top. Raises ConfigError, CheckpointError, UnsupportedModelError.
+        `config`: an OffloadConfig, a dict (the older MoE-Infinity's is understood) or a JSON file
+        with one; `options` are OffloadConfig fields and come on top. Raises ConfigError,
+        CheckpointError, UnsupportedModelError.
         """
         self.checkpoint = str(checkpoint)
         self.config = OffloadConfig.from_options(config, options)
@@ -74,23 +81,48 @@ class MoE:
             return self.model.generate(*args, **kwargs)
 
     def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
-        """Generate from text, or from what the tokenizer returned; iterate the result for pieces of text.
+        """Generate from text, or from what the tokenizer returned; iterate the result for pieces of
+        text.
 
         `kwargs` are those of `generate()`. One sequence at a time. Raises ConfigError for a batch.
         """
         self._require_open()
         inputs = self.tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else prompt
         if inputs["input_ids"].shape[0] != 1:
-            raise ConfigError(f"stream() takes one sequence, got {inputs['input_ids'].shape[0]}; use generate()")
+            raise ConfigError(
+                f"stream() takes one sequence, got {inputs['input_ids'].shape[0]}; use generate()"
+            )
         return TextStream(self.generate, self.tokenizer, {**inputs, **kwargs})
 
     def request_eams(self) -> list[RequestEam]:
-        """The Expert Activation Matrices of the last request, one pair (prefill, decode) per sequence of its batch."""
+        """The Expert Activation Matrices of the last request, one pair (prefill, decode) per
+        sequence of its batch.
+        """
         with self._lock:
             return copy.deepcopy(self._runtime.recorder.request_eams())
 
+    @property
+    def num_experts(self) -> int:
+        """Routed experts per MoE row, the most of any row."""
+        return self._runtime.recorder.num_experts
+
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[], list[SequenceTrace]]]:
+        """Keep the routing of every token generated inside; call what this gives to get the traces
+        at the end.
+        """
+        with self._lock:
+            self._require_open()
+            self._runtime.recorder.begin_tokens()
+        try:
+            yield self._runtime.recorder.finish_tokens
+        finally:
+            self._runtime.recorder.drop_tokens()
+
     def report(self) -> Report:
-        """Hits, misses, bytes and waiting since the model was loaded, and how full each tier is now."""
+        """Hits, misses, bytes and waiting since the model was loaded, and how full each tier is
+        now.
+        """
         runtime = self._runtime
         slots = runtime.slots
         host = TierOccupancy(
@@ -110,7 +142,9 @@ class MoE:
         )
 
     def close(self) -> None:
-        """Stop the read threads and close the files. Waits for a running `generate()`. Again is harmless."""
+        """Stop the read threads and close the files. Waits for a running `generate()`. Again is
+        harmless.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -126,6 +160,9 @@ class MoE:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

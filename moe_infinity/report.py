@@ -50,13 +50,19 @@ class Report:
             "stall_s": self.stall_s,
             "evictions": self.evictions,
             "tiers": {
-                t.tier: {"experts": t.experts, "capacity": t.capacity, "capacity_bytes": t.capacity_bytes}
+                t.tier: {
+                    "experts": t.experts,
+                    "capacity": t.capacity,
+                    "capacity_bytes": t.capacity_bytes,
+                }
                 for t in self.tiers
             },
         }
 
     def __str__(self) -> str:
-        lines = [f"{'':8}  {'hit rate':>8}  {'hits':>9}  {'late':>6}  {'misses':>8}  {'read':>10}  {'stall':>8}"]
+        lines = [
+            f"{'':8}  {'hit rate':>8}  {'hits':>9}  {'late':>6}  {'misses':>8}  {'read':>10}  {'stall':>8}"
+        ]
         for name, c in (("prefill", self.prefill), ("decode", self.decode)):
             rate = "-" if c.hit_rate is None else f"{c.hit_rate:.1%}"
             lines.append(
@@ -68,5 +74,7 @@ class Report:
             lines.append(
                 f"{t.tier:8}  {t.experts:,} of {t.capacity:,} experts ({share:.0%}), {format_bytes(t.capacity_bytes)}"
             )
-        lines.append(f"policy {self.policy}, {self.evictions:,} evictions, start-up read {format_bytes(self.startup_bytes_read)}")
+        lines.append(
+            f"policy {self.policy}, {self.evictions:,} evictions, start-up read {format_bytes(self.startup_bytes_read)}"
+        )
         return "\n".join(lines)

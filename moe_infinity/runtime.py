@@ -34,14 +34,18 @@ from moe_infinity.trace.recorder import Recorder, Step
 
 
 class ExpertRuntime:
-    """Owns the slots of one model and everything that decides about them. Used by one thread at a time."""
+    """Owns the slots of one model and everything that decides about them. Used by one thread at a
+    time.
+    """
 
     def __init__(self, plan: Plan, reader: Reader, config: OffloadConfig) -> None:
         rows = plan.rows
         num_experts = max(row.num_experts for row in rows)
         self.total_experts = sum(row.num_experts for row in rows)
         slot_bytes = max(row.layout.slot_bytes for row in rows)
-        num_slots = num_host_slots(config.host_memory, slot_bytes=slot_bytes, num_experts=self.total_experts)
+        num_slots = num_host_slots(
+            config.host_memory, slot_bytes=slot_bytes, num_experts=self.total_experts
+        )
         self.slots = HostSlots(num_slots, slot_bytes)
         self.policy = make_policy(config.policy, num_rows=len(rows), num_experts=num_experts)
         self.table = ResidencyTable(num_slots, self.policy)
@@ -65,12 +69,21 @@ class ExpertRuntime:
 
     @torch.no_grad()
     def moe_layer(
-        self, moe_row: int, experts: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
+        self,
+        moe_row: int,
+        experts: Any,
+        x_TD: Tensor,
+        top_k_index_TK: Tensor,
+        top_k_weights_TK: Tensor,
     ) -> Tensor:
-        """[T, D] -> [T, D]: the routed experts of one layer. Raises CheckpointError if an expert cannot be read."""
+        """[T, D] -> [T, D]: the routed experts of one layer. Raises CheckpointError if an expert
+        cannot be read.
+        """
         index_TK = top_k_index_TK.cpu().numpy()
         rows = RoutedRows(index_TK, is_eager=self._is_eager)
-        if len(index_TK) != self.recorder.num_tokens:  # the model was entered below its top: one anonymous request
+        if (
+            len(index_TK) != self.recorder.num_tokens
+        ):  # the model was entered below its top: one anonymous request
             self.begin_step(Step(Phase.PREFILL, 1, len(index_TK), begins_request=True))
         phase = self.recorder.phase
         self.recorder.record(moe_row, index_TK)
@@ -110,4 +123,3 @@ class ExpertRuntime:
     def close(self) -> None:
         self._mover.close()
         self._reader.close()
-

@@ -1,4 +1,6 @@
-"""Text while it is generated: generation runs in a thread, the caller iterates, either may stop first."""
+"""Text while it is generated: generation runs in a thread, the caller iterates, either may stop
+first.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,22 @@ STOP_TIMEOUT_S = 120.0  # generation stops at the next token; a token from a slo
 class TextStream:
     """Iterate it once for pieces of text; afterwards it knows token ids and timing.
 
-    Leaving the loop early stops generation at the next token. An error of the generating thread is raised here.
+    Leaving the loop early stops generation at the next token. An error of the generating thread is
+    raised here.
     """
 
-    def __init__(self, generate: Callable[..., Any], tokenizer: Any, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, generate: Callable[..., Any], tokenizer: Any, arguments: dict[str, Any]
+    ) -> None:
         self.text = ""
         self._streamer = _TimedStreamer(tokenizer)
         self._cancelled = threading.Event()
         self._error: BaseException | None = None
         stopping = StoppingCriteriaList(arguments.pop("stopping_criteria", []))
         stopping.append(_StopWhen(self._cancelled))
-        self._generate = lambda: generate(streamer=self._streamer, stopping_criteria=stopping, **arguments)
+        self._generate = lambda: generate(
+            streamer=self._streamer, stopping_criteria=stopping, **arguments
+        )
         self._thread = threading.Thread(target=self._run, name="moe-infinity-generate", daemon=True)
 
     @property
@@ -78,7 +85,7 @@ class TextStream:
         self._streamer.begin()
         try:
             self._generate()
-        except BaseException as error:  # noqa: BLE001 - handed to the iterating thread, which raises it
+        except BaseException as error:
             self._error = error
         finally:
             self._streamer.text_queue.put(self._streamer.stop_signal)

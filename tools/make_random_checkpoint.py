@@ -4,20 +4,17 @@
 
     python tools/make_random_checkpoint.py OUT --gib 6 --tokenizer models/demo
 
-Every tensor is a stretch of one pool of normal numbers, starting somewhere else, so that writing
-runs at the speed of the disk and no two experts are equal. Routing depends on the text and is
-decisive (most of the softmax lies on the chosen experts), but it has no topics: only equal tokens
-are routed alike, which is the hard case for a cache.
+Every tensor is a stretch of one pool of normal numbers, starting somewhere else: no two experts are
+equal, and the disk sets the speed. Routing is decisive and depends on the text, but it knows no
+topics: only equal tokens are routed alike, which is the hard case for a cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -41,43 +38,37 @@ class TensorPlan(NamedTuple):
     scale: float  # standard deviation, 0 for a tensor of ones
 
 
-def plan_layer(args: argparse.Namespace, at: str, added: float) -> Iterator[TensorPlan]:
-    """The scale is 1 / sqrt(fan in), and `added` times that for what the residual is given."""
+def plan(args: argparse.Namespace, num_layers: int) -> Iterator[TensorPlan]:
+    """The scale is 1 / sqrt(fan in), and what the residual is given gets 1 / sqrt(layers) of that:
+    the states stay near 1 and keep their token's embedding at any depth."""
     hidden, head, inner = args.hidden, args.head_dim, args.moe_intermediate
-    query, kv, into = args.heads * head, args.kv_heads * head, hidden**-0.5
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    for name, width in (norms | {"self_attn.q_norm": head, "self_attn.k_norm": head}).items():
-        yield TensorPlan(f"{at}.{name}.weight", (width,), 0)
-    for name, width in {"q_proj": query, "k_proj": kv, "v_proj": kv}.items():
-        yield TensorPlan(f"{at}.self_attn.{name}.weight", (width, hidden), into)
-    yield TensorPlan(f"{at}.self_attn.o_proj.weight", (hidden, query), query**-0.5 * added)
-    yield TensorPlan(f"{at}.mlp.gate.weight", (args.experts, hidden), into * ROUTER_SCALE)
-    for expert_idx in range(args.experts):
-        expert = f"{at}.mlp.experts.{expert_idx}"
-        yield TensorPlan(f"{expert}.gate_proj.weight", (inner, hidden), into)
-        yield TensorPlan(f"{expert}.up_proj.weight", (inner, hidden), into)
-        yield TensorPlan(f"{expert}.down_proj.weight", (hidden, inner), inner**-0.5 * added)
+    query, kv, into, added = args.heads * head, args.kv_heads * head, hidden**-0.5, num_layers**-0.5
+    yield TensorPlan("model.embed_tokens.weight", (args.vocab, hidden), 1.0)
+    for at in (f"model.layers.{layer_idx}" for layer_idx in range(num_layers)):
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        for name, width in (norms | {"self_attn.q_norm": head, "self_attn.k_norm": head}).items():
+            yield TensorPlan(f"{at}.{name}.weight", (width,), 0)
+        for name, width in {"q_proj": query, "k_proj": kv, "v_proj": kv}.items():
+            yield TensorPlan(f"{at}.self_attn.{name}.weight", (width, hidden), into)
+        yield TensorPlan(f"{at}.self_attn.o_proj.weight", (hidden, query), query**-0.5 * added)
+        yield TensorPlan(f"{at}.mlp.gate.weight", (args.experts, hidden), into * ROUTER_SCALE)
+        for expert in (f"{at}.mlp.experts.{expert_idx}" for expert_idx in range(args.experts)):
+            yield TensorPlan(f"{expert}.gate_proj.weight", (inner, hidden), into)
+            yield TensorPlan(f"{expert}.up_proj.weight", (inner, hidden), into)
+            yield TensorPlan(f"{expert}.down_proj.weight", (hidden, inner), inner**-0.5 * added)
+    yield TensorPlan("model.norm.weight", (hidden,), 0)
+    yield TensorPlan("lm_head.weight", (args.vocab, hidden), into)
 
 
-def plan(args: argparse.Namespace, num_layers: int) -> list[TensorPlan]:
-    tensors = [TensorPlan("model.embed_tokens.weight", (args.vocab, args.hidden), 1.0)]
-    for layer_idx in range(num_layers):  # 1 / sqrt(layers): deep ones do not drown the embedding
-        tensors += plan_layer(args, f"model.layers.{layer_idx}", num_layers**-0.5)
-    tensors.append(TensorPlan("model.norm.weight", (args.hidden,), 0))
-    tensors.append(TensorPlan("lm_head.weight", (args.vocab, args.hidden), args.hidden**-0.5))
-    return tensors
-
-
-def size_of(tensors: list[TensorPlan]) -> int:
+def size_of(tensors: Iterable[TensorPlan]) -> int:
     return sum(prod(tensor.shape) for tensor in tensors) * ITEM_BYTES
 
 
 def layers_for(args: argparse.Namespace) -> int:
     one_bytes, two_bytes = size_of(plan(args, 1)), size_of(plan(args, 2))
-    layers = 1 + round((args.gib * GIB - one_bytes) / (two_bytes - one_bytes))
+    layers: int = 1 + round((args.gib * GIB - one_bytes) / (two_bytes - one_bytes))
     if layers < 1:
-        hint = "hint: raise --gib, or lower --experts, --hidden or --moe-intermediate"
-        raise SystemExit(f"a single layer makes {one_bytes / GIB:.2f} GiB already\n{hint}")
+        raise SystemExit(f"one layer makes {one_bytes / GIB:.2f} GiB: raise --gib, lower --experts")
     return layers
 
 
@@ -119,7 +110,7 @@ def safetensors_header(shard: list[TensorPlan]) -> bytes:
         header[tensor.name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_weights(folder: Path, shards: list[list[TensorPlan]], seed: int) -> None:
@@ -153,8 +144,7 @@ def write_configs(folder: Path, args: argparse.Namespace, num_layers: int) -> No
         "rope_theta": 1000000.0, "eos_token_id": 0, "pad_token_id": 1,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    tokens = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
-    (folder / "generation_config.json").write_text(json.dumps(tokens))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0, "pad_token_id": 1}')
 
 
 def check(args: argparse.Namespace, needed_bytes: int) -> None:
@@ -168,13 +158,13 @@ def check(args: argparse.Namespace, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(args.out.parent).free
     if needed_bytes * 1.02 > free_bytes:  # a little is left for headers and the file system
         sizes = f"{needed_bytes / GIB:.2f} GiB to write, {free_bytes / GIB:.2f} GiB free"
-        raise SystemExit(f"no room in {args.out.parent}: {sizes}\nhint: lower --gib or --layers")
+        raise SystemExit(f"no room in {args.out.parent}: {sizes}")
 
 
 def make(args: argparse.Namespace) -> None:
     """Written beside OUT and renamed at the end, so that OUT is whole or not there."""
     num_layers = args.layers or layers_for(args)
-    tensors = plan(args, num_layers)
+    tensors = list(plan(args, num_layers))
     check(args, size_of(tensors))
     partial = args.out.with_name(args.out.name + ".partial")
     partial.mkdir()
@@ -183,7 +173,7 @@ def make(args: argparse.Namespace) -> None:
         write_configs(partial, args, num_layers)
         for name in TOKENIZER_FILES if args.tokenizer else ():
             shutil.copyfile(args.tokenizer / name, partial / name)
-        os.replace(partial, args.out)
+        partial.rename(args.out)
     except BaseException:  # an interrupt too must not leave gigabytes behind
         shutil.rmtree(partial)
         raise
@@ -191,8 +181,7 @@ def make(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(description="Write a random Qwen3-MoE checkpoint")
     parser.add_argument("out", type=Path, help="folder to make")
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--gib", type=float, help="all weights together: as many layers as it takes")

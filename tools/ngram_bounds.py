@@ -42,9 +42,7 @@ def extend(
     seen = (found(grams, counts, keys) - discount).clip(min=0)
     total = found(contexts, totals, keys // vocab)
     given_up = np.where(total > 0, discount * found(contexts, types, keys // vocab), 1)
-    result = (
-        lower_WT.copy()
-    )  # the first tokens of a window have too little context: the lower order
+    result: np.ndarray = lower_WT.copy()  # stays where a window starts: too little context
     result[:, order - 2 :] = (seen + given_up * lower_WT[:, order - 2 :]) / np.maximum(total, 1)
     return result
 

@@ -1,12 +1,14 @@
 """Train the bundled demo model: a small Qwen3-MoE whose routing means something.
 
-    corpus/<domain>/train.jsonl -> BPE tokenizer -> packed windows of 513 tokens -> AdamW -> models/demo
+    corpus/<domain>/train.jsonl -> BPE tokenizer -> packed windows of 513 tokens -> AdamW ->
+    models/demo
 
     python tools/train_demo.py --minutes 100 --work-dir runs/demo     # again: resumes from the last checkpoint
     python tools/train_demo.py --export models/demo --work-dir runs/demo
 
 The length of a run is given in minutes of training time, and the learning rate follows that clock (warm-up, flat,
-linear decay), so the script ends well on any machine. A resumed run with more minutes goes on where it was.
+linear decay), so the script ends well on any machine. A resumed run with more minutes goes on where
+it was.
 """
 
 from __future__ import annotations
@@ -54,16 +56,16 @@ def documents(corpus: Path, split: str) -> dict[str, list[str]]:
     files = sorted(corpus.glob(f"*/{split}.jsonl"))
     if not files:
         raise SystemExit(f"no */{split}.jsonl below {corpus}")
-    return {
-        f.parent.name: [json.loads(x)["text"] for x in f.open(encoding="utf-8")]
-        for f in files
-    }
+    return {f.parent.name: [json.loads(x)["text"] for x in f.open(encoding="utf-8")] for f in files}
 
 
 def train_tokenizer(texts: dict[str, list[str]]) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -75,7 +77,10 @@ def train_tokenizer(texts: dict[str, list[str]]) -> PreTrainedTokenizerFast:
     sample = (t for group in texts.values() for t in group[:: max(1, len(group) // 700)])
     bpe.train_from_iterator(sample, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=SPECIAL[0], pad_token=SPECIAL[1], clean_up_tokenization_spaces=False
+        tokenizer_object=bpe,
+        eos_token=SPECIAL[0],
+        pad_token=SPECIAL[1],
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.model_max_length = 1024
@@ -84,7 +89,9 @@ def train_tokenizer(texts: dict[str, list[str]]) -> PreTrainedTokenizerFast:
 
 
 def packed_windows(tokenizer: PreTrainedTokenizerFast, texts: dict[str, list[str]]) -> np.ndarray:
-    """Every document followed by end-of-text, all domains cut into windows: uint16 [windows, SEQ_LEN + 1]."""
+    """Every document followed by end-of-text, all domains cut into windows: uint16 [windows,
+    SEQ_LEN + 1].
+    """
     windows = []
     for group in texts.values():
         stream: list[int] = []
@@ -96,13 +103,17 @@ def packed_windows(tokenizer: PreTrainedTokenizerFast, texts: dict[str, list[str
 
 
 def sorted_experts(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
-    """Tokens sorted by expert, one matmul per expert. `unbind` keeps the backward pass free of full-size zeros."""
+    """Tokens sorted by expert, one matmul per expert. `unbind` keeps the backward pass free of
+    full-size zeros.
+    """
     order = top_k_index_TK.flatten().argsort(stable=True)
     token = order // top_k_index_TK.shape[1]
     counts = torch.bincount(top_k_index_TK.flatten(), minlength=self.num_experts).tolist()
     rows = x_TD[token].split(counts)
     outs = []
-    for x, gate_up, down in zip(rows, self.gate_up_proj.unbind(0), self.down_proj.unbind(0), strict=True):
+    for x, gate_up, down in zip(
+        rows, self.gate_up_proj.unbind(0), self.down_proj.unbind(0), strict=True
+    ):
         gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
         outs.append(F.linear(F.silu(gate) * up, down))
     y = torch.cat(outs) * top_k_weights_TK.flatten()[order, None]
@@ -130,8 +141,12 @@ def build_model() -> Qwen3MoeForCausalLM:
     config = demo_config()
     config._experts_implementation = "train_sorted"
     model = Qwen3MoeForCausalLM(config).float()
-    norm_class = type(model.model.norm)  # the fused op is several times faster to train with, same mathematics
-    norm_class.forward = lambda self, x: F.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
+    norm_class = type(
+        model.model.norm
+    )  # the fused op is several times faster to train with, same mathematics
+    norm_class.forward = lambda self, x: F.rms_norm(
+        x, (x.shape[-1],), self.weight, self.variance_epsilon
+    )
     return model
 
 
@@ -163,7 +178,10 @@ def train(args: argparse.Namespace) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step, seconds = state["step"], state["seconds"]
-    print(f"{len(windows):,} windows of {SEQ_LEN} tokens, from step {step}, {seconds / 60:.1f} min done", flush=True)
+    print(
+        f"{len(windows):,} windows of {SEQ_LEN} tokens, from step {step}, {seconds / 60:.1f} min done",
+        flush=True,
+    )
 
     saved = time.monotonic()
     while (progress := seconds / (60 * args.minutes)) < 1.0:
@@ -183,19 +201,32 @@ def train(args: argparse.Namespace) -> None:
         took = time.monotonic() - started
         seconds += took
         if not math.isfinite(loss.item()):
-            raise SystemExit(f"loss is {loss.item()} at step {step}: start again from the last checkpoint")
+            raise SystemExit(
+                f"loss is {loss.item()} at step {step}: start again from the last checkpoint"
+            )
         if step % 20 == 0:
-            print(f"step {step} loss {loss.item():.3f} balance {balance.item():.3f} lr {learning_rate(progress):.2e} "
-                  f"{BATCH * SEQ_LEN / took:.0f} tok/s {seconds / 60:.1f} min", flush=True)  # fmt: skip
+            print(
+                f"step {step} loss {loss.item():.3f} balance {balance.item():.3f} "
+                f"lr {learning_rate(progress):.2e} {BATCH * SEQ_LEN / took:.0f} tok/s "
+                f"{seconds / 60:.1f} min",
+                flush=True,
+            )
         if time.monotonic() - saved > 240 or seconds >= 60 * args.minutes:
             save_checkpoint(checkpoint, model, optimizer, step, seconds)
             saved = time.monotonic()
 
 
-def save_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, seconds: float):
+def save_checkpoint(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, seconds: float
+):
     """Written beside and renamed, so that a kill in the middle leaves the last one whole."""
     partial = path.with_suffix(".partial")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": step,
+        "seconds": seconds,
+    }
     torch.save(state, partial)
     os.replace(partial, path)
 
@@ -206,18 +237,28 @@ def export(args: argparse.Namespace) -> None:
     model = build_model()
     model.load_state_dict(state["model"])
     model.to(torch.bfloat16).save_pretrained(args.export)
-    PreTrainedTokenizerFast.from_pretrained(args.work_dir / "tokenizer").save_pretrained(args.export)
+    PreTrainedTokenizerFast.from_pretrained(args.work_dir / "tokenizer").save_pretrained(
+        args.export
+    )
     tokens = state["step"] * BATCH * SEQ_LEN
-    print(f"step {state['step']}, {tokens:,} tokens, {state['seconds'] / 60:.1f} min -> {args.export}")
+    print(
+        f"step {state['step']}, {tokens:,} tokens, {state['seconds'] / 60:.1f} min -> {args.export}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--corpus", type=Path, default=Path("../shared/data/corpus"))
     parser.add_argument("--work-dir", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--minutes", type=float, default=100, help="training time in all, earlier runs counted in")
+    parser.add_argument(
+        "--minutes", type=float, default=100, help="training time in all, earlier runs counted in"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--export", type=Path, help="write the last checkpoint to this folder and stop")
+    parser.add_argument(
+        "--export", type=Path, help="write the last checkpoint to this folder and stop"
+    )
     args = parser.parse_args()
     export(args) if args.export else train(args)
 

@@ -1,4 +1,6 @@
-"""What happened at lookup, and what it cost. Counted once per activated expert per layer per step, by phase."""
+"""What happened at lookup, and what it cost. Counted once per activated expert per layer per step,
+by phase.
+"""
 
 from __future__ import annotations
 

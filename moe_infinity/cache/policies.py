@@ -1,4 +1,5 @@
-"""A policy is a score: one float per (MoE row, expert). The victim is the lowest-scored resident nobody holds.
+"""A policy is a score: one float per (MoE row, expert). The victim is the lowest-scored resident
+nobody holds.
 
 Scores are numpy arrays [rows, experts] and updates are vectorised: nothing here loops over experts.
 """

@@ -4,9 +4,9 @@
                               └------cancel_load------------------------^
 
 Experts are read-only, so eviction copies nothing back: the copy one tier below stays true.
-What prefill brings in is *transient* until a decode step uses it: transient experts leave first, so a long prompt
-streams through a small ring of slots and does not flush what decoding lives on.
-One thread decides (this table); other threads only copy bytes. No torch here.
+What prefill brings in is *transient* until a decode step uses it: transient experts leave first, so
+a long prompt streams through a small ring of slots and does not flush what decoding lives on. One
+thread decides (this table); other threads only copy bytes. No torch here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
 
-PREFILL_RING_SHARE = 8  # a prefill step may take num_slots / 8 slots from the decode set; log.md 2026-11-21 "ring"
+PREFILL_RING_SHARE = (
+    8  # a prefill step may take num_slots / 8 slots from the decode set; log.md 2026-11-21 "ring"
+)
 
 
 class Held(NamedTuple):
@@ -70,8 +72,9 @@ class ResidencyTable:
         return [key for key, entry in self._entries.items() if entry.state is Residency.RESIDENT]
 
     def next_wave(self, waiting: Sequence[ExpertKey], phase: Phase) -> list[ExpertKey]:
-        """The part of `waiting` to hold, load and compute together: all that are present, then as many absent ones as
-        there is room for. Raises OutOfSlots when nothing is present and nothing can leave."""
+        """The part of `waiting` to hold, load and compute together: all that are present, then as
+        many absent ones as there is room for. Raises OutOfSlots when nothing is present and nothing
+        can leave."""
         present = [key for key in waiting if key in self._entries]
         if len(present) == len(waiting):
             return present
@@ -84,7 +87,9 @@ class ResidencyTable:
             spare = len(self._free) + int((evictable & self._transient).sum())
             room = min(room, max(spare, self.num_slots // PREFILL_RING_SHARE, 1))
         if not present and room == 0:
-            raise OutOfSlots(f"all {self.num_slots} slots are held or loading, none for {absent[0]}")
+            raise OutOfSlots(
+                f"all {self.num_slots} slots are held or loading, none for {absent[0]}"
+            )
         return present + absent[:room]
 
     @contextmanager
@@ -158,7 +163,9 @@ class ResidencyTable:
             raise OutOfSlots(f"all {self.num_slots} slots are held or loading")
         scores = self._policy.scores()[self._row_of_slot[slots], self._expert_of_slot[slots]]
         slot_id = int(slots[scores.argmin()])
-        del self._entries[ExpertKey(int(self._row_of_slot[slot_id]), int(self._expert_of_slot[slot_id]))]
+        del self._entries[
+            ExpertKey(int(self._row_of_slot[slot_id]), int(self._expert_of_slot[slot_id]))
+        ]
         self._forget_slot(slot_id)
         self.evictions += 1
 

@@ -2,8 +2,9 @@
 
 Two of transformers' implementations are reproduced bit for bit, whatever order experts are computed in:
 
-    grouped_mm  (its default on CPU)  rows of an expert in token order; a token's K outputs summed as one reduction
-    eager       (the class's loop)    rows of an expert in (k, token) order; outputs added one by one by expert id
+    grouped_mm  (its default on CPU)  rows of an expert in token order; a token's K outputs summed
+    as one reduction eager       (the class's loop)    rows of an expert in (k, token) order;
+    outputs added one by one by expert id
 
 T tokens, K experts per token, P = T * K (token, k) pairs, D model width, R rows of one expert.
 """
@@ -29,7 +30,9 @@ class RoutedRows:
         order = flat.argsort(kind="stable")
         pairs = order % num_tokens * top_k + order // num_tokens if is_eager else order
         by_expert = flat[order]
-        starts = np.concatenate([[0], np.flatnonzero(by_expert[1:] != by_expert[:-1]) + 1, [len(flat)]])
+        starts = np.concatenate(
+            [[0], np.flatnonzero(by_expert[1:] != by_expert[:-1]) + 1, [len(flat)]]
+        )
         self.activated: Ints = by_expert[starts[:-1]]  # distinct expert ids, ascending
         self._rows = {
             int(expert): slice(int(start), int(stop))

@@ -1,7 +1,9 @@
-"""One expert's MLP on the rows routed to it, in plain PyTorch: the definition every faster kernel is tested against.
+"""One expert's MLP on the rows routed to it, in plain PyTorch: the definition every faster kernel
+is tested against.
 
 T tokens, R rows of one expert, D model width, F expert width. Weights come by name, without the expert dimension:
-gate_up_proj [2F, D] (or up_proj [F, D]) and down_proj [D, F]; transposed where the architecture stores them so.
+gate_up_proj [2F, D] (or up_proj [F, D]) and down_proj [D, F]; transposed where the architecture
+stores them so.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from torch import Tensor
 
 
 def expert_mlp(experts: Any, weights: dict[str, Tensor], x_RD: Tensor) -> Tensor:
-    """[R, D] -> [R, D]. `experts` is the architecture's own experts module: it knows its activation and its layout."""
+    """[R, D] -> [R, D]. `experts` is the architecture's own experts module: it knows its activation
+    and its layout.
+    """
     up_name = "gate_up_proj" if experts.has_gate else "up_proj"
     hidden = _linear(experts, weights, up_name, x_RD)
     hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)

@@ -1,8 +1,11 @@
-"""Safetensors headers: which tensor lies where in which file. Reads headers only, and believes none of them.
+"""Safetensors headers: which tensor lies where in which file. Reads headers only, and believes none
+of them.
 
-    8 bytes: length n of the header, little-endian | n bytes of JSON: {name: {dtype, shape, data_offsets}} | the data
+    8 bytes: length n of the header, little-endian | n bytes of JSON: {name: {dtype, shape,
+    data_offsets}} | the data
 
-A header that points outside its file, overlaps itself, or contradicts its shapes is refused before a byte is used.
+A header that points outside its file, overlaps itself, or contradicts its shapes is refused before
+a byte is used.
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ class Headers:
 
 
 def read_headers(files: Iterable[Path]) -> Headers:
-    """Headers of all shards. Raises CheckpointError for a missing, truncated or lying file, or a name given twice."""
+    """Headers of all shards. Raises CheckpointError for a missing, truncated or lying file, or a
+    name given twice.
+    """
     tensors: dict[str, StoredTensor] = {}
     num_bytes = 0
     for file in files:
@@ -76,19 +81,25 @@ def read_headers(files: Iterable[Path]) -> Headers:
         for tensor in _check_tensors(file, header, data_start=header_bytes):
             if tensor.name in tensors:
                 other = tensors[tensor.name].extent.file.name
-                raise CheckpointError(f"tensor {tensor.name} is in {other} and again in {file.name}")
+                raise CheckpointError(
+                    f"tensor {tensor.name} is in {other} and again in {file.name}"
+                )
             tensors[tensor.name] = tensor
     return Headers(tensors, num_bytes)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder. Raises CheckpointError if there are none or a shard is missing."""
+    """The safetensors files of a checkpoint folder. Raises CheckpointError if there are none or a
+    shard is missing.
+    """
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index}: not an index of safetensors shards: {error!r}") from error
+            raise CheckpointError(
+                f"{index}: not an index of safetensors shards: {error!r}"
+            ) from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
@@ -140,7 +151,9 @@ def _check_tensors(file: Path, header: dict[str, Any], *, data_start: int) -> li
     size = file.stat().st_size
     if size != end:
         what = "truncated" if size < end else "longer than its header says"
-        raise CheckpointError(f"{file}: {what}: {end} bytes expected, {size} found\nhint: download it again")
+        raise CheckpointError(
+            f"{file}: {what}: {end} bytes expected, {size} found\nhint: download it again"
+        )
     return tensors
 
 
@@ -150,9 +163,13 @@ def _parse_tensor(file: Path, name: str, fields: Any, data_start: int) -> Stored
         begin, end = fields["data_offsets"]
         well_formed = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{file}: the header's entry of tensor {name} is malformed: {fields!r}") from error
+        raise CheckpointError(
+            f"{file}: the header's entry of tensor {name} is malformed: {fields!r}"
+        ) from error
     if not well_formed or stored_dtype not in STORED_DTYPES:
-        raise CheckpointError(f"{file}: the header's entry of tensor {name} is malformed: {fields!r}")
+        raise CheckpointError(
+            f"{file}: the header's entry of tensor {name} is malformed: {fields!r}"
+        )
     num_bytes = prod(shape) * STORED_DTYPES[stored_dtype][1] // 8
     if end - begin != num_bytes:
         raise CheckpointError(

@@ -10,13 +10,16 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertLayout
 from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
 
-# Without a named budget, this share of what is free when the dense weights are loaded goes to experts. The rest is
-# for the KV cache, activations and everybody else; a convention, not a measurement.
+# Without a named budget, this share of what is free when the dense weights are loaded goes to
+# experts. The rest is for the KV cache, activations and everybody else; a convention, not a
+# measurement.
 AUTOMATIC_SHARE = 0.7
 
 
 class HostSlots:
-    """`num_slots` slots of `slot_bytes` bytes. Memory is taken by the kernel as slots are first filled."""
+    """`num_slots` slots of `slot_bytes` bytes. Memory is taken by the kernel as slots are first
+    filled.
+    """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
@@ -30,7 +33,9 @@ class HostSlots:
         self._views: dict[ExpertLayout, SlotViews] = {}
 
     def views(self, layout: ExpertLayout) -> SlotViews:
-        """The slots seen as experts of this layout; one object per layout, shared by all rows that have it."""
+        """The slots seen as experts of this layout; one object per layout, shared by all rows that
+        have it.
+        """
         return self._views.setdefault(layout, SlotViews(self._buffer, self.slot_bytes, layout))
 
     def bytes_of(self, slot_id: int) -> memoryview:
@@ -40,7 +45,9 @@ class HostSlots:
 
 
 class SlotViews:
-    """views[slot_id] -> {parameter name: tensor}, sharing the slot's memory; made when first asked for."""
+    """views[slot_id] -> {parameter name: tensor}, sharing the slot's memory; made when first asked
+    for.
+    """
 
     def __init__(self, buffer: Tensor, slot_bytes: int, layout: ExpertLayout) -> None:
         self._buffer = buffer
@@ -61,7 +68,9 @@ class SlotViews:
 
 
 def num_host_slots(host_memory: int | str | None, *, slot_bytes: int, num_experts: int) -> int:
-    """How many slots the budget allows, at most one per expert. Raises ConfigError if it is too small or too large."""
+    """How many slots the budget allows, at most one per expert. Raises ConfigError if it is too
+    small or too large.
+    """
     everything = slot_bytes * num_experts
     if host_memory is None:
         budget = int(available_memory_bytes() * AUTOMATIC_SHARE)

@@ -17,7 +17,9 @@ def machine_memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """What can be allocated without pushing anything out, by the kernel's own estimate; within the group's limit."""
+    """What can be allocated without pushing anything out, by the kernel's own estimate; within the
+    group's limit.
+    """
     available = machine_memory_bytes()
     if MEMINFO.exists():
         for line in MEMINFO.read_text().splitlines():

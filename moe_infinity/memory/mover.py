@@ -1,7 +1,7 @@
 """The one object that copies experts. It moves what the residency table has reserved a slot for.
 
-One thread decides: loads begin and end only in calls of its owner; the read threads do nothing but fill slots.
-Every wait is bounded, and the time spent waiting is counted.
+One thread decides: loads begin and end only in calls of its owner; the read threads do nothing but
+fill slots. Every wait is bounded, and the time spent waiting is counted.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import LoadTimeout
 from moe_infinity.experts import ExpertKey
 
-LOAD_TIMEOUT_S = 120.0  # one expert from a slow network disk takes seconds; past this something is wrong
+LOAD_TIMEOUT_S = (
+    120.0  # one expert from a slow network disk takes seconds; past this something is wrong
+)
 
 
 class Mover:
-    """DISK -> HOST for one residency table. `read` fills a slot with an expert's bytes, in any thread."""
+    """DISK -> HOST for one residency table. `read` fills a slot with an expert's bytes, in any
+    thread.
+    """
 
     def __init__(
         self, table: ResidencyTable, read: Callable[[ExpertKey, int], None], *, num_threads: int
@@ -51,7 +55,9 @@ class Mover:
             done, _ = wait(waiting, timeout=LOAD_TIMEOUT_S, return_when=FIRST_COMPLETED)
             counters.stall_s += time.perf_counter() - started
             if not done:
-                raise LoadTimeout(f"{len(waiting)} experts did not arrive within {LOAD_TIMEOUT_S:.0f} s")
+                raise LoadTimeout(
+                    f"{len(waiting)} experts did not arrive within {LOAD_TIMEOUT_S:.0f} s"
+                )
             for future in done:
                 key = waiting.pop(future)
                 self._finish(key)
@@ -63,7 +69,9 @@ class Mover:
             return
         _, late = wait(self._loading.values(), timeout=LOAD_TIMEOUT_S)
         if late:
-            raise LoadTimeout(f"{len(late)} experts of an earlier step did not arrive within {LOAD_TIMEOUT_S:.0f} s")
+            raise LoadTimeout(
+                f"{len(late)} experts of an earlier step did not arrive within {LOAD_TIMEOUT_S:.0f} s"
+            )
         for key in list(self._loading):
             if self._loading[key].exception() is None:
                 self._finish(key)

@@ -1,7 +1,7 @@
 """Positional reads from checkpoint files, straight into the memory that wants the bytes.
 
-Safe to call from several threads: no file position is shared. A short read, an I/O error or a file that vanished is a
-CheckpointError that names file and offset; the reader stays usable.
+Safe to call from several threads: no file position is shared. A short read, an I/O error or a file
+that vanished is a CheckpointError that names file and offset; the reader stays usable.
 """
 
 from __future__ import annotations

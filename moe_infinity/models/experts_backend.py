@@ -1,4 +1,5 @@
-"""Our experts backend in transformers: it hands each layer's routing to the runtime, and says when a step begins.
+"""Our experts backend in transformers: it hands each layer's routing to the runtime, and says when
+a step begins.
 
 transformers calls the backend of every experts module with (module, hidden states [T, D], top_k_index [T, K],
 top_k_weights [T, K]), all padding included, sequences flattened. What the model was called with (batch, mask, cache)
@@ -25,7 +26,9 @@ BACKEND = "moe_infinity"  # the name of our experts implementation in transforme
 ROW_ATTRIBUTE = "_moe_infinity_row"  # set on each experts module: (runtime, MoE row)
 
 
-def experts_forward(self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
+def experts_forward(
+    self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
+) -> Tensor:
     """What transformers calls instead of its own loop over experts."""
     runtime, moe_row = getattr(self, ROW_ATTRIBUTE)
     return runtime.moe_layer(moe_row, self, x_TD, top_k_index_TK, top_k_weights_TK)
@@ -36,8 +39,12 @@ def register() -> None:
     ExpertsInterface.register(BACKEND, experts_forward)
 
 
-def attach(model: PreTrainedModel, rows: list[ExpertsModule], runtime: ExpertRuntime) -> RemovableHandle:
-    """Connect the experts modules of `model` to the runtime. Removing the handle stops the step hook."""
+def attach(
+    model: PreTrainedModel, rows: list[ExpertsModule], runtime: ExpertRuntime
+) -> RemovableHandle:
+    """Connect the experts modules of `model` to the runtime. Removing the handle stops the step
+    hook.
+    """
     for moe_row, row in enumerate(rows):
         object.__setattr__(row.module, ROW_ATTRIBUTE, (runtime, moe_row))
     end_ids = _end_ids(model)
@@ -50,10 +57,14 @@ def attach(model: PreTrainedModel, rows: list[ExpertsModule], runtime: ExpertRun
     return model.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
-def read_step(args: tuple[Any, ...], kwargs: dict[str, Any], end_ids: NDArray[np.int64]) -> Step | None:
-    """What kind of step a call of the model is; None when it was called with neither ids nor embeddings.
+def read_step(
+    args: tuple[Any, ...], kwargs: dict[str, Any], end_ids: NDArray[np.int64]
+) -> Step | None:
+    """What kind of step a call of the model is; None when it was called with neither ids nor
+    embeddings.
 
-    `end_ids`: tokens that end a sequence or pad it. In a batch, a finished sequence is fed these while others go on.
+    `end_ids`: tokens that end a sequence or pad it. In a batch, a finished sequence is fed these
+    while others go on.
     """
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     inputs = input_ids if input_ids is not None else kwargs.get("inputs_embeds")

@@ -1,11 +1,14 @@
-"""Load a model without its experts: transformers loads the dense part, the experts stay where they are on disk.
+"""Load a model without its experts: transformers loads the dense part, the experts stay where they
+are on disk.
 
-transformers calls `_load_pretrained_model` with the model on the meta device and the resolved list of weight
-conversions. There we find the experts modules, plan where each expert's bytes lie, take the parameters out of the
-modules, and hand the stock method the remaining tensors, each read on demand.
+transformers calls `_load_pretrained_model` with the model on the meta device and the resolved list
+of weight conversions. There we find the experts modules, plan where each expert's bytes lie, take
+the parameters out of the modules, and hand the stock method the remaining tensors, each read on
+demand.
 
 Private names of transformers used here and nowhere else: `_load_pretrained_model`, `rename_source_key`,
-`WeightConverter.collected_tensors` (recipes.py), `LoadStateDictConfig.weight_mapping`, `_experts_implementation`.
+`WeightConverter.collected_tensors` (recipes.py), `LoadStateDictConfig.weight_mapping`,
+`_experts_implementation`.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ class Plan:
     @property
     def dense_bytes(self) -> int:
         """Bytes of the checkpoint that are not experts."""
-        return sum(t.extent.num_bytes for name, t in self.headers.tensors.items() if name not in self.owned)
+        return sum(
+            t.extent.num_bytes for name, t in self.headers.tensors.items() if name not in self.owned
+        )
 
 
 @dataclass(slots=True)
@@ -72,7 +77,9 @@ class LoadedModel:
 
 
 class StoredSlice:
-    """A tensor of the checkpoint, read when transformers indexes it; the interface of a safetensors slice."""
+    """A tensor of the checkpoint, read when transformers indexes it; the interface of a safetensors
+    slice.
+    """
 
     def __init__(self, tensor: StoredTensor, reader: Reader) -> None:
         self._tensor = tensor
@@ -93,7 +100,9 @@ class StoredSlice:
 
 
 def find_experts(model: nn.Module) -> list[ExpertsModule]:
-    """The experts modules of the model, in model order. Raises UnsupportedModelError for an unknown dtype."""
+    """The experts modules of the model, in model order. Raises UnsupportedModelError for an unknown
+    dtype.
+    """
     rows = []
     for name, module in model.named_modules():
         if not vars(module).keys() >= INTERFACE_ATTRIBUTES:
@@ -106,7 +115,9 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
         }
         dtypes = {key: str(param.dtype).removeprefix("torch.") for key, param in params.items()}
         if set(dtypes.values()) - set(DTYPE_BYTES):
-            raise UnsupportedModelError(f"{name}: experts of dtype {dtypes}, expected one of {', '.join(DTYPE_BYTES)}")
+            raise UnsupportedModelError(
+                f"{name}: experts of dtype {dtypes}, expected one of {', '.join(DTYPE_BYTES)}"
+            )
         shapes = {key: (tuple(param.shape[1:]), dtypes[key]) for key, param in params.items()}
         rows.append(ExpertsModule(name, module, num_experts, params, ExpertLayout.of(shapes)))
     if not rows:
@@ -118,13 +129,17 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
 
 
 def plan_experts(model: Any, headers: Headers, weight_mapping: list[Any]) -> Plan:
-    """Locate every expert in the checkpoint. Raises CheckpointError where tensors are missing or do not fit."""
+    """Locate every expert in the checkpoint. Raises CheckpointError where tensors are missing or do
+    not fit.
+    """
     rows = find_experts(model)
     row_of_param = {f"{row.name}.{key}": (row, key) for row in rows for key in row.params}
     groups, owned = _group_sources(model, headers, weight_mapping, set(row_of_param))
     missing = sorted(set(row_of_param) - {t for _, _, targets in groups.values() for t in targets})
     if missing:
-        raise CheckpointError(f"the checkpoint has no tensors for {missing[0]} ({len(missing)} parameters in all)")
+        raise CheckpointError(
+            f"the checkpoint has no tensors for {missing[0]} ({len(missing)} parameters in all)"
+        )
     byte_copies: dict[Any, bool] = {}
     recipes: dict[str, list[Recipe]] = {row.name: [] for row in rows}
     for name, (converter, keys_by_pattern, targets) in groups.items():
@@ -144,16 +159,22 @@ def plan_experts(model: Any, headers: Headers, weight_mapping: list[Any]) -> Pla
     return Plan(rows, by_row, owned, headers)
 
 
-Group = tuple[WeightConverter | None, dict[str, list[str]], list[str]]  # converter, {pattern: keys}, target names
+Group = tuple[
+    WeightConverter | None, dict[str, list[str]], list[str]
+]  # converter, {pattern: keys}, target names
 
 
 def _group_sources(
     model: Any, headers: Headers, weight_mapping: list[Any], wanted: set[str]
 ) -> tuple[dict[str, Group], set[str]]:
-    """Which checkpoint tensors become which expert parameters, by transformers' own renaming and conversion rules."""
+    """Which checkpoint tensors become which expert parameters, by transformers' own renaming and
+    conversion rules.
+    """
     renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
-    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    converter_of = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     meta, prefix = model.state_dict(), model.base_model_prefix
     groups: dict[str, Group] = {}
     owned: set[str] = set()
@@ -172,21 +193,29 @@ def _group_sources(
         group[1].setdefault(pattern or key, []).append(key)
         owned.add(key)
     for converter, keys_by_pattern, _ in groups.values():
-        if converter is not None:  # conversions concatenate in the order of their patterns, not of the keys
+        if (
+            converter is not None
+        ):  # conversions concatenate in the order of their patterns, not of the keys
             for pattern in [p for p in converter.source_patterns if p in keys_by_pattern]:
                 keys_by_pattern[pattern] = keys_by_pattern.pop(pattern)
     return groups, owned
 
 
 def _make_source(name: str, pattern: str, tensors: list[StoredTensor], num_experts: int) -> Source:
-    """One tensor per expert, or one whose first dimension is the experts; all of one shape and dtype."""
+    """One tensor per expert, or one whose first dimension is the experts; all of one shape and
+    dtype.
+    """
     is_stacked = len(tensors) == 1 and tensors[0].shape[:1] == (num_experts,)
     if not is_stacked and len(tensors) != num_experts:
         raise CheckpointError(
             f"{name}: {num_experts} experts need {num_experts} tensors like {tensors[0].name} "
             f"or one stacked over experts, found {len(tensors)}"
         )
-    odd = [t for t in tensors if (t.shape, t.stored_dtype) != (tensors[0].shape, tensors[0].stored_dtype)]
+    odd = [
+        t
+        for t in tensors
+        if (t.shape, t.stored_dtype) != (tensors[0].shape, tensors[0].stored_dtype)
+    ]
     if odd:
         raise CheckpointError(
             f"tensor {odd[0].name} is {odd[0].stored_dtype} {list(odd[0].shape)}, but {tensors[0].name} "
@@ -195,7 +224,9 @@ def _make_source(name: str, pattern: str, tensors: list[StoredTensor], num_exper
     return Source(pattern, tuple(tensors), is_stacked)
 
 
-def load_without_experts(checkpoint: str, *, dtype: str, experts_implementation: str) -> LoadedModel:
+def load_without_experts(
+    checkpoint: str, *, dtype: str, experts_implementation: str
+) -> LoadedModel:
     """The model of a folder or hub id with dense weights in memory and experts on disk.
 
     Raises UnsupportedModelError, CheckpointError.
@@ -205,16 +236,27 @@ def load_without_experts(checkpoint: str, *, dtype: str, experts_implementation:
     found: dict[str, Plan] = {}
 
     def _load_pretrained_model(
-        model: Any, state_dict: Any, files: list[str] | None, load_config: Any, *args: Any, **kwargs: Any
+        model: Any,
+        state_dict: Any,
+        files: list[str] | None,
+        load_config: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if load_config.hf_quantizer is not None:
             method = load_config.hf_quantizer.quantization_config.quant_method
-            raise UnsupportedModelError(f"quantized checkpoints ({method}) are not supported yet, expected bf16 or fp32")
+            raise UnsupportedModelError(
+                f"quantized checkpoints ({method}) are not supported yet, expected bf16 or fp32"
+            )
         headers = read_headers(Path(file) for file in _safetensors_only(files))
         plan = plan_experts(model, headers, load_config.weight_mapping or [])
         for row in plan.rows:
             _take_out(row)
-        dense = {key: StoredSlice(t, reader) for key, t in headers.tensors.items() if key not in plan.owned}
+        dense = {
+            key: StoredSlice(t, reader)
+            for key, t in headers.tensors.items()
+            if key not in plan.owned
+        }
         found["plan"] = plan
         return stock_class._load_pretrained_model(model, dense, files, load_config, *args, **kwargs)
 
@@ -228,15 +270,21 @@ def load_without_experts(checkpoint: str, *, dtype: str, experts_implementation:
         },
     )
     if Path(checkpoint).is_dir():
-        read_headers(checkpoint_files(Path(checkpoint)))  # our messages about broken files come before transformers'
-    model = own_class.from_pretrained(checkpoint, dtype=dtype, experts_implementation=experts_implementation)
+        read_headers(
+            checkpoint_files(Path(checkpoint))
+        )  # our messages about broken files come before transformers'
+    model = own_class.from_pretrained(
+        checkpoint, dtype=dtype, experts_implementation=experts_implementation
+    )
     model.__class__ = stock_class
     plan = found["plan"]
     return LoadedModel(model, plan, reader, plan.headers.num_bytes + reader.bytes_read)
 
 
 def plan_from_headers(checkpoint: str, *, dtype: str) -> Plan:
-    """What `load_without_experts` would find, reading nothing but headers. `checkpoint` is a folder."""
+    """What `load_without_experts` would find, reading nothing but headers. `checkpoint` is a
+    folder.
+    """
     stock_class = model_class(checkpoint)
     headers = read_headers(checkpoint_files(Path(checkpoint)))
     config = transformers.AutoConfig.from_pretrained(checkpoint)
@@ -248,12 +296,16 @@ def plan_from_headers(checkpoint: str, *, dtype: str) -> Plan:
 
 def model_class(checkpoint: str) -> Any:
     """transformers' class for this checkpoint. Raises UnsupportedModelError, CheckpointError."""
-    if not Path(checkpoint).is_dir() and (Path(checkpoint).exists() or checkpoint.startswith((".", "/", "~"))):
+    if not Path(checkpoint).is_dir() and (
+        Path(checkpoint).exists() or checkpoint.startswith((".", "/", "~"))
+    ):
         raise CheckpointError(f"{checkpoint}: not a folder; give a checkpoint folder or a hub id")
     try:
         config = transformers.AutoConfig.from_pretrained(checkpoint)
     except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"{checkpoint}: transformers {transformers.__version__}: {error}") from error
+        raise UnsupportedModelError(
+            f"{checkpoint}: transformers {transformers.__version__}: {error}"
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{checkpoint}: no usable config.json: {error}") from error
     for name in config.architectures or []:
@@ -271,12 +323,18 @@ def model_class(checkpoint: str) -> Any:
 
 def _safetensors_only(files: list[str] | None) -> list[str]:
     if not files or not all(file.endswith(".safetensors") for file in files):
-        raise UnsupportedModelError(f"only safetensors checkpoints can be read in place, found {files}")
+        raise UnsupportedModelError(
+            f"only safetensors checkpoints can be read in place, found {files}"
+        )
     return files
 
 
 def _take_out(row: ExpertsModule) -> None:
-    """Remove the expert parameters; a meta tensor of the same name stays, which transformers' init may touch."""
+    """Remove the expert parameters; a meta tensor of the same name stays, which transformers' init
+    may touch.
+    """
     for key, param in row.params.items():
         del row.module._parameters[key]
-        object.__setattr__(row.module, key, torch.empty_like(param, device="meta", requires_grad=False))
+        object.__setattr__(
+            row.module, key, torch.empty_like(param, device="meta", requires_grad=False)
+        )

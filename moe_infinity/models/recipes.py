@@ -1,9 +1,11 @@
-"""How one expert's bytes come out of the checkpoint: where they lie, and what transformers would do to them.
+"""How one expert's bytes come out of the checkpoint: where they lie, and what transformers would do
+to them.
 
-A recipe fills one or more parameters of any expert of one MoE row. Its sources are either one tensor per expert or one
-tensor stacked over experts. Where transformers' conversion only concatenates, the bytes go straight into the slot;
-otherwise the same conversion is replayed for that one expert. Which of the two is found out by trying it once on a
-pattern, per kind of recipe, not by knowing architectures.
+A recipe fills one or more parameters of any expert of one MoE row. Its sources are either one
+tensor per expert or one tensor stacked over experts. Where transformers' conversion only
+concatenates, the bytes go straight into the slot; otherwise the same conversion is replayed for
+that one expert. Which of the two is found out by trying it once on a pattern, per kind of recipe,
+not by knowing architectures.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from moe_infinity.memory.reader import Reader
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one pattern of a conversion matched in one row: a tensor per expert, or one stacked over experts."""
+    """What one pattern of a conversion matched in one row: a tensor per expert, or one stacked over
+    experts.
+    """
 
     pattern: str
     tensors: tuple[StoredTensor, ...]
@@ -60,13 +64,17 @@ class Recipe:
     name: str  # the name transformers gives the first target
     sources: tuple[Source, ...]
     targets: dict[str, ParamSpec]
-    converter: Any | None  # transformers' WeightConverter; None where the checkpoint has the parameter itself
+    converter: (
+        Any | None
+    )  # transformers' WeightConverter; None where the checkpoint has the parameter itself
     config: Any  # of the model; some conversions read it
     is_byte_copy: bool = False
 
     def kind(self) -> tuple[Any, ...]:
         """Recipes of one kind behave alike, so that one trial answers for all of them."""
-        sources = tuple((s.pattern, s.shape, s.tensors[0].stored_dtype, s.is_stacked) for s in self.sources)
+        sources = tuple(
+            (s.pattern, s.shape, s.tensors[0].stored_dtype, s.is_stacked) for s in self.sources
+        )
         shapes = tuple((t.shape, t.dtype) for t in self.targets.values())
         return id(self.converter) if self.converter else None, sources, shapes
 
@@ -108,7 +116,9 @@ class Recipe:
         for name, spec in self.targets.items():
             found = tuple(values[name].shape) if name in values else None
             if found != (1, *spec.shape):
-                shapes = ", ".join(f"{s.tensors[0].name} {list(s.tensors[0].shape)}" for s in self.sources)
+                shapes = ", ".join(
+                    f"{s.tensors[0].name} {list(s.tensors[0].shape)}" for s in self.sources
+                )
                 raise CheckpointError(
                     f"{name}: the model wants {list(spec.shape)} per expert, the checkpoint gives "
                     f"{list(found[1:]) if found else 'nothing'} (from {shapes})"
@@ -121,13 +131,16 @@ class Recipe:
         return before.shape == after.shape and bool(torch.equal(before, after))
 
     def _convert(self, stored: list[Tensor]) -> dict[str, Tensor]:
-        """What transformers makes of one expert's tensors: {full name: [1, ...]} in the model's dtype."""
+        """What transformers makes of one expert's tensors: {full name: [1, ...]} in the model's
+        dtype.
+        """
         (dtype,) = {getattr(torch, spec.dtype) for spec in self.targets.values()}
         stored = [tensor.to(dtype) for tensor in stored]
         if self.converter is None:
             return {self.name: stored[0]}
         meta = {
-            name: torch.empty((1, *spec.shape), dtype=dtype, device="meta") for name, spec in self.targets.items()
+            name: torch.empty((1, *spec.shape), dtype=dtype, device="meta")
+            for name, spec in self.targets.items()
         }
         converter = copy.deepcopy(self.converter)
         converter.collected_tensors = {
@@ -135,10 +148,17 @@ class Recipe:
         }
         try:
             values = converter.convert(self.name, model=OneExpertModel(meta), config=self.config)
-        except (RuntimeError, ValueError) as error:  # torch and transformers report mismatched shapes this way
-            shapes = ", ".join(f"{s.tensors[0].name} {list(s.tensors[0].shape)}" for s in self.sources)
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # torch and transformers report mismatched shapes this way
+            shapes = ", ".join(
+                f"{s.tensors[0].name} {list(s.tensors[0].shape)}" for s in self.sources
+            )
             raise CheckpointError(f"{self.name} cannot be built from {shapes}: {error}") from error
-        return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in values.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The Expert Activation Matrix: how many tokens of one request each expert of each MoE row served.
 
-Prefill and decode are counted apart (arXiv 2401.14361v3 §4.3): a prompt touches nearly every expert and would drown
-the sparse pattern that decoding repeats. For n tokens and top-k routing every row of a matrix sums to n * k.
+Prefill and decode are counted apart (arXiv 2401.14361v3 §4.3): a prompt touches nearly every expert
+and would drown the sparse pattern that decoding repeats. For n tokens and top-k routing every row
+of a matrix sums to n * k.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class RequestEam:
 
 
 class BatchEam:
-    """The matrices of all sequences of a batch, kept together so that one step adds to all of them at once."""
+    """The matrices of all sequences of a batch, kept together so that one step adds to all of them
+    at once.
+    """
 
     def __init__(self, num_sequences: int, num_rows: int, num_experts: int) -> None:
         shape = (num_sequences, num_rows, num_experts)
@@ -36,8 +39,12 @@ class BatchEam:
         self._num_sequences = num_sequences
         self._num_experts = num_experts
 
-    def add(self, phase: Phase, moe_row: int, sequence_of_token_T: Counts, experts_TK: Counts) -> None:
-        """Count T tokens of one row: token t belongs to a sequence of the batch and was routed to experts_TK[t]."""
+    def add(
+        self, phase: Phase, moe_row: int, sequence_of_token_T: Counts, experts_TK: Counts
+    ) -> None:
+        """Count T tokens of one row: token t belongs to a sequence of the batch and was routed to
+        experts_TK[t].
+        """
         cells = sequence_of_token_T[:, None] * self._num_experts + experts_TK
         counts = np.bincount(cells.ravel(), minlength=self._num_sequences * self._num_experts)
         self._counts[phase][:, moe_row] += counts.reshape(self._num_sequences, self._num_experts)

@@ -1,7 +1,9 @@
-"""Watches the routing of every step: counts it into the request's EAM and, on demand, keeps it token by token.
+"""Watches the routing of every step: counts it into the request's EAM and, on demand, keeps it
+token by token.
 
-A request begins with a step that finds an empty KV cache; every sequence of a batch is a request of its own.
-Padding is left out, and so is what a finished sequence of a batch is fed while the others go on.
+A request begins with a step that finds an empty KV cache; every sequence of a batch is a request of
+its own. Padding is left out, and so is what a finished sequence of a batch is fed while the others
+go on.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass as the model was called: B sequences of S new tokens, flattened to T = B * S."""
+    """One forward pass as the model was called: B sequences of S new tokens, flattened to T = B *
+    S.
+    """
 
     phase: Phase
     num_sequences: int  # B
@@ -40,7 +44,7 @@ class Recorder:
 
     def __init__(self, num_rows: int, num_experts: int) -> None:
         self._num_rows = num_rows
-        self._num_experts = num_experts
+        self.num_experts = num_experts
         self._step = Step(Phase.PREFILL, 1, 0, begins_request=True)
         self._sequence_of_token_T: Ints = np.zeros(0, dtype=np.int64)
         self._batch = BatchEam(0, num_rows, num_experts)
@@ -57,7 +61,7 @@ class Recorder:
 
     def begin_step(self, step: Step) -> None:
         if step.begins_request:
-            self._batch = BatchEam(step.num_sequences, self._num_rows, self._num_experts)
+            self._batch = BatchEam(step.num_sequences, self._num_rows, self.num_experts)
         if self._tokens is not None:
             self._tokens.begin_step(step)
         self._step = step
@@ -73,7 +77,9 @@ class Recorder:
             self._tokens.record(moe_row, counted)
 
     def request_eams(self) -> list[RequestEam]:
-        """The EAMs of the running request or, between requests, of the last one; one per sequence of the batch."""
+        """The EAMs of the running request or, between requests, of the last one; one per sequence
+        of the batch.
+        """
         return self._batch.requests()
 
     def begin_tokens(self) -> None:
@@ -85,6 +91,10 @@ class Recorder:
         assert self._tokens is not None, "begin_tokens() comes first"
         tokens, self._tokens = self._tokens, None
         return tokens.finish()
+
+    def drop_tokens(self) -> None:
+        """Stop keeping tokens, if we still are."""
+        self._tokens = None
 
 
 class TokenRecorder:
@@ -119,10 +129,14 @@ class TokenRecorder:
         if step is None or not rows:
             return
         if len(rows) != self._num_rows or len({row.shape for row in rows.values()}) > 1:
-            raise TraceError(f"a step ran {len(rows)} of {self._num_rows} MoE rows, or with unequal top-k: no trace of it")
+            raise TraceError(
+                f"a step ran {len(rows)} of {self._num_rows} MoE rows, or with unequal top-k: no trace of it"
+            )
         experts_TLK = np.stack([rows[row] for row in range(self._num_rows)], axis=1)
         sequence_T = np.repeat(np.arange(step.num_sequences), step.tokens_per_sequence)
-        token_ids_T = step.token_ids_T if step.token_ids_T is not None else np.full(step.num_tokens, -1)
+        token_ids_T = (
+            step.token_ids_T if step.token_ids_T is not None else np.full(step.num_tokens, -1)
+        )
         if step.counted_T is not None:
             sequence_T, token_ids_T = sequence_T[step.counted_T], token_ids_T[step.counted_T]
         for idx, parts in enumerate(self._running):

@@ -1,10 +1,10 @@
 """Traces on disk: one .npz with the routing of every token of every sequence.
 
-    experts   uint8 or uint16 [tokens, MoE rows, k]   expert ids; within a token as the router gave them
-    offsets   int64 [sequences + 1]                   sequence i is tokens offsets[i] .. offsets[i + 1]
-    token_ids int64 [tokens]     optional             the input token, -1 unknown
-    is_prefill bool [tokens]     optional             part of the prompt
-    num_experts int64            optional             experts per row
+    experts   uint8 or uint16 [tokens, MoE rows, k]   expert ids; within a token as the router gave
+    them offsets   int64 [sequences + 1]                   sequence i is tokens offsets[i] ..
+    offsets[i + 1] token_ids int64 [tokens]     optional             the input token, -1 unknown
+    is_prefill bool [tokens]     optional             part of the prompt num_experts int64
+    optional             experts per row
 
 A file is complete or it does not exist: it is written beside its name and renamed.
 """
@@ -43,7 +43,9 @@ class SequenceTrace:
 
 
 def save_trace(path: Path, sequences: Sequence[SequenceTrace], *, num_experts: int) -> None:
-    """Write the sequences to `path`. Raises TraceError, and leaves neither a partial file nor a changed old one."""
+    """Write the sequences to `path`. Raises TraceError, and leaves neither a partial file nor a
+    changed old one.
+    """
     if not sequences:
         raise TraceError(f"{path}: nothing was recorded, so no trace is written")
     whole = SequenceTrace.concatenate(sequences)
@@ -62,18 +64,24 @@ def save_trace(path: Path, sequences: Sequence[SequenceTrace], *, num_experts: i
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        raise TraceError(f"{path}: the trace could not be written: {error.strerror or error}") from error
+        raise TraceError(
+            f"{path}: the trace could not be written: {error.strerror or error}"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 def load_trace(path: Path) -> list[SequenceTrace]:
-    """Read a trace, ours or one with only `experts` and `offsets`. Raises TraceError if it is not one."""
+    """Read a trace, ours or one with only `experts` and `offsets`. Raises TraceError if it is not
+    one.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             experts, offsets = file["experts"], file["offsets"].astype(np.int64)
             token_ids = file["token_ids"] if "token_ids" in file else np.full(len(experts), -1)
-            is_prefill = file["is_prefill"] if "is_prefill" in file else np.zeros(len(experts), bool)
+            is_prefill = (
+                file["is_prefill"] if "is_prefill" in file else np.zeros(len(experts), bool)
+            )
     except (OSError, KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
         raise TraceError(f"{path}: not a trace: {error}") from error
     ascending = offsets.ndim == 1 and len(offsets) > 0 and bool((np.diff(offsets) >= 0).all())
@@ -82,7 +90,9 @@ def load_trace(path: Path) -> list[SequenceTrace]:
             f"{path}: not a trace: experts {experts.shape} and offsets {offsets.shape} do not belong together"
         )
     if len(token_ids) != len(experts) or len(is_prefill) != len(experts):
-        raise TraceError(f"{path}: not a trace: {len(experts)} tokens of routing, {len(token_ids)} token ids")
+        raise TraceError(
+            f"{path}: not a trace: {len(experts)} tokens of routing, {len(token_ids)} token ids"
+        )
     return [
         SequenceTrace(experts[a:b], token_ids[a:b], is_prefill[a:b])
         for a, b in zip(offsets[:-1], offsets[1:], strict=True)

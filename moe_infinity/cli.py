@@ -1,0 +1,253 @@
+"""The command line: run | chat | inspect | trace. Text goes to stdout, progress and logs to stderr;
+exit codes 0, 1, 2.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from moe_infinity.errors import MoEInfinityError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Run Mixture-of-Experts models that do not fit in memory.",
+)
+stderr = Console(stderr=True)
+
+Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", metavar="MODEL")]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory for experts: '8GiB', bytes, or '25%' of all experts. "
+        "Default: 70% of what is free."
+    ),
+]
+Policy = Annotated[str, typer.Option(help="Which expert leaves first: lru or lfu.")]
+Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")]
+Implementation = Annotated[
+    str,
+    typer.Option(
+        "--experts-implementation", help="Whose arithmetic to reproduce: grouped_mm or eager."
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, help="0 takes the likeliest token, above 0 samples.")
+]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")
+]
+Seed = Annotated[int | None, typer.Option(help="Seed for sampling.")]
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="Text to continue; '-' reads stdin.")
+    ],
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    host_memory: HostMemory = None,
+    policy: Policy = "lru",
+    dtype: Dtype = "auto",
+    implementation: Implementation = "grouped_mm",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of text.")
+    ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Print what the cache did, to stderr.")
+    ] = False,
+) -> None:
+    """Continue a prompt."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with open_model(model, host_memory, policy, dtype, implementation) as moe:
+        stream = moe.stream(
+            text, max_new_tokens=max_new_tokens, **sampling(temperature, top_p, seed)
+        )
+        for piece in stream:
+            if not as_json:
+                write(piece)
+        if as_json:
+            write(json.dumps(result_of(stream, moe), ensure_ascii=False) + "\n")
+            return
+        write("\n")
+        if report:
+            stderr.print(str(moe.report()), highlight=False)
+
+
+@app.command()
+def chat(
+    model: Model,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    host_memory: HostMemory = None,
+    policy: Policy = "lru",
+    dtype: Dtype = "auto",
+    implementation: Implementation = "grouped_mm",
+) -> None:
+    """Talk to a model; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
+    with open_model(model, host_memory, policy, dtype, implementation) as moe:
+        if moe.tokenizer.chat_template is None:
+            raise MoEInfinityError(
+                f"{model} has no chat template; use `moe-infinity run` with a prompt"
+            )
+        messages: list[dict[str, str]] = []
+        for line in user_lines():
+            messages.append({"role": "user", "content": line})
+            inputs = moe.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            stream = moe.stream(
+                inputs, max_new_tokens=max_new_tokens, **sampling(temperature, top_p, seed)
+            )
+            try:
+                for piece in stream:
+                    write(piece)
+            except KeyboardInterrupt:
+                stderr.print("(stopped)")
+            write("\n")
+            messages.append({"role": "assistant", "content": stream.text.strip()})
+
+
+@app.command()
+def inspect(
+    model: Model,
+    dtype: Dtype = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of a table.")
+    ] = False,
+) -> None:
+    """Show layers, experts and bytes of a checkpoint, and what budgets hold. Reads headers only."""
+    from moe_infinity.inspection import inspect_checkpoint
+
+    summary = inspect_checkpoint(model, dtype=dtype)
+    write((json.dumps(summary.as_dict()) if as_json else str(summary)) + "\n")
+
+
+@app.command()
+def trace(
+    model: Model,
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines, each with a 'prompt'.", exists=True, dir_okay=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .npz to write.")],
+    max_new_tokens: MaxNewTokens = 64,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
+    host_memory: HostMemory = None,
+    policy: Policy = "lru",
+    dtype: Dtype = "auto",
+) -> None:
+    """Record which experts every token of some prompts was routed to, prompt and output."""
+    from moe_infinity.tracing import read_prompts, record_trace
+
+    texts = read_prompts(prompts)[:limit]
+    with (
+        open_model(model, host_memory, policy, dtype, "grouped_mm") as moe,
+        Progress(console=stderr, transient=True) as progress,
+    ):
+        task = progress.add_task("tracing", total=len(texts))
+        written = record_trace(
+            moe,
+            texts,
+            output,
+            max_new_tokens=max_new_tokens,
+            on_prompt=lambda: progress.advance(task),
+        )
+    stderr.print(
+        f"{output}: {written.sequences} sequences, {written.tokens} tokens", highlight=False
+    )
+
+
+@contextmanager
+def open_model(
+    model: str, host_memory: str | None, policy: str, dtype: str, implementation: str
+) -> Iterator[Any]:
+    from moe_infinity.model import (
+        MoE,
+    )  # imports torch and transformers: seconds that --help should not cost
+
+    with MoE(
+        model,
+        host_memory=host_memory,
+        policy=policy,
+        dtype=dtype,
+        experts_implementation=implementation,
+    ) as moe:
+        yield moe
+
+
+def sampling(temperature: float, top_p: float, seed: int | None) -> dict[str, Any]:
+    """Arguments of generate()."""
+    if seed is not None:
+        from transformers import set_seed
+
+        set_seed(seed)
+    if temperature == 0.0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p}
+
+
+def result_of(stream: Any, moe: Any) -> dict[str, Any]:
+    """What `run --json` prints."""
+    return {
+        "text": stream.text,
+        "token_ids": stream.token_ids,
+        "ttft_s": stream.ttft_s,
+        "tpot_s": stream.tpot_s,
+        "report": moe.report().as_dict(),
+    }
+
+
+def user_lines() -> Iterator[str]:
+    """Lines typed after a prompt sign, until an empty one or the end of input."""
+    while True:
+        try:
+            line = stderr.input("[bold]> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not line:
+            return
+        yield line
+
+
+def write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Entry point: our errors become one message and exit code 1, wrong usage 2, Ctrl-C 130."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        app()
+    except MoEInfinityError as error:
+        stderr.print(f"[bold red]error:[/bold red] {error}", highlight=False, markup=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

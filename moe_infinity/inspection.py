@@ -1,0 +1,108 @@
+"""What a checkpoint holds and what budgets would hold of it, from headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from moe_infinity.errors import CheckpointError
+from moe_infinity.memory.host import format_bytes
+from moe_infinity.models.loading import plan_from_headers
+
+SHOWN_SHARES = (0.05, 0.10, 0.25, 0.50, 1.00)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one host_memory setting holds."""
+
+    host_memory: str
+    num_bytes: int
+    experts: int
+    experts_per_layer: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A checkpoint in numbers."""
+
+    model: str
+    architecture: str
+    moe_layers: int
+    experts_per_layer: int
+    top_k: int | None
+    bytes_per_expert: int  # in a slot
+    stored_bytes_per_expert: int  # on disk
+    expert_bytes: int  # all experts, in slots
+    dense_bytes: int  # everything else, on disk
+    is_byte_copy: bool  # loads are plain copies; otherwise each expert is converted as it is loaded
+    header_bytes: int  # what this command read
+    budgets: tuple[Budget, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        top_k = "" if self.top_k is None else f", {self.top_k} per token"
+        loads = "plain byte copies" if self.is_byte_copy else "converted one expert at a time"
+        lines = [
+            f"{self.model}: {self.architecture}",
+            f"MoE layers        {self.moe_layers}",
+            f"experts per layer {self.experts_per_layer}{top_k}",
+            f"one expert        {format_bytes(self.bytes_per_expert)}, loads are {loads}",
+            f"all experts       {format_bytes(self.expert_bytes)}",
+            f"dense weights     {format_bytes(self.dense_bytes)}",
+            "",
+            f"{'host_memory':>11}  {'bytes':>10}  {'experts':>8}  {'per layer':>9}",
+        ]
+        lines += [
+            f"{b.host_memory:>11}  {format_bytes(b.num_bytes):>10}  {b.experts:>8,}  {b.experts_per_layer:>9.1f}"
+            for b in self.budgets
+        ]
+        return "\n".join(lines)
+
+
+def inspect_checkpoint(model: str, *, dtype: str = "auto") -> Summary:
+    """Raises CheckpointError, UnsupportedModelError."""
+    folder = local_folder(model)
+    plan = plan_from_headers(folder, dtype=dtype)
+    slot_bytes = max(row.layout.slot_bytes for row in plan.rows)
+    total = sum(row.num_experts for row in plan.rows)
+    config = plan.rows[0].module.config
+    return Summary(
+        model=model,
+        architecture=type(plan.rows[0].module).__name__.removesuffix("Experts"),
+        moe_layers=len(plan.rows),
+        experts_per_layer=max(row.num_experts for row in plan.rows),
+        top_k=getattr(config, "num_experts_per_tok", None),
+        bytes_per_expert=max(row.layout.num_bytes for row in plan.rows),
+        stored_bytes_per_expert=max(recipes.bytes_per_expert() for recipes in plan.recipes),
+        expert_bytes=sum(row.num_experts * row.layout.num_bytes for row in plan.rows),
+        dense_bytes=plan.dense_bytes,
+        is_byte_copy=all(recipes.is_byte_copy for recipes in plan.recipes),
+        header_bytes=plan.headers.num_bytes,
+        budgets=tuple(_budget(share, slot_bytes, total, len(plan.rows)) for share in SHOWN_SHARES),
+    )
+
+
+def local_folder(model: str) -> str:
+    """The folder itself, or where the hub cache has the model. Nothing is downloaded. Raises
+    CheckpointError.
+    """
+    if Path(model).is_dir():
+        return model
+    try:
+        return snapshot_download(model, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{model}: neither a folder nor a model in the local hub cache\nhint: `hf download {model}` first"
+        ) from error
+
+
+def _budget(share: float, slot_bytes: int, total: int, rows: int) -> Budget:
+    experts = int(slot_bytes * total * share) // slot_bytes
+    return Budget(f"{share:.0%}", experts * slot_bytes, experts, round(experts / rows, 1))

@@ -1,0 +1,62 @@
+"""Record the routing of prompts: which experts every token used, in the prompt and in what the
+model wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_infinity.errors import TraceError
+from moe_infinity.model import MoE
+from moe_infinity.trace.tracefile import save_trace
+
+
+class Written(NamedTuple):
+    sequences: int
+    tokens: int
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The 'prompt' of every line of a JSON-lines file. Raises TraceError naming the first bad line."""
+    prompts = []
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                prompts.append(str(json.loads(line)["prompt"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise TraceError(
+                    f"{file}, line {number}: expected a JSON object with a 'prompt': {error!r}"
+                ) from error
+    if not prompts:
+        raise TraceError(f"{file}: no prompts in it")
+    return prompts
+
+
+def record_trace(
+    moe: MoE,
+    prompts: Sequence[str],
+    output: Path,
+    *,
+    max_new_tokens: int,
+    on_prompt: Callable[[], None] = lambda: None,
+) -> Written:
+    """Generate greedily from each prompt and write the routing of all tokens to `output`. Raises
+    TraceError.
+    """
+    if not output.parent.is_dir():
+        raise TraceError(
+            f"{output}: the folder {output.parent} does not exist"
+        )  # before an hour of generating
+    with moe.recording() as finish:
+        for prompt in prompts:
+            inputs = moe.tokenizer(prompt, return_tensors="pt")
+            moe.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+            on_prompt()
+        sequences = finish()
+    save_trace(output, sequences, num_experts=moe.num_experts)
+    return Written(len(sequences), sum(len(s.token_ids_T) for s in sequences))
