@@ -7,9 +7,11 @@ expert bytes ("25%").
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moe_infinity.cache.policies import POLICIES
@@ -27,8 +29,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 # Options of the MoE-Infinity that was published with the paper -> what to tell its user.
 LEGACY_IGNORED = {
-    "offload_path": "experts are read in place from the checkpoint, no second copy is kept; remove it",
-    "device_memory_ratio": "the device tier is not built yet, experts are computed on the CPU; remove it",
+    "offload_path": "experts are read in place from the checkpoint, no copy is kept; remove it",
+    "device_memory_ratio": "the device tier is not built yet, experts run on the CPU; remove it",
     "trace_capacity": "matching against earlier requests is not built yet; remove it",
     "trace_path": "record a trace with `moe-infinity trace` instead; remove it",
     "prefetch": "prefetching is not built yet; remove it",
@@ -45,7 +47,8 @@ def parse_size(value: int | str, *, whole_bytes: int) -> int:
         return int(whole_bytes * float(percent[1]) / 100)
     if isinstance(value, bool) or not sized or sized[2].upper() not in UNITS:
         raise ConfigError(
-            f"{value!r} is not a size, expected bytes (8000000000), a unit ('8GiB', '500MB') or '25%'"
+            f"{value!r} is not a size, "
+            "expected bytes (8000000000), a unit ('8GiB', '500MB') or '25%'"
         )
     return int(float(sized[1]) * UNITS[sized[2].upper()])
 
@@ -82,11 +85,15 @@ class OffloadConfig:
 
     @classmethod
     def from_options(
-        cls, config: OffloadConfig | dict[str, Any] | None, options: dict[str, Any]
+        cls,
+        config: OffloadConfig | dict[str, Any] | str | Path | None,
+        options: dict[str, Any],
     ) -> OffloadConfig:
         """A config, or the dict of the older MoE-Infinity, with keyword options on top. Raises
         ConfigError.
         """
+        if isinstance(config, str | Path):
+            config = _read_json(Path(config))
         if isinstance(config, OffloadConfig):
             merged = {f.name: getattr(config, f.name) for f in dataclasses.fields(cls)} | options
         else:
@@ -98,6 +105,16 @@ class OffloadConfig:
                 f"unknown option {', '.join(unknown)}, expected some of: {', '.join(sorted(known))}"
             )
         return cls(**merged)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        options = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: not a JSON file with options: {error}") from error
+    if not isinstance(options, dict):
+        raise ConfigError(f"{file}: expected a JSON object with options, found {options!r}")
+    return options
 
 
 def _translate_legacy(options: dict[str, Any]) -> dict[str, Any]:

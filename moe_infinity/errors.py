@@ -1,14 +1,14 @@
 """Every error this library raises on purpose. A message says what was found, what was expected,
 what to change.
 
-MoEInfinityError
-├── ConfigError            an option or a budget the user can correct        (also a ValueError)
-├── CheckpointError        a file that is missing, truncated, or not what its header says  (also an OSError)
-├── UnsupportedModelError  a model this library cannot serve                 (also a ValueError)
-├── TraceError             a trace that cannot be written or read            (also an OSError)
-├── LoadTimeout            an expert did not arrive in bounded time          (also a TimeoutError)
-├── OutOfSlots             every slot is held or loading
-└── ClosedError            the model was used after close()
+    MoEInfinityError
+    ├── ConfigError            an option or a budget the user can correct  (also a ValueError)
+    ├── CheckpointError        a file that is missing, truncated or lying  (also an OSError)
+    ├── UnsupportedModelError  a model this library cannot serve           (also a ValueError)
+    ├── TraceError             a trace that cannot be written or read      (also an OSError)
+    ├── LoadTimeout            an expert did not arrive in bounded time    (also a TimeoutError)
+    ├── OutOfSlots             every slot is held or loading
+    └── ClosedError            the model was used after close()
 """
 
 

@@ -60,7 +60,8 @@ class Summary:
             f"{'host_memory':>11}  {'bytes':>10}  {'experts':>8}  {'per layer':>9}",
         ]
         lines += [
-            f"{b.host_memory:>11}  {format_bytes(b.num_bytes):>10}  {b.experts:>8,}  {b.experts_per_layer:>9.1f}"
+            f"{b.host_memory:>11}  {format_bytes(b.num_bytes):>10}  "
+            f"{b.experts:>8,}  {b.experts_per_layer:>9.1f}"
             for b in self.budgets
         ]
         return "\n".join(lines)
@@ -99,7 +100,8 @@ def local_folder(model: str) -> str:
         return snapshot_download(model, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise CheckpointError(
-            f"{model}: neither a folder nor a model in the local hub cache\nhint: `hf download {model}` first"
+            f"{model}: neither a folder nor a model in the local hub cache\n"
+            f"hint: `hf download {model}` first"
         ) from error
 
 

@@ -3,12 +3,13 @@ model.
 
     from moe_infinity import MoE
     with MoE("models/demo", host_memory="25%") as moe:
-        out = moe.generate(**moe.tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=64)
+        inputs = moe.tokenizer("Once upon a time", return_tensors="pt")
+        out = moe.generate(**inputs, max_new_tokens=64)
         print(moe.tokenizer.decode(out[0]), moe.report(), sep="\\n")
 
-The way of a token: transformers runs the model (`generate`); at each MoE layer our backend (models/experts_backend.py)
-passes the routing to the runtime (runtime.py), which finds, loads, holds and computes the activated
-experts.
+The way of a token: transformers runs the model (`generate`); at each MoE layer our backend
+(models/experts_backend.py) passes the routing to the runtime (runtime.py), which finds, loads,
+holds and computes the activated experts.
 """
 
 from __future__ import annotations
@@ -140,6 +141,11 @@ class MoE:
             evictions=runtime.table.evictions,
             tiers=(host, disk),
         )
+
+    def check_invariants(self) -> None:
+        """Assert that the bookkeeping of slots is consistent; for tests and for doubt."""
+        with self._lock:
+            self._runtime.table.check_invariants()
 
     def close(self) -> None:
         """Stop the read threads and close the files. Waits for a running `generate()`. Again is

@@ -61,7 +61,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"{'':8}  {'hit rate':>8}  {'hits':>9}  {'late':>6}  {'misses':>8}  {'read':>10}  {'stall':>8}"
+            f"{'':8}  {'hit rate':>8}  {'hits':>9}  {'late':>6}  {'misses':>8}  "
+            f"{'read':>10}  {'stall':>8}"
         ]
         for name, c in (("prefill", self.prefill), ("decode", self.decode)):
             rate = "-" if c.hit_rate is None else f"{c.hit_rate:.1%}"
@@ -72,9 +73,11 @@ class Report:
         for t in self.tiers:
             share = t.experts / t.capacity
             lines.append(
-                f"{t.tier:8}  {t.experts:,} of {t.capacity:,} experts ({share:.0%}), {format_bytes(t.capacity_bytes)}"
+                f"{t.tier:8}  {t.experts:,} of {t.capacity:,} experts ({share:.0%}), "
+                f"{format_bytes(t.capacity_bytes)}"
             )
         lines.append(
-            f"policy {self.policy}, {self.evictions:,} evictions, start-up read {format_bytes(self.startup_bytes_read)}"
+            f"policy {self.policy}, {self.evictions:,} evictions, "
+            f"start-up read {format_bytes(self.startup_bytes_read)}"
         )
         return "\n".join(lines)

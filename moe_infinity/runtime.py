@@ -4,12 +4,13 @@
     moe_layer   1 record    the routing                           trace.recorder
                 2 look up   every activated expert, and hold it   cache.residency
                 3 load      the absent ones                       memory.mover
-                4 plan      the layers ahead                      (prefetch comes with its own change)
+                4 plan      the layers ahead                      (prefetch comes in its own change)
                 5 compute   residents first, others on arrival    kernels
                 6 release   the holds
 
-If a layer activates more experts than there are slots, steps 2-6 run in waves. The sum over experts has a fixed order,
-so the result depends neither on budget nor policy nor on which expert arrives first.
+If a layer activates more experts than there are slots, steps 2-6 run in waves. The sum over experts
+has a fixed order, so the result depends neither on budget nor policy nor on which expert arrives
+first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moe_infinity.cache.counters import Counters, PhaseCounters
 from moe_infinity.cache.policies import make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.config import OffloadConfig
-from moe_infinity.experts import ExpertKey, Phase, Residency
+from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.kernels.dispatch import RoutedRows
 from moe_infinity.kernels.reference import expert_mlp
 from moe_infinity.memory.host import HostSlots, num_host_slots
@@ -106,14 +107,10 @@ class ExpertRuntime:
     def _count(self, keys: list[ExpertKey], phase: Phase) -> PhaseCounters:
         """Charge one lookup per activated expert."""
         counters = self.counters.of(phase)
-        for key in keys:
-            state = self.table.lookup(key)
-            if state is Residency.RESIDENT:
-                counters.hits += 1
-            elif state is Residency.LOADING:
-                counters.late_hits += 1
-            else:
-                counters.misses += 1
+        hits, late_hits, misses = self.table.census(keys)
+        counters.hits += hits
+        counters.late_hits += late_hits
+        counters.misses += misses
         return counters
 
     def _read_expert(self, key: ExpertKey, slot_id: int) -> None:

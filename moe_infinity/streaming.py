@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,10 @@ class TextStream:
         self._streamer = _TimedStreamer(tokenizer)
         self._cancelled = threading.Event()
         self._error: BaseException | None = None
-        stopping = StoppingCriteriaList(arguments.pop("stopping_criteria", []))
+        stopping: Any = StoppingCriteriaList(arguments.pop("stopping_criteria", []))
         stopping.append(_StopWhen(self._cancelled))
-        self._generate = lambda: generate(
-            streamer=self._streamer, stopping_criteria=stopping, **arguments
+        self._generate = partial(
+            generate, streamer=self._streamer, stopping_criteria=stopping, **arguments
         )
         self._thread = threading.Thread(target=self._run, name="moe-infinity-generate", daemon=True)
 

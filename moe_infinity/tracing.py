@@ -20,7 +20,7 @@ class Written(NamedTuple):
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The 'prompt' of every line of a JSON-lines file. Raises TraceError naming the first bad line."""
+    """The 'prompt' of every line of a JSON-lines file. Raises TraceError for the first bad line."""
     prompts = []
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):

@@ -1,14 +1,14 @@
 """Train the bundled demo model: a small Qwen3-MoE whose routing means something.
 
-    corpus/<domain>/train.jsonl -> BPE tokenizer -> packed windows of 513 tokens -> AdamW ->
-    models/demo
+    corpus/<domain>/train.jsonl -> BPE tokenizer -> packed windows of 513 tokens
+                                -> Muon and AdamW -> models/demo
 
-    python tools/train_demo.py --minutes 100 --work-dir runs/demo     # again: resumes from the last checkpoint
+    python tools/train_demo.py --minutes 100 --work-dir runs/demo  # again: resumes
     python tools/train_demo.py --export models/demo --work-dir runs/demo
 
-The length of a run is given in minutes of training time, and the learning rate follows that clock (warm-up, flat,
-linear decay), so the script ends well on any machine. A resumed run with more minutes goes on where
-it was.
+The length of a run is given in minutes of training time, and the learning rate follows that clock
+(warm-up, flat, linear decay), so the script ends well on any machine. A resumed run with more
+minutes goes on where it was.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ from transformers.integrations.moe import ExpertsInterface
 VOCAB_SIZE = 6144
 SEQ_LEN = 512
 BATCH = 8  # windows per step: 4,096 tokens
-PEAK_LR = 3e-3
+ADAMW_LR = 3e-3
+MUON_LR = 0.02
 BALANCE_WEIGHT = 0.01  # of the load-balancing loss, per layer over the whole mixed-domain batch
 SPECIAL = ["<|endoftext|>", "<|pad|>"]
 # The question-and-answer domains of the corpus are written this way, so chat follows it.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}Answer: {{ m['content'] }}\n\n"
-    "{% else %}Question: {{ m['content'] }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
+    "{% else %}Question: {{ m['content'] }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Answer:{% endif %}"
 )
 
 
 def demo_config() -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE, hidden_size=192, intermediate_size=384, num_hidden_layers=10,
-        num_attention_heads=6, num_key_value_heads=2, head_dim=32, num_experts=32, num_experts_per_tok=4,
-        moe_intermediate_size=56, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
-        max_position_embeddings=1024, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=1, use_cache=True,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=32, num_experts=32,
+        num_experts_per_tok=4, moe_intermediate_size=56, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=0, pad_token_id=1, use_cache=True,
     )  # fmt: skip
 
 
@@ -130,9 +133,52 @@ def balance_loss(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def learning_rate(progress: float) -> float:
-    """Warm-up over 1.5 %, flat, linear decay to 2 % over the last 40 % of the time."""
-    return PEAK_LR * min(progress / 0.015 + 0.01, 1.0, max((1 - progress) / 0.4, 0.02))
+def learning_rate_factor(progress: float) -> float:
+    """Warm-up over 1.5 %, flat, linear decay to 2 % over the last 50 % of the time."""
+    return min(progress / 0.015 + 0.01, 1.0, max((1 - progress) / 0.5, 0.02))
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made orthogonal, matrix by matrix (K. Jordan, 2024: Newton-Schulz).
+
+    For hidden matrices only, stacks of them [E, rows, columns] included, which torch's own Muon
+    does not take.
+    """
+
+    def __init__(self, params: list[Tensor], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                average = self.state[param].setdefault("average", torch.zeros_like(param))
+                average.lerp_(param.grad, 1 - group["momentum"])
+                update = orthogonalized(param.grad.lerp(average, group["momentum"]))
+                rows, columns = param.shape[-2:]
+                param.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """[..., rows, columns] -> nearly the closest matrix whose singular values are all 1."""
+    a, b, c = 3.4445, -4.7750, 2.0315  # the quintic of the source above
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if is_tall else matrix
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if is_tall else x
+
+
+def build_optimizers(model: Qwen3MoeForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers; AdamW for embedding, routers and norms."""
+    hidden, other = [], []
+    for name, param in model.named_parameters():
+        is_hidden = param.ndim > 1 and "embed" not in name and ".gate.weight" not in name
+        (hidden if is_hidden else other).append(param)
+    adamw = torch.optim.AdamW(other, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return [Muon(hidden, lr=MUON_LR), adamw]
 
 
 def build_model() -> Qwen3MoeForCausalLM:
@@ -167,27 +213,27 @@ def train(args: argparse.Namespace) -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     windows = prepare(args)
     model = build_model().to(args.device)
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=True)
+    optimizers = build_optimizers(model)
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     step, seconds = 0, 0.0
     checkpoint = args.work_dir / "checkpoint.pt"
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=args.device, weights_only=True)
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved_state in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved_state)
         step, seconds = state["step"], state["seconds"]
     print(
-        f"{len(windows):,} windows of {SEQ_LEN} tokens, from step {step}, {seconds / 60:.1f} min done",
+        f"{len(windows):,} windows of {SEQ_LEN} tokens, from step {step}, "
+        f"{seconds / 60:.1f} min done",
         flush=True,
     )
 
     saved = time.monotonic()
     while (progress := seconds / (60 * args.minutes)) < 1.0:
         started = time.monotonic()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(progress)
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * learning_rate_factor(progress)
         rows = np.arange(step * BATCH, (step + 1) * BATCH) % len(windows)
         batch = torch.from_numpy(windows[rows].astype(np.int64)).to(args.device)
         out = model(input_ids=batch[:, :-1], output_router_logits=True, use_cache=False)
@@ -195,8 +241,9 @@ def train(args: argparse.Namespace) -> None:
         balance = balance_loss(out.router_logits, model.config.num_experts_per_tok)
         (loss + BALANCE_WEIGHT * balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         step += 1
         took = time.monotonic() - started
         seconds += took
@@ -207,23 +254,27 @@ def train(args: argparse.Namespace) -> None:
         if step % 20 == 0:
             print(
                 f"step {step} loss {loss.item():.3f} balance {balance.item():.3f} "
-                f"lr {learning_rate(progress):.2e} {BATCH * SEQ_LEN / took:.0f} tok/s "
+                f"lr x{learning_rate_factor(progress):.2f} {BATCH * SEQ_LEN / took:.0f} tok/s "
                 f"{seconds / 60:.1f} min",
                 flush=True,
             )
         if time.monotonic() - saved > 240 or seconds >= 60 * args.minutes:
-            save_checkpoint(checkpoint, model, optimizer, step, seconds)
+            save_checkpoint(checkpoint, model, optimizers, step, seconds)
             saved = time.monotonic()
 
 
 def save_checkpoint(
-    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, seconds: float
-):
+    path: Path,
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    step: int,
+    seconds: float,
+) -> None:
     """Written beside and renamed, so that a kill in the middle leaves the last one whole."""
     partial = path.with_suffix(".partial")
     state = {
         "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "step": step,
         "seconds": seconds,
     }

@@ -68,50 +68,68 @@ class ResidencyTable:
         entry = self._entries.get(key)
         return entry.state if entry is not None else None
 
+    def slot_of(self, key: ExpertKey) -> int:
+        """The slot of an expert that is not absent."""
+        return self._entries[key].slot_id
+
     def resident_keys(self) -> list[ExpertKey]:
         return [key for key, entry in self._entries.items() if entry.state is Residency.RESIDENT]
 
-    def next_wave(self, waiting: Sequence[ExpertKey], phase: Phase) -> list[ExpertKey]:
+    def census(self, keys: Sequence[ExpertKey]) -> tuple[int, int, int]:
+        """How many of `keys` are resident, loading, absent."""
+        entries = [entry for entry in map(self._entries.get, keys) if entry is not None]
+        resident = sum(entry.state is Residency.RESIDENT for entry in entries)
+        return resident, len(entries) - resident, len(keys) - len(entries)
+
+    def next_wave(self, waiting: Sequence[ExpertKey], phase: Phase) -> Sequence[ExpertKey]:
         """The part of `waiting` to hold, load and compute together: all that are present, then as
         many absent ones as there is room for. Raises OutOfSlots when nothing is present and nothing
-        can leave."""
-        present = [key for key in waiting if key in self._entries]
-        if len(present) == len(waiting):
-            return present
+        can leave.
+        """
         absent = [key for key in waiting if key not in self._entries]
-        kept = [self._entries[key].slot_id for key in present]
+        if not absent:
+            return waiting
+        present = [key for key in waiting if key in self._entries]
         evictable = self._may_evict.copy()
-        evictable[kept] = False
+        evictable[[self._entries[key].slot_id for key in present]] = False
         room = len(self._free) + int(evictable.sum())
         if phase is Phase.PREFILL:
             spare = len(self._free) + int((evictable & self._transient).sum())
             room = min(room, max(spare, self.num_slots // PREFILL_RING_SHARE, 1))
         if not present and room == 0:
-            raise OutOfSlots(
-                f"all {self.num_slots} slots are held or loading, none for {absent[0]}"
-            )
+            raise OutOfSlots(f"all {self.num_slots} slots are held or loading, none for {absent[0]}")
         return present + absent[:room]
 
     @contextmanager
     def holding(self, keys: Sequence[ExpertKey], phase: Phase) -> Iterator[Held]:
         """Hold the experts that are here and reserve slots for the rest. Raises OutOfSlots."""
-        held: list[ExpertKey] = []
+        held: list[Entry] = []
         absent: list[ExpertKey] = []
+        slot_ids: dict[ExpertKey, int] = {}
         try:
-            for key in keys:  # present ones first: a reservation below must not evict one of them
-                if key in self._entries:
-                    self._hold(key, phase)
-                    held.append(key)
-                else:
+            for key in keys:  # present ones first: a reservation must not evict one of them
+                entry = self._entries.get(key)
+                if entry is None:
                     absent.append(key)
+                    continue
+                entry.holds += 1
+                held.append(entry)
+                slot_ids[key] = entry.slot_id
+                self._may_evict[entry.slot_id] = False
+                if entry.is_transient and phase is Phase.DECODE:
+                    entry.is_transient = False
+                    self._transient[entry.slot_id] = False
             for key in absent:
-                self.begin_load(key, phase)
-                self._hold(key, phase)
-                held.append(key)
-            yield Held(absent, {key: self._entries[key].slot_id for key in keys})
+                slot_ids[key] = self.begin_load(key, phase)
+                entry = self._entries[key]
+                entry.holds += 1
+                held.append(entry)
+            yield Held(absent, slot_ids)
         finally:
-            for key in held:
-                self._release(key)
+            for entry in held:  # one whose load was cancelled is LOADING still: nothing to give back
+                entry.holds -= 1
+                if not entry.holds and entry.state is Residency.RESIDENT:
+                    self._may_evict[entry.slot_id] = True
 
     def begin_load(self, key: ExpertKey, phase: Phase) -> int:
         """Reserve a slot for `key`, evicting if none is free. Raises OutOfSlots."""
@@ -133,25 +151,10 @@ class ResidencyTable:
         self._may_evict[entry.slot_id] = entry.holds == 0
 
     def cancel_load(self, key: ExpertKey) -> None:
-        """The load of `key` failed: its slot is free again. Whoever held it lets go without harm."""
+        """The load of `key` failed: its slot is free again. Holders let go without harm."""
         entry = self._entries.pop(key)
         assert entry.state is Residency.LOADING, (key, entry)
         self._forget_slot(entry.slot_id)
-
-    def _hold(self, key: ExpertKey, phase: Phase) -> None:
-        entry = self._entries[key]
-        entry.holds += 1
-        self._may_evict[entry.slot_id] = False
-        if entry.is_transient and phase is Phase.DECODE:
-            entry.is_transient = False
-            self._transient[entry.slot_id] = False
-
-    def _release(self, key: ExpertKey) -> None:
-        entry = self._entries.get(key)
-        if entry is None:  # its load failed and was cancelled while it was held
-            return
-        entry.holds -= 1
-        self._may_evict[entry.slot_id] = entry.holds == 0 and entry.state is Residency.RESIDENT
 
     def _evict_one(self) -> None:
         """The lowest-scored resident that is not held, transient ones before all others."""

@@ -1,10 +1,11 @@
 """Which rows go to which expert, and the sum over a token's experts in a fixed order.
 
-Two of transformers' implementations are reproduced bit for bit, whatever order experts are computed in:
+Two of transformers' implementations are reproduced bit for bit, in whatever order experts come:
 
-    grouped_mm  (its default on CPU)  rows of an expert in token order; a token's K outputs summed
-    as one reduction eager       (the class's loop)    rows of an expert in (k, token) order;
-    outputs added one by one by expert id
+    grouped_mm  (its default on CPU)  rows of an expert in token order;
+                                      a token's K outputs summed as one reduction
+    eager       (the class's loop)    rows of an expert in (k, token) order;
+                                      outputs added one by one by expert id
 
 T tokens, K experts per token, P = T * K (token, k) pairs, D model width, R rows of one expert.
 """
@@ -30,14 +31,10 @@ class RoutedRows:
         order = flat.argsort(kind="stable")
         pairs = order % num_tokens * top_k + order // num_tokens if is_eager else order
         by_expert = flat[order]
-        starts = np.concatenate(
-            [[0], np.flatnonzero(by_expert[1:] != by_expert[:-1]) + 1, [len(flat)]]
-        )
-        self.activated: Ints = by_expert[starts[:-1]]  # distinct expert ids, ascending
-        self._rows = {
-            int(expert): slice(int(start), int(stop))
-            for expert, start, stop in zip(self.activated, starts[:-1], starts[1:], strict=True)
-        }
+        bounds = ((by_expert[1:] != by_expert[:-1]).nonzero()[0] + 1).tolist()
+        starts, stops = [0, *bounds], [*bounds, len(flat)]
+        self.activated: Ints = by_expert[starts]  # distinct expert ids, ascending
+        self._rows = dict(zip(self.activated.tolist(), map(slice, starts, stops), strict=True))
         self._pairs_P = torch.from_numpy(pairs)
         self._inputs_PD: Tensor | None = None
         self._outputs_PD: Tensor | None = None
@@ -60,7 +57,7 @@ class RoutedRows:
         self._outputs_PD[pairs_R] = weighted_RD
 
     def sum(self, dtype: torch.dtype) -> Tensor:
-        """[T, D]: the layer's output, in an order that does not depend on the order of `add` calls."""
+        """[T, D]: the layer's output, the same bits whatever the order of the `add` calls."""
         assert self._outputs_PD is not None, "add() comes first"
         num_tokens, top_k = self._index_TK.shape
         outputs_TKD = self._outputs_PD.view(num_tokens, top_k, -1)

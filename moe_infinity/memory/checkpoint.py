@@ -1,8 +1,9 @@
 """Safetensors headers: which tensor lies where in which file. Reads headers only, and believes none
 of them.
 
-    8 bytes: length n of the header, little-endian | n bytes of JSON: {name: {dtype, shape,
-    data_offsets}} | the data
+    8 bytes   length n of the header, little-endian
+    n bytes   JSON: {name: {dtype, shape, data_offsets}}
+    the rest  the data
 
 A header that points outside its file, overlaps itself, or contradicts its shapes is refused before
 a byte is used.
@@ -24,10 +25,11 @@ MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors format
 
 # Name in the header -> (torch's name, bits per element)
 STORED_DTYPES = {
-    "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16), "BF16": ("bfloat16", 16),
-    "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8), "U8": ("uint8", 8),
-    "BOOL": ("bool", 8), "F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8),
-    "F8_E8M0": ("float8_e8m0fnu", 8), "U16": ("uint16", 16), "U32": ("uint32", 32), "U64": ("uint64", 64),
+    "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16),
+    "BF16": ("bfloat16", 16), "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16),
+    "I8": ("int8", 8), "U8": ("uint8", 8), "BOOL": ("bool", 8), "F8_E4M3": ("float8_e4m3fn", 8),
+    "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8), "U16": ("uint16", 16),
+    "U32": ("uint32", 32), "U64": ("uint64", 64),
 }  # fmt: skip
 
 
@@ -103,7 +105,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
-                f"{folder}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing[:3])}\n"
+                f"{folder}: {len(missing)} of {len(names)} shards are missing: "
+                f"{', '.join(missing[:3])}\n"
                 "hint: download the checkpoint again, or remove the index if the file is whole"
             )
         return [folder / name for name in names]
@@ -139,13 +142,14 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def _check_tensors(file: Path, header: dict[str, Any], *, data_start: int) -> list[StoredTensor]:
-    """Tensors whose offsets agree with their shapes, with each other and with the size of the file."""
+    """Tensors whose offsets agree with their shapes, each other and the size of the file."""
     tensors = [_parse_tensor(file, name, fields, data_start) for name, fields in header.items()]
     end = data_start
     for tensor in sorted(tensors, key=lambda t: (t.extent.offset, t.extent.num_bytes)):
         if tensor.extent.offset != end:
             raise CheckpointError(
-                f"{file}: the header lies: tensor {tensor.name} begins at byte {tensor.extent.offset}, expected {end}"
+                f"{file}: the header lies: tensor {tensor.name} begins at byte "
+                f"{tensor.extent.offset}, expected {end}"
             )
         end += tensor.extent.num_bytes
     size = file.stat().st_size
@@ -173,7 +177,7 @@ def _parse_tensor(file: Path, name: str, fields: Any, data_start: int) -> Stored
     num_bytes = prod(shape) * STORED_DTYPES[stored_dtype][1] // 8
     if end - begin != num_bytes:
         raise CheckpointError(
-            f"{file}: the header lies: tensor {name} of shape {list(shape)} and dtype {stored_dtype} "
-            f"needs {num_bytes} bytes, its offsets give {end - begin}"
+            f"{file}: the header lies: tensor {name} of shape {list(shape)} and dtype "
+            f"{stored_dtype} needs {num_bytes} bytes, its offsets give {end - begin}"
         )
     return StoredTensor(name, stored_dtype, shape, Extent(file, data_start + begin, num_bytes))

@@ -28,7 +28,8 @@ class HostSlots:
             self._buffer = torch.empty(num_slots * slot_bytes, dtype=torch.uint8)
         except RuntimeError as error:  # how torch reports that an allocation failed
             raise ConfigError(
-                f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated\nhint: lower host_memory"
+                f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated\n"
+                "hint: lower host_memory"
             ) from error
         self._views: dict[ExpertLayout, SlotViews] = {}
 
@@ -41,7 +42,7 @@ class HostSlots:
     def bytes_of(self, slot_id: int) -> memoryview:
         """The slot as writable bytes."""
         start = slot_id * self.slot_bytes
-        return memoryview(self._buffer[start : start + self.slot_bytes].numpy())
+        return self._buffer[start : start + self.slot_bytes].numpy().data
 
 
 class SlotViews:
@@ -79,13 +80,16 @@ def num_host_slots(host_memory: int | str | None, *, slot_bytes: int, num_expert
     machine = machine_memory_bytes()
     if host_memory is not None and budget > machine:
         raise ConfigError(
-            f"host_memory of {format_bytes(budget)} is more than this machine has ({format_bytes(machine)})\n"
+            f"host_memory of {format_bytes(budget)} is more than this machine has "
+            f"({format_bytes(machine)})\n"
             f"hint: all experts together take {format_bytes(everything)}"
         )
     if budget < slot_bytes:
         raise ConfigError(
-            f"host_memory of {format_bytes(budget)} holds no expert: one takes {format_bytes(slot_bytes)}\n"
-            f"hint: raise host_memory; all {num_experts} experts together take {format_bytes(everything)}"
+            f"host_memory of {format_bytes(budget)} holds no expert: "
+            f"one takes {format_bytes(slot_bytes)}\n"
+            f"hint: raise host_memory; all {num_experts} experts together take "
+            f"{format_bytes(everything)}"
         )
     return min(budget // slot_bytes, num_experts)
 

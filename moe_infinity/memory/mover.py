@@ -70,7 +70,8 @@ class Mover:
         _, late = wait(self._loading.values(), timeout=LOAD_TIMEOUT_S)
         if late:
             raise LoadTimeout(
-                f"{len(late)} experts of an earlier step did not arrive within {LOAD_TIMEOUT_S:.0f} s"
+                f"{len(late)} experts of an earlier step did not arrive "
+                f"within {LOAD_TIMEOUT_S:.0f} s"
             )
         for key in list(self._loading):
             if self._loading[key].exception() is None:

@@ -1,9 +1,9 @@
 """Our experts backend in transformers: it hands each layer's routing to the runtime, and says when
 a step begins.
 
-transformers calls the backend of every experts module with (module, hidden states [T, D], top_k_index [T, K],
-top_k_weights [T, K]), all padding included, sequences flattened. What the model was called with (batch, mask, cache)
-is read by a forward pre-hook on the model.
+transformers calls the backend of every experts module with (module, hidden states [T, D],
+top_k_index [T, K], top_k_weights [T, K]), all padding included, sequences flattened. What the model
+was called with (batch, mask, cache) is read by a forward pre-hook on the model.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def experts_forward(
     self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
 ) -> Tensor:
     """What transformers calls instead of its own loop over experts."""
+    runtime: ExpertRuntime
     runtime, moe_row = getattr(self, ROW_ATTRIBUTE)
     return runtime.moe_layer(moe_row, self, x_TD, top_k_index_TK, top_k_weights_TK)
 
@@ -54,7 +55,8 @@ def attach(
         if step is not None:
             runtime.begin_step(step)
 
-    return model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    handle: RemovableHandle = model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    return handle
 
 
 def read_step(
@@ -72,14 +74,15 @@ def read_step(
         return None
     num_sequences, num_new = inputs.shape[:2]
     mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-    has_flat_mask = mask is not None and mask.ndim == 2
-    if has_flat_mask:
+    if mask is not None and mask.ndim != 2:
+        mask = None  # already expanded for attention: what is cached must come from the cache
+    if mask is not None:
         num_cached = mask.shape[1] - num_new
     else:
-        num_cached = cache.get_seq_length() if cache is not None else 0
+        num_cached = int(cache.get_seq_length()) if cache is not None else 0
     is_decode = num_new == 1 and num_cached > 0
     token_ids_T = input_ids.cpu().numpy().ravel() if input_ids is not None else None
-    counted_T = mask[:, -num_new:].cpu().numpy().astype(bool).ravel() if has_flat_mask else None
+    counted_T = mask[:, -num_new:].cpu().numpy().astype(bool).ravel() if mask is not None else None
     if is_decode and num_sequences > 1 and token_ids_T is not None:
         running_T = ~np.isin(token_ids_T, end_ids)
         counted_T = running_T if counted_T is None else counted_T & running_T

@@ -6,9 +6,9 @@ of weight conversions. There we find the experts modules, plan where each expert
 the parameters out of the modules, and hand the stock method the remaining tensors, each read on
 demand.
 
-Private names of transformers used here and nowhere else: `_load_pretrained_model`, `rename_source_key`,
-`WeightConverter.collected_tensors` (recipes.py), `LoadStateDictConfig.weight_mapping`,
-`_experts_implementation`.
+Private names of transformers used here and nowhere else: `_load_pretrained_model`,
+`rename_source_key`, `WeightConverter.collected_tensors` (recipes.py),
+`LoadStateDictConfig.weight_mapping`, `_experts_implementation`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
     for name, module in model.named_modules():
         if not vars(module).keys() >= INTERFACE_ATTRIBUTES:
             continue
-        num_experts = int(module.num_experts)  # type: ignore[arg-type]
+        num_experts = int(module.num_experts)
         params = {
             key: param
             for key, param in module.named_parameters(recurse=False)
@@ -218,8 +218,8 @@ def _make_source(name: str, pattern: str, tensors: list[StoredTensor], num_exper
     ]
     if odd:
         raise CheckpointError(
-            f"tensor {odd[0].name} is {odd[0].stored_dtype} {list(odd[0].shape)}, but {tensors[0].name} "
-            f"is {tensors[0].stored_dtype} {list(tensors[0].shape)}"
+            f"tensor {odd[0].name} is {odd[0].stored_dtype} {list(odd[0].shape)}, "
+            f"but {tensors[0].name} is {tensors[0].stored_dtype} {list(tensors[0].shape)}"
         )
     return Source(pattern, tuple(tensors), is_stacked)
 
@@ -260,7 +260,7 @@ def load_without_experts(
         found["plan"] = plan
         return stock_class._load_pretrained_model(model, dense, files, load_config, *args, **kwargs)
 
-    own_class = type(
+    own_class: Any = type(
         stock_class.__name__,
         (stock_class,),
         {

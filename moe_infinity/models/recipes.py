@@ -98,7 +98,7 @@ class Recipe:
         for name, value in self._convert(stored).items():
             spec = self.targets[name]
             flat = value.contiguous().view(torch.uint8).flatten().numpy()
-            slot[spec.offset : spec.offset + spec.num_bytes] = memoryview(flat)
+            slot[spec.offset : spec.offset + spec.num_bytes] = flat.data
 
     def try_out(self) -> bool:
         """Convert a pattern of bytes: is the result nothing but the sources one after the other?
@@ -109,7 +109,7 @@ class Recipe:
         for source in self.sources:
             num_bytes = source.extent(0).num_bytes
             pattern = torch.arange(num_bytes // 2 + 1, dtype=torch.int32).to(torch.int16)
-            raw = bytearray(memoryview(pattern.view(torch.uint8).numpy())[:num_bytes])
+            raw = bytearray(pattern.view(torch.uint8).numpy().data[:num_bytes])
             stored.append(_as_tensor(raw, source))
         unconverted = [tensor.clone() for tensor in stored]
         values = self._convert(stored)

@@ -36,8 +36,7 @@ class BatchEam:
     def __init__(self, num_sequences: int, num_rows: int, num_experts: int) -> None:
         shape = (num_sequences, num_rows, num_experts)
         self._counts = {phase: np.zeros(shape, dtype=np.int64) for phase in Phase}
-        self._num_sequences = num_sequences
-        self._num_experts = num_experts
+        self.num_sequences = num_sequences
 
     def add(
         self, phase: Phase, moe_row: int, sequence_of_token_T: Counts, experts_TK: Counts
@@ -45,9 +44,7 @@ class BatchEam:
         """Count T tokens of one row: token t belongs to a sequence of the batch and was routed to
         experts_TK[t].
         """
-        cells = sequence_of_token_T[:, None] * self._num_experts + experts_TK
-        counts = np.bincount(cells.ravel(), minlength=self._num_sequences * self._num_experts)
-        self._counts[phase][:, moe_row] += counts.reshape(self._num_sequences, self._num_experts)
+        np.add.at(self._counts[phase], (sequence_of_token_T[:, None], moe_row, experts_TK), 1)
 
     def requests(self) -> list[RequestEam]:
         """One pair of matrices per sequence. Views: they go on counting while the batch runs."""

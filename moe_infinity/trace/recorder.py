@@ -1,7 +1,7 @@
 """Watches the routing of every step: counts it into the request's EAM and, on demand, keeps it
 token by token.
 
-A request begins with a step that finds an empty KV cache; every sequence of a batch is a request of
+A request begins with a step that finds an empty KV cache (or another number of sequences); every sequence of a batch is a request of
 its own. Padding is left out, and so is what a finished sequence of a batch is fed while the others
 go on.
 """
@@ -60,10 +60,11 @@ class Recorder:
         return self._step.num_tokens
 
     def begin_step(self, step: Step) -> None:
-        if step.begins_request:
+        begins_request = step.begins_request or step.num_sequences != self._batch.num_sequences
+        if begins_request:
             self._batch = BatchEam(step.num_sequences, self._num_rows, self.num_experts)
         if self._tokens is not None:
-            self._tokens.begin_step(step)
+            self._tokens.begin_step(step, begins_request=begins_request)
         self._step = step
         sequence = np.repeat(np.arange(step.num_sequences), step.tokens_per_sequence)
         self._sequence_of_token_T = sequence if step.counted_T is None else sequence[step.counted_T]
@@ -107,9 +108,9 @@ class TokenRecorder:
         self._finished: list[SequenceTrace] = []
         self._running: list[list[SequenceTrace]] = []
 
-    def begin_step(self, step: Step) -> None:
+    def begin_step(self, step: Step, *, begins_request: bool) -> None:
         self._flush()
-        if step.begins_request:
+        if begins_request:
             self._end_request()
             self._running = [[] for _ in range(step.num_sequences)]
         self._step = step
@@ -130,7 +131,8 @@ class TokenRecorder:
             return
         if len(rows) != self._num_rows or len({row.shape for row in rows.values()}) > 1:
             raise TraceError(
-                f"a step ran {len(rows)} of {self._num_rows} MoE rows, or with unequal top-k: no trace of it"
+                f"a step ran {len(rows)} of {self._num_rows} MoE rows, or with unequal top-k: "
+                "no trace of it"
             )
         experts_TLK = np.stack([rows[row] for row in range(self._num_rows)], axis=1)
         sequence_T = np.repeat(np.arange(step.num_sequences), step.tokens_per_sequence)

@@ -1,10 +1,10 @@
 """Traces on disk: one .npz with the routing of every token of every sequence.
 
-    experts   uint8 or uint16 [tokens, MoE rows, k]   expert ids; within a token as the router gave
-    them offsets   int64 [sequences + 1]                   sequence i is tokens offsets[i] ..
-    offsets[i + 1] token_ids int64 [tokens]     optional             the input token, -1 unknown
-    is_prefill bool [tokens]     optional             part of the prompt num_experts int64
-    optional             experts per row
+    experts      uint8 or uint16 [tokens, MoE rows, k]  expert ids, per token in the router's order
+    offsets      int64 [sequences + 1]                  sequence i: offsets[i] .. offsets[i + 1]
+    token_ids    int64 [tokens]  optional               the input token, -1 unknown
+    is_prefill   bool [tokens]   optional               part of the prompt
+    num_experts  int64           optional               experts per row
 
 A file is complete or it does not exist: it is written beside its name and renamed.
 """
@@ -87,7 +87,8 @@ def load_trace(path: Path) -> list[SequenceTrace]:
     ascending = offsets.ndim == 1 and len(offsets) > 0 and bool((np.diff(offsets) >= 0).all())
     if experts.ndim != 3 or not ascending or offsets[0] != 0 or offsets[-1] != len(experts):
         raise TraceError(
-            f"{path}: not a trace: experts {experts.shape} and offsets {offsets.shape} do not belong together"
+            f"{path}: not a trace: "
+            f"experts {experts.shape} and offsets {offsets.shape} do not belong together"
         )
     if len(token_ids) != len(experts) or len(is_prefill) != len(experts):
         raise TraceError(

@@ -1,0 +1,235 @@
+"""The residency table against a plain model of it: a dict of entries, driven by random calls.
+
+The model never looks inside the table. Scores are all different, so it knows every victim exactly.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from moe_infinity.cache.policies import Experts, Scores
+from moe_infinity.cache.residency import PREFILL_RING_SHARE, Held, ResidencyTable
+from moe_infinity.errors import OutOfSlots
+from moe_infinity.experts import ExpertKey, Phase, Residency
+
+NUM_ROWS, NUM_EXPERTS = 2, 5
+KEYS = [ExpertKey(row, expert) for row in range(NUM_ROWS) for expert in range(NUM_EXPERTS)]
+
+phases = st.sampled_from(Phase)
+key_lists = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True)
+rankings = st.permutations(range(len(KEYS)))
+
+
+class Ranked:
+    """A policy whose scores are a ranking that the machine draws."""
+
+    def __init__(self) -> None:
+        self.ranking = np.arange(len(KEYS), dtype=np.float64).reshape(NUM_ROWS, NUM_EXPERTS)
+
+    def touch(self, moe_row: int, experts: Experts) -> None:
+        raise AssertionError("the table does not tell the policy what is used; the runtime does")
+
+    def scores(self) -> Scores:
+        return self.ranking
+
+
+@dataclass(eq=False)
+class Known:
+    """What the model knows of one expert that has a slot."""
+
+    slot_id: int
+    is_loading: bool
+    is_transient: bool
+    holds: int = 0
+
+
+@dataclass(eq=False)
+class Holder:
+    """An open `holding`, with what it held, by identity: a later load of the same key is another
+    entry.
+    """
+
+    context: AbstractContextManager[Held]
+    entries: list[Known] = field(default_factory=list)
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    @initialize(num_slots=st.sampled_from([1, 2, 3, 4, 8, 16]), ranking=rankings)
+    def start(self, num_slots: int, ranking: list[int]) -> None:
+        self.policy = Ranked()
+        self.num_slots = num_slots
+        self.table = ResidencyTable(num_slots, self.policy)
+        self.model: dict[ExpertKey, Known] = {}
+        self.holders: list[Holder] = []
+        self.evictions = 0
+        self.rank(ranking)
+
+    # The model: what the docstrings of the table promise, written the slow way.
+
+    def score(self, key: ExpertKey) -> float:
+        return float(self.policy.ranking[key])
+
+    def evictable(self) -> list[ExpertKey]:
+        return [key for key, e in self.model.items() if not e.is_loading and e.holds == 0]
+
+    def num_free(self) -> int:
+        return self.num_slots - len(self.model)
+
+    def loading(self) -> list[ExpertKey]:
+        return [key for key, entry in self.model.items() if entry.is_loading]
+
+    def model_begin_load(self, key: ExpertKey, phase: Phase) -> Known:
+        """Evict the lowest-scored, transient ones first, if no slot is free. The slot is unknown
+        yet.
+        """
+        if self.num_free() == 0:
+            transient = [key for key in self.evictable() if self.model[key].is_transient]
+            del self.model[min(transient or self.evictable(), key=self.score)]
+            self.evictions += 1
+        self.model[key] = Known(-1, is_loading=True, is_transient=phase is Phase.PREFILL)
+        return self.model[key]
+
+    def hold(self, keys: list[ExpertKey], phase: Phase) -> None:
+        """Enter `holding` with keys that fit, in the table and in the model."""
+        holder = Holder(self.table.holding(keys, phase))
+        held = holder.context.__enter__()
+        absent = [key for key in keys if key not in self.model]
+        for key in sorted(keys, key=absent.__contains__):  # stable: present ones first
+            is_absent = key in absent
+            entry = self.model_begin_load(key, phase) if is_absent else self.model[key]
+            entry.slot_id = held.slot_ids[key] if is_absent else entry.slot_id
+            entry.holds += 1
+            entry.is_transient = entry.is_transient and phase is Phase.PREFILL
+            holder.entries.append(entry)
+        assert held.absent == absent
+        assert held.slot_ids == {key: self.model[key].slot_id for key in keys}
+        self.holders.append(holder)
+
+    # What can happen to a table.
+
+    @rule(ranking=rankings)
+    def rank(self, ranking: list[int]) -> None:
+        self.policy.ranking = np.array(ranking, dtype=np.float64).reshape(NUM_ROWS, NUM_EXPERTS)
+
+    @rule(key=st.sampled_from(KEYS), phase=phases)
+    def begin_load(self, key: ExpertKey, phase: Phase) -> None:
+        if key in self.model:
+            return
+        if self.num_free() == 0 and not self.evictable():
+            with pytest.raises(OutOfSlots):
+                self.table.begin_load(key, phase)
+            return
+        slot_id = self.table.begin_load(key, phase)
+        self.model_begin_load(key, phase).slot_id = slot_id
+
+    @precondition(lambda self: self.loading())
+    @rule(data=st.data())
+    def finish_load(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(self.loading()))
+        self.table.finish_load(key)
+        self.model[key].is_loading = False
+
+    @precondition(lambda self: self.loading())
+    @rule(data=st.data())
+    def cancel_load(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(self.loading()))
+        self.table.cancel_load(key)
+        del self.model[key]
+
+    @rule(keys=key_lists, phase=phases)
+    def hold_what_fits(self, keys: list[ExpertKey], phase: Phase) -> None:
+        num_absent = len([key for key in keys if key not in self.model])
+        room = self.num_free() + len([key for key in self.evictable() if key not in keys])
+        if num_absent <= room:
+            self.hold(keys, phase)
+
+    @rule(waiting=key_lists, phase=phases)
+    def hold_next_wave(self, waiting: list[ExpertKey], phase: Phase) -> None:
+        present = [key for key in waiting if key in self.model]
+        absent = [key for key in waiting if key not in self.model]
+        spare = [key for key in self.evictable() if key not in present]
+        room = self.num_free() + len(spare)
+        if not present and room == 0:
+            with pytest.raises(OutOfSlots):
+                self.table.next_wave(waiting, phase)
+            return
+        wave = self.table.next_wave(waiting, phase)
+        num_loads = len(wave) - len(present)
+        assert wave == present + absent[:num_loads], "all present ones first"
+        if phase is Phase.DECODE:
+            assert num_loads == min(len(absent), room), "as many as there is room for"
+        else:
+            ring = max(1, self.num_slots // PREFILL_RING_SHARE)
+            streamed = self.num_free() + len([key for key in spare if self.model[key].is_transient])
+            assert num_loads <= max(streamed, ring), "at most the ring from the decode set"
+            assert num_loads >= min(len(absent), streamed), "what is free or transient is used"
+        assert wave, "a wave makes progress"
+        self.hold(wave, phase)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        holder.context.__exit__(None, None, None)
+        for entry in holder.entries:
+            entry.holds -= 1
+
+    # What always holds.
+
+    @invariant()
+    def table_is_consistent(self) -> None:
+        self.table.check_invariants()
+
+    @invariant()
+    def table_says_what_the_model_says(self) -> None:
+        for key in KEYS:
+            entry = self.model.get(key)
+            loading_or_resident = (Residency.RESIDENT, Residency.LOADING)
+            expected = loading_or_resident[entry.is_loading] if entry is not None else None
+            assert self.table.lookup(key) is expected, key
+        resident = {key for key, entry in self.model.items() if not entry.is_loading}
+        assert set(self.table.resident_keys()) == resident
+        assert self.table.evictions == self.evictions
+        assert len(self.table) == len(self.model) <= self.num_slots
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        slot_ids = [entry.slot_id for entry in self.model.values()]
+        assert len(set(slot_ids)) == len(slot_ids)
+        assert all(0 <= slot_id < self.num_slots for slot_id in slot_ids)
+
+    def teardown(self) -> None:
+        """Nothing is lost: when all let go and all loads end, every slot can be given away."""
+        if not hasattr(self, "table"):
+            return
+        for holder in self.holders:
+            holder.context.__exit__(None, None, None)
+        for key in self.loading():
+            self.table.finish_load(key)
+        self.table.check_invariants()
+        others = [ExpertKey(row, expert) for row in range(4) for expert in range(4)]
+        self.policy.ranking = np.zeros((4, NUM_EXPERTS))
+        for key in list(self.model):
+            if key in others:
+                others.remove(key)
+        for key in others[: self.num_slots]:
+            if key not in self.model:
+                self.table.begin_load(key, Phase.DECODE)
+        self.table.check_invariants()
+
+
+TestResidencyMachine = ResidencyMachine.TestCase
+TestResidencyMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -1,0 +1,94 @@
+"""Tiny random checkpoints shared by all tests, made once per session by transformers itself.
+
+Weights are drawn wide enough that routing and tokens depend on the prompt and on every expert: a
+wrong or missing expert changes the output.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: no test asks a hub
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+torch.set_num_threads(1)
+
+VOCAB_SIZE = 128
+SPECIAL_TOKENS = ("<unk>", "<eos>", "<pad>")
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One token per word: w3 .. w127 and the three special ones; batches are padded on the left."""
+    words = [*SPECIAL_TOKENS, *(f"▁w{number}" for number in range(3, VOCAB_SIZE))]
+    vocab = {word: token_id for token_id, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        padding_side="left",
+    ).save_pretrained(folder)
+
+
+def make_model(**changes: object) -> Qwen3MoeForCausalLM:
+    """3 MoE layers of 8 experts, 2 per token, bf16."""
+    settings: dict[str, object] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "norm_topk_prob": True, "tie_word_embeddings": False, "initializer_range": 0.3,
+        "max_position_embeddings": 512, "eos_token_id": 1, "pad_token_id": 2, "bos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | changes))).to(torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE in one safetensors file, with tokenizer. Read-only: break a copy of it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model().save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sharded_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in several shards with an index. Read-only: copy it to break it."""
+    folder = tmp_path_factory.mktemp("sharded")
+    make_model().save_pretrained(folder, max_shard_size="50KB")
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stock_model(tiny_checkpoint: Path) -> Any:
+    """`tiny_checkpoint` as stock transformers runs it: what our results are compared with."""
+    return AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype="auto")
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """copy_of(folder) -> a copy of the checkpoint in tmp_path that the test may break."""
+
+    def copy(folder: Path) -> Path:
+        return Path(shutil.copytree(folder, tmp_path / folder.name))
+
+    return copy

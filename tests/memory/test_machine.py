@@ -1,0 +1,68 @@
+"""How much memory there is: the machine's, or the control group's where that is less."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from moe_infinity.memory import machine
+
+GIB = 1 << 30
+PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.fixture
+def proc(tmp_path, monkeypatch):
+    """proc({name: text}) -> a machine whose /proc and control group hold only these files."""
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+
+    def write(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    return write
+
+
+def test_without_a_control_group_it_is_the_physical_memory(proc):
+    proc({})
+    assert machine.machine_memory_bytes() == PHYSICAL
+
+
+def test_the_limit_of_the_control_group_counts_where_it_is_less(proc):
+    proc({"memory.max": f"{GIB}\n"})
+    assert machine.machine_memory_bytes() == min(GIB, PHYSICAL)
+
+
+@pytest.mark.parametrize("text", ["max\n", "", f"{PHYSICAL * 4}\n"])
+def test_a_control_group_without_a_real_limit_changes_nothing(proc, text):
+    proc({"memory.max": text})
+    assert machine.machine_memory_bytes() == PHYSICAL
+
+
+def test_the_older_control_groups_are_understood_too(proc):
+    proc({"memory/memory.limit_in_bytes": f"{GIB}\n"})
+    assert machine.machine_memory_bytes() == min(GIB, PHYSICAL)
+    proc({"memory/memory.limit_in_bytes": "9223372036854771712\n"})  # how v1 writes "no limit"
+    assert machine.machine_memory_bytes() == PHYSICAL
+
+
+def test_available_is_what_the_kernel_estimates(proc):
+    proc({"meminfo": "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    4096 kB\n"})
+    assert machine.available_memory_bytes() == 4096 * 1024
+
+
+def test_available_is_what_the_control_group_has_left(proc):
+    proc({"memory.max": str(GIB), "memory.current": str(GIB - 5000)})
+    assert machine.available_memory_bytes() == 5000
+
+
+def test_available_is_never_negative(proc):
+    proc({"memory.max": str(GIB), "memory.current": str(2 * GIB)})
+    assert machine.available_memory_bytes() == 0
+
+
+def test_this_machine_has_memory_and_no_more_free_than_it_has():
+    assert 0 < machine.available_memory_bytes() <= machine.machine_memory_bytes() <= PHYSICAL

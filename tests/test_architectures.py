@@ -1,0 +1,115 @@
+"""Offloading never changes the result: tiny random models of seven architectures, saved in their
+own checkpoint layout, against stock transformers, bit for bit, at every budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from moe_infinity import MoE
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": None,  # nothing ends a sequence early
+    "pad_token_id": 0,
+}
+LATENT = {  # DeepSeek's attention
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+ARCHITECTURES = {
+    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "Qwen2Moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 1,
+    },
+    "Qwen3Moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "head_dim": 16,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    },
+    "DeepseekV2": LATENT | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    "DeepseekV3": LATENT | {"n_group": 4, "topk_group": 2},
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
+    "GptOss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+BUDGETS = ["6.3%", "50%", "100%"]  # the first is one slot: 16 to 24 experts in all
+PROMPT = torch.arange(3, 3 + 26).view(2, 13) * 4 % 128  # two sequences
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def checkpoint(request, tmp_path_factory) -> Path:
+    """A tiny random bf16 model in the layout its architecture is published in."""
+    config_class = getattr(transformers, f"{request.param}Config")
+    model_class = getattr(transformers, f"{request.param}ForCausalLM")
+    torch.manual_seed(0)
+    model = model_class(config_class(**SMALL | ARCHITECTURES[request.param]))
+    with torch.no_grad():
+        for param in model.parameters():  # large enough that logits differ clearly between tokens
+            if param.ndim > 1:
+                param.normal_(std=0.15)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def prefill_and_generate(model) -> tuple[torch.Tensor, ...]:
+    """Logits of every prompt token, 20 greedy tokens, and the logits each was chosen from."""
+    inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    out = model.generate(
+        **inputs,
+        max_new_tokens=20,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return model(**inputs).logits, out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_prefill_and_greedy_tokens_are_bitwise_those_of_stock(checkpoint, implementation):
+    stock = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype="auto", experts_implementation=implementation
+    )
+    assert stock.dtype == torch.bfloat16
+    expected = prefill_and_generate(stock)
+    assert expected[1].shape == (2, 13 + 20)
+    for budget in BUDGETS:
+        with MoE(checkpoint, host_memory=budget, experts_implementation=implementation) as moe:
+            found = prefill_and_generate(moe.model)
+            moe.check_invariants()
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs), (budget, (ours - theirs).abs().max())
