@@ -11,10 +11,11 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: no test asks a hub
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -82,6 +83,27 @@ def sharded_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stock_model(tiny_checkpoint: Path) -> Any:
     """`tiny_checkpoint` as stock transformers runs it: what our results are compared with."""
     return AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype="auto")
+
+
+Routing = list[list[np.ndarray]]
+
+
+@pytest.fixture
+def stock_routing(stock_model: Any) -> Iterator[Routing]:
+    """What the stock routers choose while this is alive: for each step, for each MoE row, the
+    expert ids [tokens, k] of all sequences one after the other, padding included."""
+    routing: Routing = []
+    rows = [layer.mlp.gate for layer in stock_model.model.layers]
+
+    def watch(router: Any, args: Any, output: Any) -> None:
+        if router is rows[0]:
+            routing.append([])
+        routing[-1].append(output[2].numpy())
+
+    handles = [row.register_forward_hook(watch) for row in rows]
+    yield routing
+    for handle in handles:
+        handle.remove()
 
 
 @pytest.fixture

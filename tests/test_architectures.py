@@ -113,3 +113,15 @@ def test_prefill_and_greedy_tokens_are_bitwise_those_of_stock(checkpoint, implem
             moe.check_invariants()
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours, theirs), (budget, (ours - theirs).abs().max())
+
+
+def test_eager_and_grouped_mm_are_different_arithmetic(checkpoint):
+    """Otherwise comparing with each of them would prove less than it seems to."""
+    with torch.no_grad():
+        logits = [
+            transformers.AutoModelForCausalLM.from_pretrained(
+                checkpoint, dtype="auto", experts_implementation=name
+            )(PROMPT).logits
+            for name in ("eager", "grouped_mm")
+        ]
+    assert not torch.equal(*logits)

@@ -21,7 +21,10 @@ def expert_mlp(experts: Any, weights: dict[str, Tensor], x_RD: Tensor) -> Tensor
     up_name = "gate_up_proj" if experts.has_gate else "up_proj"
     hidden = _linear(experts, weights, up_name, x_RD)
     hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-    return _linear(experts, weights, "down_proj", hidden)
+    out = _linear(experts, weights, "down_proj", hidden)
+    if vars(experts).get("has_post_expert_norm"):  # since transformers 5.23
+        out = experts.post_expert_norm(out)
+    return out
 
 
 def _linear(experts: Any, weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:

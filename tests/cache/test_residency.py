@@ -1,0 +1,376 @@
+"""The rules of the residency table, one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moe_infinity.cache.policies import Lru
+from moe_infinity.cache.residency import PREFILL_RING_SHARE, ResidencyTable
+from moe_infinity.errors import OutOfSlots
+from moe_infinity.experts import ExpertKey, Phase, Residency
+
+PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
+NUM_ROWS, NUM_EXPERTS = 4, 32
+A, B, C, D, E = (ExpertKey(0, expert_idx) for expert_idx in range(5))
+
+
+@pytest.fixture
+def policy() -> Lru:
+    return Lru(NUM_ROWS, NUM_EXPERTS)
+
+
+@pytest.fixture
+def table(policy: Lru) -> ResidencyTable:
+    """Two slots."""
+    return ResidencyTable(2, policy)
+
+
+def load(table: ResidencyTable, *keys: ExpertKey, phase: Phase = DECODE) -> None:
+    for key in keys:
+        table.begin_load(key, phase)
+        table.finish_load(key)
+    table.check_invariants()
+
+
+def use(policy: Lru, *keys: ExpertKey) -> None:
+    for key in keys:
+        policy.touch(key.moe_row, np.array([key.expert_idx]))
+
+
+def run_layer(table: ResidencyTable, keys: list[ExpertKey], phase: Phase) -> list[int]:
+    """What the runtime does with one layer; the number of experts in each wave."""
+    waves, waiting = [], keys
+    while waiting:
+        wave = table.next_wave(waiting, phase)
+        waves.append(len(wave))
+        with table.holding(wave, phase) as held:
+            table.check_invariants()
+            for key in held.absent:
+                table.finish_load(key)
+        table.check_invariants()
+        waiting = [key for key in waiting if key not in held.slot_ids]
+    return waves
+
+
+def decode_set(table: ResidencyTable) -> list[ExpertKey]:
+    """Fill every slot with experts that decoding uses: rows 1, 2, ... in order."""
+    keys = [
+        ExpertKey(1 + slot // NUM_EXPERTS, slot % NUM_EXPERTS) for slot in range(table.num_slots)
+    ]
+    load(table, *keys)
+    return keys
+
+
+# States of an expert
+
+
+def test_an_expert_is_absent_then_loading_then_resident(table):
+    assert table.lookup(A) is None
+    slot_id = table.begin_load(A, DECODE)
+    assert table.lookup(A) is Residency.LOADING
+    assert table.resident_keys() == []
+    table.finish_load(A)
+    assert table.lookup(A) is Residency.RESIDENT
+    assert table.resident_keys() == [A]
+    assert table.slot_of(A) == slot_id
+    assert len(table) == 1
+
+
+def test_a_census_counts_resident_loading_and_absent_apart(table):
+    load(table, A)
+    table.begin_load(B, DECODE)
+    assert table.census([A, B, C, D, E]) == (1, 1, 3)
+
+
+def test_only_a_load_that_began_can_finish_or_be_cancelled(table):
+    load(table, A)
+    for mistake in (lambda: table.begin_load(A, DECODE), lambda: table.finish_load(A)):
+        with pytest.raises(AssertionError):
+            mistake()
+    with pytest.raises(KeyError):
+        table.finish_load(B)
+    table.check_invariants()
+
+
+# Eviction
+
+
+def test_no_expert_leaves_while_a_slot_is_free(table):
+    load(table, A, B)
+    assert table.evictions == 0
+    assert set(table.resident_keys()) == {A, B}
+
+
+def test_the_expert_with_the_lowest_score_leaves(table, policy):
+    load(table, A, B)
+    use(policy, B, A)
+    load(table, C)
+    assert table.lookup(B) is None
+    assert set(table.resident_keys()) == {A, C}
+    assert table.evictions == 1
+
+
+def test_a_victim_hands_its_slot_to_the_newcomer(table, policy):
+    load(table, A, B)
+    use(policy, A, B)
+    slot_of_a = table.slot_of(A)
+    assert table.begin_load(C, DECODE) == slot_of_a
+
+
+def test_a_held_expert_is_never_a_victim(table, policy):
+    load(table, A, B)
+    use(policy, A, B)  # A has the lowest score
+    with table.holding([A], DECODE):
+        load(table, C)
+        assert table.lookup(A) is Residency.RESIDENT
+        assert table.lookup(B) is None
+
+
+def test_an_expert_held_twice_may_leave_only_after_both_let_go(table):
+    load(table, A, B)
+    with table.holding([A, B], DECODE):
+        with table.holding([A], DECODE):
+            pass
+        with pytest.raises(OutOfSlots):
+            table.begin_load(C, DECODE)
+    load(table, C)
+
+
+def test_a_loading_expert_is_never_a_victim(table):
+    table.begin_load(A, DECODE)
+    load(table, B)
+    table.begin_load(C, DECODE)
+    assert table.lookup(A) is Residency.LOADING
+    assert table.lookup(B) is None
+
+
+def test_reserving_a_slot_never_evicts_an_expert_of_the_same_layer(table, policy):
+    load(table, A, B)
+    use(policy, A, B)  # both slots are full; A would be the victim
+    with table.holding([C, A], DECODE) as held:
+        assert held.absent == [C]
+        assert table.lookup(A) is Residency.RESIDENT
+        assert table.lookup(B) is None
+        assert held.slot_ids == {A: table.slot_of(A), C: table.slot_of(C)}
+        table.finish_load(C)
+    table.check_invariants()
+
+
+# When nothing can leave
+
+
+@pytest.mark.parametrize("is_loading", [True, False], ids=["loading", "held"])
+def test_there_are_no_slots_when_all_are_held_or_loading(table, is_loading):
+    with table.holding([A, B], DECODE):
+        if not is_loading:
+            table.finish_load(A)
+            table.finish_load(B)
+        for phase in Phase:
+            with pytest.raises(OutOfSlots, match="all 2 slots are held or loading"):
+                table.begin_load(C, phase)
+            with pytest.raises(OutOfSlots, match="all 2 slots are held or loading"):
+                table.next_wave([C, D], phase)
+        table.check_invariants()
+
+
+def test_a_holding_that_runs_out_of_slots_keeps_neither_holds_nor_slots(table):
+    """Nobody will load what it had reserved: such a slot would be lost for good."""
+    load(table, A)
+    with pytest.raises(OutOfSlots), table.holding([A, B, C], DECODE):
+        pass
+    table.check_invariants()
+    assert table.census([A, B, C]) == (1, 0, 2)
+    load(table, D, E)  # A is held no more, and B's slot is free
+
+
+def test_a_layer_that_fails_lets_go_of_what_it_held(table):
+    load(table, A, B)
+    with pytest.raises(RuntimeError, match="kernel"), table.holding([A, B], DECODE):
+        raise RuntimeError("kernel")
+    load(table, C, D)
+
+
+# A load that fails
+
+
+def test_a_cancelled_load_gives_its_slot_back(table):
+    table.begin_load(A, DECODE)
+    table.cancel_load(A)
+    table.check_invariants()
+    assert table.lookup(A) is None
+    load(table, B, C)
+    assert table.evictions == 0
+
+
+def test_a_load_cancelled_while_held_harms_no_one(table):
+    with table.holding([A], DECODE):
+        table.cancel_load(A)
+        table.check_invariants()
+    table.check_invariants()
+    assert len(table) == 0
+
+
+def test_who_held_a_cancelled_load_does_not_let_go_of_the_next_one(table):
+    first = table.holding([A], DECODE)
+    first.__enter__()
+    table.cancel_load(A)
+    with table.holding([A], DECODE):
+        table.finish_load(A)
+        first.__exit__(None, None, None)
+        table.check_invariants()
+        load(table, B)
+        load(table, C)  # evicts B: A is held still
+        assert table.lookup(A) is Residency.RESIDENT
+
+
+# Waves: a layer may activate more experts than there are slots
+
+
+def test_a_wave_holds_all_present_experts_first(table):
+    load(table, C, D)
+    assert table.next_wave([A, B, C, D], DECODE) == [C, D]
+
+
+def test_an_expert_on_its_way_counts_as_present(table):
+    table.begin_load(D, DECODE)
+    assert table.next_wave([A, B, C, D], DECODE) == [D, A]
+
+
+def test_experts_that_are_all_present_are_one_wave(table):
+    load(table, A, B)
+    assert list(table.next_wave([B, A], PREFILL)) == [B, A]
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 7])
+def test_a_budget_smaller_than_one_layers_experts_works_in_waves(policy, num_slots, phase):
+    table = ResidencyTable(num_slots, policy)
+    keys = [ExpertKey(0, expert_idx) for expert_idx in range(8)]
+    for _ in range(3):
+        assert sum(run_layer(table, keys, phase)) == len(keys)
+        assert len(table) == num_slots
+
+
+def test_a_wave_takes_no_slot_that_someone_else_holds(table):
+    load(table, A)
+    with table.holding([A], DECODE):
+        assert table.next_wave([B, C, D], DECODE) == [B]
+
+
+# Prefill must not flush the decode set
+
+
+def test_prefill_takes_at_most_the_ring_from_the_decode_set(policy):
+    table = ResidencyTable(64, policy)
+    decoding = decode_set(table)
+    for moe_row in (0, 3):
+        keys = [ExpertKey(moe_row, expert_idx) for expert_idx in range(NUM_EXPERTS)]
+        run_layer(table, keys, PREFILL)
+    kept = set(decoding) & set(table.resident_keys())
+    assert len(decoding) - len(kept) == 64 // PREFILL_RING_SHARE
+
+
+def test_prompt_after_prompt_takes_no_more_than_the_ring(policy):
+    """The ring is reused, also when what the last prompt left in it is activated again."""
+    table = ResidencyTable(64, policy)
+    decoding = decode_set(table)
+    keys = [ExpertKey(0, expert_idx) for expert_idx in range(NUM_EXPERTS)]
+    for _ in range(6):
+        run_layer(table, keys, PREFILL)
+    kept = set(decoding) & set(table.resident_keys())
+    assert len(decoding) - len(kept) <= 64 // PREFILL_RING_SHARE
+
+
+def test_prefill_makes_progress_with_fewer_slots_than_a_ring_needs(policy):
+    table = ResidencyTable(3, policy)
+    decoding = decode_set(table)
+    assert run_layer(table, [A, B, C, D], PREFILL) == [1, 1, 1, 1]
+    assert len(set(decoding) & set(table.resident_keys())) == 2
+
+
+def test_prefill_uses_every_slot_nobody_decodes_with(policy):
+    table = ResidencyTable(16, policy)
+    load(table, E)
+    assert run_layer(table, [ExpertKey(2, expert_idx) for expert_idx in range(20)], PREFILL) == [
+        15,
+        5,
+    ]
+    assert table.lookup(E) is Residency.RESIDENT
+
+
+def test_what_prefill_brought_in_leaves_first_whatever_its_score(table, policy):
+    load(table, A)
+    load(table, B, phase=PREFILL)
+    use(policy, A, B)  # A has the lower score
+    load(table, C)
+    assert table.lookup(A) is Residency.RESIDENT
+    assert table.lookup(B) is None
+
+
+@pytest.mark.parametrize("is_loading", [True, False], ids=["loading", "resident"])
+def test_a_decode_use_makes_a_transient_expert_permanent(table, policy, is_loading):
+    table.begin_load(A, PREFILL)
+    if not is_loading:
+        table.finish_load(A)
+    with table.holding([A], DECODE):
+        if is_loading:
+            table.finish_load(A)
+    load(table, B, phase=PREFILL)
+    use(policy, A, B)
+    load(table, C)
+    assert table.lookup(A) is Residency.RESIDENT
+    assert table.lookup(B) is None
+
+
+def test_a_prefill_use_does_not_make_an_expert_of_the_decode_set_transient(table, policy):
+    load(table, A)
+    with table.holding([A], PREFILL):
+        pass
+    load(table, B, phase=PREFILL)
+    use(policy, A, B)
+    load(table, C)
+    assert table.lookup(A) is Residency.RESIDENT
+
+
+# check_invariants
+
+
+def break_slot(table: ResidencyTable) -> None:
+    table._free.append(table.slot_of(A))
+
+
+def break_holds(table: ResidencyTable) -> None:
+    table._entries[A].holds = -1
+
+
+def break_owner(table: ResidencyTable) -> None:
+    table._expert_of_slot[table.slot_of(A)] = 7
+
+
+def break_transient(table: ResidencyTable) -> None:
+    table._transient[table.slot_of(A)] = True
+
+
+def break_evictable(table: ResidencyTable) -> None:
+    table._may_evict[table.slot_of(A)] = False
+
+
+def break_free_slot(table: ResidencyTable) -> None:
+    table._may_evict[table._free] = True
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [break_slot, break_holds, break_owner, break_transient, break_evictable, break_free_slot],
+)
+def test_check_invariants_notices_damage(table, damage):
+    load(table, A)
+    damage(table)
+    with pytest.raises(AssertionError):
+        table.check_invariants()
+
+
+def test_a_table_has_at_least_one_slot(policy):
+    with pytest.raises(AssertionError):
+        ResidencyTable(0, policy)

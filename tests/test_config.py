@@ -1,0 +1,157 @@
+"""Options: sizes, unknown names, bad values, and the config dict of the older MoE-Infinity."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from typing import Any
+
+import pytest
+
+from moe_infinity import ConfigError, MoE, OffloadConfig
+from moe_infinity.config import parse_size
+from moe_infinity.memory.machine import machine_memory_bytes
+
+OLDER_KEYS_WITHOUT_EFFECT = {
+    "offload_path": "/tmp/offload",
+    "device_memory_ratio": 0.75,
+    "trace_capacity": 1000,
+    "trace_path": "trace.bin",
+    "prefetch": True,
+    "num_threads": 8,
+}
+
+
+def options(config: Any = None, **given: Any) -> OffloadConfig:
+    return OffloadConfig.from_options(config, given)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (0, 0), (8_000_000_000, 8_000_000_000), ("123", 123), (" 7 B ", 7),
+        ("500 MB", 500_000_000), ("500MB", 500_000_000), ("1kb", 1000), ("1KiB", 1024),
+        ("8GiB", 8 << 30), ("8gib", 8 << 30), ("0.5 GiB", 1 << 29), ("2TiB", 2 << 40),
+        ("25%", 1000), ("25 %", 1000), ("12.5%", 500), ("100%", 4000), ("0%", 0),
+    ],
+)  # fmt: skip
+def test_sizes_are_bytes_units_or_a_share_of_the_experts(text, num_bytes):
+    assert parse_size(text, whole_bytes=4000) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "GiB", "eight GiB", "8 XiB", "-8GiB", -1, "25%%", "%", "1e9", "nan", "8,5GiB", True,
+     [], {}, "8GiB 2", "inf"],
+)  # fmt: skip
+def test_what_is_no_size_is_refused_with_examples_of_what_is(text):
+    with pytest.raises(ConfigError, match="8GiB"):
+        parse_size(text, whole_bytes=4000)
+
+
+def test_the_defaults_are_valid_and_frozen():
+    config = options()
+    assert config == OffloadConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.policy = "lfu"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("given", [{"polcy": "lfu"}, {"device": "cuda"}, {"Policy": "lru"}])
+def test_an_unknown_option_is_named_with_those_that_exist(given):
+    with pytest.raises(ConfigError, match=rf"{next(iter(given))}.*host_memory.*policy"):
+        options(**given)
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        options(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("policy", "mru"), ("policy", None), ("policy", 3), ("policy", ["lru"]),
+        ("dtype", "int8"), ("dtype", None), ("experts_implementation", "batched"),
+        ("host_memory", "lots"), ("host_memory", True), ("host_memory", -5), ("host_memory", [1]),
+        ("num_read_threads", 0), ("num_read_threads", -1), ("num_read_threads", "two"),
+        ("num_read_threads", 1.5), ("num_read_threads", None),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_refused_where_the_option_is_made(name, value):
+    with pytest.raises(ConfigError) as caught:
+        options(**{name: value})
+    assert repr(value) in str(caught.value)
+
+
+def test_a_bad_choice_is_answered_with_the_choices():
+    with pytest.raises(ConfigError, match=r"'mru'.*lru.*lfu"):
+        options(policy="mru")
+
+
+def test_keyword_options_come_on_top_of_a_config():
+    base = OffloadConfig(policy="lfu", host_memory="1GiB")
+    assert options(base, host_memory="2GiB") == OffloadConfig(policy="lfu", host_memory="2GiB")
+    assert options({"policy": "lfu", "host_memory": 5}, policy="lru").policy == "lru"
+    assert base == OffloadConfig(policy="lfu", host_memory="1GiB")
+
+
+@pytest.mark.parametrize("name", OLDER_KEYS_WITHOUT_EFFECT)
+def test_a_key_of_the_older_config_without_effect_is_answered_by_a_warning(name):
+    """The warning names the key, says what replaces it or what to do, and nothing else changes."""
+    with pytest.warns(UserWarning, match=rf"{name}.*(use|remove|instead)") as caught:
+        config = options({name: OLDER_KEYS_WITHOUT_EFFECT[name]})
+    assert len(caught) == 1
+    assert config == OffloadConfig()
+
+
+def test_the_older_share_of_host_memory_is_honoured():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = options({"host_memory_ratio": 0.25})
+    assert config.host_memory == int(0.25 * machine_memory_bytes())
+
+
+@pytest.mark.parametrize("ratio", [0, -0.5, 1.01, "half", None, True])
+def test_an_impossible_share_of_host_memory_is_refused(ratio):
+    with pytest.raises(ConfigError, match="host_memory_ratio"):
+        options({"host_memory_ratio": ratio})
+
+
+def test_the_whole_older_config_gives_one_warning_per_key_and_a_model(tiny_checkpoint):
+    older = OLDER_KEYS_WITHOUT_EFFECT | {"host_memory_ratio": 0.5}
+    with pytest.warns(UserWarning, match="option") as caught, MoE(tiny_checkpoint, older) as moe:
+        assert moe.config.host_memory == int(0.5 * machine_memory_bytes())
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == len(OLDER_KEYS_WITHOUT_EFFECT)
+    assert all(any(key in text for text in said) for key in OLDER_KEYS_WITHOUT_EFFECT)
+
+
+def test_a_warning_points_at_the_line_that_made_the_model(tiny_checkpoint):
+    with pytest.warns(UserWarning, match="offload_path") as caught:
+        MoE(tiny_checkpoint, {"offload_path": "/tmp/x"}).close()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("kind", [str, lambda path: path], ids=["str", "Path"])
+def test_a_json_file_is_accepted_as_config(tmp_path, tiny_checkpoint, kind):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"policy": "lfu", "host_memory": "50%"}))
+    with MoE(tiny_checkpoint, kind(file), host_memory="25%") as moe:
+        assert moe.config == OffloadConfig(policy="lfu", host_memory="25%")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '"lru"', "null", "\x00"])
+def test_a_config_file_without_options_in_it_is_refused_by_name(tmp_path, text):
+    file = tmp_path / "options.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"options\.json"):
+        options(file)
+
+
+def test_a_config_file_that_is_not_there_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"options\.json"):
+        options(tmp_path / "options.json")
+
+
+@pytest.mark.parametrize("config", [42, ["policy"], 0.5, object()])
+def test_a_config_of_another_kind_is_refused(config):
+    with pytest.raises(ConfigError):
+        options(config)

@@ -1,0 +1,153 @@
+"""Rungs 3 and 4 of the numerics ladder: what a user may turn changes nothing in the result.
+
+Also the layouts experts can lie in on disk: per expert, fused over experts, sharded, transposed,
+and in another dtype than the model computes in.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from moe_infinity import MoE, OffloadConfig
+from moe_infinity.inspection import inspect_checkpoint
+
+PROMPT = torch.tensor([[3, 17, 5, 9, 40, 2, 77, 31]])
+
+
+def greedy(model, **kwargs) -> torch.Tensor:
+    mask = torch.ones_like(PROMPT)
+    return model.generate(
+        input_ids=PROMPT, attention_mask=mask, max_new_tokens=24, do_sample=False, **kwargs
+    )
+
+
+def stock_model(checkpoint: Path, **kwargs):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, **{"dtype": "auto", **kwargs}
+    )
+
+
+@torch.no_grad()
+def assert_same_logits(checkpoint: Path, **options) -> None:
+    dtype = options.get("dtype", "auto")
+    expected = stock_model(checkpoint, dtype=dtype)(PROMPT).logits
+    with MoE(checkpoint, host_memory="25%", **options) as moe:
+        found = moe.model(PROMPT).logits
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected), (found - expected).abs().max()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("host_memory", ["5%", "25%", "100%"])
+def test_neither_budget_nor_policy_changes_a_token(tiny_checkpoint, host_memory, policy):
+    expected = greedy(stock_model(tiny_checkpoint))
+    with MoE(tiny_checkpoint, host_memory=host_memory, policy=policy) as moe:
+        assert torch.equal(greedy(moe), expected)
+        assert torch.equal(greedy(moe), expected)  # with a warm cache
+        moe.check_invariants()
+
+
+def test_a_padded_batch_gives_the_tokens_of_stock(tiny_checkpoint):
+    ids = torch.tensor([[0, 0, 0, 5, 9, 40], [7, 3, 17, 5, 9, 40]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    expected = stock_model(tiny_checkpoint).generate(**inputs, max_new_tokens=12, do_sample=False)
+    with MoE(tiny_checkpoint, host_memory="30%") as moe:
+        assert torch.equal(moe.generate(**inputs, max_new_tokens=12, do_sample=False), expected)
+
+
+def test_sampling_and_beams_give_the_tokens_of_stock(tiny_checkpoint):
+    stock = stock_model(tiny_checkpoint)
+    with MoE(tiny_checkpoint, host_memory="25%") as moe:
+        for arguments in ({"num_beams": 3}, {"temperature": 0.8, "top_p": 0.9}):
+            results = []
+            for model in (stock, moe):
+                torch.manual_seed(7)
+                results.append(
+                    model.generate(
+                        input_ids=PROMPT,
+                        attention_mask=torch.ones_like(PROMPT),
+                        max_new_tokens=10,
+                        do_sample="temperature" in arguments,
+                        **arguments,
+                    )
+                )
+            assert torch.equal(*results), arguments
+
+
+def test_shards_are_read_like_a_single_file(sharded_checkpoint):
+    assert len(list(sharded_checkpoint.glob("*.safetensors"))) > 1
+    assert_same_logits(sharded_checkpoint)
+
+
+def test_experts_fused_in_the_checkpoint_are_read_in_place(tiny_checkpoint, copy_of):
+    folder = copy_of(tiny_checkpoint)
+    fused = {  # the names and shapes the model itself has
+        name: tensor.clone() for name, tensor in stock_model(tiny_checkpoint).state_dict().items()
+    }
+    assert any(t.ndim == 3 and name.endswith("gate_up_proj") for name, t in fused.items())
+    save_file(fused, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_same_logits(folder)
+    assert inspect_checkpoint(str(folder)).is_byte_copy
+
+
+def test_another_dtype_than_stored_is_converted_as_stock_does(tiny_checkpoint):
+    assert not inspect_checkpoint(str(tiny_checkpoint), dtype="float32").is_byte_copy
+    assert_same_logits(tiny_checkpoint, dtype="float32")
+
+
+def test_experts_stored_transposed_are_converted_one_by_one(tmp_path):
+    """Qwen3-VL-MoE publishes its experts fused and transposed."""
+    text = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+        "pad_token_id": 0,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    published = {
+        name: tensor.mT.contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    shapes = {tuple(t.shape) for name, t in published.items() if name.endswith("gate_up_proj")}
+    assert shapes == {(8, 32, 48)}, "expected [experts, hidden, 2 * expert width] in the file"
+    save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert not inspect_checkpoint(str(tmp_path)).is_byte_copy
+    stock = type(model).from_pretrained(tmp_path, dtype="auto")
+    with torch.no_grad(), MoE(tmp_path, host_memory="25%") as moe:
+        assert torch.equal(moe.model(PROMPT).logits, stock(PROMPT).logits)
+
+
+def test_start_up_reads_headers_and_dense_weights_only(tiny_checkpoint):
+    summary = inspect_checkpoint(str(tiny_checkpoint))
+    with MoE(tiny_checkpoint, config=OffloadConfig(host_memory="50%")) as moe:
+        report = moe.report().as_dict()
+    assert report["bytes_read"] == 0
+    assert report["startup_bytes_read"] == summary.header_bytes + summary.dense_bytes
+    assert json.dumps(report)
