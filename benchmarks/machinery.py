@@ -31,7 +31,7 @@ ROUNDS = 60
 
 
 def write_tiny_model(folder: Path, *, layers: int, experts: int, top_k: int) -> None:
-    """Qwen3-MoE with many small experts: the bookkeeping of a real model, none of its arithmetic."""
+    """Qwen3-MoE with many tiny experts: a real model's bookkeeping, little arithmetic."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=32,

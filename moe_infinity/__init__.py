@@ -1,6 +1,10 @@
 """MoE-Infinity: run Mixture-of-Experts models that do not fit in memory, with exactly the tokens
 they would give.
+
+`MoE` is imported when first asked for: torch and transformers take seconds.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import (
@@ -13,7 +17,9 @@ from moe_infinity.errors import (
     TraceError,
     UnsupportedModelError,
 )
-from moe_infinity.model import MoE
+
+if TYPE_CHECKING:
+    from moe_infinity.model import MoE
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,3 +34,11 @@ __all__ = [
     "TraceError",
     "UnsupportedModelError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MoE":
+        from moe_infinity.model import MoE
+
+        return MoE
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

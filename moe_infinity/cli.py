@@ -179,10 +179,13 @@ def trace(
 def open_model(
     model: str, host_memory: str | None, policy: str, dtype: str, implementation: str
 ) -> Iterator[Any]:
-    from moe_infinity.model import (
-        MoE,
-    )  # imports torch and transformers: seconds that --help should not cost
+    # Imported here: torch and transformers take seconds that --help should not cost.
+    from transformers.utils.logging import disable_progress_bar
 
+    from moe_infinity.model import MoE
+
+    if not stderr.is_terminal:
+        disable_progress_bar()
     with MoE(
         model,
         host_memory=host_memory,

@@ -21,10 +21,8 @@ from moe_infinity.memory.machine import machine_memory_bytes
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
-EXPERTS_IMPLEMENTATIONS = (
-    "grouped_mm",
-    "eager",
-)  # those of transformers whose arithmetic we reproduce bit for bit
+# Those of transformers whose arithmetic we reproduce bit for bit.
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 # Options of the MoE-Infinity that was published with the paper -> what to tell its user.

@@ -9,12 +9,8 @@ from typing import NamedTuple
 
 PARAM_ALIGNMENT = 64  # bytes; a cache line, so that no two parameters of a slot share one
 
-DTYPE_BYTES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float64": 8,
-}  # dtypes an expert computes in
+# Dtypes an expert computes in.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 class ExpertKey(NamedTuple):

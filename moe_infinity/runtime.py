@@ -82,9 +82,7 @@ class ExpertRuntime:
         """
         index_TK = top_k_index_TK.cpu().numpy()
         rows = RoutedRows(index_TK, is_eager=self._is_eager)
-        if (
-            len(index_TK) != self.recorder.num_tokens
-        ):  # the model was entered below its top: one anonymous request
+        if len(index_TK) != self.recorder.num_tokens:  # entered below the model's top: anonymous
             self.begin_step(Step(Phase.PREFILL, 1, len(index_TK), begins_request=True))
         phase = self.recorder.phase
         self.recorder.record(moe_row, index_TK)

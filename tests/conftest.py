@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: no test ask
 
 import shutil
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from tests import safetensors_file
 
 torch.set_num_threads(1)
 
@@ -77,6 +80,35 @@ def sharded_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model().save_pretrained(folder, max_shard_size="50KB")
     save_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def hollow_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """32 experts of 12 MiB and 6 MiB of other weights, whose data are a hole in the file: a true
+    header, all weights zero. For counting which bytes are read."""
+    folder = tmp_path_factory.mktemp("hollow")
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 1024, "num_hidden_layers": 2}
+    with torch.device("meta"):
+        model = make_model(**sizes, num_experts=16)
+    model.config.save_pretrained(folder)
+    shapes = {name: list(t.shape) for name, t in model.state_dict().items()}
+    for at in [name.removesuffix(".gate_up_proj") for name in shapes if "gate_up_proj" in name]:
+        del shapes[f"{at}.gate_up_proj"], shapes[f"{at}.down_proj"]
+        for expert in (f"{at}.{expert_idx}" for expert_idx in range(16)):
+            shapes |= {f"{expert}.{key}_proj.weight": [1024, 2048] for key in ("gate", "up")}
+            shapes[f"{expert}.down_proj.weight"] = [2048, 1024]
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        header[name] = safetensors_file.entry("BF16", shape, end, end := end + 2 * prod(shape))
+    file = safetensors_file.write(folder / "model.safetensors", header)
+    os.truncate(file, file.stat().st_size + end)
+    return folder
+
+
+@pytest.fixture
+def bytes_read_by_kernel() -> Callable[[], int]:
+    """How many bytes this process has read so far, by the kernel's count."""
+    return lambda: int(Path("/proc/self/io").read_text().split()[1])
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,9 @@ did."""
 from __future__ import annotations
 
 import json
-import struct
 import threading
 import time
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from transformers import BatchEncoding
 
 from moe_infinity import ClosedError, ConfigError, MoE, OffloadConfig
 from moe_infinity.memory.checkpoint import read_headers
-from tests.safetensors_file import entry
 
 pytestmark = pytest.mark.timeout(30)
 NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
@@ -445,44 +442,15 @@ def test_start_up_reads_headers_and_dense_weights_only(moe, tiny_checkpoint):
     assert moe.report().startup_bytes_read == whole - 24 * BYTES_PER_EXPERT
 
 
-def sparse_checkpoint(folder: Path) -> int:
-    """32 experts of 12 MiB, a true header, and a hole for data. Gives the bytes of the rest."""
-    config = transformers.Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"], vocab_size=128, hidden_size=2048,
-        moe_intermediate_size=1024, num_hidden_layers=2, num_experts=16, num_experts_per_tok=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, decoder_sparse_step=1,
-        mlp_only_layers=[], dtype="bfloat16",
-    )  # fmt: skip
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        params = transformers.Qwen3MoeForCausalLM(config).state_dict()
-    shapes = {name: list(t.shape) for name, t in params.items() if ".experts." not in name}
-    dense_bytes = 2 * sum(prod(shape) for shape in shapes.values())
-    for at in (f"model.layers.{layer}.mlp.experts.{e}" for layer in range(2) for e in range(16)):
-        shapes |= {f"{at}.{name}.weight": [1024, 2048] for name in ("gate_proj", "up_proj")}
-        shapes[f"{at}.down_proj.weight"] = [2048, 1024]
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        header[name] = entry("BF16", shape, end, end := end + 2 * prod(shape))
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
-    return dense_bytes
-
-
-def bytes_read_by_this_process() -> int:
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def test_start_up_does_not_touch_the_bytes_of_experts(tmp_path):
-    """Counted by the kernel: 384 MiB of experts, about 6 MiB of everything else."""
-    dense_bytes = sparse_checkpoint(tmp_path)
-    header_bytes = read_headers([tmp_path / "model.safetensors"]).num_bytes
-    before = bytes_read_by_this_process()
-    with MoE(tmp_path, host_memory="10%"):
-        read = bytes_read_by_this_process() - before
-    assert dense_bytes <= read < dense_bytes + 5 * header_bytes + (4 << 20)
+def test_start_up_does_not_touch_the_bytes_of_experts(hollow_checkpoint, bytes_read_by_kernel):
+    headers = read_headers([hollow_checkpoint / "model.safetensors"])
+    dense_bytes = sum(
+        t.extent.num_bytes for name, t in headers.tensors.items() if ".experts." not in name
+    )
+    before = bytes_read_by_kernel()
+    with MoE(hollow_checkpoint, host_memory="10%"):
+        read = bytes_read_by_kernel() - before
+    assert dense_bytes <= read < dense_bytes + 5 * headers.num_bytes + (4 << 20)
 
 
 # config

@@ -187,9 +187,8 @@ def build_model() -> Qwen3MoeForCausalLM:
     config = demo_config()
     config._experts_implementation = "train_sorted"
     model = Qwen3MoeForCausalLM(config).float()
-    norm_class = type(
-        model.model.norm
-    )  # the fused op is several times faster to train with, same mathematics
+    # The fused op is several times faster to train with, same mathematics.
+    norm_class = type(model.model.norm)
     norm_class.forward = lambda self, x: F.rms_norm(
         x, (x.shape[-1],), self.weight, self.variance_epsilon
     )

@@ -97,7 +97,9 @@ class ResidencyTable:
             spare = len(self._free) + int((evictable & self._transient).sum())
             room = min(room, max(spare, self.num_slots // PREFILL_RING_SHARE, 1))
         if not present and room == 0:
-            raise OutOfSlots(f"all {self.num_slots} slots are held or loading, none for {absent[0]}")
+            raise OutOfSlots(
+                f"all {self.num_slots} slots are held or loading, none for {absent[0]}"
+            )
         return present + absent[:room]
 
     @contextmanager
@@ -126,7 +128,9 @@ class ResidencyTable:
                 held.append(entry)
             yield Held(absent, slot_ids)
         finally:
-            for entry in held:  # one whose load was cancelled is LOADING still: nothing to give back
+            for (
+                entry
+            ) in held:  # one whose load was cancelled is LOADING still: nothing to give back
                 entry.holds -= 1
                 if not entry.holds and entry.state is Residency.RESIDENT:
                     self._may_evict[entry.slot_id] = True

@@ -94,26 +94,22 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder. Raises CheckpointError if there are none or a
     shard is missing.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{index}: not an index of safetensors shards: {error!r}"
-            ) from error
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{folder}: {len(missing)} of {len(names)} shards are missing: "
-                f"{', '.join(missing[:3])}\n"
-                "hint: download the checkpoint again, or remove the index if the file is whole"
-            )
-        return [folder / name for name in names]
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise CheckpointError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
-    return [single]
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():  # the order in which transformers looks
+        return [single]
+    if not index.exists():
+        raise CheckpointError(f"{folder}: neither {single.name} nor {index.name} is there")
+    try:
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors shards: {error!r}") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(names)} shards are missing: "
+            f"{', '.join(missing[:3])}\nhint: download the checkpoint again"
+        )
+    return [folder / name for name in names]
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:

@@ -15,9 +15,8 @@ from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import LoadTimeout
 from moe_infinity.experts import ExpertKey
 
-LOAD_TIMEOUT_S = (
-    120.0  # one expert from a slow network disk takes seconds; past this something is wrong
-)
+# One expert from a slow network disk takes seconds; past this something is wrong.
+LOAD_TIMEOUT_S = 120.0
 
 
 class Mover:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -159,9 +160,8 @@ def plan_experts(model: Any, headers: Headers, weight_mapping: list[Any]) -> Pla
     return Plan(rows, by_row, owned, headers)
 
 
-Group = tuple[
-    WeightConverter | None, dict[str, list[str]], list[str]
-]  # converter, {pattern: keys}, target names
+# converter, {pattern: keys}, target names
+Group = tuple[WeightConverter | None, dict[str, list[str]], list[str]]
 
 
 def _group_sources(
@@ -270,12 +270,13 @@ def load_without_experts(
         },
     )
     if Path(checkpoint).is_dir():
-        read_headers(
-            checkpoint_files(Path(checkpoint))
-        )  # our messages about broken files come before transformers'
-    model = own_class.from_pretrained(
-        checkpoint, dtype=dtype, experts_implementation=experts_implementation
-    )
+        checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
+    try:
+        model = own_class.from_pretrained(
+            checkpoint, dtype=dtype, experts_implementation=experts_implementation
+        )
+    except SafetensorError as error:  # transformers opened a broken file before we could
+        raise CheckpointError(f"{checkpoint}: {error}") from error
     model.__class__ = stock_class
     plan = found["plan"]
     return LoadedModel(model, plan, reader, plan.headers.num_bytes + reader.bytes_read)

@@ -44,7 +44,8 @@ class BatchEam:
         """Count T tokens of one row: token t belongs to a sequence of the batch and was routed to
         experts_TK[t].
         """
-        np.add.at(self._counts[phase], (sequence_of_token_T[:, None], moe_row, experts_TK), 1)
+        cells = (sequence_of_token_T[:, None], moe_row, experts_TK)
+        np.add.at(self._counts[phase], cells, 1)  # type: ignore[arg-type]  # its stubs forbid tuples
 
     def requests(self) -> list[RequestEam]:
         """One pair of matrices per sequence. Views: they go on counting while the batch runs."""

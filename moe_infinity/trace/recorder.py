@@ -1,9 +1,9 @@
 """Watches the routing of every step: counts it into the request's EAM and, on demand, keeps it
 token by token.
 
-A request begins with a step that finds an empty KV cache (or another number of sequences); every sequence of a batch is a request of
-its own. Padding is left out, and so is what a finished sequence of a batch is fed while the others
-go on.
+A request begins with a step that finds an empty KV cache, or another number of sequences than the
+one before; every sequence of a batch is a request of its own. Padding is left out, and so is what a
+finished sequence of a batch is fed while the others go on.
 """
 
 from __future__ import annotations

@@ -1,0 +1,33 @@
+"""Inspection reads headers: gigabytes are described at the price of their table of contents."""
+
+from __future__ import annotations
+
+from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.memory.checkpoint import read_headers
+
+MIB = 1 << 20
+
+
+def test_inspection_does_not_touch_the_bytes_of_weights(hollow_checkpoint, bytes_read_by_kernel):
+    header_bytes = read_headers([hollow_checkpoint / "model.safetensors"]).num_bytes
+    inspect_checkpoint(str(hollow_checkpoint))  # imports its architecture
+    before = bytes_read_by_kernel()
+    summary = inspect_checkpoint(str(hollow_checkpoint))
+    assert bytes_read_by_kernel() - before < 3 * header_bytes + MIB // 4
+    assert summary.header_bytes == header_bytes
+
+
+def test_bytes_per_expert_and_budgets_follow_from_the_shapes(hollow_checkpoint):
+    summary = inspect_checkpoint(str(hollow_checkpoint))
+    assert (summary.moe_layers, summary.experts_per_layer, summary.top_k) == (2, 16, 2)
+    assert summary.bytes_per_expert == summary.stored_bytes_per_expert == 12 * MIB
+    assert summary.expert_bytes == 32 * 12 * MIB
+    held = {budget.host_memory: (budget.experts, budget.num_bytes) for budget in summary.budgets}
+    assert held["25%"] == (8, 8 * 12 * MIB)
+    assert held["100%"] == (32, 32 * 12 * MIB)
+
+
+def test_a_dtype_to_compute_in_changes_slots_but_not_what_is_stored(hollow_checkpoint):
+    summary = inspect_checkpoint(str(hollow_checkpoint), dtype="float32")
+    assert (summary.bytes_per_expert, summary.stored_bytes_per_expert) == (24 * MIB, 12 * MIB)
+    assert not summary.is_byte_copy
