@@ -48,10 +48,8 @@ def record_trace(
     """Generate greedily from each prompt and write the routing of all tokens to `output`. Raises
     TraceError.
     """
-    if not output.parent.is_dir():
-        raise TraceError(
-            f"{output}: the folder {output.parent} does not exist"
-        )  # before an hour of generating
+    if not output.parent.is_dir():  # said before an hour of generating
+        raise TraceError(f"{output}: the folder {output.parent} does not exist")
     with moe.recording() as finish:
         for prompt in prompts:
             inputs = moe.tokenizer(prompt, return_tensors="pt")

@@ -90,6 +90,7 @@ def hollow_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 1024, "num_hidden_layers": 2}
     with torch.device("meta"):
         model = make_model(**sizes, num_experts=16)
+    model.config.dtype = torch.bfloat16
     model.config.save_pretrained(folder)
     shapes = {name: list(t.shape) for name, t in model.state_dict().items()}
     for at in [name.removesuffix(".gate_up_proj") for name in shapes if "gate_up_proj" in name]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+from moe_infinity import MoE
 from moe_infinity.inspection import inspect_checkpoint
 from moe_infinity.memory.checkpoint import read_headers
 
@@ -31,3 +34,14 @@ def test_a_dtype_to_compute_in_changes_slots_but_not_what_is_stored(hollow_check
     summary = inspect_checkpoint(str(hollow_checkpoint), dtype="float32")
     assert (summary.bytes_per_expert, summary.stored_bytes_per_expert) == (24 * MIB, 12 * MIB)
     assert not summary.is_byte_copy
+
+
+def test_a_config_that_names_no_dtype_is_inspected_as_it_is_loaded(copy_of, tiny_checkpoint):
+    """transformers then takes the dtype of the stored weights."""
+    folder = copy_of(tiny_checkpoint)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with MoE(folder, host_memory="100%") as moe:
+        host = moe.report().as_dict()["tiers"]["host"]
+    assert inspect_checkpoint(str(folder)).budgets[-1].num_bytes == host["capacity_bytes"]

@@ -22,9 +22,8 @@ from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
 
-PREFILL_RING_SHARE = (
-    8  # a prefill step may take num_slots / 8 slots from the decode set; log.md 2026-11-21 "ring"
-)
+# A prefill step may take num_slots / 8 slots from the decode set; log.md 2026-11-21, "ring".
+PREFILL_RING_SHARE = 8
 
 
 class Held(NamedTuple):

@@ -193,9 +193,7 @@ def _group_sources(
         group[1].setdefault(pattern or key, []).append(key)
         owned.add(key)
     for converter, keys_by_pattern, _ in groups.values():
-        if (
-            converter is not None
-        ):  # conversions concatenate in the order of their patterns, not of the keys
+        if converter is not None:  # it concatenates in the order of its patterns, not of the keys
             for pattern in [p for p in converter.source_patterns if p in keys_by_pattern]:
                 keys_by_pattern[pattern] = keys_by_pattern.pop(pattern)
     return groups, owned

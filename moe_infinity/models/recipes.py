@@ -64,9 +64,7 @@ class Recipe:
     name: str  # the name transformers gives the first target
     sources: tuple[Source, ...]
     targets: dict[str, ParamSpec]
-    converter: (
-        Any | None
-    )  # transformers' WeightConverter; None where the checkpoint has the parameter itself
+    converter: Any | None  # transformers' WeightConverter; None: the checkpoint has the parameter
     config: Any  # of the model; some conversions read it
     is_byte_copy: bool = False
 
@@ -148,10 +146,7 @@ class Recipe:
         }
         try:
             values = converter.convert(self.name, model=OneExpertModel(meta), config=self.config)
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # torch and transformers report mismatched shapes this way
+        except (RuntimeError, ValueError) as error:  # how mismatched shapes are reported
             shapes = ", ".join(
                 f"{s.tensors[0].name} {list(s.tensors[0].shape)}" for s in self.sources
             )
