@@ -5,7 +5,6 @@ exit codes 0, 1, 2.
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from moe_infinity.errors import MoEInfinityError
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Run Mixture-of-Experts models that do not fit in memory.",
 )
-stderr = Console(stderr=True)
+stderr = Console(stderr=True, highlight=False)
 
 Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", metavar="MODEL")]
 HostMemory = Annotated[
@@ -87,7 +87,7 @@ def run(
             return
         write("\n")
         if report:
-            stderr.print(str(moe.report()), highlight=False)
+            stderr.print(escape(str(moe.report())), soft_wrap=True)
 
 
 @app.command()
@@ -237,13 +237,10 @@ def write(text: str) -> None:
 
 def main() -> None:
     """Entry point: our errors become one message and exit code 1, wrong usage 2, Ctrl-C 130."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
     try:
         app()
     except MoEInfinityError as error:
-        stderr.print(f"[bold red]error:[/bold red] {error}", highlight=False, markup=True)
+        stderr.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -89,10 +89,11 @@ class MoE:
         """
         self._require_open()
         inputs = self.tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else prompt
-        if inputs["input_ids"].shape[0] != 1:
-            raise ConfigError(
-                f"stream() takes one sequence, got {inputs['input_ids'].shape[0]}; use generate()"
-            )
+        num_sequences, num_tokens = inputs["input_ids"].shape
+        if num_sequences != 1:
+            raise ConfigError(f"stream() takes one sequence, got {num_sequences}; use generate()")
+        if num_tokens == 0:
+            raise ConfigError("the prompt is empty: there is nothing to continue")
         return TextStream(self.generate, self.tokenizer, {**inputs, **kwargs})
 
     def request_eams(self) -> list[RequestEam]:

@@ -387,6 +387,7 @@ def test_help_is_code_0_on_stdout(command, args):
     assert "Usage" in outcome.out
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_ends_the_command_without_a_traceback(tiny_checkpoint):
     """`moe-infinity run ... | head -c 1`, in processes of their own."""
     program = f"""

@@ -528,7 +528,12 @@ def test_recording_again_after_a_failed_recording_works(tiny_checkpoint, tmp_pat
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer"),
         (lambda folder: shutil.rmtree(folder), "tiny"),
     ],
-)
+    ids=[
+        "missing weights", "truncated", "lying header", "experts of wrong shape",
+        "dense tensor of wrong shape", "unknown architecture", "missing tokenizer",
+        "broken tokenizer", "missing folder",
+    ],
+)  # fmt: skip
 def test_the_command_line_answers_a_broken_checkpoint_with_one_message_and_code_1(
     broken, monkeypatch, capsys, break_it, said
 ):

@@ -75,6 +75,7 @@ def make_experts(layout: Layout, dtype: torch.dtype) -> SimpleNamespace:
         names=list(weights),
         act_fn=F.silu,
         _apply_gate=silu_gate,
+        has_post_expert_norm=False,
         **vars(layout),
         **weights,
     )
@@ -140,6 +141,17 @@ def test_the_tolerance_rejects_what_is_wrong(layout, dtype):
     for wrong in (zeroed, swapped, row_swapped, one_row_zeroed):
         with pytest.raises(AssertionError, match="not close"):
             assert_close_for(dtype, wrong, expected)
+
+
+def test_an_experts_own_norm_comes_after_its_down_projection():
+    experts = make_experts(Layout(), FP32)
+    experts.has_post_expert_norm = True
+    experts.post_expert_norm = torch.nn.RMSNorm(MODEL_WIDTH, eps=1e-6)
+    weights, x_RD = weights_of(experts, 3), rows_of(33, FP32)
+    plain = einsum_mlp(Layout(), weights, x_RD)
+    normed = plain / (plain.square().mean(dim=1, keepdim=True) + 1e-6).sqrt()
+    with torch.no_grad():
+        assert_close_for(FP32, expert_mlp(experts, weights, x_RD), normed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
