@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Run Mixture-of-Experts models that do not fit in memory.",
 )
-stderr = Console(stderr=True, highlight=False)
+stderr = Console(stderr=True, highlight=False, emoji=False)
 
 Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", metavar="MODEL")]
 HostMemory = Annotated[

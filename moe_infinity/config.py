@@ -73,8 +73,9 @@ class OffloadConfig:
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
         if self.host_memory is not None:
             parse_size(self.host_memory, whole_bytes=0)
-        if self.num_read_threads < 1:
-            raise ConfigError(f"num_read_threads must be at least 1, got {self.num_read_threads}")
+        threads = self.num_read_threads
+        if type(threads) is not int or threads < 1:
+            raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")
 
     def _require_one_of(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)
@@ -95,7 +96,11 @@ class OffloadConfig:
         if isinstance(config, OffloadConfig):
             merged = {f.name: getattr(config, f.name) for f in dataclasses.fields(cls)} | options
         else:
-            merged = _translate_legacy(dict(config or {}) | options)
+            if not isinstance(config, dict | None):
+                raise ConfigError(
+                    f"config must be an OffloadConfig, a dict or a JSON file, got {config!r}"
+                )
+            merged = _translate_legacy((config or {}) | options)
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(merged) - known)
         if unknown:
@@ -131,6 +136,6 @@ def _translate_legacy(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _share_of_machine(ratio: Any) -> int:
-    if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+    if type(ratio) not in (int, float) or not 0 < ratio <= 1:
         raise ConfigError(f"host_memory_ratio must be above 0 and at most 1, got {ratio!r}")
     return int(ratio * machine_memory_bytes())

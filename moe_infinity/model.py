@@ -26,7 +26,7 @@ from typing import Any
 import transformers
 
 from moe_infinity.config import OffloadConfig
-from moe_infinity.errors import ClosedError, ConfigError
+from moe_infinity.errors import CheckpointError, ClosedError, ConfigError
 from moe_infinity.models import experts_backend
 from moe_infinity.models.loading import load_without_experts
 from moe_infinity.report import Report, TierOccupancy
@@ -68,18 +68,26 @@ class MoE:
         except BaseException:
             loaded.reader.close()
             raise
-        self._hook = experts_backend.attach(self.model, loaded.plan.rows, self._runtime)
+        self._steps = experts_backend.attach(self.model, loaded.plan.rows, self._runtime)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, as transformers gives it."""
-        return transformers.AutoTokenizer.from_pretrained(self.checkpoint)
+        """The checkpoint's tokenizer, as transformers gives it. Raises CheckpointError."""
+        try:
+            return transformers.AutoTokenizer.from_pretrained(self.checkpoint)
+        except (OSError, ValueError) as error:  # broken JSON is a ValueError
+            raise CheckpointError(f"{self.checkpoint}: no usable tokenizer: {error}") from error
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate()`: same arguments, same result."""
         with self._lock:
             self._require_open()
-            return self.model.generate(*args, **kwargs)
+            config = kwargs.get("generation_config")
+            self._steps.end_ids = kwargs.get("eos_token_id", config and config.eos_token_id)
+            try:
+                return self.model.generate(*args, **kwargs)
+            finally:
+                self._steps.end_ids = None
 
     def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
         """Generate from text, or from what the tokenizer returned; iterate the result for pieces of
@@ -156,7 +164,7 @@ class MoE:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._hook.remove()
+            self._steps.close()
             self._runtime.close()
 
     def _require_open(self) -> None:

@@ -52,6 +52,7 @@ class ExpertRuntime:
         self.table = ResidencyTable(num_slots, self.policy)
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
+        self._is_mid_layer = False
         self._reader = reader
         self._recipes = plan.recipes
         self._views = [self.slots.views(row.layout) for row in rows]
@@ -62,7 +63,10 @@ class ExpertRuntime:
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
-        self._mover.settle()
+        if self._is_mid_layer:  # the last one was interrupted, by an error or by Ctrl-C
+            self.table.recover()
+            self._mover.recover()
+            self._is_mid_layer = False
         self.recorder.begin_step(step)
         counters = self.counters.of(step.phase)
         counters.steps += 1
@@ -84,6 +88,7 @@ class ExpertRuntime:
         rows = RoutedRows(index_TK, is_eager=self._is_eager)
         if len(index_TK) != self.recorder.num_tokens:  # entered below the model's top: anonymous
             self.begin_step(Step(Phase.PREFILL, 1, len(index_TK), begins_request=True))
+        self._is_mid_layer = True
         phase = self.recorder.phase
         self.recorder.record(moe_row, index_TK)
         self.policy.touch(moe_row, rows.activated)
@@ -100,6 +105,7 @@ class ExpertRuntime:
                     out_RD = expert_mlp(experts, weights, rows.inputs_of(key.expert_idx))
                     rows.add(key.expert_idx, out_RD, top_k_weights_TK)
             waiting = [key for key in waiting if key not in held.slot_ids]
+        self._is_mid_layer = False
         return rows.sum(x_TD.dtype)
 
     def _count(self, keys: list[ExpertKey], phase: Phase) -> PhaseCounters:

@@ -22,16 +22,19 @@ class Written(NamedTuple):
 def read_prompts(file: Path) -> list[str]:
     """The 'prompt' of every line of a JSON-lines file. Raises TraceError for the first bad line."""
     prompts = []
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                prompts.append(str(json.loads(line)["prompt"]))
-            except (ValueError, KeyError, TypeError) as error:
-                raise TraceError(
-                    f"{file}, line {number}: expected a JSON object with a 'prompt': {error!r}"
-                ) from error
+    try:
+        lines = file.read_text("utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{file}: cannot be read as UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TraceError(
+                f"{file}, line {number}: expected a JSON object with a 'prompt': {error!r}"
+            ) from error
     if not prompts:
         raise TraceError(f"{file}: no prompts in it")
     return prompts

@@ -10,11 +10,14 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: no test asks a hub
 
+import io
+import logging
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,6 +30,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from moe_infinity import cli
 from tests import safetensors_file
 
 torch.set_num_threads(1)
@@ -147,3 +151,37 @@ def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
         return Path(shutil.copytree(folder, tmp_path / folder.name))
 
     return copy
+
+
+class Outcome(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    def said(self, text: str) -> bool:
+        """On stderr, wherever lines are broken."""
+        return "".join(text.split()) in "".join(self.err.split())
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Outcome]]:
+    """command("run", ...) -> what `moe-infinity run ...` does, in this process."""
+    handlers = logging.root.handlers[:]
+
+    def call(*args: object, stdin: str = "") -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["moe-infinity", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        code = stopped.value.code
+        assert code is None or isinstance(code, int)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Outcome(code or 0, captured.out, captured.err)
+
+    yield call
+    logging.root.handlers[:] = handlers  # main() logs to what was stderr during the test

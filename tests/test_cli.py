@@ -2,55 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from moe_infinity import MoE, cli
+from moe_infinity import MoE
 
 pytestmark = pytest.mark.timeout(30)
 NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
 BYTES_PER_EXPERT = 3 * 32 * 16 * 2
 PROMPT = "w5 w6 w9 w100 w31"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}w77"
-
-
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Outcome]
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """command("run", ...) -> exit code, stdout and stderr of `moe-infinity run ...`, in-process."""
-    handlers = logging.root.handlers[:]
-
-    def call(*args: object, stdin: str = "") -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["moe-infinity", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        code = stopped.value.code
-        assert code is None or isinstance(code, int)
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return Outcome(code or 0, captured.out, captured.err)
-
-    yield call
-    logging.root.handlers[:] = handlers  # main() logs to what was stderr during the test
 
 
 @pytest.fixture
@@ -64,11 +29,6 @@ def expected(stock_model) -> list[int]:
     )
     tokens: list[int] = ids[0, 5:].tolist()
     return tokens
-
-
-def says(text: str, wanted: str) -> bool:
-    """Wherever lines are broken."""
-    return "".join(wanted.split()) in "".join(text.split())
 
 
 def words(token_ids: list[int]) -> str:
@@ -221,7 +181,7 @@ def test_trace_writes_routing_in_the_shared_format(command, tiny_checkpoint, pro
     assert (experts.dtype, experts.shape) == (np.uint8, (sum(lengths), NUM_ROWS, TOP_K))
     assert (offsets.dtype, offsets.tolist()) == (np.int64, [0, lengths[0], sum(lengths)])
     assert experts.max() < NUM_EXPERTS
-    assert says(outcome.err, "2 sequences")
+    assert outcome.said("2 sequences")
 
 
 def test_a_trace_is_the_routing_of_stock_transformers(
@@ -256,7 +216,7 @@ def test_a_bad_prompt_file_is_named_and_no_trace_is_written(
     prompts.write_bytes(lines)
     outcome = command(*trace_args(tiny_checkpoint, prompts, out))
     assert (outcome.code, outcome.out) == (1, "")
-    assert says(outcome.err, said)
+    assert outcome.said(said)
     assert not out.exists()
 
 
@@ -265,7 +225,7 @@ def test_a_trace_into_a_folder_that_does_not_exist_is_code_1(
 ):
     outcome = command(*trace_args(tiny_checkpoint, prompts, tmp_path / "nowhere" / "out.npz"))
     assert outcome.code == 1
-    assert says(outcome.err, "nowhere")
+    assert outcome.said("nowhere")
 
 
 # chat
@@ -305,101 +265,3 @@ def test_chat_answers_every_line_with_the_conversation_so_far(command, chatty, s
 def test_chat_ends_at_an_empty_line_or_the_end_of_input(command, chatty, stdin):
     outcome = command("chat", chatty, "--host-memory", "25%", stdin=stdin)
     assert (outcome.code, outcome.out) == (0, "")
-
-
-# exit codes and messages
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["run", "MODEL", "-p", "w5", "--nonsense"],
-        ["run", "MODEL"],
-        ["run"],
-        ["nonsense"],
-        ["run", "MODEL", "-p", "w5", "--max-new-tokens", "0"],
-        ["run", "MODEL", "-p", "w5", "--max-new-tokens", "many"],
-        ["run", "MODEL", "-p", "w5", "--temperature", "-1"],
-        ["trace", "MODEL", "--prompts", "not_there.jsonl", "-o", "out.npz"],
-        ["trace", "MODEL"],
-    ],
-)
-def test_wrong_usage_is_code_2_with_a_message_on_stderr(command, tiny_checkpoint, args):
-    outcome = command(*(tiny_checkpoint if arg == "MODEL" else arg for arg in args))
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.strip()
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--host-memory", "1"], "holds no expert"),
-        (["--host-memory", "lots"], "'lots' is not a size"),
-        (["--host-memory", "4000TiB"], "machine"),
-        (["--policy", "mru"], "'mru'"),
-        (["--dtype", "int3"], "'int3'"),
-        (["--experts-implementation", "magic"], "'magic'"),
-    ],
-)
-def test_a_value_that_cannot_be_used_is_an_error_on_stderr(command, tiny_checkpoint, args, said):
-    outcome = command("run", tiny_checkpoint, "-p", "w5", *args)
-    assert outcome.code in ((1,) if "--host-memory" in args else (1, 2))
-    assert outcome.out == ""
-    assert says(outcome.err, said)
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["run", "FOLDER", "-p", "w5"],
-        ["run", "FOLDER", "-p", "w5", "--json"],
-        ["inspect", "FOLDER"],
-        ["inspect", "FOLDER", "--json"],
-        ["chat", "FOLDER"],
-    ],
-)
-def test_a_model_that_is_not_there_is_code_1_and_named(command, tmp_path, args):
-    folder = tmp_path / "no_such_model"
-    outcome = command(*(folder if arg == "FOLDER" else arg for arg in args))
-    assert (outcome.code, outcome.out) == (1, "")
-    assert says(outcome.err, "no_such_model")
-
-
-@pytest.mark.parametrize("value", ["[bold]8GiB", "[/red]8GiB", "[link=x]", ":smile:"])
-def test_a_message_shows_what_was_typed_and_does_not_take_it_for_markup(
-    command, tiny_checkpoint, value
-):
-    outcome = command("run", tiny_checkpoint, "-p", "w5", "--host-memory", value)
-    assert outcome.code == 1
-    assert value in outcome.err
-
-
-def test_a_message_does_not_break_paths_into_lines(command, tmp_path):
-    """Whoever reads stderr from a file or a pipe wants to copy the path."""
-    folder = tmp_path / ("a-long-name-" * 10)
-    assert str(folder) in command("inspect", folder).err
-
-
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["trace", "--help"]])
-def test_help_is_code_0_on_stdout(command, args):
-    outcome = command(*args)
-    assert outcome.code == 0
-    assert "Usage" in outcome.out
-
-
-@pytest.mark.slow
-def test_a_reader_that_leaves_early_ends_the_command_without_a_traceback(tiny_checkpoint):
-    """`moe-infinity run ... | head -c 1`, in processes of their own."""
-    program = f"""
-import sys
-from moe_infinity import cli
-sys.argv = ["moe-infinity", "run", {str(tiny_checkpoint)!r}, "-p", "w5", "--max-new-tokens", "200",
-            "--host-memory", "25%"]
-cli.main()
-"""
-    reader: Any = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", program], stdout=reader, stderr=reader) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert "Traceback" not in process.stderr.read().decode()

@@ -3,16 +3,11 @@ time, and leaves nothing half done. Every case of the contract, through the fron
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
-import resource
 import shutil
 import struct
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +21,10 @@ from moe_infinity import (
     ConfigError,
     MoE,
     MoEInfinityError,
-    TraceError,
     UnsupportedModelError,
-    cli,
 )
 from moe_infinity.inspection import inspect_checkpoint
 from moe_infinity.memory.machine import machine_memory_bytes
-from moe_infinity.tracing import record_trace
 from tests import safetensors_file
 
 pytestmark = pytest.mark.timeout(30)
@@ -298,214 +290,6 @@ def test_a_refused_model_leaves_no_file_open(sharded_checkpoint):
     assert not [file for file in files if str(sharded_checkpoint) in file]
 
 
-# a disk that fails in the middle of a generation
-
-
-def after_tokens(number: int, act: Callable[[], object]) -> list[Callable[..., torch.Tensor]]:
-    """A stopping criterion that stops nothing, and acts once, after so many tokens."""
-
-    def criterion(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if ids.shape[1] == 3 + number:
-            act()
-        return torch.zeros(ids.shape[0], dtype=torch.bool)
-
-    return [criterion]
-
-
-@pytest.fixture
-def expected(stock_model: Any) -> list[int]:
-    ids: list[int] = stock_model.generate(**INPUTS, do_sample=False, max_new_tokens=12)[0].tolist()
-    return ids
-
-
-def test_a_file_truncated_during_generation_is_named_and_works_again_once_restored(
-    broken, expected
-):
-    file, whole = weights(broken), weights(broken).read_bytes()
-    with MoE(broken, host_memory=BYTES_PER_EXPERT) as moe:
-        cut = after_tokens(4, lambda: os.truncate(file, 2000))
-        with pytest.raises(CheckpointError, match="model.safetensors"):
-            tokens_of(moe, stopping_criteria=cut)
-        moe.check_invariants()
-        file.write_bytes(whole)
-        assert tokens_of(moe) == expected
-
-
-def test_a_file_truncated_during_generation_and_then_replaced_works_again(broken, expected):
-    """A second download or `mv` gives the name a new inode."""
-    file, spare = weights(broken), broken / "spare"
-    shutil.copyfile(file, spare)
-    with MoE(broken, host_memory=BYTES_PER_EXPERT) as moe:
-        cut = after_tokens(4, lambda: os.truncate(file, 2000))
-        with pytest.raises(CheckpointError, match="model.safetensors"):
-            tokens_of(moe, stopping_criteria=cut)
-        spare.replace(file)
-        assert tokens_of(moe) == expected
-
-
-@pytest.mark.parametrize("host_memory", [BYTES_PER_EXPERT, "25%", "50%"])
-def test_a_disk_that_fails_during_generation_is_an_error_and_may_recover(
-    tiny_checkpoint, expected, monkeypatch, host_memory
-):
-    def fail(*args: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with MoE(tiny_checkpoint, host_memory=host_memory) as moe:
-        broken_disk = after_tokens(2, lambda: monkeypatch.setattr(os, "preadv", fail))
-        with pytest.raises(CheckpointError, match=r"model\.safetensors.*Input/output"):
-            tokens_of(moe, stopping_criteria=broken_disk)
-        moe.check_invariants()
-        monkeypatch.undo()
-        assert tokens_of(moe) == expected
-        moe.check_invariants()
-
-
-def test_every_second_read_failing_never_gives_wrong_tokens(tiny_checkpoint, expected, monkeypatch):
-    preadv, calls = os.preadv, iter(range(1_000_000))
-
-    def flaky(*args: Any) -> int:
-        if next(calls) % 50 == 49:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return preadv(*args)
-
-    with MoE(tiny_checkpoint, host_memory="25%") as moe:
-        monkeypatch.setattr(os, "preadv", flaky)
-        outcomes = []
-        for _ in range(30):
-            try:
-                outcomes.append(tokens_of(moe) == expected)
-            except CheckpointError:
-                moe.check_invariants()
-        monkeypatch.undo()
-        assert all(outcomes)
-        assert len(outcomes) < 30
-        assert tokens_of(moe) == expected
-
-
-def test_shards_removed_after_loading_give_right_tokens_or_an_error(
-    copy_of, sharded_checkpoint, expected, tmp_path
-):
-    folder = copy_of(sharded_checkpoint)
-    with MoE(folder, host_memory="25%") as moe:
-        away = folder.rename(tmp_path / "away")
-        with contextlib.suppress(CheckpointError):  # files not opened before cannot be opened now
-            assert tokens_of(moe) == expected
-        away.rename(folder)
-        assert tokens_of(moe) == expected
-
-
-def test_a_failing_disk_ends_a_stream_with_the_error(broken, expected):
-    file, whole = weights(broken), weights(broken).read_bytes()
-    with MoE(broken, host_memory=BYTES_PER_EXPERT) as moe:
-        stream = moe.stream(
-            INPUTS, do_sample=False, max_new_tokens=50,
-            stopping_criteria=after_tokens(4, lambda: os.truncate(file, 2000)),
-        )  # fmt: skip
-        with pytest.raises(CheckpointError, match="model.safetensors"):
-            list(stream)
-        assert stream.token_ids == expected[3:7]
-        file.write_bytes(whole)
-        assert tokens_of(moe) == expected
-
-
-def test_threads_that_cannot_be_started_never_give_wrong_tokens(
-    tiny_checkpoint, expected, monkeypatch
-):
-    def no_thread(*args: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with MoE(tiny_checkpoint, host_memory="50%") as moe:
-        with monkeypatch.context() as patch:
-            patch.setattr("concurrent.futures.ThreadPoolExecutor.submit", no_thread)
-            with pytest.raises(RuntimeError, match="new thread"):
-                tokens_of(moe)
-        assert tokens_of(moe) == expected
-        moe.check_invariants()
-
-
-# a disk that is full while a trace is written
-
-
-@contextmanager
-def no_file_longer_than(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses to write past this, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def only_old_trace_is_left(folder: Path) -> None:
-    assert [file.name for file in folder.iterdir()] == ["out.npz"]
-    assert (folder / "out.npz").read_bytes() == b"the old trace"
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """Where a trace goes; an old one is there."""
-    file = tmp_path / "traces" / "out.npz"
-    file.parent.mkdir()
-    file.write_bytes(b"the old trace")
-    return file
-
-
-@pytest.mark.parametrize("num_bytes", [0, 64, 700])
-def test_a_disk_full_for_real_while_a_trace_is_written_keeps_the_old_file(
-    tiny_checkpoint, out, num_bytes
-):
-    with (
-        MoE(tiny_checkpoint, host_memory="50%") as moe,
-        pytest.raises(TraceError, match=r"out\.npz"),
-        no_file_longer_than(num_bytes),
-    ):
-        record_trace(moe, ["w5 w6", "w7"], out, max_new_tokens=8)
-    only_old_trace_is_left(out.parent)
-
-
-def test_a_disk_full_at_the_last_moment_keeps_the_old_file(tiny_checkpoint, out, monkeypatch):
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with (
-        MoE(tiny_checkpoint, host_memory="50%") as moe,
-        pytest.raises(TraceError, match=r"out\.npz.*No space left"),
-    ):
-        record_trace(moe, ["w5 w6"], out, max_new_tokens=4)
-    only_old_trace_is_left(out.parent)
-
-
-def test_a_checkpoint_that_fails_while_tracing_keeps_the_old_file(broken, out):
-    with MoE(broken, host_memory=BYTES_PER_EXPERT) as moe:
-        with pytest.raises(CheckpointError):
-            record_trace(
-                moe,
-                ["w5 w6", "w7 w8"],
-                out,
-                max_new_tokens=4,
-                on_prompt=lambda: os.truncate(weights(broken), 2000),
-            )
-        only_old_trace_is_left(out.parent)
-
-
-def test_a_trace_into_a_folder_that_does_not_exist_is_refused_before_generating(
-    tiny_checkpoint, tmp_path
-):
-    with MoE(tiny_checkpoint, host_memory="50%") as moe:
-        with pytest.raises(TraceError, match="no_such_folder"):
-            record_trace(moe, ["w5"], tmp_path / "no_such_folder" / "out.npz", max_new_tokens=4)
-        assert moe.report().prefill.steps == 0
-
-
-def test_recording_again_after_a_failed_recording_works(tiny_checkpoint, tmp_path):
-    with MoE(tiny_checkpoint, host_memory="50%") as moe:
-        with pytest.raises(RuntimeError, match="of the caller"), moe.recording():
-            raise RuntimeError("of the caller")
-        assert record_trace(moe, ["w5 w6"], tmp_path / "t.npz", max_new_tokens=4) == (1, 2 + 3)
-
-
 # the command line says the same, on stderr, with code 1
 
 
@@ -535,14 +319,9 @@ def test_recording_again_after_a_failed_recording_works(tiny_checkpoint, tmp_pat
     ],
 )  # fmt: skip
 def test_the_command_line_answers_a_broken_checkpoint_with_one_message_and_code_1(
-    broken, monkeypatch, capsys, break_it, said
+    broken, command, break_it, said
 ):
     break_it(broken)
-    argv = ["moe-infinity", "run", str(broken), "-p", "w5", "--host-memory", "50%", "--json"]
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    captured = capsys.readouterr()
-    assert (stopped.value.code, captured.out) == (1, "")
-    assert said in captured.err.replace("\n", "")
-    assert "Traceback" not in captured.err
+    outcome = command("run", broken, "-p", "w5", "--host-memory", "50%", "--json")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.said(said)

@@ -52,6 +52,7 @@ class ResidencyTable:
         self.evictions = 0
         self._policy = policy
         self._entries: dict[ExpertKey, Entry] = {}
+        self._loading: set[ExpertKey] = set()
         self._free = list(range(num_slots))[::-1]
         # The same facts by slot, as arrays, so that choosing a victim is a few vector operations.
         self._row_of_slot = np.full(num_slots, -1)
@@ -70,6 +71,9 @@ class ResidencyTable:
     def slot_of(self, key: ExpertKey) -> int:
         """The slot of an expert that is not absent."""
         return self._entries[key].slot_id
+
+    def loading_keys(self) -> list[ExpertKey]:
+        return list(self._loading)
 
     def resident_keys(self) -> list[ExpertKey]:
         return [key for key, entry in self._entries.items() if entry.state is Residency.RESIDENT]
@@ -94,7 +98,9 @@ class ResidencyTable:
         room = len(self._free) + int(evictable.sum())
         if phase is Phase.PREFILL:
             spare = len(self._free) + int((evictable & self._transient).sum())
-            room = min(room, max(spare, self.num_slots // PREFILL_RING_SHARE, 1))
+            in_use = int((~evictable & self._transient).sum())
+            ring = max(self.num_slots // PREFILL_RING_SHARE, 1)
+            room = min(room, max(spare, ring - in_use, 0 if present else 1))
         if not present and room == 0:
             raise OutOfSlots(
                 f"all {self.num_slots} slots are held or loading, none for {absent[0]}"
@@ -121,7 +127,12 @@ class ResidencyTable:
                     entry.is_transient = False
                     self._transient[entry.slot_id] = False
             for key in absent:
-                slot_ids[key] = self.begin_load(key, phase)
+                try:
+                    slot_ids[key] = self.begin_load(key, phase)
+                except OutOfSlots:
+                    for begun in absent[: absent.index(key)]:
+                        self.cancel_load(begun)
+                    raise
                 entry = self._entries[key]
                 entry.holds += 1
                 held.append(entry)
@@ -142,6 +153,7 @@ class ResidencyTable:
         slot_id = self._free.pop()
         is_transient = phase is Phase.PREFILL
         self._entries[key] = Entry(slot_id, Residency.LOADING, is_transient=is_transient)
+        self._loading.add(key)
         self._row_of_slot[slot_id], self._expert_of_slot[slot_id] = key
         self._transient[slot_id] = is_transient
         return slot_id
@@ -151,12 +163,14 @@ class ResidencyTable:
         entry = self._entries[key]
         assert entry.state is Residency.LOADING, (key, entry)
         entry.state = Residency.RESIDENT
+        self._loading.remove(key)
         self._may_evict[entry.slot_id] = entry.holds == 0
 
     def cancel_load(self, key: ExpertKey) -> None:
         """The load of `key` failed: its slot is free again. Holders let go without harm."""
         entry = self._entries.pop(key)
         assert entry.state is Residency.LOADING, (key, entry)
+        self._loading.remove(key)
         self._forget_slot(entry.slot_id)
 
     def _evict_one(self) -> None:
@@ -180,6 +194,21 @@ class ResidencyTable:
         self._may_evict[slot_id] = self._transient[slot_id] = False
         self._row_of_slot[slot_id] = self._expert_of_slot[slot_id] = -1
 
+    def recover(self) -> None:
+        """After a step was interrupted anywhere, this table included: nobody holds anything any
+        more, and what can be derived from the entries is derived anew.
+        """
+        used = {entry.slot_id for entry in self._entries.values()}
+        self._free = [slot for slot in reversed(range(self.num_slots)) if slot not in used]
+        self._row_of_slot[:] = self._expert_of_slot[:] = -1
+        self._may_evict[:] = self._transient[:] = False
+        for key, entry in self._entries.items():
+            entry.holds = 0
+            self._row_of_slot[entry.slot_id], self._expert_of_slot[entry.slot_id] = key
+            self._transient[entry.slot_id] = entry.is_transient
+            self._may_evict[entry.slot_id] = entry.state is Residency.RESIDENT
+        self._loading = {k for k, e in self._entries.items() if e.state is Residency.LOADING}
+
     def check_invariants(self) -> None:
         """Every slot is free or has exactly one owner, and the arrays say what the entries say."""
         used = [entry.slot_id for entry in self._entries.values()]
@@ -187,6 +216,7 @@ class ResidencyTable:
         for key, entry in self._entries.items():
             slot = entry.slot_id
             assert entry.holds >= 0, (key, entry)
+            assert (key in self._loading) == (entry.state is Residency.LOADING), (key, entry)
             assert (self._row_of_slot[slot], self._expert_of_slot[slot]) == key, (key, entry)
             assert self._transient[slot] == entry.is_transient, (key, entry)
             evictable = entry.state is Residency.RESIDENT and entry.holds == 0

@@ -2,7 +2,7 @@
 
 Two of transformers' implementations are reproduced bit for bit, in whatever order experts come:
 
-    grouped_mm  (its default on CPU)  rows of an expert in token order;
+    grouped_mm  (its default on CPU)  rows of an expert as torch.sort leaves them;
                                       a token's K outputs summed as one reduction
     eager       (the class's loop)    rows of an expert in (k, token) order;
                                       outputs added one by one by expert id
@@ -28,14 +28,17 @@ class RoutedRows:
         self._is_eager = is_eager
         num_tokens, top_k = top_k_index_TK.shape
         flat = (top_k_index_TK.T if is_eager else top_k_index_TK).ravel()
-        order = flat.argsort(kind="stable")
-        pairs = order % num_tokens * top_k + order // num_tokens if is_eager else order
-        by_expert = flat[order]
+        # Stock grouped_mm sorts without `stable`: another order of rows, and with threads the bits
+        # of a matrix product depend on the place of a row in it.
+        sorted_P, order_P = torch.from_numpy(flat).sort(stable=is_eager)
+        by_expert = sorted_P.numpy()
         bounds = ((by_expert[1:] != by_expert[:-1]).nonzero()[0] + 1).tolist()
         starts, stops = [0, *bounds], [*bounds, len(flat)]
         self.activated: Ints = by_expert[starts]  # distinct expert ids, ascending
         self._rows = dict(zip(self.activated.tolist(), map(slice, starts, stops), strict=True))
-        self._pairs_P = torch.from_numpy(pairs)
+        self._pairs_P = (
+            order_P % num_tokens * top_k + order_P // num_tokens if is_eager else order_P
+        )
         self._inputs_PD: Tensor | None = None
         self._outputs_PD: Tensor | None = None
 
@@ -60,12 +63,10 @@ class RoutedRows:
         """[T, D]: the layer's output, the same bits whatever the order of the `add` calls."""
         assert self._outputs_PD is not None, "add() comes first"
         num_tokens, top_k = self._index_TK.shape
-        outputs_TKD = self._outputs_PD.view(num_tokens, top_k, -1)
         if not self._is_eager:
-            return outputs_TKD.sum(dim=1).to(dtype)
-        by_expert_TK = torch.from_numpy(self._index_TK.argsort(axis=1, kind="stable"))
-        total_TD = outputs_TKD.new_zeros(num_tokens, outputs_TKD.shape[2], dtype=dtype)
-        tokens = torch.arange(num_tokens)
-        for k in range(top_k):
-            total_TD += outputs_TKD[tokens, by_expert_TK[:, k]].to(dtype)
+            return self._outputs_PD.view(num_tokens, top_k, -1).sum(dim=1).to(dtype)
+        total_TD = self._outputs_PD.new_zeros(num_tokens, self._outputs_PD.shape[1], dtype=dtype)
+        for rows in self._rows.values():
+            pairs_R = self._pairs_P[rows]
+            total_TD.index_add_(0, pairs_R // top_k, self._outputs_PD[pairs_R].to(dtype))
         return total_TD

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -101,9 +102,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder}: neither {single.name} nor {index.name} is there")
     try:
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not an index of safetensors shards: {error!r}") from error
-    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{folder}: {len(missing)} of {len(names)} shards are missing: "
@@ -128,8 +129,8 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
     if len(text) != length:
         raise CheckpointError(f"{file}: truncated: a header of {length} bytes, {len(text)} found")
     try:
-        header = json.loads(text)
-    except ValueError as error:
+        header = json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: the header is not a JSON object")
@@ -137,18 +138,27 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = Counter(name for name, _ in pairs)
+    if len(names) < len(pairs):
+        raise ValueError(f"{names.most_common(1)[0][0]!r} is in it twice")
+    return dict(pairs)
+
+
 def _check_tensors(file: Path, header: dict[str, Any], *, data_start: int) -> list[StoredTensor]:
     """Tensors whose offsets agree with their shapes, each other and the size of the file."""
     tensors = [_parse_tensor(file, name, fields, data_start) for name, fields in header.items()]
-    end = data_start
+    end, size = data_start, file.stat().st_size
     for tensor in sorted(tensors, key=lambda t: (t.extent.offset, t.extent.num_bytes)):
         if tensor.extent.offset != end:
+            beyond = [t for t in tensors if t.extent.offset + t.extent.num_bytes > size]
+            culprit = (beyond or [tensor])[0]
             raise CheckpointError(
-                f"{file}: the header lies: tensor {tensor.name} begins at byte "
-                f"{tensor.extent.offset}, expected {end}"
+                f"{file}: the header lies: tensor {culprit.name} "
+                f"of {culprit.extent.num_bytes} bytes begins at byte {culprit.extent.offset} "
+                f"of {size}, but the tensors before {tensor.name} end at byte {end}"
             )
         end += tensor.extent.num_bytes
-    size = file.stat().st_size
     if size != end:
         what = "truncated" if size < end else "longer than its header says"
         raise CheckpointError(
@@ -166,7 +176,7 @@ def _parse_tensor(file: Path, name: str, fields: Any, data_start: int) -> Stored
         raise CheckpointError(
             f"{file}: the header's entry of tensor {name} is malformed: {fields!r}"
         ) from error
-    if not well_formed or stored_dtype not in STORED_DTYPES:
+    if not well_formed or str(stored_dtype) not in STORED_DTYPES:
         raise CheckpointError(
             f"{file}: the header's entry of tensor {name} is malformed: {fields!r}"
         )

@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import LoadTimeout
-from moe_infinity.experts import ExpertKey
+from moe_infinity.experts import ExpertKey, Residency
 
 # One expert from a slow network disk takes seconds; past this something is wrong.
 LOAD_TIMEOUT_S = 120.0
@@ -29,7 +29,8 @@ class Mover:
     ) -> None:
         self._table = table
         self._read = read
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="moe-infinity-read")
+        self._num_threads = num_threads
+        self._pool = self._make_pool()
         self._loading: dict[ExpertKey, Future[None]] = {}
 
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: dict[ExpertKey, int]) -> None:
@@ -46,6 +47,7 @@ class Mover:
         for key in keys:
             future = self._loading.get(key)
             if future is None:
+                assert self._table.lookup(key) is Residency.RESIDENT, key
                 yield key
             else:
                 waiting[future] = key
@@ -62,22 +64,26 @@ class Mover:
                 self._finish(key)
                 yield key
 
-    def settle(self) -> None:
-        """Wait for what an interrupted step left loading, so that no slot stays reserved for it."""
-        if not self._loading:
-            return
+    def recover(self) -> None:
+        """After a step was interrupted: wait for its reads, those included that were begun but not
+        yet noted, keep what arrived, and give back the slots of what did not.
+        """
         _, late = wait(self._loading.values(), timeout=LOAD_TIMEOUT_S)
         if late:
             raise LoadTimeout(
                 f"{len(late)} experts of an earlier step did not arrive "
                 f"within {LOAD_TIMEOUT_S:.0f} s"
             )
-        for key in list(self._loading):
-            if self._loading[key].exception() is None:
-                self._finish(key)
-            else:  # whoever asked for it has been told
-                del self._loading[key]
-                self._table.cancel_load(key)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool = self._make_pool()
+        for key in self._table.loading_keys():
+            future = self._loading.get(key)
+            arrived = future is not None and not future.cancelled() and not future.exception()
+            (self._table.finish_load if arrived else self._table.cancel_load)(key)
+        self._loading.clear()
+
+    def _make_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._num_threads, thread_name_prefix="moe-infinity-read")
 
     def _finish(self, key: ExpertKey) -> None:
         """The read of `key` ended: tell the table, and the caller if it failed."""

@@ -19,6 +19,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
+        self._outdated: list[int] = []  # closed last: another thread may be reading from them
         self._lock = threading.Lock()
         self.bytes_read = 0
 
@@ -37,6 +38,7 @@ class Reader:
                     )
                 done += count
         except OSError as error:
+            self._open_anew(extent.file)
             if isinstance(error, CheckpointError):
                 raise
             where = f"{extent.file}: cannot be read at byte {extent.offset + done}"
@@ -50,9 +52,16 @@ class Reader:
                 self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             return self._descriptors[file]
 
+    def _open_anew(self, file: Path) -> None:
+        """After an error: the file may be replaced by a whole one of its name."""
+        with self._lock:
+            if file in self._descriptors:
+                self._outdated.append(self._descriptors.pop(file))
+
     def close(self) -> None:
         """Close all files. A later read opens its file anew."""
         with self._lock:
-            for descriptor in self._descriptors.values():
+            for descriptor in (*self._descriptors.values(), *self._outdated):
                 os.close(descriptor)
             self._descriptors.clear()
+            self._outdated.clear()

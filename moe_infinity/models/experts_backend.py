@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
@@ -40,65 +39,71 @@ def register() -> None:
     ExpertsInterface.register(BACKEND, experts_forward)
 
 
-def attach(
-    model: PreTrainedModel, rows: list[ExpertsModule], runtime: ExpertRuntime
-) -> RemovableHandle:
-    """Connect the experts modules of `model` to the runtime. Removing the handle stops the step
-    hook.
-    """
+def attach(model: PreTrainedModel, rows: list[ExpertsModule], runtime: ExpertRuntime) -> StepReader:
+    """Connect the experts modules of `model` to the runtime; closing the result stops the hook."""
     for moe_row, row in enumerate(rows):
         object.__setattr__(row.module, ROW_ATTRIBUTE, (runtime, moe_row))
-    end_ids = _end_ids(model)
+    return StepReader(model, runtime)
 
-    def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = read_step(args, kwargs, end_ids)
+
+class StepReader:
+    """Tells the runtime, before each forward pass, what kind of step it is."""
+
+    def __init__(self, model: PreTrainedModel, runtime: ExpertRuntime) -> None:
+        self.end_ids: Any = None  # of the running generate(); None: those of the generation config
+        self._model = model
+        self._runtime = runtime
+        self._finished_B: NDArray[np.bool_] = np.zeros(0, dtype=bool)
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step = self.read(args, kwargs)
         if step is not None:
-            runtime.begin_step(step)
+            self._runtime.begin_step(step)
 
-    handle: RemovableHandle = model.register_forward_pre_hook(before_forward, with_kwargs=True)
-    return handle
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """What the model is called with; None when with neither ids nor embeddings."""
+        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        inputs = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        if inputs is None:
+            return None
+        num_sequences, num_new = inputs.shape[:2]
+        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        if mask is not None and mask.ndim != 2:
+            mask = None  # already expanded for attention: what is cached must come from the cache
+        if mask is not None:
+            num_cached = mask.shape[1] - num_new
+        else:
+            num_cached = int(cache.get_seq_length()) if cache is not None else 0
+        is_decode = num_new == 1 and num_cached > 0
+        token_ids_T = input_ids.cpu().numpy().ravel() if input_ids is not None else None
+        counted_T = np.ones(num_sequences * num_new, dtype=bool)
+        if mask is not None:
+            counted_T &= mask[:, -num_new:].cpu().numpy().astype(bool).ravel()
+        if is_decode and num_sequences > 1 and token_ids_T is not None:
+            counted_T &= ~self._finished(token_ids_T)
+        else:
+            self._finished_B = np.zeros(num_sequences, dtype=bool)
+        return Step(
+            phase=Phase.DECODE if is_decode else Phase.PREFILL,
+            num_sequences=num_sequences,
+            tokens_per_sequence=num_new,
+            begins_request=num_cached == 0,
+            counted_T=None if counted_T.all() else counted_T,
+            token_ids_T=token_ids_T,
+        )
 
+    def _finished(self, token_ids_B: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which sequences of a batch have ended. What they are fed while others go on is no part
+        of their request; the first such token is the one that ended them."""
+        ends = self.end_ids
+        if ends is None:
+            ends = self._model.generation_config.eos_token_id
+        if ends is not None:
+            if len(self._finished_B) != len(token_ids_B):
+                self._finished_B = np.zeros(len(token_ids_B), dtype=bool)
+            self._finished_B |= np.isin(token_ids_B, np.asarray(ends))
+        return self._finished_B
 
-def read_step(
-    args: tuple[Any, ...], kwargs: dict[str, Any], end_ids: NDArray[np.int64]
-) -> Step | None:
-    """What kind of step a call of the model is; None when it was called with neither ids nor
-    embeddings.
-
-    `end_ids`: tokens that end a sequence or pad it. In a batch, a finished sequence is fed these
-    while others go on.
-    """
-    input_ids = kwargs.get("input_ids", args[0] if args else None)
-    inputs = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
-    if inputs is None:
-        return None
-    num_sequences, num_new = inputs.shape[:2]
-    mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-    if mask is not None and mask.ndim != 2:
-        mask = None  # already expanded for attention: what is cached must come from the cache
-    if mask is not None:
-        num_cached = mask.shape[1] - num_new
-    else:
-        num_cached = int(cache.get_seq_length()) if cache is not None else 0
-    is_decode = num_new == 1 and num_cached > 0
-    token_ids_T = input_ids.cpu().numpy().ravel() if input_ids is not None else None
-    counted_T = mask[:, -num_new:].cpu().numpy().astype(bool).ravel() if mask is not None else None
-    if is_decode and num_sequences > 1 and token_ids_T is not None:
-        running_T = ~np.isin(token_ids_T, end_ids)
-        counted_T = running_T if counted_T is None else counted_T & running_T
-    return Step(
-        phase=Phase.DECODE if is_decode else Phase.PREFILL,
-        num_sequences=num_sequences,
-        tokens_per_sequence=num_new,
-        begins_request=num_cached == 0,
-        counted_T=None if counted_T is None or counted_T.all() else counted_T,
-        token_ids_T=token_ids_T,
-    )
-
-
-def _end_ids(model: PreTrainedModel) -> NDArray[np.int64]:
-    generation = model.generation_config
-    ids: list[int] = []
-    for value in (generation.eos_token_id, generation.pad_token_id):
-        ids += value if isinstance(value, list) else [] if value is None else [value]
-    return np.array(ids, dtype=np.int64)
+    def close(self) -> None:
+        self._hook.remove()

@@ -231,7 +231,7 @@ def load_without_experts(
     """
     stock_class = model_class(checkpoint)
     reader = Reader()
-    found: dict[str, Plan] = {}
+    plans: list[Plan] = []
 
     def _load_pretrained_model(
         model: Any,
@@ -255,7 +255,7 @@ def load_without_experts(
             for key, t in headers.tensors.items()
             if key not in plan.owned
         }
-        found["plan"] = plan
+        plans.append(plan)
         return stock_class._load_pretrained_model(model, dense, files, load_config, *args, **kwargs)
 
     own_class: Any = type(
@@ -270,13 +270,27 @@ def load_without_experts(
     if Path(checkpoint).is_dir():
         checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
     try:
-        model = own_class.from_pretrained(
-            checkpoint, dtype=dtype, experts_implementation=experts_implementation
+        model, info = own_class.from_pretrained(
+            checkpoint,
+            dtype=dtype,
+            experts_implementation=experts_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with names
         )
     except SafetensorError as error:  # transformers opened a broken file before we could
-        raise CheckpointError(f"{checkpoint}: {error}") from error
+        raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from error
+    for name, found_shape, wanted_shape in sorted(info["mismatched_keys"]):
+        raise CheckpointError(
+            f"{checkpoint}: {name} has shape {list(found_shape)}, "
+            f"the model wants {list(wanted_shape)}"
+        )
+    if info["missing_keys"]:  # transformers would make them up
+        missing = sorted(info["missing_keys"])
+        raise CheckpointError(
+            f"{checkpoint}: no tensor for {missing[0]} ({len(missing)} weights are missing)"
+        )
     model.__class__ = stock_class
-    plan = found["plan"]
+    (plan,) = plans
     return LoadedModel(model, plan, reader, plan.headers.num_bytes + reader.bytes_read)
 
 
@@ -287,9 +301,13 @@ def plan_from_headers(checkpoint: str, *, dtype: str) -> Plan:
     stock_class = model_class(checkpoint)
     headers = read_headers(checkpoint_files(Path(checkpoint)))
     config = transformers.AutoConfig.from_pretrained(checkpoint)
-    torch_dtype = getattr(config, "dtype", None) if dtype == "auto" else getattr(torch, dtype)
+    if dtype != "auto":
+        torch_dtype = getattr(torch, dtype)
+    elif (torch_dtype := config.dtype) is None:  # then transformers takes the first floating one
+        stored = (getattr(torch, tensor.dtype) for tensor in headers.tensors.values())
+        torch_dtype = next((found for found in stored if found.is_floating_point), torch.float32)
     with torch.device("meta"):
-        model = stock_class._from_config(config, dtype=torch_dtype or torch.float32)
+        model = stock_class._from_config(config, dtype=torch_dtype)
     return plan_experts(model, headers, get_model_conversion_mapping(model))
 
 
@@ -301,9 +319,10 @@ def model_class(checkpoint: str) -> Any:
         raise CheckpointError(f"{checkpoint}: not a folder; give a checkpoint folder or a hub id")
     try:
         config = transformers.AutoConfig.from_pretrained(checkpoint)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnsupportedModelError(
-            f"{checkpoint}: transformers {transformers.__version__}: {error}"
+            f"{checkpoint}: transformers {transformers.__version__} does not understand "
+            f"its config.json: {error}"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{checkpoint}: no usable config.json: {error}") from error

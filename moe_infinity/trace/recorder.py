@@ -85,7 +85,7 @@ class Recorder:
 
     def begin_tokens(self) -> None:
         """From here on keep the routing of every token."""
-        self._tokens = TokenRecorder(self._num_rows)
+        self._tokens = TokenRecorder(self._num_rows, self._batch.num_sequences)
 
     def finish_tokens(self) -> list[SequenceTrace]:
         """Stop keeping tokens; what was kept since `begin_tokens`, one trace per sequence."""
@@ -101,12 +101,12 @@ class Recorder:
 class TokenRecorder:
     """Collects the routing of every counted token, sequence by sequence."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, num_sequences: int) -> None:
         self._num_rows = num_rows
         self._step: Step | None = None
         self._rows: dict[int, Ints] = {}
         self._finished: list[SequenceTrace] = []
-        self._running: list[list[SequenceTrace]] = []
+        self._running: list[list[SequenceTrace]] = [[] for _ in range(num_sequences)]
 
     def begin_step(self, step: Step, *, begins_request: bool) -> None:
         self._flush()

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +71,8 @@ def save_trace(path: Path, sequences: Sequence[SequenceTrace], *, num_experts: i
             f"{path}: the trace could not be written: {error.strerror or error}"
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def load_trace(path: Path) -> list[SequenceTrace]:
@@ -76,25 +80,47 @@ def load_trace(path: Path) -> list[SequenceTrace]:
     one.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            experts, offsets = file["experts"], file["offsets"].astype(np.int64)
-            token_ids = file["token_ids"] if "token_ids" in file else np.full(len(experts), -1)
-            is_prefill = (
-                file["is_prefill"] if "is_prefill" in file else np.zeros(len(experts), bool)
-            )
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        arrays = _read_arrays(path)
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+        NotImplementedError,
+    ) as error:
         raise TraceError(f"{path}: not a trace: {error}") from error
-    ascending = offsets.ndim == 1 and len(offsets) > 0 and bool((np.diff(offsets) >= 0).all())
-    if experts.ndim != 3 or not ascending or offsets[0] != 0 or offsets[-1] != len(experts):
-        raise TraceError(
-            f"{path}: not a trace: "
-            f"experts {experts.shape} and offsets {offsets.shape} do not belong together"
-        )
-    if len(token_ids) != len(experts) or len(is_prefill) != len(experts):
-        raise TraceError(
-            f"{path}: not a trace: {len(experts)} tokens of routing, {len(token_ids)} token ids"
-        )
+    experts, offsets = arrays["experts"], arrays["offsets"]
+    num_tokens = experts.shape[0] if experts.ndim == 3 else 0
+    is_trace = (
+        experts.ndim == 3
+        and experts.dtype.kind in "iu"
+        and offsets.dtype.kind in "iu"
+        and offsets.ndim == 1
+        and len(offsets) > 0
+        and bool((offsets[1:] >= offsets[:-1]).all())
+        and (offsets[0], offsets[-1]) == (0, num_tokens)
+    )
+    token_ids = arrays.get("token_ids", np.full(num_tokens, -1))
+    is_prefill = arrays.get("is_prefill", np.zeros(num_tokens, bool))
+    if not is_trace or not token_ids.shape == is_prefill.shape == (num_tokens,):
+        shapes = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+        raise TraceError(f"{path}: not a trace, its arrays do not belong together: {shapes}")
     return [
         SequenceTrace(experts[a:b], token_ids[a:b], is_prefill[a:b])
         for a, b in zip(offsets[:-1], offsets[1:], strict=True)
     ]
+
+
+def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz. Raises OSError, ValueError and what a damaged zip raises."""
+    with path.open("rb") as stream:
+        file = np.load(stream, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError("one array, not an archive of arrays")
+        arrays = {name: file[name] for name in file.files}
+    if not {"experts", "offsets"} <= arrays.keys():
+        raise ValueError(f"arrays {sorted(arrays)}, expected at least experts and offsets")
+    if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+        raise ValueError("an archive of other files than arrays")
+    return arrays

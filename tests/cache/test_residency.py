@@ -44,10 +44,10 @@ def test_an_expert_is_absent_then_loading_then_resident(table):
     assert table.lookup(A) is None
     slot_id = table.begin_load(A, DECODE)
     assert table.lookup(A) is Residency.LOADING
-    assert table.resident_keys() == []
+    assert (table.loading_keys(), table.resident_keys()) == ([A], [])
     table.finish_load(A)
     assert table.lookup(A) is Residency.RESIDENT
-    assert table.resident_keys() == [A]
+    assert (table.loading_keys(), table.resident_keys()) == ([], [A])
     assert table.slot_of(A) == slot_id
     assert len(table) == 1
 
@@ -210,6 +210,10 @@ def break_holds(table: ResidencyTable) -> None:
     table._entries[A].holds = -1
 
 
+def break_loading(table: ResidencyTable) -> None:
+    table._loading.add(A)
+
+
 def break_owner(table: ResidencyTable) -> None:
     table._expert_of_slot[table.slot_of(A)] = 7
 
@@ -226,15 +230,38 @@ def break_free_slot(table: ResidencyTable) -> None:
     table._may_evict[table._free] = True
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [break_slot, break_holds, break_owner, break_transient, break_evictable, break_free_slot],
-)
+DAMAGES = [
+    break_slot,
+    break_holds,
+    break_loading,
+    break_owner,
+    break_transient,
+    break_evictable,
+    break_free_slot,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_check_invariants_notices_damage(table, damage):
     load(table, A)
     damage(table)
     with pytest.raises(AssertionError):
         table.check_invariants()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_table_recovers_from_a_step_that_was_interrupted_anywhere(table, damage):
+    load(table, A)
+    table.begin_load(B, DECODE)
+    slot_ids = [table.slot_of(A), table.slot_of(B)]
+    damage(table)
+    table.recover()
+    table.check_invariants()
+    assert (table.resident_keys(), table.loading_keys()) == ([A], [B])
+    assert [table.slot_of(A), table.slot_of(B)] == slot_ids
+    table.cancel_load(B)
+    load(table, C, D)  # every slot can be given away again
+    assert set(table.resident_keys()) == {C, D}
 
 
 def test_a_table_has_at_least_one_slot(policy):

@@ -168,7 +168,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         else:
             ring = max(1, self.num_slots // PREFILL_RING_SHARE)
             streamed = self.num_free() + len([key for key in spare if self.model[key].is_transient])
-            assert num_loads <= max(streamed, ring), "at most the ring from the decode set"
+            assert num_loads <= streamed + ring, "at most the ring from the decode set"
             assert num_loads >= min(len(absent), streamed), "what is free or transient is used"
         assert wave, "a wave makes progress"
         self.hold(wave, phase)
@@ -196,6 +196,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert self.table.lookup(key) is expected, key
         resident = {key for key, entry in self.model.items() if not entry.is_loading}
         assert set(self.table.resident_keys()) == resident
+        assert set(self.table.loading_keys()) == set(self.loading())
         num_loading = len(self.loading())
         num_absent = len(KEYS) - len(self.model)
         assert self.table.census(KEYS) == (len(resident), num_loading, num_absent)

@@ -117,7 +117,7 @@ def test_what_a_failed_layer_left_loading_is_settled_before_the_next_step(bench)
     with pytest.raises(OSError, match="cannot read"):
         bench.load(A, B, C)
     bench.disk.deliver(B, C)
-    bench.mover.settle()
+    bench.mover.recover()
     assert [bench.table.lookup(key) for key in (A, B, C)] == [None, Residency.RESIDENT, None]
 
 
@@ -126,10 +126,10 @@ def test_a_load_that_hangs_ends_in_a_timeout_and_is_taken_up_when_it_ends(bench,
     with pytest.raises(LoadTimeout):
         bench.load(A)
     with pytest.raises(LoadTimeout):
-        bench.mover.settle()
+        bench.mover.recover()
     bench.disk.deliver(A)
     monkeypatch.setattr(mover_module, "LOAD_TIMEOUT_S", 5.0)
-    bench.mover.settle()
+    bench.mover.recover()
     assert bench.load(A) == [A]
     assert bench.disk.asked == [A]
 
@@ -155,7 +155,7 @@ def test_an_expert_whose_load_was_never_started_does_not_count_as_arrived(bench,
         with pytest.raises(RuntimeError, match="new thread"):
             bench.load(A)
     bench.disk.deliver(A)
-    bench.mover.settle()
+    bench.mover.recover()
     assert bench.load(A) == [A]
     assert bench.disk.asked == [A], "A was given out though nobody had read it"
 

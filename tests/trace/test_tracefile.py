@@ -61,6 +61,20 @@ def npy_of(array: object) -> bytes:
     return file.getvalue()
 
 
+def encrypted(content: bytes) -> bytes:
+    """The first member is marked as encrypted in the directory of the zip."""
+    flags = content.index(b"PK\x01\x02") + 8
+    return content[:flags] + bytes([content[flags] | 1]) + content[flags + 1 :]
+
+
+def header_of(*shape: int) -> bytes:
+    """An array file that ends where its numbers should begin."""
+    file = io.BytesIO()
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue()
+
+
 # Round trip
 
 
@@ -258,6 +272,8 @@ NOT_A_TRACE = {
     "the beginning of a zip": npz_of(**WELL_FORMED)[:300],
     "a zip of something else": zip_of(readme=b"hello"),
     "a zip of text": zip_of(**{"experts.npy": b"hello", "offsets.npy": b"hello"}),
+    "an encrypted zip": encrypted(npz_of(**WELL_FORMED)),
+    "a zip with less in it than it says": zip_of(**{"experts.npy": header_of(1 << 50, 3, 2)}),
     "a pickle": b"\x80\x04K\x01.",
 }
 
