@@ -63,10 +63,6 @@ class ExpertRuntime:
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
-        if self._is_mid_layer:  # the last one was interrupted, by an error or by Ctrl-C
-            self.table.recover()
-            self._mover.recover()
-            self._is_mid_layer = False
         self.recorder.begin_step(step)
         counters = self.counters.of(step.phase)
         counters.steps += 1
@@ -88,6 +84,9 @@ class ExpertRuntime:
         rows = RoutedRows(index_TK, is_eager=self._is_eager)
         if len(index_TK) != self.recorder.num_tokens:  # entered below the model's top: anonymous
             self.begin_step(Step(Phase.PREFILL, 1, len(index_TK), begins_request=True))
+        if self._is_mid_layer:  # the last layer was interrupted, by an error or by Ctrl-C
+            self.table.recover()
+            self._mover.recover()
         self._is_mid_layer = True
         phase = self.recorder.phase
         self.recorder.record(moe_row, index_TK)
