@@ -27,6 +27,10 @@ from moe_infinity.errors import TraceError
 
 Ints = NDArray[np.int64]
 
+# What numpy and zipfile raise at files that are no archive of arrays; RuntimeError when encrypted,
+# MemoryError when an array claims to be larger than anything.
+DAMAGED = (OSError, ValueError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceTrace:
@@ -81,14 +85,7 @@ def load_trace(path: Path) -> list[SequenceTrace]:
     """
     try:
         arrays = _read_arrays(path)
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        zipfile.BadZipFile,
-        zlib.error,
-        NotImplementedError,
-    ) as error:
+    except DAMAGED as error:
         raise TraceError(f"{path}: not a trace: {error}") from error
     experts, offsets = arrays["experts"], arrays["offsets"]
     num_tokens = experts.shape[0] if experts.ndim == 3 else 0

@@ -112,6 +112,11 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert held.slot_ids == {key: self.model[key].slot_id for key in keys}
         self.holders.append(holder)
 
+    def let_go(self, holder: Holder) -> None:
+        holder.context.__exit__(None, None, None)
+        for entry in holder.entries:
+            entry.holds -= 1
+
     # What can happen to a table.
 
     @rule(ranking=rankings)
@@ -176,10 +181,16 @@ class ResidencyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
-        holder.context.__exit__(None, None, None)
-        for entry in holder.entries:
-            entry.holds -= 1
+        self.let_go(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
+
+    @rule()
+    def come_to_rest(self) -> None:
+        """As between two layers: all loads end and all let go."""
+        while self.holders:
+            self.let_go(self.holders.pop())
+        for key in self.loading():
+            self.table.finish_load(key)
+            self.model[key].is_loading = False
 
     # What always holds.
 
@@ -212,10 +223,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Nothing is lost: when all let go and all loads end, every slot can be given away."""
-        for holder in self.holders:
-            holder.context.__exit__(None, None, None)
-        for key in self.loading():
-            self.table.finish_load(key)
+        self.come_to_rest()
         self.table.check_invariants()
         absent = [ExpertKey(NUM_ROWS, expert_idx) for expert_idx in range(self.num_slots)]
         assert self.table.next_wave(absent, Phase.DECODE) == absent
