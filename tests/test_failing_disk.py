@@ -102,7 +102,9 @@ def test_a_disk_that_fails_during_generation_is_an_error_and_may_recover(
         moe.check_invariants()
 
 
-def test_every_second_read_failing_never_gives_wrong_tokens(tiny_checkpoint, expected, monkeypatch):
+def test_reads_that_fail_now_and_then_never_give_wrong_tokens(
+    tiny_checkpoint, expected, monkeypatch
+):
     preadv, calls = os.preadv, iter(range(1_000_000))
 
     def flaky(*args: Any) -> int:
@@ -113,14 +115,14 @@ def test_every_second_read_failing_never_gives_wrong_tokens(tiny_checkpoint, exp
     with MoE(tiny_checkpoint, host_memory="25%") as moe:
         monkeypatch.setattr(os, "preadv", flaky)
         outcomes = []
-        for _ in range(30):
+        for _ in range(15):
             try:
                 outcomes.append(tokens_of(moe) == expected)
             except CheckpointError:
                 moe.check_invariants()
         monkeypatch.undo()
         assert all(outcomes)
-        assert len(outcomes) < 30
+        assert len(outcomes) < 15
         assert tokens_of(moe) == expected
 
 
@@ -195,7 +197,7 @@ def test_an_interrupted_generation_never_harms_the_next(tiny_checkpoint, expecte
     """Ctrl-C in a notebook may come anywhere: between two lines of ours, and again and again."""
     with MoE(tiny_checkpoint, host_memory="25%") as moe:
         num_lines = interrupted_at(-1, lambda: tokens_of(moe, max_new_tokens=2))
-        for event in range(5, num_lines, 53):
+        for event in range(5, num_lines, 101):
             interrupted_at(event, lambda: tokens_of(moe, max_new_tokens=2))
             assert tokens_of(moe, max_new_tokens=3) == expected[:6], f"interrupted at line {event}"
         moe.check_invariants()

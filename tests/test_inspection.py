@@ -26,6 +26,7 @@ def test_bytes_per_expert_and_budgets_follow_from_the_shapes(hollow_checkpoint):
     assert summary.bytes_per_expert == summary.stored_bytes_per_expert == 12 * MIB
     assert summary.expert_bytes == 32 * 12 * MIB
     held = {budget.host_memory: (budget.experts, budget.num_bytes) for budget in summary.budgets}
+    assert held["5%"] == (1, 12 * MIB)  # 1.6 experts are one
     assert held["25%"] == (8, 8 * 12 * MIB)
     assert held["100%"] == (32, 32 * 12 * MIB)
 

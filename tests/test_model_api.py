@@ -253,12 +253,12 @@ def test_two_threads_generating_at_once_get_the_right_tokens(moe, stock):
         for number in numbers:
             found[number] = tokens_of(moe, prompts[number % 4], max_new_tokens=10)
 
-    threads = [threading.Thread(target=work, args=(range(start, 12, 2),)) for start in (0, 1)]
+    threads = [threading.Thread(target=work, args=(range(start, 8, 2),)) for start in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert [found[number] for number in range(12)] == expected * 3
+    assert [found[number] for number in range(8)] == expected * 2
 
 
 def test_two_streams_read_in_turns_get_the_right_tokens(moe, stock):
