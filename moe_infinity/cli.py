@@ -74,7 +74,7 @@ def run(
     ] = False,
 ) -> None:
     """Continue a prompt."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_model(model, host_memory, policy, dtype, implementation) as moe:
         stream = moe.stream(
             text, max_new_tokens=max_new_tokens, **sampling(temperature, top_p, seed)

@@ -96,6 +96,10 @@ class MoE:
         `kwargs` are those of `generate()`. One sequence at a time. Raises ConfigError for a batch.
         """
         self._require_open()
+        if not isinstance(prompt, str | Mapping):
+            raise ConfigError(
+                f"stream() takes text or what the tokenizer returned, got {type(prompt).__name__}"
+            )
         inputs = self.tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else prompt
         num_sequences, num_tokens = inputs["input_ids"].shape
         if num_sequences != 1:

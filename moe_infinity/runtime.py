@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from moe_infinity.cache.counters import Counters, PhaseCounters
+from moe_infinity.cache.counters import Counters
 from moe_infinity.cache.policies import make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.config import OffloadConfig
+from moe_infinity.errors import ClosedError
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.kernels.dispatch import RoutedRows
 from moe_infinity.kernels.reference import expert_mlp
@@ -52,7 +52,9 @@ class ExpertRuntime:
         self.table = ResidencyTable(num_slots, self.policy)
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
+        self._keys = [[ExpertKey(i, e) for e in range(r.num_experts)] for i, r in enumerate(rows)]
         self._is_mid_layer = False
+        self._is_closed = False
         self._reader = reader
         self._recipes = plan.recipes
         self._views = [self.slots.views(row.layout) for row in rows]
@@ -68,7 +70,6 @@ class ExpertRuntime:
         counters.steps += 1
         counters.tokens += step.num_tokens if step.counted_T is None else int(step.counted_T.sum())
 
-    @torch.no_grad()
     def moe_layer(
         self,
         moe_row: int,
@@ -82,23 +83,30 @@ class ExpertRuntime:
         """
         index_TK = top_k_index_TK.cpu().numpy()
         rows = RoutedRows(index_TK, is_eager=self._is_eager)
-        if len(index_TK) != self.recorder.num_tokens:  # entered below the model's top: anonymous
+        if (
+            len(index_TK) != self.recorder.step.num_tokens
+        ):  # entered below the model's top: anonymous
             self.begin_step(Step(Phase.PREFILL, 1, len(index_TK), begins_request=True))
+        if self._is_closed:
+            raise ClosedError("the model was closed: its experts cannot be read any more")
         if self._is_mid_layer:  # the last layer was interrupted, by an error or by Ctrl-C
             self.table.recover()
             self._mover.recover()
         self._is_mid_layer = True
-        phase = self.recorder.phase
+        phase = self.recorder.step.phase
         self.recorder.record(moe_row, index_TK)
         self.policy.touch(moe_row, rows.activated)
-        waiting = [ExpertKey(moe_row, expert_idx) for expert_idx in rows.activated.tolist()]
-        counters = self._count(waiting, phase)
+        keys = self._keys[moe_row]
+        waiting = [keys[expert_idx] for expert_idx in rows.activated]
+        counters = self.counters.of(phase)
+        counters.add_lookups(*self.table.census(waiting))
         rows.gather(x_TD)
         while waiting:
             wave = self.table.next_wave(waiting, phase)
             with self.table.holding(wave, phase) as held:
-                self._mover.load_now(held.absent, held.slot_ids)
-                counters.bytes_read += len(held.absent) * self._bytes_per_expert[moe_row]
+                if held.absent:
+                    self._mover.load_now(held.absent, held.slot_ids)
+                    counters.bytes_read += len(held.absent) * self._bytes_per_expert[moe_row]
                 for key in self._mover.arrivals(wave, counters):
                     weights = self._views[moe_row][held.slot_ids[key]]
                     out_RD = expert_mlp(experts, weights, rows.inputs_of(key.expert_idx))
@@ -107,19 +115,11 @@ class ExpertRuntime:
         self._is_mid_layer = False
         return rows.sum(x_TD.dtype)
 
-    def _count(self, keys: list[ExpertKey], phase: Phase) -> PhaseCounters:
-        """Charge one lookup per activated expert."""
-        counters = self.counters.of(phase)
-        hits, late_hits, misses = self.table.census(keys)
-        counters.hits += hits
-        counters.late_hits += late_hits
-        counters.misses += misses
-        return counters
-
     def _read_expert(self, key: ExpertKey, slot_id: int) -> None:
         """Fill a slot; runs in a read thread."""
         self._recipes[key.moe_row].load(key.expert_idx, self._reader, self.slots.bytes_of(slot_id))
 
     def close(self) -> None:
+        self._is_closed = True
         self._mover.close()
         self._reader.close()

@@ -61,6 +61,8 @@ class TextStream:
         return statistics.median(gaps) if gaps else None
 
     def __iter__(self) -> Iterator[str]:
+        if self._thread.ident is not None:
+            raise MoEInfinityError("a stream can be iterated once; call stream() again")
         self._thread.start()
         try:
             while True:

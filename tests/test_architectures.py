@@ -4,6 +4,7 @@ own checkpoint layout, against stock transformers, bit for bit, at every budget.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import transformers
 
 from moe_infinity import MoE
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -23,7 +24,7 @@ SMALL = {
     "eos_token_id": None,  # nothing ends a sequence early
     "pad_token_id": 0,
 }
-LATENT = {  # DeepSeek's attention
+LATENT: dict[str, Any] = {  # DeepSeek's attention
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
     "qk_rope_head_dim": 8,
@@ -37,7 +38,7 @@ LATENT = {  # DeepSeek's attention
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "Qwen2Moe": {
         "num_experts": 8,

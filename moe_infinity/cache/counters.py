@@ -22,6 +22,12 @@ class PhaseCounters:
     bytes_read: int = 0  # expert bytes read from disk for this phase
     stall_s: float = 0.0  # time compute waited for experts
 
+    def add_lookups(self, hits: int, late_hits: int, misses: int) -> None:
+        """Charge the lookups of one layer."""
+        self.hits += hits
+        self.late_hits += late_hits
+        self.misses += misses
+
     @property
     def lookups(self) -> int:
         return self.hits + self.late_hits + self.misses

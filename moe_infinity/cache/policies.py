@@ -6,13 +6,14 @@ Scores are numpy arrays [rows, experts] and updates are vectorised: nothing here
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Scores = NDArray[np.float64]
-Experts = NDArray[np.int64]
+Experts = Sequence[int] | NDArray[np.int64]
 
 
 class EvictionPolicy(Protocol):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.errors import OutOfSlots
@@ -39,7 +40,6 @@ class Entry:
 
     slot_id: int
     state: Residency
-    holds: int = 0  # > 0 while a kernel reads it or a layer waits for it: never a victim
     is_transient: bool = False  # brought in by prefill, not yet used by a decode step
 
 
@@ -53,11 +53,14 @@ class ResidencyTable:
         self._policy = policy
         self._entries: dict[ExpertKey, Entry] = {}
         self._loading: set[ExpertKey] = set()
+        # Slots in use by a kernel, or that a layer waits for, by holder. Only looked at when a
+        # victim is wanted: on a hit, holding costs one entry here and nothing per slot.
+        self._held: dict[int, dict[ExpertKey, int]] = {}
         self._free = list(range(num_slots))[::-1]
         # The same facts by slot, as arrays, so that choosing a victim is a few vector operations.
         self._row_of_slot = np.full(num_slots, -1)
         self._expert_of_slot = np.full(num_slots, -1)
-        self._may_evict = np.zeros(num_slots, dtype=bool)  # RESIDENT and not held
+        self._resident = np.zeros(num_slots, dtype=bool)
         self._transient = np.zeros(num_slots, dtype=bool)
 
     def __len__(self) -> int:
@@ -80,9 +83,9 @@ class ResidencyTable:
 
     def census(self, keys: Sequence[ExpertKey]) -> tuple[int, int, int]:
         """How many of `keys` are resident, loading, absent."""
-        entries = [entry for entry in map(self._entries.get, keys) if entry is not None]
-        resident = sum(entry.state is Residency.RESIDENT for entry in entries)
-        return resident, len(entries) - resident, len(keys) - len(entries)
+        present = sum(map(self._entries.__contains__, keys))
+        loading = sum(map(self._loading.__contains__, keys)) if self._loading else 0
+        return present - loading, loading, len(keys) - present
 
     def next_wave(self, waiting: Sequence[ExpertKey], phase: Phase) -> Sequence[ExpertKey]:
         """The part of `waiting` to hold, load and compute together: all that are present, then as
@@ -93,7 +96,7 @@ class ResidencyTable:
         if not absent:
             return waiting
         present = [key for key in waiting if key in self._entries]
-        evictable = self._may_evict.copy()
+        evictable = self._evictable()
         evictable[[self._entries[key].slot_id for key in present]] = False
         room = len(self._free) + int(evictable.sum())
         if phase is Phase.PREFILL:
@@ -110,40 +113,35 @@ class ResidencyTable:
     @contextmanager
     def holding(self, keys: Sequence[ExpertKey], phase: Phase) -> Iterator[Held]:
         """Hold the experts that are here and reserve slots for the rest. Raises OutOfSlots."""
-        held: list[Entry] = []
         absent: list[ExpertKey] = []
         slot_ids: dict[ExpertKey, int] = {}
+        self._held[id(slot_ids)] = slot_ids
         try:
             for key in keys:  # present ones first: a reservation must not evict one of them
                 entry = self._entries.get(key)
                 if entry is None:
                     absent.append(key)
                     continue
-                entry.holds += 1
-                held.append(entry)
                 slot_ids[key] = entry.slot_id
-                self._may_evict[entry.slot_id] = False
                 if entry.is_transient and phase is Phase.DECODE:
                     entry.is_transient = False
                     self._transient[entry.slot_id] = False
-            for key in absent:
-                try:
-                    slot_ids[key] = self.begin_load(key, phase)
-                except OutOfSlots:
-                    for begun in absent[: absent.index(key)]:
-                        self.cancel_load(begun)
-                    raise
-                entry = self._entries[key]
-                entry.holds += 1
-                held.append(entry)
+            self._reserve(absent, slot_ids, phase)
             yield Held(absent, slot_ids)
         finally:
-            for (
-                entry
-            ) in held:  # one whose load was cancelled is LOADING still: nothing to give back
-                entry.holds -= 1
-                if not entry.holds and entry.state is Residency.RESIDENT:
-                    self._may_evict[entry.slot_id] = True
+            self._held.pop(id(slot_ids), None)
+
+    def _reserve(self, keys: list[ExpertKey], slot_ids: dict[ExpertKey, int], phase: Phase) -> None:
+        """A slot for every key, held at once, or for none."""
+        begun = []
+        try:
+            for key in keys:
+                slot_ids[key] = self.begin_load(key, phase)
+                begun.append(key)
+        except OutOfSlots:
+            for key in begun:
+                self.cancel_load(key)
+            raise
 
     def begin_load(self, key: ExpertKey, phase: Phase) -> int:
         """Reserve a slot for `key`, evicting if none is free. Raises OutOfSlots."""
@@ -164,7 +162,7 @@ class ResidencyTable:
         assert entry.state is Residency.LOADING, (key, entry)
         entry.state = Residency.RESIDENT
         self._loading.remove(key)
-        self._may_evict[entry.slot_id] = entry.holds == 0
+        self._resident[entry.slot_id] = True
 
     def cancel_load(self, key: ExpertKey) -> None:
         """The load of `key` failed: its slot is free again. Holders let go without harm."""
@@ -173,11 +171,19 @@ class ResidencyTable:
         self._loading.remove(key)
         self._forget_slot(entry.slot_id)
 
+    def _evictable(self) -> NDArray[np.bool_]:
+        """By slot: RESIDENT and held by nobody."""
+        evictable: NDArray[np.bool_] = self._resident.copy()
+        for slot_ids in self._held.values():
+            evictable[list(slot_ids.values())] = False
+        return evictable
+
     def _evict_one(self) -> None:
         """The lowest-scored resident that is not held, transient ones before all others."""
-        candidates = self._may_evict & self._transient
+        evictable = self._evictable()
+        candidates = evictable & self._transient
         if not candidates.any():
-            candidates = self._may_evict
+            candidates = evictable
         slots = candidates.nonzero()[0]
         if not len(slots):
             raise OutOfSlots(f"all {self.num_slots} slots are held or loading")
@@ -191,7 +197,7 @@ class ResidencyTable:
 
     def _forget_slot(self, slot_id: int) -> None:
         self._free.append(slot_id)
-        self._may_evict[slot_id] = self._transient[slot_id] = False
+        self._resident[slot_id] = self._transient[slot_id] = False
         self._row_of_slot[slot_id] = self._expert_of_slot[slot_id] = -1
 
     def recover(self) -> None:
@@ -199,14 +205,14 @@ class ResidencyTable:
         more, and what can be derived from the entries is derived anew.
         """
         used = {entry.slot_id for entry in self._entries.values()}
+        self._held.clear()
         self._free = [slot for slot in reversed(range(self.num_slots)) if slot not in used]
         self._row_of_slot[:] = self._expert_of_slot[:] = -1
-        self._may_evict[:] = self._transient[:] = False
+        self._resident[:] = self._transient[:] = False
         for key, entry in self._entries.items():
-            entry.holds = 0
             self._row_of_slot[entry.slot_id], self._expert_of_slot[entry.slot_id] = key
             self._transient[entry.slot_id] = entry.is_transient
-            self._may_evict[entry.slot_id] = entry.state is Residency.RESIDENT
+            self._resident[entry.slot_id] = entry.state is Residency.RESIDENT
         self._loading = {k for k, e in self._entries.items() if e.state is Residency.LOADING}
 
     def check_invariants(self) -> None:
@@ -215,10 +221,8 @@ class ResidencyTable:
         assert sorted(used + self._free) == list(range(self.num_slots)), (used, self._free)
         for key, entry in self._entries.items():
             slot = entry.slot_id
-            assert entry.holds >= 0, (key, entry)
             assert (key in self._loading) == (entry.state is Residency.LOADING), (key, entry)
             assert (self._row_of_slot[slot], self._expert_of_slot[slot]) == key, (key, entry)
             assert self._transient[slot] == entry.is_transient, (key, entry)
-            evictable = entry.state is Residency.RESIDENT and entry.holds == 0
-            assert self._may_evict[slot] == evictable, (key, entry)
-        assert not self._may_evict[self._free].any(), self._free
+            assert self._resident[slot] == (entry.state is Residency.RESIDENT), (key, entry)
+        assert not self._resident[self._free].any(), self._free

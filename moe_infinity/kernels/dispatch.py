@@ -26,29 +26,30 @@ class RoutedRows:
     def __init__(self, top_k_index_TK: Ints, *, is_eager: bool) -> None:
         self._index_TK = top_k_index_TK
         self._is_eager = is_eager
-        num_tokens, top_k = top_k_index_TK.shape
         flat = (top_k_index_TK.T if is_eager else top_k_index_TK).ravel()
-        # Stock grouped_mm sorts without `stable`: another order of rows, and with threads the bits
-        # of a matrix product depend on the place of a row in it.
-        sorted_P, order_P = torch.from_numpy(flat).sort(stable=is_eager)
-        by_expert = sorted_P.numpy()
-        bounds = ((by_expert[1:] != by_expert[:-1]).nonzero()[0] + 1).tolist()
-        starts, stops = [0, *bounds], [*bounds, len(flat)]
-        self.activated: Ints = by_expert[starts]  # distinct expert ids, ascending
-        self._rows = dict(zip(self.activated.tolist(), map(slice, starts, stops), strict=True))
-        self._pairs_P = (
-            order_P % num_tokens * top_k + order_P // num_tokens if is_eager else order_P
-        )
-        self._inputs_PD: Tensor | None = None
+        self._order = flat.argsort(kind="stable") if is_eager else _order_of_stock(flat)
+        by_expert = flat[self._order].tolist()
+        self._stops = {expert: stop for stop, expert in enumerate(by_expert, start=1)}
+        self.activated = list(self._stops)  # distinct expert ids, ascending
+        # Set by gather(): the rows of each expert, their (token, k) pairs, their inputs.
+        self._rows: dict[int, slice]
+        self._pairs_P: Tensor
+        self._inputs_PD: Tensor
         self._outputs_PD: Tensor | None = None
 
     def gather(self, x_TD: Tensor) -> None:
         """Copy the rows of every expert next to each other."""
-        self._inputs_PD = x_TD[self._pairs_P // self._index_TK.shape[1]]
+        num_tokens, top_k = self._index_TK.shape
+        stops = self._stops.values()
+        self._rows = dict(zip(self._stops, map(slice, (0, *stops), stops), strict=False))
+        order = self._order
+        if self._is_eager:  # its pairs are counted k first
+            order = order % num_tokens * top_k + order // num_tokens
+        self._pairs_P = torch.from_numpy(order)
+        self._inputs_PD = x_TD[self._pairs_P // top_k]
 
     def inputs_of(self, expert_idx: int) -> Tensor:
-        """[R, D]: the rows routed to this expert."""
-        assert self._inputs_PD is not None, "gather() comes first"
+        """[R, D]: the rows routed to this expert. gather() comes first."""
         return self._inputs_PD[self._rows[expert_idx]]
 
     def add(self, expert_idx: int, out_RD: Tensor, top_k_weights_TK: Tensor) -> None:
@@ -70,3 +71,16 @@ class RoutedRows:
             pairs_R = self._pairs_P[rows]
             total_TD.index_add_(0, pairs_R // top_k, self._outputs_PD[pairs_R].to(dtype))
         return total_TD
+
+
+def _order_of_stock(flat: Ints) -> Ints:
+    """How stock grouped_mm sorts pairs by expert. With threads the bits of a matrix product depend
+    on the place of a row in it, so another order of equal keys would show.
+
+    torch sorts up to 16 elements by insertion, which is stable, and more without being stable; the
+    numpy call is eight times faster than torch's on a decode step.
+    """
+    if len(flat) <= 16:
+        return flat.argsort(kind="stable")
+    order: Ints = torch.from_numpy(flat).sort().indices.numpy()
+    return order

@@ -41,10 +41,13 @@ def _cgroup_limit_bytes() -> int | None:
 
 
 def _cgroup_used_bytes() -> int:
-    for name in ("memory.current", "memory/memory.usage_in_bytes"):
-        text = _read(CGROUP / name)
+    """What our control group cannot give back: its usage without the page cache it can drop."""
+    for folder, name in ((CGROUP, "memory.current"), (CGROUP / "memory", "memory.usage_in_bytes")):
+        text = _read(folder / name)
         if text.isdigit():
-            return int(text)
+            fields = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+            droppable = fields.get("inactive_file", fields.get("total_inactive_file", "0"))
+            return max(int(text) - int(droppable), 0)
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,7 +32,8 @@ def experts_forward(
     """What transformers calls instead of its own loop over experts."""
     runtime: ExpertRuntime
     runtime, moe_row = getattr(self, ROW_ATTRIBUTE)
-    return runtime.moe_layer(moe_row, self, x_TD, top_k_index_TK, top_k_weights_TK)
+    with torch.set_grad_enabled(False):
+        return runtime.moe_layer(moe_row, self, x_TD, top_k_index_TK, top_k_weights_TK)
 
 
 def register() -> None:

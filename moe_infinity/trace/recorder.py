@@ -45,19 +45,10 @@ class Recorder:
     def __init__(self, num_rows: int, num_experts: int) -> None:
         self._num_rows = num_rows
         self.num_experts = num_experts
-        self._step = Step(Phase.PREFILL, 1, 0, begins_request=True)
+        self.step = Step(Phase.PREFILL, 1, 0, begins_request=True)  # the current one
         self._sequence_of_token_T: Ints = np.zeros(0, dtype=np.int64)
         self._batch = BatchEam(0, num_rows, num_experts)
         self._tokens: TokenRecorder | None = None
-
-    @property
-    def phase(self) -> Phase:
-        return self._step.phase
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the current step, padding included."""
-        return self._step.num_tokens
 
     def begin_step(self, step: Step) -> None:
         begins_request = step.begins_request or step.num_sequences != self._batch.num_sequences
@@ -65,15 +56,15 @@ class Recorder:
             self._batch = BatchEam(step.num_sequences, self._num_rows, self.num_experts)
         if self._tokens is not None:
             self._tokens.begin_step(step, begins_request=begins_request)
-        self._step = step
+        self.step = step
         sequence = np.repeat(np.arange(step.num_sequences), step.tokens_per_sequence)
         self._sequence_of_token_T = sequence if step.counted_T is None else sequence[step.counted_T]
 
     def record(self, moe_row: int, experts_TK: Ints) -> None:
         """The routing of one row in this step; T as announced by `begin_step`."""
-        assert len(experts_TK) == self._step.num_tokens, (experts_TK.shape, self._step)
-        counted = experts_TK if self._step.counted_T is None else experts_TK[self._step.counted_T]
-        self._batch.add(self._step.phase, moe_row, self._sequence_of_token_T, counted)
+        assert len(experts_TK) == self.step.num_tokens, (experts_TK.shape, self.step)
+        counted = experts_TK if self.step.counted_T is None else experts_TK[self.step.counted_T]
+        self._batch.add(self.step.phase, moe_row, self._sequence_of_token_T, counted)
         if self._tokens is not None:
             self._tokens.record(moe_row, counted)
 

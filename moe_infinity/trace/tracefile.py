@@ -56,6 +56,7 @@ def save_trace(path: Path, sequences: Sequence[SequenceTrace], *, num_experts: i
     if not sequences:
         raise TraceError(f"{path}: nothing was recorded, so no trace is written")
     whole = SequenceTrace.concatenate(sequences)
+    assert int(whole.experts_TLK.max(initial=0)) < num_experts, num_experts
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:

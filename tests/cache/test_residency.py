@@ -206,10 +206,6 @@ def break_slot(table: ResidencyTable) -> None:
     table._free.append(table.slot_of(A))
 
 
-def break_holds(table: ResidencyTable) -> None:
-    table._entries[A].holds = -1
-
-
 def break_loading(table: ResidencyTable) -> None:
     table._loading.add(A)
 
@@ -222,21 +218,20 @@ def break_transient(table: ResidencyTable) -> None:
     table._transient[table.slot_of(A)] = True
 
 
-def break_evictable(table: ResidencyTable) -> None:
-    table._may_evict[table.slot_of(A)] = False
+def break_resident(table: ResidencyTable) -> None:
+    table._resident[table.slot_of(A)] = False
 
 
 def break_free_slot(table: ResidencyTable) -> None:
-    table._may_evict[table._free] = True
+    table._resident[table._free] = True
 
 
 DAMAGES = [
     break_slot,
-    break_holds,
     break_loading,
     break_owner,
     break_transient,
-    break_evictable,
+    break_resident,
     break_free_slot,
 ]
 

@@ -195,7 +195,7 @@ def our_layer(
     """What the runtime does; `order`: permutation in which the activated experts arrive."""
     rows = RoutedRows(index_TK.numpy(), is_eager=is_eager)
     rows.gather(x_TD)
-    activated = rows.activated.tolist()
+    activated = rows.activated
     for position in order if order is not None else range(len(activated)):
         expert_idx = activated[position % len(activated)]
         out_RD = expert_mlp(experts, weights_of(experts, expert_idx), rows.inputs_of(expert_idx))
@@ -312,9 +312,9 @@ def test_every_expert_gets_the_rows_of_its_tokens(top_k_index, is_eager):
     x_TD = torch.arange(num_tokens)[:, None].expand(num_tokens, 3)  # a row is its token's number
     rows = RoutedRows(index_TK, is_eager=is_eager)
     rows.gather(x_TD)
-    assert rows.activated.tolist() == sorted(set(index_TK.ravel().tolist()))
+    assert rows.activated == sorted(set(index_TK.ravel().tolist()))
     pairs = [(t, k) for k in range(top_k) for t in range(num_tokens)]
-    for expert_idx in rows.activated.tolist():
+    for expert_idx in rows.activated:
         expected = [[t] * 3 for t, k in pairs if index_TK[t, k] == expert_idx]
         got = rows.inputs_of(expert_idx).tolist()
         assert got == expected if is_eager else sorted(got) == sorted(expected)

@@ -143,7 +143,7 @@ def test_before_the_first_step_there_is_no_request(recorder):
 
 def test_a_row_must_route_every_token_of_the_step(recorder):
     recorder.begin_step(prefill_of([1, 1, 1]))
-    assert (recorder.phase, recorder.num_tokens) == (PREFILL, 3)
+    assert (recorder.step.phase, recorder.step.num_tokens) == (PREFILL, 3)
     with pytest.raises(AssertionError):
         recorder.record(0, np.zeros((2, TOP_K), dtype=np.int64))
 
