@@ -30,7 +30,7 @@ from moe_infinity.kernels.reference import expert_mlp
 from moe_infinity.memory.host import HostSlots, num_host_slots
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.reader import Reader
-from moe_infinity.models.loading import Plan
+from moe_infinity.models.planning import Plan
 from moe_infinity.trace.recorder import Recorder, Step
 
 

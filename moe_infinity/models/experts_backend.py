@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from moe_infinity.experts import Phase
-from moe_infinity.models.loading import ExpertsModule
+from moe_infinity.models.planning import ExpertsModule
 from moe_infinity.runtime import ExpertRuntime
 from moe_infinity.trace.recorder import Step
 

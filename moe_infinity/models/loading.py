@@ -6,65 +6,26 @@ of weight conversions. There we find the experts modules, plan where each expert
 the parameters out of the modules, and hand the stock method the remaining tensors, each read on
 demand.
 
-Private names of transformers used here and nowhere else: `_load_pretrained_model`,
-`rename_source_key`, `WeightConverter.collected_tensors` (recipes.py),
-`LoadStateDictConfig.weight_mapping`, `_experts_implementation`.
+Private names of transformers used here: `_load_pretrained_model`, `_from_config`,
+`LoadStateDictConfig.weight_mapping`. Others are in planning.py and recipes.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
-from moe_infinity.experts import DTYPE_BYTES, ExpertLayout
-from moe_infinity.memory.checkpoint import Headers, StoredTensor, checkpoint_files, read_headers
+from moe_infinity.memory.checkpoint import StoredTensor, checkpoint_files, read_headers
 from moe_infinity.memory.reader import Reader
-from moe_infinity.models.recipes import Recipe, RowRecipes, Source
-
-# Set by transformers' `use_experts_implementation` on every experts module of the interface.
-INTERFACE_ATTRIBUTES = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts"}
-
-
-@dataclass(slots=True)
-class ExpertsModule:
-    """One experts module of the model: one MoE row."""
-
-    name: str  # full name in the model, e.g. "model.layers.3.mlp.experts"
-    module: nn.Module
-    num_experts: int
-    params: dict[str, Tensor]  # its expert parameters on the meta device, [E, ...]
-    layout: ExpertLayout
-
-
-@dataclass(slots=True)
-class Plan:
-    """Where every expert of a model lies on disk."""
-
-    rows: list[ExpertsModule]
-    recipes: list[RowRecipes]  # one per row
-    owned: set[str]  # names of checkpoint tensors that belong to experts
-    headers: Headers
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of the checkpoint that are not experts."""
-        return sum(
-            t.extent.num_bytes for name, t in self.headers.tensors.items() if name not in self.owned
-        )
+from moe_infinity.models.planning import ExpertsModule, Plan, plan_experts
 
 
 @dataclass(slots=True)
@@ -74,7 +35,7 @@ class LoadedModel:
     model: transformers.PreTrainedModel
     plan: Plan
     reader: Reader
-    startup_bytes_read: int = field(default=0)  # headers and dense weights
+    startup_bytes_read: int  # headers and dense weights
 
 
 class StoredSlice:
@@ -100,128 +61,6 @@ class StoredSlice:
         return self._tensor.stored_dtype
 
 
-def find_experts(model: nn.Module) -> list[ExpertsModule]:
-    """The experts modules of the model, in model order. Raises UnsupportedModelError for an unknown
-    dtype.
-    """
-    rows = []
-    for name, module in model.named_modules():
-        if not vars(module).keys() >= INTERFACE_ATTRIBUTES:
-            continue
-        num_experts = int(module.num_experts)
-        params = {
-            key: param
-            for key, param in module.named_parameters(recurse=False)
-            if param.ndim >= 2 and param.shape[0] == num_experts
-        }
-        dtypes = {key: str(param.dtype).removeprefix("torch.") for key, param in params.items()}
-        if set(dtypes.values()) - set(DTYPE_BYTES):
-            raise UnsupportedModelError(
-                f"{name}: experts of dtype {dtypes}, expected one of {', '.join(DTYPE_BYTES)}"
-            )
-        shapes = {key: (tuple(param.shape[1:]), dtypes[key]) for key, param in params.items()}
-        rows.append(ExpertsModule(name, module, num_experts, params, ExpertLayout.of(shapes)))
-    if not rows:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no routed experts behind transformers' experts interface\n"
-            "hint: a dense model needs no offloading, load it with transformers"
-        )
-    return rows
-
-
-def plan_experts(model: Any, headers: Headers, weight_mapping: list[Any]) -> Plan:
-    """Locate every expert in the checkpoint. Raises CheckpointError where tensors are missing or do
-    not fit.
-    """
-    rows = find_experts(model)
-    row_of_param = {f"{row.name}.{key}": (row, key) for row in rows for key in row.params}
-    groups, owned = _group_sources(model, headers, weight_mapping, set(row_of_param))
-    missing = sorted(set(row_of_param) - {t for _, _, targets in groups.values() for t in targets})
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint has no tensors for {missing[0]} ({len(missing)} parameters in all)"
-        )
-    byte_copies: dict[Any, bool] = {}
-    recipes: dict[str, list[Recipe]] = {row.name: [] for row in rows}
-    for name, (converter, keys_by_pattern, targets) in groups.items():
-        row, _ = row_of_param[next(t for t in targets if t in row_of_param)]
-        sources = tuple(
-            _make_source(name, pattern, [headers.tensors[key] for key in keys], row.num_experts)
-            for pattern, keys in keys_by_pattern.items()
-        )
-        specs = {spec.name: spec for spec in row.layout.params}
-        wanted = {target: specs[target.rsplit(".", 1)[1]] for target in targets}
-        recipe = Recipe(name, sources, wanted, converter, model.config)
-        if recipe.kind() not in byte_copies:
-            byte_copies[recipe.kind()] = recipe.try_out()
-        recipe.is_byte_copy = byte_copies[recipe.kind()]
-        recipes[row.name].append(recipe)
-    by_row = [RowRecipes(row.layout, tuple(recipes[row.name])) for row in rows]
-    return Plan(rows, by_row, owned, headers)
-
-
-# converter, {pattern: keys}, target names
-Group = tuple[WeightConverter | None, dict[str, list[str]], list[str]]
-
-
-def _group_sources(
-    model: Any, headers: Headers, weight_mapping: list[Any], wanted: set[str]
-) -> tuple[dict[str, Group], set[str]]:
-    """Which checkpoint tensors become which expert parameters, by transformers' own renaming and
-    conversion rules.
-    """
-    renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
-    converter_of = {
-        pattern: converter for converter in converters for pattern in converter.source_patterns
-    }
-    meta, prefix = model.state_dict(), model.base_model_prefix
-    groups: dict[str, Group] = {}
-    owned: set[str] = set()
-    for key in sorted(headers.tensors, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, meta)
-        if name not in meta and key in meta:  # it has its final name already
-            name, pattern = rename_source_key(key, [], [], prefix, meta)
-        converter = converter_of.get(pattern) if pattern is not None else None
-        targets = [name]
-        if converter is not None:
-            first = converter.target_patterns[0]
-            targets = [name.replace(first, target, 1) for target in converter.target_patterns]
-        if wanted.isdisjoint(targets):
-            continue
-        group = groups.setdefault(name, (converter, {}, targets))
-        group[1].setdefault(pattern or key, []).append(key)
-        owned.add(key)
-    for converter, keys_by_pattern, _ in groups.values():
-        if converter is not None:  # it concatenates in the order of its patterns, not of the keys
-            for pattern in [p for p in converter.source_patterns if p in keys_by_pattern]:
-                keys_by_pattern[pattern] = keys_by_pattern.pop(pattern)
-    return groups, owned
-
-
-def _make_source(name: str, pattern: str, tensors: list[StoredTensor], num_experts: int) -> Source:
-    """One tensor per expert, or one whose first dimension is the experts; all of one shape and
-    dtype.
-    """
-    is_stacked = len(tensors) == 1 and tensors[0].shape[:1] == (num_experts,)
-    if not is_stacked and len(tensors) != num_experts:
-        raise CheckpointError(
-            f"{name}: {num_experts} experts need {num_experts} tensors like {tensors[0].name} "
-            f"or one stacked over experts, found {len(tensors)}"
-        )
-    odd = [
-        t
-        for t in tensors
-        if (t.shape, t.stored_dtype) != (tensors[0].shape, tensors[0].stored_dtype)
-    ]
-    if odd:
-        raise CheckpointError(
-            f"tensor {odd[0].name} is {odd[0].stored_dtype} {list(odd[0].shape)}, "
-            f"but {tensors[0].name} is {tensors[0].stored_dtype} {list(tensors[0].shape)}"
-        )
-    return Source(pattern, tuple(tensors), is_stacked)
-
-
 def load_without_experts(
     checkpoint: str, *, dtype: str, experts_implementation: str
 ) -> LoadedModel:
@@ -230,8 +69,32 @@ def load_without_experts(
     Raises UnsupportedModelError, CheckpointError.
     """
     stock_class = model_class(checkpoint)
+    if Path(checkpoint).is_dir():
+        checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
     reader = Reader()
     plans: list[Plan] = []
+    try:
+        model, info = _offloading_class(stock_class, reader, plans).from_pretrained(
+            checkpoint,
+            dtype=dtype,
+            experts_implementation=experts_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with names
+        )
+        _refuse_made_up_weights(checkpoint, info)
+    except SafetensorError as error:  # transformers opened a broken file before we could
+        reader.close()
+        raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from error
+    except BaseException:
+        reader.close()
+        raise
+    model.__class__ = stock_class
+    (plan,) = plans
+    return LoadedModel(model, plan, reader, plan.headers.num_bytes + reader.bytes_read)
+
+
+def _offloading_class(stock_class: Any, reader: Reader, plans: list[Plan]) -> Any:
+    """`stock_class` with a load hook that leaves the experts on disk and appends its plan."""
 
     def _load_pretrained_model(
         model: Any,
@@ -248,50 +111,36 @@ def load_without_experts(
             )
         headers = read_headers(Path(file) for file in _safetensors_only(files))
         plan = plan_experts(model, headers, load_config.weight_mapping or [])
+        plans.append(plan)
         for row in plan.rows:
             _take_out(row)
         dense = {
-            key: StoredSlice(t, reader)
-            for key, t in headers.tensors.items()
+            key: StoredSlice(tensor, reader)
+            for key, tensor in headers.tensors.items()
             if key not in plan.owned
         }
-        plans.append(plan)
         return stock_class._load_pretrained_model(model, dense, files, load_config, *args, **kwargs)
 
-    own_class: Any = type(
-        stock_class.__name__,
-        (stock_class,),
-        {
-            "__module__": stock_class.__module__,
-            "__qualname__": stock_class.__qualname__,
-            "_load_pretrained_model": staticmethod(_load_pretrained_model),
-        },
-    )
-    if Path(checkpoint).is_dir():
-        checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
-    try:
-        model, info = own_class.from_pretrained(
-            checkpoint,
-            dtype=dtype,
-            experts_implementation=experts_implementation,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, with names
-        )
-    except SafetensorError as error:  # transformers opened a broken file before we could
-        raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from error
+    attributes = {
+        "__module__": stock_class.__module__,
+        "__qualname__": stock_class.__qualname__,
+        "_load_pretrained_model": staticmethod(_load_pretrained_model),
+    }
+    return type(stock_class.__name__, (stock_class,), attributes)
+
+
+def _refuse_made_up_weights(checkpoint: str, info: dict[str, Any]) -> None:
+    """transformers initialises what it does not find or what has another shape; we refuse."""
     for name, found_shape, wanted_shape in sorted(info["mismatched_keys"]):
         raise CheckpointError(
             f"{checkpoint}: {name} has shape {list(found_shape)}, "
             f"the model wants {list(wanted_shape)}"
         )
-    if info["missing_keys"]:  # transformers would make them up
+    if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise CheckpointError(
             f"{checkpoint}: no tensor for {missing[0]} ({len(missing)} weights are missing)"
         )
-    model.__class__ = stock_class
-    (plan,) = plans
-    return LoadedModel(model, plan, reader, plan.headers.num_bytes + reader.bytes_read)
 
 
 def plan_from_headers(checkpoint: str, *, dtype: str) -> Plan:
