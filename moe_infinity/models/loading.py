@@ -104,11 +104,6 @@ def _offloading_class(stock_class: Any, reader: Reader, plans: list[Plan]) -> An
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if load_config.hf_quantizer is not None:
-            method = load_config.hf_quantizer.quantization_config.quant_method
-            raise UnsupportedModelError(
-                f"quantized checkpoints ({method}) are not supported yet, expected bf16 or fp32"
-            )
         headers = read_headers(Path(file) for file in _safetensors_only(files))
         plan = plan_experts(model, headers, load_config.weight_mapping or [])
         plans.append(plan)
@@ -175,6 +170,12 @@ def model_class(checkpoint: str) -> Any:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{checkpoint}: no usable config.json: {error}") from error
+    if hasattr(config, "quantization_config"):
+        method = dict(config.quantization_config).get("quant_method", "of an unnamed kind")
+        raise UnsupportedModelError(
+            f"{checkpoint}: quantized checkpoints ({method}) are not supported yet, "
+            "expected weights in bfloat16, float16 or float32"
+        )
     for name in config.architectures or []:
         found = getattr(transformers, name, None)
         if found is not None and found.can_generate():
