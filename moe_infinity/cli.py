@@ -1,5 +1,5 @@
 """The command line: run | chat | inspect | trace. Text goes to stdout, progress and logs to stderr;
-exit codes 0, 1, 2.
+exit codes 0, 1, 2; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Temperature = Annotated[
 TopP = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed for sampling.")]
+Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed for sampling.")]
 
 
 @app.command()
@@ -244,9 +244,6 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
 
 
 if __name__ == "__main__":

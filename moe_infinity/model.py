@@ -26,7 +26,12 @@ from typing import Any
 import transformers
 
 from moe_infinity.config import OffloadConfig
-from moe_infinity.errors import CheckpointError, ClosedError, ConfigError
+from moe_infinity.errors import (
+    CheckpointError,
+    ClosedError,
+    ConfigError,
+    UnsupportedModelError,
+)
 from moe_infinity.models import experts_backend
 from moe_infinity.models.loading import load_without_experts
 from moe_infinity.report import Report, TierOccupancy
@@ -60,6 +65,8 @@ class MoE:
             self.checkpoint, dtype=self.config.dtype, experts_implementation=experts_backend.BACKEND
         )
         self.model: Any = loaded.model
+        self.model.requires_grad_(False)  # experts have no gradient, so neither has the rest
+        self.model.save_pretrained = self._refuse_saving
         self._lock = threading.RLock()
         self._is_closed = False
         self._startup_bytes_read = loaded.startup_bytes_read
@@ -84,10 +91,11 @@ class MoE:
             self._require_open()
             config = kwargs.get("generation_config")
             self._steps.end_ids = kwargs.get("eos_token_id", config and config.eos_token_id)
+            self._steps.prompt_mask = kwargs.get("attention_mask")
             try:
                 return self.model.generate(*args, **kwargs)
             finally:
-                self._steps.end_ids = None
+                self._steps.end_ids = self._steps.prompt_mask = None
 
     def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
         """Generate from text, or from what the tokenizer returned; iterate the result for pieces of
@@ -170,6 +178,12 @@ class MoE:
             self._is_closed = True
             self._steps.close()
             self._runtime.close()
+
+    def _refuse_saving(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedModelError(
+            "a model whose experts are not in memory cannot be saved; "
+            f"copy {self.checkpoint} instead"
+        )
 
     def _require_open(self) -> None:
         if self._is_closed:

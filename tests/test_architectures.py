@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from moe_infinity import MoE
+from moe_infinity import MoE, UnsupportedModelError
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -126,3 +126,31 @@ def test_eager_and_grouped_mm_are_different_arithmetic(checkpoint):
             for name in ("eager", "grouped_mm")
         ]
     assert not torch.equal(*logits)
+
+
+def test_a_static_cache_gives_the_tokens_of_stock_and_leaves_padding_out(checkpoint):
+    stock = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    mask = torch.ones_like(PROMPT)
+    mask[0, :4] = 0
+    arguments = {
+        "attention_mask": mask,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "cache_implementation": "static",
+    }
+    expected = stock.generate(PROMPT, **arguments)
+    with MoE(checkpoint, host_memory="50%") as moe:
+        assert torch.equal(moe.generate(PROMPT, **arguments), expected)
+        top_k = moe.model.config.num_experts_per_tok
+        eams = moe.request_eams()
+    assert [eam.prefill[0].sum() for eam in eams] == [9 * top_k, 13 * top_k]
+    assert [eam.decode[0].sum() for eam in eams] == [5 * top_k, 5 * top_k]
+
+
+def test_a_model_without_its_experts_can_be_neither_saved_nor_trained(checkpoint, tmp_path):
+    with MoE(checkpoint, host_memory="50%") as moe:
+        with pytest.raises(UnsupportedModelError, match="cannot be saved"):
+            moe.model.save_pretrained(tmp_path / "copy")
+        loss = moe.model(PROMPT, labels=PROMPT).loss
+        with pytest.raises(RuntimeError, match="grad"):
+            loss.backward()

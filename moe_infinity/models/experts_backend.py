@@ -32,8 +32,7 @@ def experts_forward(
     """What transformers calls instead of its own loop over experts."""
     runtime: ExpertRuntime
     runtime, moe_row = getattr(self, ROW_ATTRIBUTE)
-    with torch.set_grad_enabled(False):
-        return runtime.moe_layer(moe_row, self, x_TD, top_k_index_TK, top_k_weights_TK)
+    return runtime.moe_layer(moe_row, self, x_TD, top_k_index_TK, top_k_weights_TK)
 
 
 def register() -> None:
@@ -52,7 +51,10 @@ class StepReader:
     """Tells the runtime, before each forward pass, what kind of step it is."""
 
     def __init__(self, model: PreTrainedModel, runtime: ExpertRuntime) -> None:
-        self.end_ids: Any = None  # of the running generate(); None: those of the generation config
+        # Of the running generate(): tokens that end a sequence (None: the generation config's) and
+        # the mask of the prompt.
+        self.end_ids: Any = None
+        self.prompt_mask: Tensor | None = None
         self._model = model
         self._runtime = runtime
         self._finished_B: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -71,16 +73,15 @@ class StepReader:
             return None
         num_sequences, num_new = inputs.shape[:2]
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-        if mask is not None and mask.ndim != 2:
-            mask = None  # already expanded for attention: what is cached must come from the cache
-        if mask is not None:
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             num_cached = mask.shape[1] - num_new
-        else:
+        else:  # none, or expanded for attention already, as with a static cache
             num_cached = int(cache.get_seq_length()) if cache is not None else 0
+            mask = self.prompt_mask if num_cached == 0 else None
         is_decode = num_new == 1 and num_cached > 0
         token_ids_T = input_ids.cpu().numpy().ravel() if input_ids is not None else None
         counted_T = np.ones(num_sequences * num_new, dtype=bool)
-        if mask is not None:
+        if mask is not None and mask.shape == (num_sequences, num_cached + num_new):
             counted_T &= mask[:, -num_new:].cpu().numpy().astype(bool).ravel()
         if is_decode and num_sequences > 1 and token_ids_T is not None:
             counted_T &= ~self._finished(token_ids_T)
