@@ -16,7 +16,7 @@ help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## generate text with the bundled model, a quarter of its experts in memory
-	$(BIN)/moe-infinity run models/demo -p "$(PROMPT)" --max-new-tokens 64 --host-memory 25% --report
+	$(BIN)/moe-infinity run models/demo -p "$(PROMPT)" --max-new-tokens 64 --temperature 0.8 --top-p 0.9 --seed 0 --host-memory 25% --report
 
 test: export HF_HUB_OFFLINE = 1
 test: $(INSTALLED) ## fast tests, then the coverage gate of cache/ and trace/
