@@ -75,6 +75,10 @@ class ResidencyTable:
         """The slot of an expert that is not absent."""
         return self._entries[key].slot_id
 
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
     def loading_keys(self) -> list[ExpertKey]:
         return list(self._loading)
 

@@ -43,6 +43,10 @@ class Mover:
 
         Raises what a failed read raised (its slot is free again), or LoadTimeout.
         """
+        if not self._loading:  # every one a hit
+            assert self._table.num_loading == 0, self._table.loading_keys()
+            yield from keys
+            return
         waiting: dict[Future[None], ExpertKey] = {}
         for key in keys:
             future = self._loading.get(key)
