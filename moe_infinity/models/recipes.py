@@ -114,12 +114,9 @@ class Recipe:
         for name, spec in self.targets.items():
             found = tuple(values[name].shape) if name in values else None
             if found != (1, *spec.shape):
-                shapes = ", ".join(
-                    f"{s.tensors[0].name} {list(s.tensors[0].shape)}" for s in self.sources
-                )
                 raise CheckpointError(
                     f"{name}: the model wants {list(spec.shape)} per expert, the checkpoint gives "
-                    f"{list(found[1:]) if found else 'nothing'} (from {shapes})"
+                    f"{list(found[1:]) if found else 'nothing'} (from {self._describe_sources()})"
                 )
         if len(self.targets) > 1:
             return False
@@ -127,6 +124,10 @@ class Recipe:
         before = torch.cat([t.contiguous().view(torch.uint8).flatten() for t in unconverted])
         after = value.contiguous().view(torch.uint8).flatten()
         return before.shape == after.shape and bool(torch.equal(before, after))
+
+    def _describe_sources(self) -> str:
+        firsts = (source.tensors[0] for source in self.sources)
+        return ", ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in firsts)
 
     def _convert(self, stored: list[Tensor]) -> dict[str, Tensor]:
         """What transformers makes of one expert's tensors: {full name: [1, ...]} in the model's
@@ -147,10 +148,9 @@ class Recipe:
         try:
             values = converter.convert(self.name, model=OneExpertModel(meta), config=self.config)
         except (RuntimeError, ValueError) as error:  # how mismatched shapes are reported
-            shapes = ", ".join(
-                f"{s.tensors[0].name} {list(s.tensors[0].shape)}" for s in self.sources
-            )
-            raise CheckpointError(f"{self.name} cannot be built from {shapes}: {error}") from error
+            raise CheckpointError(
+                f"{self.name} cannot be built from {self._describe_sources()}: {error}"
+            ) from error
         return {
             name: value[0] if isinstance(value, list) else value for name, value in values.items()
         }
