@@ -83,9 +83,8 @@ class ExpertRuntime:
         """
         index_TK = top_k_index_TK.cpu().numpy()
         rows = RoutedRows(index_TK, is_eager=self._is_eager)
-        if (
-            len(index_TK) != self.recorder.step.num_tokens
-        ):  # entered below the model's top: anonymous
+        # A model entered below its top tells of no step: count it as an anonymous request.
+        if len(index_TK) != self.recorder.step.num_tokens:
             self.begin_step(Step(Phase.PREFILL, 1, len(index_TK), begins_request=True))
         if self._is_closed:
             raise ClosedError("the model was closed: its experts cannot be read any more")
