@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -66,7 +67,7 @@ def measure(moe: MoE, *, layers: int, experts: int, top_k: int) -> dict[str, lis
         "layer": (runtime.RoutedRows, runtime.expert_mlp),
     }
     for row in range(layers):  # bring everything in
-        moe_runtime.begin_step(Step(Phase.DECODE, 1, experts, begins_request=False))
+        moe_runtime.begin_step(Step(Phase.DECODE, 1, experts, begins_B=np.zeros(1, dtype=bool)))
         x_TD = torch.randn(experts, 32, dtype=torch.bfloat16)
         index_TK = torch.arange(experts)[:, None]
         moe_runtime.moe_layer(row, modules[row], x_TD, index_TK, torch.ones(experts, 1))
@@ -75,7 +76,7 @@ def measure(moe: MoE, *, layers: int, experts: int, top_k: int) -> dict[str, lis
     for _ in range(ROUNDS):
         routing = [torch.randperm(experts)[None, :top_k] for _ in range(layers)]
         for name, (runtime.RoutedRows, runtime.expert_mlp) in variants.items():
-            moe_runtime.begin_step(Step(Phase.DECODE, 1, 1, begins_request=False))
+            moe_runtime.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.zeros(1, dtype=bool)))
             started = time.perf_counter()
             for row in range(layers):
                 moe_runtime.moe_layer(row, modules[row], x_TD, routing[row], weights_TK)

@@ -1,5 +1,5 @@
-"""The command line: run | chat | inspect | trace. Text goes to stdout, progress and logs to stderr;
-exit codes 0, 1, 2; 130 after Ctrl-C.
+"""The command line: run | chat | inspect | trace | simulate. Text goes to stdout, progress and
+logs to stderr; exit codes 0, 1, 2; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
+from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.errors import MoEInfinityError
+from moe_infinity.prefetch.predictors import FACTORS
 
 app = typer.Typer(
     add_completion=False,
@@ -34,7 +36,7 @@ HostMemory = Annotated[
         "Default: 70% of what is free."
     ),
 ]
-Policy = Annotated[str, typer.Option(help="Which expert leaves first: lru or lfu.")]
+Policy = Annotated[str, typer.Option(help=f"Which expert leaves first: {', '.join(POLICIES)}.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")]
 Implementation = Annotated[
     str,
@@ -63,7 +65,7 @@ def run(
     top_p: TopP = 1.0,
     seed: Seed = None,
     host_memory: HostMemory = None,
-    policy: Policy = "lru",
+    policy: Policy = ACTIVATION_AWARE,
     dtype: Dtype = "auto",
     implementation: Implementation = "grouped_mm",
     as_json: Annotated[
@@ -98,7 +100,7 @@ def chat(
     top_p: TopP = 1.0,
     seed: Seed = None,
     host_memory: HostMemory = None,
-    policy: Policy = "lru",
+    policy: Policy = ACTIVATION_AWARE,
     dtype: Dtype = "auto",
     implementation: Implementation = "grouped_mm",
 ) -> None:
@@ -151,7 +153,7 @@ def trace(
     max_new_tokens: MaxNewTokens = 64,
     limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
     host_memory: HostMemory = None,
-    policy: Policy = "lru",
+    policy: Policy = ACTIVATION_AWARE,
     dtype: Dtype = "auto",
 ) -> None:
     """Record which experts every token of some prompts was routed to, prompt and output."""
@@ -173,6 +175,60 @@ def trace(
     stderr.print(
         f"{output}: {written.sequences} sequences, {written.tokens} tokens", highlight=False
     )
+
+
+@app.command()
+def simulate(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(help="Traces (.npz), or folders with an experts.npz.", exists=True),
+    ],
+    policy: Annotated[
+        str, typer.Option(help=f"With commas: {', '.join(POLICIES)}; belady is always there.")
+    ] = "lru,lfu,request-lfu,moe-infinity-v3,activation-aware",
+    capacity: Annotated[
+        str, typer.Option(help="With commas: '10%' of all experts, or a number of slots.")
+    ] = "10%,20%,30%",
+    prefetch: Annotated[
+        bool, typer.Option("--prefetch", help="Let policies that predict load ahead.")
+    ] = False,
+    bandwidth: Annotated[str, typer.Option(help="Of the link that loads experts.")] = "1.2GB/s",
+    expert_bytes: Annotated[str, typer.Option(help="Size of one expert.")] = "13MB",
+    compute_us: Annotated[
+        float, typer.Option(min=0.001, help="Microseconds from a layer's routing to the next's.")
+    ] = 1000.0,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests replayed, not counted.")] = 0,
+    draw: Annotated[
+        int | None, typer.Option(min=1, help="Draw so many requests, in random order.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of that draw.")] = 0,
+    users: Annotated[int, typer.Option(min=1, help="Interleave the requests of so many.")] = 1,
+    without: Annotated[
+        str, typer.Option(help=f"Factors not to predict from, with commas: {', '.join(FACTORS)}.")
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of a table.")
+    ] = False,
+) -> None:
+    """Replay recorded routing with other policies and capacities, without the model."""
+    from moe_infinity.simulator.laboratory import Experiment, run_experiment, table_of
+
+    experiment = Experiment.from_text(
+        policies=policy,
+        capacities=capacity,
+        bandwidth=bandwidth,
+        expert_bytes=expert_bytes,
+        layer_us=compute_us,
+        prefetch=prefetch,
+        warmup=warmup,
+        draw=draw,
+        seed=seed,
+        users=users,
+        without=without,
+    )
+    files = [path / "experts.npz" if path.is_dir() else path for path in traces]
+    rows = [row for file in files for row in run_experiment(file, experiment)]
+    write((json.dumps({"rows": rows}) if as_json else table_of(rows)) + "\n")
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.cache.policies import POLICIES
+from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.machine import machine_memory_bytes
+from moe_infinity.prefetch.predictors import FACTORS
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -60,7 +61,8 @@ class OffloadConfig:
     host_memory: int | str | None = (
         None  # for expert slots: bytes, "8GiB", "25%" of all experts; None: what is free
     )
-    policy: str = "lru"  # which expert leaves first, one of POLICIES
+    policy: str = ACTIVATION_AWARE  # which expert leaves first, one of POLICIES
+    without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
     experts_implementation: str = (
         "grouped_mm"  # whose arithmetic to reproduce; transformers' own default on CPU
@@ -68,7 +70,11 @@ class OffloadConfig:
     num_read_threads: int = 2  # concurrent disk reads
 
     def __post_init__(self) -> None:
-        self._require_one_of("policy", tuple(POLICIES))
+        self._require_one_of("policy", POLICIES)
+        if not isinstance(self.without, tuple | list) or not set(self.without) <= set(FACTORS):
+            raise ConfigError(
+                f"without must name some of {', '.join(FACTORS)}, got {self.without!r}"
+            )
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
         if self.host_memory is not None:

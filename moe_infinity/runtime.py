@@ -1,10 +1,10 @@
 """The work of one MoE layer in one step. This is the architecture:
 
     router (transformers, untouched) -> top_k_index, top_k_weights
-    moe_layer   1 record    the routing                           trace.recorder
+    moe_layer   1 record    the routing, learn, predict           trace, prefetch
                 2 look up   every activated expert, and hold it   cache.residency
                 3 load      the absent ones                       memory.mover
-                4 plan      the layers ahead                      (prefetch comes in its own change)
+                4 plan      the layers ahead                      prefetch.planner
                 5 compute   residents first, others on arrival    kernels
                 6 release   the holds
 
@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from moe_infinity.cache.counters import Counters
-from moe_infinity.cache.policies import make_policy
+from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ClosedError
@@ -31,6 +32,7 @@ from moe_infinity.memory.host import HostSlots, num_host_slots
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.reader import Reader
 from moe_infinity.models.planning import Plan
+from moe_infinity.prefetch.predictors import Predictor
 from moe_infinity.trace.recorder import Recorder, Step
 
 
@@ -48,7 +50,16 @@ class ExpertRuntime:
             config.host_memory, slot_bytes=slot_bytes, num_experts=self.total_experts
         )
         self.slots = HostSlots(num_slots, slot_bytes)
-        self.policy = make_policy(config.policy, num_rows=len(rows), num_experts=num_experts)
+        self.predictor: Predictor | None = None
+        if config.policy == ACTIVATION_AWARE:
+            self.predictor = Predictor(len(rows), num_experts, without=config.without)
+        self.policy = make_policy(
+            config.policy,
+            num_rows=len(rows),
+            num_experts=num_experts,
+            num_slots=num_slots,
+            chances=self.predictor,
+        )
         self.table = ResidencyTable(num_slots, self.policy)
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
@@ -65,7 +76,10 @@ class ExpertRuntime:
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
-        self.recorder.begin_step(step)
+        ended = self.recorder.begin_step(step)
+        if self.predictor is not None:
+            self.predictor.begin_step(self.recorder.step, ended)
+        self.policy.begin_step(self.recorder.step)
         counters = self.counters.of(step.phase)
         counters.steps += 1
         counters.tokens += step.num_tokens if step.counted_T is None else int(step.counted_T.sum())
@@ -85,7 +99,7 @@ class ExpertRuntime:
         rows = RoutedRows(index_TK, is_eager=self._is_eager)
         # A model entered below its top tells of no step: count it as an anonymous request.
         if len(index_TK) != self.recorder.step.num_tokens:
-            self.begin_step(Step(Phase.PREFILL, 1, len(index_TK), begins_request=True))
+            self.begin_step(Step(Phase.PREFILL, 1, len(index_TK), begins_B=np.ones(1, dtype=bool)))
         if self._is_closed:
             raise ClosedError("the model was closed: its experts cannot be read any more")
         if self._is_mid_layer:  # the last layer was interrupted, by an error or by Ctrl-C
@@ -93,8 +107,10 @@ class ExpertRuntime:
             self._mover.recover()
         self._is_mid_layer = True
         phase = self.recorder.step.phase
-        self.recorder.record(moe_row, index_TK)
-        self.policy.touch(moe_row, rows.activated)
+        counted_TK = self.recorder.record(moe_row, index_TK)
+        if self.predictor is not None:
+            self.predictor.observe(moe_row, counted_TK)
+        self.policy.touch(moe_row, rows.activated, rows.counts)
         keys = self._keys[moe_row]
         waiting = [keys[expert_idx] for expert_idx in rows.activated]
         counters = self.counters.of(phase)

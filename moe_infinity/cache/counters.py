@@ -51,6 +51,41 @@ class PhaseCounters:
 
 
 @dataclass(slots=True)
+class PrefetchCounters:
+    """What became of loads begun before their layer."""
+
+    begun: int = 0
+    useful: int = 0  # resident when first asked for
+    late: int = 0  # still in flight then
+    wasted: int = 0  # evicted unused
+
+    def add_use(self, *, is_late: bool) -> None:
+        """The layer of a prefetched expert asks for it for the first time."""
+        self.late += is_late
+        self.useful += not is_late
+
+    @property
+    def precision(self) -> float | None:
+        """Share of the prefetches with a verdict that were used, or None before the first one."""
+        judged = self.useful + self.late + self.wasted
+        return (self.useful + self.late) / judged if judged else None
+
+    def coverage(self, misses: int) -> float | None:
+        """Share of would-be misses that prefetch removed, given those that were left over."""
+        would_be = self.useful + self.late + misses
+        return self.useful / would_be if would_be else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "begun": self.begun,
+            "useful": self.useful,
+            "late": self.late,
+            "wasted": self.wasted,
+            "precision": self.precision,
+        }
+
+
+@dataclass(slots=True)
 class Counters:
     """Lookups of both phases since the model was loaded."""
 

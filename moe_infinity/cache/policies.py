@@ -2,25 +2,41 @@
 nobody holds.
 
 Scores are numpy arrays [rows, experts] and updates are vectorised: nothing here loops over experts.
+A policy hears of every step, in order: begin_step, then touch for each row. The baselines are those
+arXiv 2401.14361v3 compares with; they treat a batch as one request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-Scores = NDArray[np.float64]
+from moe_infinity.cache.activation_aware import ActivationAware, Chances
+from moe_infinity.cache.moe_infinity_v3 import MoeInfinityV3
+from moe_infinity.experts import Phase
+from moe_infinity.trace.eam import Counts
+from moe_infinity.trace.recorder import Step
+
+Scores = NDArray[np.floating[Any]]
 Experts = Sequence[int] | NDArray[np.int64]
+
+NEIGHBOR_ROWS = 3  # as in the published code's lru_ds
+PROTECTED = 2.0**40  # added to a time, outranks every time; the sum is still exact in float64
 
 
 class EvictionPolicy(Protocol):
     """What the residency table asks of a policy, and what the engine tells it."""
 
-    def touch(self, moe_row: int, experts: Experts) -> None:
-        """These experts (distinct ids) are activated in this row in this step."""
+    def begin_step(self, step: Step) -> None:
+        """A forward pass begins."""
+
+    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
+        """These experts (distinct ids) are activated in this row in this step; counts: tokens
+        routed to each.
+        """
 
     def scores(self) -> Scores:
         """[rows, experts]; the higher, the longer it stays. The caller only reads it."""
@@ -29,11 +45,14 @@ class EvictionPolicy(Protocol):
 class Lru:
     """Least recently used: the score is the time of the last use."""
 
-    def __init__(self, num_rows: int, num_experts: int) -> None:
+    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
         self._last_use = np.zeros((num_rows, num_experts))
         self._clock = 0
 
-    def touch(self, moe_row: int, experts: Experts) -> None:
+    def begin_step(self, step: Step) -> None:
+        """Steps and requests make no difference here."""
+
+    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
         self._clock += 1
         self._last_use[moe_row, experts] = self._clock
 
@@ -44,19 +63,130 @@ class Lru:
 class Lfu:
     """Least frequently used since the model was loaded: the score is the number of uses."""
 
-    def __init__(self, num_rows: int, num_experts: int) -> None:
+    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
         self._uses = np.zeros((num_rows, num_experts))
 
-    def touch(self, moe_row: int, experts: Experts) -> None:
+    def begin_step(self, step: Step) -> None:
+        """Steps and requests make no difference here."""
+
+    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
         self._uses[moe_row, experts] += 1
 
     def scores(self) -> Scores:
         return self._uses
 
 
-POLICIES: dict[str, type[Lru] | type[Lfu]] = {"lru": Lru, "lfu": Lfu}
+class RequestLfu(Lru):
+    """Least frequently used by the running request, the least recently used first among equals.
+
+    Prefill does not count as use: it activates nearly every expert (v3 §4.3 traces it apart).
+    """
+
+    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
+        super().__init__(num_rows, num_experts, num_slots=num_slots)
+        self._uses = np.zeros((num_rows, num_experts))
+        self._is_decode = False
+
+    def begin_step(self, step: Step) -> None:
+        self._is_decode = step.phase is Phase.DECODE
+        if step.begins_B.any():
+            self._uses[:] = 0
+
+    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
+        super().touch(moe_row, experts)
+        if self._is_decode:
+            self._uses[moe_row, experts] += 1
+
+    def scores(self) -> Scores:
+        """Recency is a fraction in [0, 1): it decides between equal uses only."""
+        scores: Scores = self._uses + self._last_use / (self._clock + 1)
+        return scores
 
 
-def make_policy(name: str, *, num_rows: int, num_experts: int) -> EvictionPolicy:
-    """A fresh policy by its name in `POLICIES`."""
-    return POLICIES[name](num_rows, num_experts)
+class Neighbor(Lru):
+    """LRU that keeps the experts of the running row and the two after it, which are needed next:
+    lru_ds of the published code, the paper's "dependency" class (DeepSpeed).
+    """
+
+    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
+        super().__init__(num_rows, num_experts, num_slots=num_slots)
+        self._rows_ahead = np.arange(NEIGHBOR_ROWS)
+        self._row = 0
+
+    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
+        super().touch(moe_row, experts)
+        self._row = moe_row
+
+    def scores(self) -> Scores:
+        """The row after the last one is row 0, where the next step starts."""
+        scores: Scores = self._last_use.copy()
+        scores[(self._row + self._rows_ahead) % len(scores)] += PROTECTED
+        return scores
+
+
+class PerLayerLru(Lru):
+    """Every row owns an equal share of the slots and evicts its own least recently used expert
+    (Mixtral-Offloading, arXiv 2312.17238).
+
+    As a score: the most recently used experts of a row, as many as its share, are protected, and
+    the others leave first. A row that activates more experts than its share borrows slots.
+    """
+
+    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
+        super().__init__(num_rows, num_experts, num_slots=num_slots)
+        share, remainder = divmod(num_slots, num_rows)
+        self._shares = [share + (row < remainder) for row in range(num_rows)]
+        self._scores = np.zeros((num_rows, num_experts))
+
+    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
+        super().touch(moe_row, experts)
+        last_use = self._last_use[moe_row]
+        newest = np.argsort(-last_use, kind="stable")[: self._shares[moe_row]]
+        self._scores[moe_row] = last_use
+        self._scores[moe_row, newest] += PROTECTED * (last_use[newest] > 0)
+
+    def scores(self) -> Scores:
+        return self._scores
+
+
+class TokenCounts:
+    """The share of a row's tokens that an expert served since the model was loaded, prefill
+    included: the paper's "counts" class (BrainStorm).
+    """
+
+    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
+        self._counts = np.zeros((num_rows, num_experts))
+        self._scores = np.zeros((num_rows, num_experts))
+
+    def begin_step(self, step: Step) -> None:
+        """Steps and requests make no difference here."""
+
+    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
+        self._counts[moe_row, experts] += counts
+        self._scores[moe_row] = self._counts[moe_row] / self._counts[moe_row].sum()
+
+    def scores(self) -> Scores:
+        return self._scores
+
+
+ACTIVATION_AWARE = "activation-aware"  # ours, and the default
+BASELINES: dict[str, Callable[..., EvictionPolicy]] = {
+    "lru": Lru,
+    "lfu": Lfu,
+    "request-lfu": RequestLfu,
+    "neighbor": Neighbor,
+    "per-layer-lru": PerLayerLru,
+    "counts": TokenCounts,
+    "moe-infinity-v3": MoeInfinityV3,
+}
+POLICIES = (ACTIVATION_AWARE, *BASELINES)
+
+
+def make_policy(
+    name: str, *, num_rows: int, num_experts: int, num_slots: int, chances: Chances | None = None
+) -> EvictionPolicy:
+    """A fresh policy by its name in `POLICIES`; `chances` is what "activation-aware" goes by."""
+    if name == ACTIVATION_AWARE:
+        assert chances is not None, "activation-aware needs a predictor"
+        return ActivationAware(chances, num_rows)
+    return BASELINES[name](num_rows, num_experts, num_slots=num_slots)

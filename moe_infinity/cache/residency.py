@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_infinity.cache.counters import PrefetchCounters
 from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
@@ -41,6 +42,7 @@ class Entry:
     slot_id: int
     state: Residency
     is_transient: bool = False  # brought in by prefill, not yet used by a decode step
+    is_ahead: bool = False  # brought in by prefetch, not yet used
 
 
 class ResidencyTable:
@@ -50,6 +52,7 @@ class ResidencyTable:
         assert num_slots >= 1, num_slots
         self.num_slots = num_slots
         self.evictions = 0
+        self.prefetches = PrefetchCounters()
         self._policy = policy
         self._entries: dict[ExpertKey, Entry] = {}
         self._loading: set[ExpertKey] = set()
@@ -60,7 +63,6 @@ class ResidencyTable:
         # The same facts by slot, as arrays, so that choosing a victim is a few vector operations.
         self._row_of_slot = np.full(num_slots, -1)
         self._expert_of_slot = np.full(num_slots, -1)
-        self._resident = np.zeros(num_slots, dtype=bool)
         self._transient = np.zeros(num_slots, dtype=bool)
 
     def __len__(self) -> int:
@@ -71,9 +73,17 @@ class ResidencyTable:
         entry = self._entries.get(key)
         return entry.state if entry is not None else None
 
+    def is_loading(self, key: ExpertKey) -> bool:
+        return key in self._loading
+
     def slot_of(self, key: ExpertKey) -> int:
         """The slot of an expert that is not absent."""
         return self._entries[key].slot_id
+
+    def cells(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows and experts of all that have a slot, to index a matrix [rows, experts] with."""
+        used = self._row_of_slot >= 0
+        return self._row_of_slot[used], self._expert_of_slot[used]
 
     @property
     def num_loading(self) -> int:
@@ -100,6 +110,11 @@ class ResidencyTable:
         if not absent:
             return waiting
         present = [key for key in waiting if key in self._entries]
+        if phase is Phase.DECODE and not self._held:  # the usual case, without looking at slots
+            num_loading = sum(map(self._loading.__contains__, present)) if self._loading else 0
+            held = len(self._loading) + len(present) - num_loading
+            if len(absent) <= self.num_slots - held:
+                return present + absent
         evictable = self._evictable()
         evictable[[self._entries[key].slot_id for key in present]] = False
         room = len(self._free) + int(evictable.sum())
@@ -127,6 +142,9 @@ class ResidencyTable:
                     absent.append(key)
                     continue
                 slot_ids[key] = entry.slot_id
+                if entry.is_ahead:
+                    entry.is_ahead = False
+                    self.prefetches.add_use(is_late=entry.state is Residency.LOADING)
                 if entry.is_transient and phase is Phase.DECODE:
                     entry.is_transient = False
                     self._transient[entry.slot_id] = False
@@ -137,27 +155,28 @@ class ResidencyTable:
 
     def _reserve(self, keys: list[ExpertKey], slot_ids: dict[ExpertKey, int], phase: Phase) -> None:
         """A slot for every key, held at once, or for none."""
-        begun = []
-        try:
-            for key in keys:
-                slot_ids[key] = self.begin_load(key, phase)
-                begun.append(key)
-        except OutOfSlots:
-            for key in begun:
-                self.cancel_load(key)
-            raise
+        self._make_room(len(keys))
+        for key in keys:
+            slot_ids[key] = self.begin_load(key, phase)
+
+    def begin_prefetch(self, key: ExpertKey) -> int:
+        """Reserve a slot for `key`, which no layer waits for yet. Raises OutOfSlots."""
+        slot_id = self.begin_load(key, Phase.DECODE)
+        self._entries[key].is_ahead = True
+        self.prefetches.begun += 1
+        return slot_id
 
     def begin_load(self, key: ExpertKey, phase: Phase) -> int:
         """Reserve a slot for `key`, evicting if none is free. Raises OutOfSlots."""
         assert key not in self._entries, key  # callers look up first
-        if not self._free:
-            self._evict_one()
+        self._make_room(1)
         slot_id = self._free.pop()
         is_transient = phase is Phase.PREFILL
         self._entries[key] = Entry(slot_id, Residency.LOADING, is_transient=is_transient)
         self._loading.add(key)
         self._row_of_slot[slot_id], self._expert_of_slot[slot_id] = key
-        self._transient[slot_id] = is_transient
+        if is_transient:
+            self._transient[slot_id] = True
         return slot_id
 
     def finish_load(self, key: ExpertKey) -> None:
@@ -166,43 +185,77 @@ class ResidencyTable:
         assert entry.state is Residency.LOADING, (key, entry)
         entry.state = Residency.RESIDENT
         self._loading.remove(key)
-        self._resident[entry.slot_id] = True
 
     def cancel_load(self, key: ExpertKey) -> None:
         """The load of `key` failed: its slot is free again. Holders let go without harm."""
         entry = self._entries.pop(key)
         assert entry.state is Residency.LOADING, (key, entry)
         self._loading.remove(key)
-        self._forget_slot(entry.slot_id)
+        self._free_slots([entry.slot_id])
 
     def _evictable(self) -> NDArray[np.bool_]:
         """By slot: RESIDENT and held by nobody."""
-        evictable: NDArray[np.bool_] = self._resident.copy()
-        for slot_ids in self._held.values():
-            evictable[list(slot_ids.values())] = False
+        evictable = np.ones(self.num_slots, dtype=bool)
+        evictable[self._barred_slots()] = False
         return evictable
 
-    def _evict_one(self) -> None:
-        """The lowest-scored resident that is not held, transient ones before all others."""
-        evictable = self._evictable()
-        candidates = evictable & self._transient
-        if not candidates.any():
-            candidates = evictable
-        slots = candidates.nonzero()[0]
-        if not len(slots):
-            raise OutOfSlots(f"all {self.num_slots} slots are held or loading")
-        scores = self._policy.scores()[self._row_of_slot[slots], self._expert_of_slot[slots]]
-        slot_id = int(slots[scores.argmin()])
-        del self._entries[
-            ExpertKey(int(self._row_of_slot[slot_id]), int(self._expert_of_slot[slot_id]))
-        ]
-        self._forget_slot(slot_id)
-        self.evictions += 1
+    def _barred_slots(self) -> list[int]:
+        """Slots that are free, loading or held; some may be named twice."""
+        barred = [*self._free, *(self._entries[key].slot_id for key in self._loading)]
+        for slot_ids in self._held.values():
+            barred += slot_ids.values()
+        return barred
 
-    def _forget_slot(self, slot_id: int) -> None:
-        self._free.append(slot_id)
-        self._resident[slot_id] = self._transient[slot_id] = False
-        self._row_of_slot[slot_id] = self._expert_of_slot[slot_id] = -1
+    def _make_room(self, num_slots: int) -> None:
+        """Evict until so many slots are free. Raises OutOfSlots, and evicts nothing then."""
+        wanted = num_slots - len(self._free)
+        if wanted <= 0:
+            return
+        victims = self._victims(wanted)
+        if len(victims) < wanted:
+            raise OutOfSlots(f"all {self.num_slots} slots are held or loading, {num_slots} wanted")
+        rows, experts = self._row_of_slot[victims].tolist(), self._expert_of_slot[victims].tolist()
+        for key in map(ExpertKey, rows, experts):
+            self.prefetches.wasted += self._entries.pop(key).is_ahead
+        self._free_slots(victims)
+        self.evictions += wanted
+
+    def lowest_scores(self, num_slots: int) -> NDArray[np.float64]:
+        """What so many loads, one after the other, would evict: the victims' scores, -inf for a
+        free or transient slot, inf where nothing can leave.
+        """
+        scores = np.full(num_slots, np.inf)
+        num_free = min(len(self._free), num_slots)
+        scores[:num_free] = -np.inf
+        victims = self._victims(num_slots - num_free)
+        cells = self._row_of_slot[victims], self._expert_of_slot[victims]
+        lowest = np.where(self._transient[victims], -np.inf, self._policy.scores()[cells])
+        scores[num_free : num_free + len(victims)] = np.sort(lowest)
+        return scores
+
+    def _victims(self, num_slots: int) -> list[int]:
+        """The slots to give up first, at most so many: of the residents nobody holds the
+        lowest-scored, transient ones before all others.
+        """
+        if num_slots <= 0:
+            return []
+        scores = self._policy.scores()[self._row_of_slot, self._expert_of_slot]
+        if self._transient.any():
+            evictable = self._evictable()
+            order = np.lexsort((scores, ~self._transient, ~evictable))
+            slots: list[int] = order[: min(num_slots, int(evictable.sum()))].tolist()
+            return slots
+        scores[self._barred_slots()] = np.inf
+        if num_slots == 1:
+            order = scores.argmin(keepdims=True)
+        else:
+            order = scores.argpartition(min(num_slots, len(scores)) - 1)[:num_slots]
+        return [slot for slot in order.tolist() if scores[slot] < np.inf]
+
+    def _free_slots(self, slot_ids: list[int]) -> None:
+        self._free += slot_ids
+        self._row_of_slot[slot_ids] = self._expert_of_slot[slot_ids] = -1
+        self._transient[slot_ids] = False
 
     def recover(self) -> None:
         """After a step was interrupted anywhere, this table included: nobody holds anything any
@@ -212,11 +265,10 @@ class ResidencyTable:
         self._held.clear()
         self._free = [slot for slot in reversed(range(self.num_slots)) if slot not in used]
         self._row_of_slot[:] = self._expert_of_slot[:] = -1
-        self._resident[:] = self._transient[:] = False
+        self._transient[:] = False
         for key, entry in self._entries.items():
             self._row_of_slot[entry.slot_id], self._expert_of_slot[entry.slot_id] = key
             self._transient[entry.slot_id] = entry.is_transient
-            self._resident[entry.slot_id] = entry.state is Residency.RESIDENT
         self._loading = {k for k, e in self._entries.items() if e.state is Residency.LOADING}
 
     def check_invariants(self) -> None:
@@ -228,5 +280,4 @@ class ResidencyTable:
             assert (key in self._loading) == (entry.state is Residency.LOADING), (key, entry)
             assert (self._row_of_slot[slot], self._expert_of_slot[slot]) == key, (key, entry)
             assert self._transient[slot] == entry.is_transient, (key, entry)
-            assert self._resident[slot] == (entry.state is Residency.RESIDENT), (key, entry)
-        assert not self._resident[self._free].any(), self._free
+        assert (self._row_of_slot[self._free] == -1).all(), self._free

@@ -31,6 +31,7 @@ class RoutedRows:
         by_expert = flat[self._order].tolist()
         self._stops = {expert: stop for stop, expert in enumerate(by_expert, start=1)}
         self.activated = list(self._stops)  # distinct expert ids, ascending
+        self.counts = np.diff(list(self._stops.values()), prepend=0)  # tokens routed to each
         # Set by gather(): the rows of each expert, their (token, k) pairs, their inputs.
         self._rows: dict[int, slice]
         self._pairs_P: Tensor

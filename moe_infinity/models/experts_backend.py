@@ -91,7 +91,7 @@ class StepReader:
             phase=Phase.DECODE if is_decode else Phase.PREFILL,
             num_sequences=num_sequences,
             tokens_per_sequence=num_new,
-            begins_request=num_cached == 0,
+            begins_B=np.full(num_sequences, num_cached == 0),
             counted_T=None if counted_T.all() else counted_T,
             token_ids_T=token_ids_T,
         )

@@ -38,6 +38,11 @@ class BatchEam:
         self._counts = {phase: np.zeros(shape, dtype=np.int64) for phase in Phase}
         self.num_sequences = num_sequences
 
+    def begin(self, begins_B: NDArray[np.bool_]) -> None:
+        """New requests take the place of these sequences. The old matrices are left as they are."""
+        for phase, counts in self._counts.items():
+            self._counts[phase] = np.where(begins_B[:, None, None], 0, counts)
+
     def add(
         self, phase: Phase, moe_row: int, sequence_of_token_T: Counts, experts_TK: Counts
     ) -> None:

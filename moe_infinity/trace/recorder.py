@@ -1,14 +1,15 @@
 """Watches the routing of every step: counts it into the request's EAM and, on demand, keeps it
 token by token.
 
-A request begins with a step that finds an empty KV cache, or another number of sequences than the
-one before; every sequence of a batch is a request of its own. Padding is left out, and so is what a
-finished sequence of a batch is fed while the others go on.
+Every sequence of a batch is a request of its own. It begins with a step that finds its KV cache
+empty; a step with another number of sequences than the one before begins all of them. Padding is
+left out, and so is what a finished sequence of a batch is fed while the others go on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +31,27 @@ class Step:
     phase: Phase
     num_sequences: int  # B
     tokens_per_sequence: int  # S
-    begins_request: bool  # the KV cache was empty
+    begins_B: NDArray[np.bool_]  # this step is the first of the sequence's request
     counted_T: NDArray[np.bool_] | None = None  # False for padding; None: every token counts
     token_ids_T: Ints | None = None  # None when the model was called with embeddings
 
     @property
     def num_tokens(self) -> int:
         return self.num_sequences * self.tokens_per_sequence
+
+    @property
+    def counted_token_ids_T(self) -> Ints:
+        """The ids of the tokens that count, -1 where unknown."""
+        ids_T = self.token_ids_T
+        if ids_T is None:
+            ids_T = np.full(self.num_tokens, -1)
+        return ids_T if self.counted_T is None else ids_T[self.counted_T]
+
+    @property
+    def sequence_of_token_T(self) -> Ints:
+        """Which sequence each counted token belongs to."""
+        sequence_T = np.repeat(np.arange(self.num_sequences), self.tokens_per_sequence)
+        return sequence_T if self.counted_T is None else sequence_T[self.counted_T]
 
 
 class Recorder:
@@ -45,28 +60,35 @@ class Recorder:
     def __init__(self, num_rows: int, num_experts: int) -> None:
         self._num_rows = num_rows
         self.num_experts = num_experts
-        self.step = Step(Phase.PREFILL, 1, 0, begins_request=True)  # the current one
+        self.step = Step(Phase.PREFILL, 1, 0, begins_B=np.ones(1, dtype=bool))  # the current one
         self._sequence_of_token_T: Ints = np.zeros(0, dtype=np.int64)
         self._batch = BatchEam(0, num_rows, num_experts)
         self._tokens: TokenRecorder | None = None
 
-    def begin_step(self, step: Step) -> None:
-        begins_request = step.begins_request or step.num_sequences != self._batch.num_sequences
-        if begins_request:
+    def begin_step(self, step: Step) -> list[RequestEam]:
+        """A forward pass begins; gives the requests that ended because others take their place."""
+        eams = self._batch.requests()
+        if step.num_sequences != self._batch.num_sequences:
+            step = replace(step, begins_B=np.ones(step.num_sequences, dtype=bool))
             self._batch = BatchEam(step.num_sequences, self._num_rows, self.num_experts)
+        elif step.begins_B.any():
+            self._batch.begin(step.begins_B)
         if self._tokens is not None:
-            self._tokens.begin_step(step, begins_request=begins_request)
+            self._tokens.begin_step(step)
         self.step = step
-        sequence = np.repeat(np.arange(step.num_sequences), step.tokens_per_sequence)
-        self._sequence_of_token_T = sequence if step.counted_T is None else sequence[step.counted_T]
+        self._sequence_of_token_T = step.sequence_of_token_T
+        return [e for i, e in enumerate(eams) if i >= step.num_sequences or step.begins_B[i]]
 
-    def record(self, moe_row: int, experts_TK: Ints) -> None:
-        """The routing of one row in this step; T as announced by `begin_step`."""
+    def record(self, moe_row: int, experts_TK: Ints) -> Ints:
+        """The routing of one row in this step, T as announced by `begin_step`; gives back the part
+        that counts.
+        """
         assert len(experts_TK) == self.step.num_tokens, (experts_TK.shape, self.step)
         counted = experts_TK if self.step.counted_T is None else experts_TK[self.step.counted_T]
         self._batch.add(self.step.phase, moe_row, self._sequence_of_token_T, counted)
         if self._tokens is not None:
             self._tokens.record(moe_row, counted)
+        return counted
 
     def request_eams(self) -> list[RequestEam]:
         """The EAMs of the running request or, between requests, of the last one; one per sequence
@@ -95,23 +117,28 @@ class TokenRecorder:
     def __init__(self, num_rows: int, num_sequences: int) -> None:
         self._num_rows = num_rows
         self._step: Step | None = None
+        self._step_idx = -1
         self._rows: dict[int, Ints] = {}
         self._finished: list[SequenceTrace] = []
         self._running: list[list[SequenceTrace]] = [[] for _ in range(num_sequences)]
 
-    def begin_step(self, step: Step, *, begins_request: bool) -> None:
+    def begin_step(self, step: Step) -> None:
         self._flush()
-        if begins_request:
-            self._end_request()
-            self._running = [[] for _ in range(step.num_sequences)]
+        ended = [
+            i for i in range(len(self._running)) if i >= len(step.begins_B) or step.begins_B[i]
+        ]
+        self._end_requests(ended)
+        more = step.num_sequences - len(self._running)
+        self._running = self._running[: step.num_sequences] + [[] for _ in range(more)]
         self._step = step
+        self._step_idx += 1
 
     def record(self, moe_row: int, experts_TK: Ints) -> None:
         self._rows[moe_row] = experts_TK.copy()
 
     def finish(self) -> list[SequenceTrace]:
         self._flush()
-        self._end_request()
+        self._end_requests(range(len(self._running)))
         return self._finished
 
     def _flush(self) -> None:
@@ -126,17 +153,21 @@ class TokenRecorder:
                 "no trace of it"
             )
         experts_TLK = np.stack([rows[row] for row in range(self._num_rows)], axis=1)
-        sequence_T = np.repeat(np.arange(step.num_sequences), step.tokens_per_sequence)
-        token_ids_T = (
-            step.token_ids_T if step.token_ids_T is not None else np.full(step.num_tokens, -1)
-        )
-        if step.counted_T is not None:
-            sequence_T, token_ids_T = sequence_T[step.counted_T], token_ids_T[step.counted_T]
+        sequence_T, token_ids_T = step.sequence_of_token_T, step.counted_token_ids_T
         for idx, parts in enumerate(self._running):
             mine = sequence_T == idx
-            is_prefill = np.full(int(mine.sum()), step.phase is Phase.PREFILL)
-            parts.append(SequenceTrace(experts_TLK[mine], token_ids_T[mine], is_prefill))
+            num_tokens = int(mine.sum())
+            parts.append(
+                SequenceTrace(
+                    experts_TLK[mine],
+                    token_ids_T[mine],
+                    np.full(num_tokens, step.phase is Phase.PREFILL),
+                    np.full(num_tokens, self._step_idx),
+                )
+            )
 
-    def _end_request(self) -> None:
-        self._finished += [SequenceTrace.concatenate(parts) for parts in self._running if parts]
-        self._running = []
+    def _end_requests(self, sequences: Iterable[int]) -> None:
+        for idx in sequences:
+            if self._running[idx]:
+                self._finished.append(SequenceTrace.concatenate(self._running[idx]))
+            self._running[idx] = []

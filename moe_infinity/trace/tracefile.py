@@ -4,6 +4,7 @@
     offsets      int64 [sequences + 1]                  sequence i: offsets[i] .. offsets[i + 1]
     token_ids    int64 [tokens]  optional               the input token, -1 unknown
     is_prefill   bool [tokens]   optional               part of the prompt
+    steps        int64 [tokens]  optional               tokens of one forward pass share a number
     num_experts  int64           optional               experts per row
 
 A file is complete or it does not exist: it is written beside its name and renamed.
@@ -11,6 +12,7 @@ A file is complete or it does not exist: it is written beside its name and renam
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 import zlib
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +41,7 @@ class SequenceTrace:
     experts_TLK: NDArray[np.integer]
     token_ids_T: Ints  # -1 where unknown
     is_prefill_T: NDArray[np.bool_]
+    steps_T: Ints  # number of the forward pass each token was in, counted over the whole trace
 
     @classmethod
     def concatenate(cls, parts: Sequence[SequenceTrace]) -> SequenceTrace:
@@ -46,7 +49,15 @@ class SequenceTrace:
             np.concatenate([part.experts_TLK for part in parts]),
             np.concatenate([part.token_ids_T for part in parts]),
             np.concatenate([part.is_prefill_T for part in parts]),
+            np.concatenate([part.steps_T for part in parts]),
         )
+
+
+class Trace(NamedTuple):
+    """What a file holds."""
+
+    sequences: list[SequenceTrace]
+    num_experts: int  # per row; the highest id + 1 where the file does not say
 
 
 def save_trace(path: Path, sequences: Sequence[SequenceTrace], *, num_experts: int) -> None:
@@ -66,6 +77,7 @@ def save_trace(path: Path, sequences: Sequence[SequenceTrace], *, num_experts: i
                 offsets=np.cumsum([0, *(len(s.token_ids_T) for s in sequences)], dtype=np.int64),
                 token_ids=whole.token_ids_T,
                 is_prefill=whole.is_prefill_T,
+                steps=whole.steps_T,
                 num_experts=np.int64(num_experts),
             )
             file.flush()
@@ -80,7 +92,7 @@ def save_trace(path: Path, sequences: Sequence[SequenceTrace], *, num_experts: i
             partial.unlink(missing_ok=True)
 
 
-def load_trace(path: Path) -> list[SequenceTrace]:
+def load_trace(path: Path) -> Trace:
     """Read a trace, ours or one with only `experts` and `offsets`. Raises TraceError if it is not
     one.
     """
@@ -99,15 +111,53 @@ def load_trace(path: Path) -> list[SequenceTrace]:
         and bool((offsets[1:] >= offsets[:-1]).all())
         and (offsets[0], offsets[-1]) == (0, num_tokens)
     )
-    token_ids = arrays.get("token_ids", np.full(num_tokens, -1))
+    token_ids = arrays.get("token_ids")
+    if token_ids is None:
+        token_ids = _ids_beside(path, offsets) if is_trace else np.full(num_tokens, -1)
     is_prefill = arrays.get("is_prefill", np.zeros(num_tokens, bool))
-    if not is_trace or not token_ids.shape == is_prefill.shape == (num_tokens,):
-        shapes = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
-        raise TraceError(f"{path}: not a trace, its arrays do not belong together: {shapes}")
-    return [
-        SequenceTrace(experts[a:b], token_ids[a:b], is_prefill[a:b])
+    steps = arrays.get("steps", np.zeros(num_tokens, int))
+    most = int(experts.max(initial=0)) + 1 if is_trace else 0
+    num_experts = arrays.get("num_experts", np.int64(most))
+    shapes = {token_ids.shape, is_prefill.shape, steps.shape}
+    if not is_trace or shapes != {(num_tokens,)} or num_experts.ndim or not num_experts >= most:
+        found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+        raise TraceError(f"{path}: not a trace, its arrays do not belong together: {found}")
+    if "steps" not in arrays:
+        steps = _one_after_the_other(is_prefill.astype(bool), offsets)
+    sequences = [
+        SequenceTrace(experts[a:b], token_ids[a:b], is_prefill[a:b], steps[a:b])
         for a, b in zip(offsets[:-1], offsets[1:], strict=True)
     ]
+    return Trace(sequences, int(num_experts))
+
+
+def _ids_beside(path: Path, offsets: Ints) -> Ints:
+    """Token ids of a trace without any: numbers for the strings in a `sequences.jsonl` next to it,
+    which lists `generated_tokens` per sequence. Unknown (-1) where there is none.
+    """
+    token_ids = np.full(int(offsets[-1]), -1)
+    try:
+        lines = path.with_name("sequences.jsonl").read_text("utf-8").splitlines()
+        strings = [json.loads(line).get("generated_tokens") or [] for line in lines]
+    except (OSError, ValueError, AttributeError):
+        return token_ids
+    if len(strings) != len(offsets) - 1:
+        return token_ids
+    number_of: dict[str, int] = {}
+    for start, stop, tokens in zip(offsets[:-1], offsets[1:], strings, strict=True):
+        ids = [number_of.setdefault(str(t), len(number_of)) for t in tokens[: stop - start]]
+        token_ids[start : start + len(ids)] = ids
+    return token_ids
+
+
+def _one_after_the_other(is_prefill_T: NDArray[np.bool_], offsets: Ints) -> Ints:
+    """Steps of a trace that has none: sequences one by one, a prompt at once, then token by
+    token.
+    """
+    begins_step_T = ~is_prefill_T
+    begins_step_T[offsets[offsets < len(is_prefill_T)]] = True
+    steps_T: Ints = np.cumsum(begins_step_T) - 1
+    return steps_T
 
 
 def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:

@@ -16,7 +16,7 @@ A, B, C, D, E = (ExpertKey(0, expert_idx) for expert_idx in range(5))
 
 @pytest.fixture
 def policy() -> Lru:
-    return Lru(num_rows=1, num_experts=5)
+    return Lru(num_rows=1, num_experts=5, num_slots=1)
 
 
 @pytest.fixture
@@ -218,12 +218,8 @@ def break_transient(table: ResidencyTable) -> None:
     table._transient[table.slot_of(A)] = True
 
 
-def break_resident(table: ResidencyTable) -> None:
-    table._resident[table.slot_of(A)] = False
-
-
 def break_free_slot(table: ResidencyTable) -> None:
-    table._resident[table._free] = True
+    table._row_of_slot[table._free] = 0
 
 
 DAMAGES = [
@@ -231,7 +227,6 @@ DAMAGES = [
     break_loading,
     break_owner,
     break_transient,
-    break_resident,
     break_free_slot,
 ]
 

@@ -18,6 +18,8 @@ from moe_infinity.cache.policies import Experts, Scores
 from moe_infinity.cache.residency import PREFILL_RING_SHARE, Held, ResidencyTable
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
+from moe_infinity.trace.eam import Counts
+from moe_infinity.trace.recorder import Step
 
 NUM_ROWS, NUM_EXPERTS = 2, 4  # few, so that random calls meet the same expert often
 KEYS = [ExpertKey(row, expert) for row in range(NUM_ROWS) for expert in range(NUM_EXPERTS)]
@@ -33,7 +35,10 @@ class Ranked:
     def __init__(self) -> None:
         self.ranking = np.arange(len(KEYS), dtype=np.float64).reshape(NUM_ROWS, NUM_EXPERTS)
 
-    def touch(self, moe_row: int, experts: Experts) -> None:
+    def begin_step(self, step: Step) -> None:
+        raise AssertionError("the table does not tell the policy what happens; the runtime does")
+
+    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
         raise AssertionError("the table does not tell the policy what is used; the runtime does")
 
     def scores(self) -> Scores:

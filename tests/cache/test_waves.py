@@ -16,7 +16,7 @@ A, B, C, D, E = (ExpertKey(0, expert_idx) for expert_idx in range(5))
 
 @pytest.fixture
 def policy() -> Lru:
-    return Lru(NUM_ROWS, NUM_EXPERTS)
+    return Lru(NUM_ROWS, NUM_EXPERTS, num_slots=1)
 
 
 @pytest.fixture

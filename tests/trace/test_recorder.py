@@ -29,7 +29,7 @@ def prefill_of(*mask_BS: Sequence[int], token_ids_T: Sequence[int] | None = None
         PREFILL,
         len(mask_BS),
         len(mask_BS[0]),
-        begins_request=True,
+        begins_B=np.ones(len(mask_BS), dtype=bool),
         counted_T=None if counted_T.all() else counted_T,
         token_ids_T=ids,
     )
@@ -39,7 +39,14 @@ def decode_of(*runs: int, token_ids_T: Sequence[int] | None = None) -> Step:
     """One token per sequence, 0 for one that has finished."""
     counted_T = None if all(runs) else np.array(runs, dtype=bool)
     ids = None if token_ids_T is None else np.array(token_ids_T)
-    return Step(DECODE, len(runs), 1, begins_request=False, counted_T=counted_T, token_ids_T=ids)
+    return Step(
+        DECODE,
+        len(runs),
+        1,
+        begins_B=np.zeros(len(runs), dtype=bool),
+        counted_T=counted_T,
+        token_ids_T=ids,
+    )
 
 
 def routing(step: Step, *, seed: int = 0) -> np.ndarray:
@@ -116,7 +123,7 @@ def test_a_request_begins_when_the_cache_is_empty(recorder):
 
 def test_a_prompt_in_several_steps_is_one_request(recorder):
     parts = [run(recorder, prefill_of([1, 1, 1]))]
-    more = Step(PREFILL, 1, 2, begins_request=False)
+    more = Step(PREFILL, 1, 2, begins_B=np.zeros(1, dtype=bool))
     parts.append(run(recorder, more, seed=1))
     (request,) = recorder.request_eams()
     np.testing.assert_array_equal(request.prefill, naive_eam(np.concatenate(parts)))
@@ -131,7 +138,7 @@ def test_the_eams_of_the_last_request_stay_until_the_next_begins(recorder):
 
 def test_another_number_of_sequences_is_another_request(recorder):
     """A cache that was filled elsewhere, or copied to a larger batch, is not empty."""
-    run(recorder, Step(PREFILL, 1, 2, begins_request=False))
+    run(recorder, Step(PREFILL, 1, 2, begins_B=np.zeros(1, dtype=bool)))
     assert len(recorder.request_eams()) == 1
     run(recorder, decode_of(1, 1, 1))
     assert [r.decode.sum() for r in recorder.request_eams()] == [TOP_K * NUM_ROWS] * 3

@@ -31,6 +31,7 @@ def sequence(num_tokens: int, *, num_experts: int = 8, seed: int = 0) -> Sequenc
         rng.integers(0, num_experts, (num_tokens, NUM_ROWS, TOP_K)),
         rng.integers(-1, 50_000, num_tokens),
         np.arange(num_tokens) < num_tokens // 2,
+        np.maximum(np.arange(num_tokens) - num_tokens // 2 + 1, 0),
     )
 
 
@@ -39,6 +40,7 @@ def assert_same(got: list[SequenceTrace], expected: list[SequenceTrace]) -> None
         np.testing.assert_array_equal(one.experts_TLK, other.experts_TLK)
         np.testing.assert_array_equal(one.token_ids_T, other.token_ids_T)
         np.testing.assert_array_equal(one.is_prefill_T, other.is_prefill_T)
+        np.testing.assert_array_equal(one.steps_T, other.steps_T)
 
 
 def zip_of(**members: bytes) -> bytes:
@@ -81,7 +83,7 @@ def header_of(*shape: int) -> bytes:
 def test_what_was_saved_is_what_is_loaded(path):
     sequences = [sequence(4, seed=1), sequence(0), sequence(7, seed=2)]
     save_trace(path, sequences, num_experts=8)
-    assert_same(load_trace(path), sequences)
+    assert_same(load_trace(path).sequences, sequences)
 
 
 def test_the_file_is_laid_out_as_the_shared_traces_are(path):
@@ -100,14 +102,14 @@ def test_more_than_256_experts_take_two_bytes_each(path, num_experts, dtype):
     recorded = sequence(3)
     recorded.experts_TLK[0, 0] = 0, num_experts - 1
     save_trace(path, [recorded], num_experts=num_experts)
-    (loaded,) = load_trace(path)
+    (loaded,) = load_trace(path).sequences
     assert loaded.experts_TLK.dtype == dtype
     assert_same([loaded], [recorded])
 
 
 def test_a_trace_with_only_experts_and_offsets_is_a_trace(path):
     path.write_bytes(npz_of(experts=EXPERTS, offsets=OFFSETS))
-    first, second = load_trace(path)
+    first, second = load_trace(path).sequences
     np.testing.assert_array_equal(first.experts_TLK, EXPERTS[:2])
     np.testing.assert_array_equal(second.experts_TLK, EXPERTS[2:])
     assert second.token_ids_T.tolist() == [-1, -1, -1], "unknown"
@@ -125,7 +127,7 @@ def test_the_shared_traces_are_read(name, num_sequences, num_tokens, num_rows, t
     file = SHARED_TRACES / name / "experts.npz"
     if not file.exists():
         pytest.skip(f"{file} is not on this machine")
-    sequences = load_trace(file)
+    sequences = load_trace(file).sequences
     assert len(sequences) == num_sequences
     assert sum(len(s.experts_TLK) for s in sequences) == num_tokens
     assert {s.experts_TLK.shape[1:] for s in sequences} == {(num_rows, top_k)}
@@ -161,7 +163,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_partial_one(
         save_trace(path, [sequence(5)], num_experts=8)
     assert list(path.parent.iterdir()) == ([path] if has_old_file else [])
     if has_old_file:
-        assert_same(load_trace(path), old)
+        assert_same(load_trace(path).sequences, old)
 
 
 def test_a_disk_that_fills_up_while_writing_is_a_trace_error(path):
@@ -183,12 +185,12 @@ def test_the_old_file_is_whole_until_the_new_one_is(path, monkeypatch):
     sync = os.fsync
 
     def look_at_the_file_then_sync(fd: int) -> None:
-        assert_same(load_trace(path), old)
+        assert_same(load_trace(path).sequences, old)
         sync(fd)
 
     monkeypatch.setattr(os, "fsync", look_at_the_file_then_sync)
     save_trace(path, new, num_experts=8)
-    assert_same(load_trace(path), new)
+    assert_same(load_trace(path).sequences, new)
 
 
 def test_an_interrupted_save_leaves_no_partial_file(path, monkeypatch):
@@ -295,7 +297,7 @@ def test_a_damaged_file_is_refused_or_read_right_and_fails_no_other_way(path):
         damaged[position] ^= 0xFF
         path.write_bytes(damaged)
         try:
-            (loaded,) = load_trace(path)
+            (loaded,) = load_trace(path).sequences
         except TraceError:
             continue
         np.testing.assert_array_equal(loaded.experts_TLK, original[0].experts_TLK)

@@ -1,0 +1,83 @@
+"""The default policy: keep the experts that give most hits for the time they take up a slot.
+
+Layers come round in a fixed order, so an expert of the row `d` rows ahead has its next chance of
+use after d rows, then every R rows. Let p be the chance of the first and q that of each later one.
+Kept until its first chance, or until it is used, it gives hits per row of waiting
+
+    p / d      and      1 / (d + (1 - p) R / q)
+
+and the better of the two is its score. (This is the Gittins index of a slot, for two of its
+stopping times. The second alone, the expected time to next use, keeps what will surely come some
+day over what comes now or never.)
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_infinity.trace.recorder import Step
+
+LEAST = 1e-5  # of a chance: what is never expected still has an order
+
+
+class Chances(Protocol):
+    """Who knows how likely each expert is to be used; [R, E] each."""
+
+    next_use_RE: NDArray[np.float32]  # when its row comes next
+    later_use_RE: NDArray[np.float32]  # at each later time
+
+    def look_ahead(self, moe_row: int) -> None:
+        """Refine the row after this one, just observed."""
+
+
+class ActivationAware:
+    """Scores from a predictor's chances. The predictor hears of every step and row first."""
+
+    def __init__(self, chances: Chances, num_rows: int) -> None:
+        self._chances = chances
+        rows = np.arange(num_rows, dtype=np.float32)
+        ahead = (rows[None, :] - rows[:, None]) % num_rows
+        ahead[ahead == 0] = num_rows
+        self._rows_ahead = ahead[:, :, None]  # [current row, R, 1]
+        self._num_rows = np.float32(num_rows)
+        self._row = num_rows - 1
+        self._p_RE = np.zeros((num_rows, 1), dtype=np.float32)
+        self._wait_RE = self._p_RE  # expected rows to the use after the first chance
+        self._scores: NDArray[np.float32] | None = None
+
+    def begin_step(self, step: Step) -> None:
+        self._row, self._scores = -1, None
+        self._p_RE = np.maximum(self._chances.next_use_RE, LEAST)
+        self._wait_RE = np.empty_like(self._p_RE)
+        self._update(slice(None))
+
+    def touch(self, moe_row: int, experts: object, counts: object = 1) -> None:
+        self._row, self._scores = moe_row, None
+        self._update(moe_row)
+
+    def _update(self, rows: int | slice) -> None:
+        """The chances of these rows have changed."""
+        p_RE, wait_RE = self._p_RE[rows], self._wait_RE[rows]
+        np.maximum(self._chances.next_use_RE[rows], LEAST, out=p_RE)
+        np.subtract(self._num_rows, p_RE * self._num_rows, out=wait_RE)
+        wait_RE /= np.maximum(self._chances.later_use_RE[rows], LEAST)
+
+    def chances(self) -> NDArray[np.float32]:
+        """[R, E]: of being used when its row comes next."""
+        self._chances.look_ahead(self._row)
+        if self._row + 1 < len(self._p_RE):
+            self._update(self._row + 1)
+        self._scores = None
+        return self._chances.next_use_RE
+
+    def scores(self) -> NDArray[np.float32]:
+        if self._scores is None:
+            ahead_R1 = self._rows_ahead[self._row]
+            once_RE = self._p_RE / ahead_R1
+            until_RE = self._wait_RE + ahead_R1
+            np.reciprocal(until_RE, out=until_RE)
+            self._scores = np.maximum(once_RE, until_RE, out=once_RE)
+        return self._scores

@@ -1,0 +1,67 @@
+"""What to load ahead, now: the absent experts that save most waiting, as many as the link can begin
+before the next plan.
+
+A plan is made after every row and holds for that row only, so nothing goes stale in a queue and
+nothing is planned twice: what was predicted and is no longer is simply not in the next plan.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_infinity.cache.policies import EvictionPolicy
+from moe_infinity.cache.residency import ResidencyTable
+from moe_infinity.errors import ConfigError
+from moe_infinity.experts import ExpertKey
+
+MIN_CHANCE = 0.1  # of being used: below, a prefetch costs more than it saves (docs/experiments.md)
+
+
+@runtime_checkable
+class PredictingPolicy(EvictionPolicy, Protocol):
+    """A policy that knows how likely each expert is to be used when its row comes next."""
+
+    def chances(self) -> NDArray[np.floating[Any]]:
+        """[R, E]; the caller only reads it."""
+
+
+class Planner:
+    """For one residency table and the policy that orders it."""
+
+    def __init__(self, table: ResidencyTable, policy: EvictionPolicy) -> None:
+        if not isinstance(policy, PredictingPolicy):
+            raise ConfigError(f"{type(policy).__name__} predicts nothing, so it cannot prefetch")
+        self._table = table
+        self._policy = policy
+
+    def plan(self, row: int, *, load_s: float, row_s: float, queued_s: float) -> list[ExpertKey]:
+        """The loads to begin while `row` computes, the most useful first.
+
+        An expert takes `load_s` to load, a row `row_s` from its routing to the next one's, and what
+        was begun before keeps the link busy for `queued_s`. A prefetch never takes the slot of an
+        expert scored higher than what it brings.
+        """
+        num_loads = ceil((row_s - queued_s) / load_s)
+        if num_loads <= 0:
+            return []
+        chances_RE = self._policy.chances()
+        num_rows = len(chances_RE)
+        rows_ahead_R1 = (np.arange(num_rows)[:, None] - row - 1) % num_rows + 1
+        saved_R1 = np.clip(rows_ahead_R1 * row_s - queued_s, 0, load_s)
+        value_RE = np.where(chances_RE >= MIN_CHANCE, chances_RE, 0) * saved_R1
+        value_RE[self._table.cells()] = 0
+        values = value_RE.ravel()
+        best = (
+            values.argpartition(-num_loads)[-num_loads:]
+            if num_loads < len(values)
+            else values.argsort()
+        )
+        best = best[np.argsort(-values[best], kind="stable")]
+        best = best[values[best] > 0]
+        scores = self._policy.scores().ravel()[best]
+        taken = scores > self._table.lowest_scores(len(best))
+        return [ExpertKey(*divmod(int(cell), chances_RE.shape[1])) for cell in best[taken]]

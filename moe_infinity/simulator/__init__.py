@@ -1,0 +1,1 @@
+"""Replays traces through the residency table and its policies. No torch."""

@@ -1,0 +1,209 @@
+"""Compare policies on recorded traces: every policy at every capacity, as rows of a table.
+
+Beside each row stands what no policy can beat: Belady's hit rate, and the time a token takes at
+least, the larger of computing it and of loading what even Belady misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_infinity.cache.counters import PhaseCounters
+from moe_infinity.cache.policies import POLICIES
+from moe_infinity.config import parse_size
+from moe_infinity.errors import ConfigError, TraceError
+from moe_infinity.experts import Phase
+from moe_infinity.prefetch.predictors import FACTORS
+from moe_infinity.simulator.hardware import Hardware
+from moe_infinity.simulator.replay import Cell, Setup, replay
+from moe_infinity.simulator.schedule import interleave, steps_of
+from moe_infinity.trace.tracefile import SequenceTrace, load_trace
+
+BELADY = "belady"
+CLAIRVOYANT = "clairvoyant"  # Belady that also prefetches what it knows will be used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """What to replay and how."""
+
+    policies: Sequence[str]
+    capacities: Sequence[str]  # "10%" of all experts, or a number of slots
+    hardware: Hardware
+    prefetch: bool = False
+    warmup: int = 0  # requests that are replayed and not counted
+    draw: int | None = None  # of each trace, draw so many requests at random
+    seed: int = 0
+    users: int = 1
+    without: Sequence[str] = ()  # factors the predictor leaves out
+
+    @classmethod
+    def from_text(
+        cls,
+        *,
+        policies: str,
+        capacities: str,
+        bandwidth: str,
+        expert_bytes: str,
+        layer_us: float,
+        without: str = "",
+        **others: Any,
+    ) -> Experiment:
+        """From what a command line says. Raises ConfigError."""
+        hardware = Hardware(
+            bytes_per_s=parse_size(bandwidth.strip().removesuffix("/s"), whole_bytes=0),
+            expert_bytes=parse_size(expert_bytes, whole_bytes=0),
+            layer_s=layer_us / 1e6,
+        )
+        if not hardware.bytes_per_s or not hardware.expert_bytes:
+            raise ConfigError(f"bandwidth {bandwidth} and expert bytes {expert_bytes}: not above 0")
+        return cls(
+            policies=_some_of("policy", policies, (*POLICIES, BELADY, CLAIRVOYANT)),
+            capacities=_words(capacities),
+            hardware=hardware,
+            without=_some_of("factor", without, FACTORS),
+            **others,
+        )
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _some_of(what: str, text: str, allowed: Sequence[str]) -> list[str]:
+    words = _words(text)
+    for word in words:
+        if word not in allowed:
+            raise ConfigError(f"unknown {what} {word!r}, expected some of: {', '.join(allowed)}")
+    return words
+
+
+def num_slots_of(capacity: str, total_experts: int) -> int:
+    """Slots of "76" or "10%". Raises ConfigError."""
+    text = capacity.strip()
+    try:
+        slots = int(float(text[:-1]) / 100 * total_experts) if text.endswith("%") else int(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{capacity!r} is not a capacity, expected '10%' of all experts or a number of slots"
+        ) from error
+    if not 1 <= slots <= total_experts:
+        raise ConfigError(f"capacity {capacity} is {slots} of {total_experts} experts, 1 at least")
+    return slots
+
+
+def drawn(sequences: Sequence[SequenceTrace], num: int | None, seed: int) -> list[SequenceTrace]:
+    """So many requests in random order, each after the other; all as they were if None. Raises
+    ConfigError.
+    """
+    if num is None:
+        return list(sequences)
+    if num > len(sequences):
+        raise ConfigError(f"cannot draw {num} requests of {len(sequences)}")
+    chosen = np.random.default_rng(seed).permutation(len(sequences))[:num]
+    return interleave([sequences[i] for i in chosen], 1)
+
+
+def run_experiment(path: Path, experiment: Experiment) -> Iterator[dict[str, Any]]:
+    """One row per policy, capacity and phase. Raises TraceError, ConfigError."""
+    trace = load_trace(path)
+    sequences = drawn(trace.sequences, experiment.draw, experiment.seed)
+    if experiment.users > 1:
+        sequences = interleave(sequences, experiment.users)
+    if experiment.warmup >= len(sequences):
+        raise ConfigError(f"{path}: a warm-up of {experiment.warmup} leaves no request to count")
+    num_rows = sequences[0].experts_TLK.shape[1]
+    if not num_rows or not sum(len(s.steps_T) for s in sequences):
+        raise TraceError(f"{path}: no tokens in it")
+    total = num_rows * trace.num_experts
+    references = (BELADY, CLAIRVOYANT) if experiment.prefetch else (BELADY,)
+    setups = [
+        Setup(
+            policy=policy,
+            num_slots=num_slots_of(capacity, total),
+            prefetch=experiment.prefetch and policy != BELADY,
+            hardware=experiment.hardware,
+        )
+        for policy in dict.fromkeys((*experiment.policies, *references))
+        for capacity in experiment.capacities
+    ]
+    cells = replay(
+        steps_of(sequences),
+        setups,
+        num_rows=num_rows,
+        num_experts=trace.num_experts,
+        warmup=experiment.warmup,
+        without=experiment.without,
+    )
+    best = {cell.setup.num_slots: cell for cell in cells if cell.setup.policy == BELADY}
+    for cell, capacity in zip(cells, cycle(experiment.capacities)):
+        for phase in Phase:
+            if cell.counters.of(phase).steps:
+                reference = best[cell.setup.num_slots].counters.of(phase)
+                yield {
+                    "trace": str(path),
+                    "policy": cell.setup.policy,
+                    "capacity": capacity,
+                    "users": experiment.users,
+                    "phase": phase.value,
+                    **_measured(cell, phase, num_rows, reference),
+                }
+
+
+def _measured(cell: Cell, phase: Phase, num_rows: int, reference: PhaseCounters) -> dict[str, Any]:
+    counters, hardware = cell.counters.of(phase), cell.setup.hardware
+    prefetches = cell.table.prefetches
+    compute_s = num_rows * hardware.layer_s
+    row: dict[str, Any] = {
+        "num_slots": cell.setup.num_slots,
+        "tokens": counters.tokens,
+        "steps": counters.steps,
+        "hits": counters.hits,
+        "late_hits": counters.late_hits,
+        "misses": counters.misses,
+        "hit_rate": counters.hit_rate,
+        "belady_hit_rate": reference.hit_rate,
+        "evictions": cell.table.evictions,
+        "stall_s_per_token": counters.stall_s / counters.tokens,
+        "tpot_s": compute_s + counters.stall_s / counters.steps,
+        "floor_tpot_s": max(compute_s, reference.misses * hardware.load_s / counters.steps),
+    }
+    if phase is Phase.DECODE:
+        row |= {
+            "prefetches": prefetches.begun,
+            "prefetch_precision": prefetches.precision,
+            "prefetch_coverage": prefetches.coverage(counters.misses),
+            "prefetch_wasted_bytes": prefetches.wasted * hardware.expert_bytes,
+        }
+    return row
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """For people."""
+    lines = [
+        f"{'policy':18} {'capacity':>8} {'phase':8} {'hit rate':>8} {'Belady':>7} "
+        f"{'stall/token':>12} {'time/step':>11} {'at least':>11} {'precision':>9} {'coverage':>8}"
+    ]
+    trace = None
+    for row in rows:
+        if row["trace"] != trace:
+            trace = row["trace"]
+            lines.append(f"{trace}")
+        lines.append(
+            f"{row['policy']:18} {row['capacity']:>8} {row['phase']:8} "
+            f"{_percent(row['hit_rate']):>8} {_percent(row['belady_hit_rate']):>7} "
+            f"{row['stall_s_per_token'] * 1e3:>9.2f} ms {row['tpot_s'] * 1e3:>8.2f} ms "
+            f"{row['floor_tpot_s'] * 1e3:>8.2f} ms {_percent(row.get('prefetch_precision')):>9} "
+            f"{_percent(row.get('prefetch_coverage')):>8}"
+        )
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

@@ -1,0 +1,163 @@
+"""Replays recorded routing through the tables, policies, predictors and planners of the engine;
+only the mover and the clock are models.
+
+Every policy and its predictor see the trace once, whatever the number of capacities: what they
+learn depends on the routing alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_infinity.cache.counters import Counters, PrefetchCounters
+from moe_infinity.cache.policies import EvictionPolicy, make_policy
+from moe_infinity.cache.residency import ResidencyTable
+from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.prefetch.planner import Planner, PredictingPolicy
+from moe_infinity.prefetch.predictors import Predictor
+from moe_infinity.simulator.belady import Belady, next_uses
+from moe_infinity.simulator.hardware import Hardware, Link
+from moe_infinity.simulator.schedule import RecordedStep
+from moe_infinity.trace.recorder import Recorder
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One thing to find out: this policy with this many slots, on this hardware."""
+
+    policy: str
+    num_slots: int
+    prefetch: bool
+    hardware: Hardware
+
+
+class Cell:
+    """One setup while it is replayed."""
+
+    def __init__(self, setup: Setup, policy: EvictionPolicy, keys: list[list[ExpertKey]]) -> None:
+        self.setup = setup
+        self.policy = policy
+        self.table = ResidencyTable(setup.num_slots, policy)
+        self.counters = Counters()
+        self.link = Link(setup.hardware.load_s)
+        self._keys = keys
+        self._planner: Planner | None = None
+        if setup.prefetch and isinstance(policy, PredictingPolicy):
+            self._planner = Planner(self.table, policy)
+
+    def forget_counts(self) -> None:
+        """The warm-up is over: count from here."""
+        self.counters = Counters()
+        self.table.prefetches = PrefetchCounters()
+        self.table.evictions = 0
+
+    def row(self, row: int, activated: Ints, counts: Ints, phase: Phase) -> None:
+        """What runtime.moe_layer does with one row, on the modelled clock."""
+        self.policy.touch(row, activated, counts)
+        keys = self._keys[row]
+        waiting: Sequence[ExpertKey] = [keys[expert] for expert in activated.tolist()]
+        counters = self.counters.of(phase)
+        counters.add_lookups(*self.table.census(waiting))
+        while waiting:
+            wave = self.table.next_wave(waiting, phase)
+            with self.table.holding(wave, phase) as held:
+                late: list[ExpertKey] = []
+                if self.table.num_loading > len(held.absent):
+                    late = [k for k in wave if self.table.is_loading(k) and k not in held.absent]
+                counters.stall_s += self.link.demand(len(held.absent), late)
+                for key in (*held.absent, *late):
+                    self.table.finish_load(key)
+                if self._planner is not None and phase is Phase.DECODE:
+                    self._begin_prefetches(row)
+            waiting = [key for key in waiting if key not in held.slot_ids]
+        for key in self.link.run(self.setup.hardware.layer_s):
+            self.table.finish_load(key)
+
+    def _begin_prefetches(self, row: int) -> None:
+        assert self._planner is not None
+        hardware = self.setup.hardware
+        planned = self._planner.plan(
+            row, load_s=hardware.load_s, row_s=hardware.layer_s, queued_s=self.link.queued_s
+        )
+        for key in planned:
+            self.table.begin_prefetch(key)
+        self.link.begin(planned)
+
+
+def replay(
+    steps: Iterable[RecordedStep],
+    setups: Sequence[Setup],
+    *,
+    num_rows: int,
+    num_experts: int,
+    warmup: int = 0,
+    without: Sequence[str] = (),
+) -> list[Cell]:
+    """Run the steps through every setup; what the first `warmup` requests did is not counted."""
+    steps = list(steps)
+    recorder = Recorder(num_rows, num_experts)
+    predictor = Predictor(num_rows, num_experts, without=without)
+    keys = [[ExpertKey(row, expert) for expert in range(num_experts)] for row in range(num_rows)]
+    future: list[Ints] | None = None
+    cells = []
+    for setup in setups:
+        if setup.policy in ("belady", "clairvoyant"):
+            if future is None:
+                future = next_uses(
+                    list(_touches(steps)), num_rows=num_rows, num_experts=num_experts
+                )
+            policy: EvictionPolicy = Belady(future, num_rows=num_rows, num_experts=num_experts)
+        else:
+            policy = make_policy(
+                setup.policy,
+                num_rows=num_rows,
+                num_experts=num_experts,
+                num_slots=setup.num_slots,
+                chances=predictor,
+            )
+        cells.append(Cell(setup, policy, keys))
+    predicts = any(setup.policy == "activation-aware" for setup in setups)
+    is_counting = warmup == 0
+    for recorded in steps:
+        step = recorded.step
+        if not is_counting and recorded.num_begun > warmup:
+            is_counting = True
+            for cell in cells:
+                cell.forget_counts()
+        ended = recorder.begin_step(step)
+        if predicts:
+            predictor.begin_step(step, ended)
+        num_tokens = len(step.sequence_of_token_T)
+        for cell in cells:
+            cell.policy.begin_step(step)
+            counters = cell.counters.of(step.phase)
+            counters.steps += 1
+            counters.tokens += num_tokens
+        for row, experts_TK in enumerate(recorded.experts_LTK):
+            counted_TK = recorder.record(row, experts_TK)
+            if predicts:
+                predictor.observe(row, counted_TK)
+            activated, counts = distinct(counted_TK)
+            for cell in cells:
+                cell.row(row, activated, counts, step.phase)
+    return cells
+
+
+def distinct(experts_TK: Ints) -> tuple[Ints, Ints]:
+    """The experts activated, ascending, and the tokens of each."""
+    if len(experts_TK) == 1:
+        return np.sort(experts_TK[0]), np.ones_like(experts_TK[0])
+    return np.unique(experts_TK, return_counts=True)
+
+
+def _touches(steps: Sequence[RecordedStep]) -> Iterator[tuple[int, Ints]]:
+    for recorded in steps:
+        counted_T = recorded.step.counted_T
+        for row, experts_TK in enumerate(recorded.experts_LTK):
+            yield row, np.unique(experts_TK if counted_T is None else experts_TK[counted_T])
