@@ -37,6 +37,11 @@ HostMemory = Annotated[
     ),
 ]
 Policy = Annotated[str, typer.Option(help=f"Which expert leaves first: {', '.join(POLICIES)}.")]
+Prefetch = Annotated[bool, typer.Option("--prefetch", help="Load experts ahead of their layer.")]
+History = Annotated[
+    Path | None,
+    typer.Option(help="File to go on learning from and to write at the end.", dir_okay=False),
+]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")]
 Implementation = Annotated[
     str,
@@ -66,6 +71,8 @@ def run(
     seed: Seed = None,
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
+    prefetch: Prefetch = False,
+    history: History = None,
     dtype: Dtype = "auto",
     implementation: Implementation = "grouped_mm",
     as_json: Annotated[
@@ -77,7 +84,15 @@ def run(
 ) -> None:
     """Continue a prompt."""
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    with open_model(model, host_memory, policy, dtype, implementation) as moe:
+    with open_model(
+        model,
+        host_memory=host_memory,
+        policy=policy,
+        prefetch=prefetch,
+        history=history,
+        dtype=dtype,
+        experts_implementation=implementation,
+    ) as moe:
         stream = moe.stream(
             text, max_new_tokens=max_new_tokens, **sampling(temperature, top_p, seed)
         )
@@ -101,11 +116,21 @@ def chat(
     seed: Seed = None,
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
+    prefetch: Prefetch = False,
+    history: History = None,
     dtype: Dtype = "auto",
     implementation: Implementation = "grouped_mm",
 ) -> None:
     """Talk to a model; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
-    with open_model(model, host_memory, policy, dtype, implementation) as moe:
+    with open_model(
+        model,
+        host_memory=host_memory,
+        policy=policy,
+        prefetch=prefetch,
+        history=history,
+        dtype=dtype,
+        experts_implementation=implementation,
+    ) as moe:
         if moe.tokenizer.chat_template is None:
             raise MoEInfinityError(
                 f"{model} has no chat template; use `moe-infinity run` with a prompt"
@@ -161,7 +186,7 @@ def trace(
 
     texts = read_prompts(prompts)[:limit]
     with (
-        open_model(model, host_memory, policy, dtype, "grouped_mm") as moe,
+        open_model(model, host_memory=host_memory, policy=policy, dtype=dtype) as moe,
         Progress(console=stderr, transient=True) as progress,
     ):
         task = progress.add_task("tracing", total=len(texts))
@@ -232,9 +257,7 @@ def simulate(
 
 
 @contextmanager
-def open_model(
-    model: str, host_memory: str | None, policy: str, dtype: str, implementation: str
-) -> Iterator[Any]:
+def open_model(model: str, **options: Any) -> Iterator[Any]:
     # Imported here: torch and transformers take seconds that --help should not cost.
     from transformers.utils.logging import disable_progress_bar
 
@@ -242,13 +265,7 @@ def open_model(
 
     if not stderr.is_terminal:
         disable_progress_bar()
-    with MoE(
-        model,
-        host_memory=host_memory,
-        policy=policy,
-        dtype=dtype,
-        experts_implementation=implementation,
-    ) as moe:
+    with MoE(model, **options) as moe:
         yield moe
 
 

@@ -30,9 +30,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 LEGACY_IGNORED = {
     "offload_path": "experts are read in place from the checkpoint, no copy is kept; remove it",
     "device_memory_ratio": "the device tier is not built yet, experts run on the CPU; remove it",
-    "trace_capacity": "matching against earlier requests is not built yet; remove it",
-    "trace_path": "record a trace with `moe-infinity trace` instead; remove it",
-    "prefetch": "prefetching is not built yet; remove it",
+    "trace_capacity": "the collection of earlier requests keeps 120; remove it",
+    "trace_path": "use `history`, a file that is made when the model is closed",
     "num_threads": "use `num_read_threads` for disk reads and torch.set_num_threads() for compute",
 }
 
@@ -62,6 +61,8 @@ class OffloadConfig:
         None  # for expert slots: bytes, "8GiB", "25%" of all experts; None: what is free
     )
     policy: str = ACTIVATION_AWARE  # which expert leaves first, one of POLICIES
+    prefetch: bool = False  # load experts ahead of their layer; needs a policy that predicts
+    history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
     experts_implementation: str = (
@@ -77,6 +78,12 @@ class OffloadConfig:
             )
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
+        if not isinstance(self.history, str | Path | None):
+            raise ConfigError(f"history must be a file name, got {self.history!r}")
+        if self.history is not None and self.policy != ACTIVATION_AWARE:
+            raise ConfigError(f"policy {self.policy} keeps no history, {ACTIVATION_AWARE} does")
+        if type(self.prefetch) is not bool:
+            raise ConfigError(f"prefetch must be True or False, got {self.prefetch!r}")
         if self.host_memory is not None:
             parse_size(self.host_memory, whole_bytes=0)
         threads = self.num_read_threads

@@ -34,6 +34,8 @@ from moe_infinity.errors import (
 )
 from moe_infinity.models import experts_backend
 from moe_infinity.models.loading import load_without_experts
+from moe_infinity.models.signature import signature_of
+from moe_infinity.prefetch.history import load_history, save_history
 from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.runtime import ExpertRuntime
 from moe_infinity.streaming import TextStream
@@ -74,6 +76,12 @@ class MoE:
             self._runtime = ExpertRuntime(loaded.plan, loaded.reader, self.config)
         except BaseException:
             loaded.reader.close()
+            raise
+        self._signature = signature_of(self.model, loaded.plan.rows)
+        try:
+            self._load_history()
+        except BaseException:
+            self._runtime.close()
             raise
         self._steps = experts_backend.attach(self.model, loaded.plan.rows, self._runtime)
 
@@ -159,6 +167,7 @@ class MoE:
             prefill=counters.prefill,
             decode=counters.decode,
             startup_bytes_read=self._startup_bytes_read,
+            prefetches=copy.copy(runtime.table.prefetches),
             evictions=runtime.table.evictions,
             tiers=(host, disk),
         )
@@ -169,8 +178,9 @@ class MoE:
             self._runtime.table.check_invariants()
 
     def close(self) -> None:
-        """Stop the read threads and close the files. Waits for a running `generate()`. Again is
-        harmless.
+        """Stop the read threads, close the files, write the history if there is to be one. Waits
+        for a running `generate()`. Again is harmless. Raises TraceError if the history cannot be
+        written; everything is closed then.
         """
         with self._lock:
             if self._is_closed:
@@ -178,6 +188,19 @@ class MoE:
             self._is_closed = True
             self._steps.close()
             self._runtime.close()
+            self._save_history()
+
+    def _load_history(self) -> None:
+        """Go on from what earlier runs learned, if there were any. Raises TraceError."""
+        file, predictor = self.config.history, self._runtime.predictor
+        if file is not None and predictor is not None and Path(file).exists():
+            load_history(Path(file), predictor, signature=self._signature)
+
+    def _save_history(self) -> None:
+        file, predictor = self.config.history, self._runtime.predictor
+        if file is not None and predictor is not None:
+            predictor.finish(self._runtime.recorder.request_eams())
+            save_history(Path(file), predictor, signature=self._signature)
 
     def _refuse_saving(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedModelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moe_infinity.cache.counters import PhaseCounters
+from moe_infinity.cache.counters import PhaseCounters, PrefetchCounters
 from moe_infinity.memory.host import format_bytes
 
 
@@ -27,6 +27,7 @@ class Report:
     prefill: PhaseCounters
     decode: PhaseCounters
     startup_bytes_read: int  # headers and dense weights
+    prefetches: PrefetchCounters
     evictions: int
     tiers: tuple[TierOccupancy, ...]
 
@@ -48,6 +49,8 @@ class Report:
             "bytes_read": self.bytes_read,
             "startup_bytes_read": self.startup_bytes_read,
             "stall_s": self.stall_s,
+            "prefetch": self.prefetches.as_dict()
+            | {"coverage": self.prefetches.coverage(self.decode.misses)},
             "evictions": self.evictions,
             "tiers": {
                 t.tier: {
@@ -75,6 +78,12 @@ class Report:
             lines.append(
                 f"{t.tier:8}  {t.experts:,} of {t.capacity:,} experts ({share:.0%}), "
                 f"{format_bytes(t.capacity_bytes)}"
+            )
+        ahead = self.prefetches
+        if ahead.begun:
+            lines.append(
+                f"prefetch  {ahead.begun:,} loads: {ahead.useful:,} useful, {ahead.late:,} late, "
+                f"{ahead.wasted:,} wasted"
             )
         lines.append(
             f"policy {self.policy}, {self.evictions:,} evictions, "

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.cache.counters import Counters
@@ -30,6 +31,7 @@ from moe_infinity.kernels.dispatch import RoutedRows
 from moe_infinity.kernels.reference import expert_mlp
 from moe_infinity.memory.host import HostSlots, num_host_slots
 from moe_infinity.memory.mover import Mover
+from moe_infinity.memory.prefetcher import Prefetcher
 from moe_infinity.memory.reader import Reader
 from moe_infinity.models.planning import Plan
 from moe_infinity.prefetch.predictors import Predictor
@@ -73,6 +75,9 @@ class ExpertRuntime:
         self._bytes_per_expert = [recipes.bytes_per_expert() for recipes in plan.recipes]
         self._is_eager = config.experts_implementation == "eager"
         self._mover = Mover(self.table, self._read_expert, num_threads=config.num_read_threads)
+        self._prefetcher: Prefetcher | None = None
+        if config.prefetch:
+            self._prefetcher = Prefetcher(self.table, self.policy, self._mover)
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
@@ -107,10 +112,9 @@ class ExpertRuntime:
             self._mover.recover()
         self._is_mid_layer = True
         phase = self.recorder.step.phase
-        counted_TK = self.recorder.record(moe_row, index_TK)
-        if self.predictor is not None:
-            self.predictor.observe(moe_row, counted_TK)
-        self.policy.touch(moe_row, rows.activated, rows.counts)
+        self._learn(moe_row, index_TK, rows)
+        if self._prefetcher is not None:
+            self._prefetcher.begin_row(self.counters)
         keys = self._keys[moe_row]
         waiting = [keys[expert_idx] for expert_idx in rows.activated]
         counters = self.counters.of(phase)
@@ -122,6 +126,9 @@ class ExpertRuntime:
                 if held.absent:
                     self._mover.load_now(held.absent, held.slot_ids)
                     counters.bytes_read += len(held.absent) * self._bytes_per_expert[moe_row]
+                if self._prefetcher is not None and phase is Phase.DECODE:
+                    for key in self._prefetcher.begin_loads(moe_row):
+                        counters.bytes_read += self._bytes_per_expert[key.moe_row]
                 for key in self._mover.arrivals(wave, counters):
                     weights = self._views[moe_row][held.slot_ids[key]]
                     out_RD = expert_mlp(experts, weights, rows.inputs_of(key.expert_idx))
@@ -129,6 +136,13 @@ class ExpertRuntime:
             waiting = [key for key in waiting if key not in held.slot_ids]
         self._is_mid_layer = False
         return rows.sum(x_TD.dtype)
+
+    def _learn(self, moe_row: int, index_TK: NDArray[np.int64], rows: RoutedRows) -> None:
+        """Tell everyone who keeps account what this row was routed to."""
+        counted_TK = self.recorder.record(moe_row, index_TK)
+        if self.predictor is not None:
+            self.predictor.observe(moe_row, counted_TK)
+        self.policy.touch(moe_row, rows.activated, rows.counts)
 
     def _read_expert(self, key: ExpertKey, slot_id: int) -> None:
         """Fill a slot; runs in a read thread."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from moe_infinity.trace.recorder import Step
 
-LEAST = 1e-5  # of a chance: what is never expected still has an order
+LEAST = np.float32(1e-5)  # of a chance that is divided by
 
 
 class Chances(Protocol):
@@ -44,14 +44,12 @@ class ActivationAware:
         self._rows_ahead = ahead[:, :, None]  # [current row, R, 1]
         self._num_rows = np.float32(num_rows)
         self._row = num_rows - 1
-        self._p_RE = np.zeros((num_rows, 1), dtype=np.float32)
-        self._wait_RE = self._p_RE  # expected rows to the use after the first chance
+        # Expected rows from the first chance to the use, if it is not the use.
+        self._wait_RE = np.zeros_like(chances.next_use_RE)
         self._scores: NDArray[np.float32] | None = None
 
     def begin_step(self, step: Step) -> None:
         self._row, self._scores = -1, None
-        self._p_RE = np.maximum(self._chances.next_use_RE, LEAST)
-        self._wait_RE = np.empty_like(self._p_RE)
         self._update(slice(None))
 
     def touch(self, moe_row: int, experts: object, counts: object = 1) -> None:
@@ -60,15 +58,15 @@ class ActivationAware:
 
     def _update(self, rows: int | slice) -> None:
         """The chances of these rows have changed."""
-        p_RE, wait_RE = self._p_RE[rows], self._wait_RE[rows]
-        np.maximum(self._chances.next_use_RE[rows], LEAST, out=p_RE)
-        np.subtract(self._num_rows, p_RE * self._num_rows, out=wait_RE)
+        wait_RE = self._wait_RE[rows]
+        np.multiply(self._chances.next_use_RE[rows], self._num_rows, out=wait_RE)
+        np.subtract(self._num_rows, wait_RE, out=wait_RE)
         wait_RE /= np.maximum(self._chances.later_use_RE[rows], LEAST)
 
     def chances(self) -> NDArray[np.float32]:
         """[R, E]: of being used when its row comes next."""
         self._chances.look_ahead(self._row)
-        if self._row + 1 < len(self._p_RE):
+        if self._row + 1 < len(self._wait_RE):
             self._update(self._row + 1)
         self._scores = None
         return self._chances.next_use_RE
@@ -76,7 +74,7 @@ class ActivationAware:
     def scores(self) -> NDArray[np.float32]:
         if self._scores is None:
             ahead_R1 = self._rows_ahead[self._row]
-            once_RE = self._p_RE / ahead_R1
+            once_RE = self._chances.next_use_RE / ahead_R1
             until_RE = self._wait_RE + ahead_R1
             np.reciprocal(until_RE, out=until_RE)
             self._scores = np.maximum(once_RE, until_RE, out=once_RE)

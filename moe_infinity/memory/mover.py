@@ -1,13 +1,16 @@
 """The one object that copies experts. It moves what the residency table has reserved a slot for.
 
 One thread decides: loads begin and end only in calls of its owner; the read threads do nothing but
-fill slots. Every wait is bounded, and the time spent waiting is counted.
+fill slots. Demand loads have threads of their own, so no queue of prefetches stands before them; a
+prefetch that is asked for before a thread took it up becomes a demand load. Every wait is bounded,
+and the time spent waiting is counted.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from moe_infinity.cache.counters import PhaseCounters
@@ -17,6 +20,9 @@ from moe_infinity.experts import ExpertKey, Residency
 
 # One expert from a slow network disk takes seconds; past this something is wrong.
 LOAD_TIMEOUT_S = 120.0
+LOAD_TIME_RATE = 0.1  # of the moving average of the time a load takes
+
+logger = logging.getLogger(__name__)
 
 
 class Mover:
@@ -30,15 +36,41 @@ class Mover:
         self._table = table
         self._read = read
         self._num_threads = num_threads
-        self._pool = self._make_pool()
+        self._pool, self._ahead_pool = self._make_pools()
         self._loading: dict[ExpertKey, Future[None]] = {}
+        self._ahead: dict[ExpertKey, int] = {}  # prefetches no layer has asked for yet, and slots
+        self.load_s = 0.0  # what a prefetch took lately; 0 before the first
 
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: dict[ExpertKey, int]) -> None:
         """Start loads the current layer waits for. The slots are reserved already."""
         for key in keys:
             self._loading[key] = self._pool.submit(self._read, key, slot_ids[key])
 
-    def arrivals(self, keys: Iterable[ExpertKey], counters: PhaseCounters) -> Iterator[ExpertKey]:
+    def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
+        """Queue loads no layer waits for yet, one at a time. The slots are reserved already."""
+        for key, slot_id in slot_ids.items():
+            self._loading[key] = self._ahead_pool.submit(self._read_timed, key, slot_id)
+            self._ahead[key] = slot_id
+
+    def _read_timed(self, key: ExpertKey, slot_id: int) -> None:
+        started = time.perf_counter()
+        self._read(key, slot_id)
+        took_s = time.perf_counter() - started
+        self.load_s += (took_s - self.load_s) * (LOAD_TIME_RATE if self.load_s else 1)
+
+    def settle(self) -> float:
+        """Take note of the prefetches that arrived; seconds until the others will have. One that
+        failed is dropped: whoever needs the expert will meet the error.
+        """
+        for key in [key for key in self._ahead if self._loading[key].done()]:
+            del self._ahead[key]
+            try:
+                self._finish(key)
+            except Exception as error:
+                logger.warning("prefetch of %s failed: %s", key, error)
+        return len(self._ahead) * self.load_s
+
+    def arrivals(self, keys: Sequence[ExpertKey], counters: PhaseCounters) -> Iterator[ExpertKey]:
         """Every key as its expert is there: residents at once, the others as they arrive.
 
         Raises what a failed read raised (its slot is free again), or LoadTimeout.
@@ -47,6 +79,10 @@ class Mover:
             assert self._table.num_loading == 0, self._table.loading_keys()
             yield from keys
             return
+        for key in self._ahead.keys() & keys:  # those still in the queue become demand loads
+            slot_id = self._ahead.pop(key)
+            if self._loading[key].cancel():
+                self._loading[key] = self._pool.submit(self._read, key, slot_id)
         waiting: dict[Future[None], ExpertKey] = {}
         for key in keys:
             future = self._loading.get(key)
@@ -78,16 +114,25 @@ class Mover:
                 f"{len(late)} experts of an earlier step did not arrive "
                 f"within {LOAD_TIMEOUT_S:.0f} s"
             )
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._pool = self._make_pool()
+        self._shut_down()
+        self._pool, self._ahead_pool = self._make_pools()
         for key in self._table.loading_keys():
             future = self._loading.get(key)
             arrived = future is not None and not future.cancelled() and not future.exception()
             (self._table.finish_load if arrived else self._table.cancel_load)(key)
         self._loading.clear()
+        self._ahead.clear()
 
-    def _make_pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._num_threads, thread_name_prefix="moe-infinity-read")
+    def _make_pools(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+        """For demand loads and for prefetches. Threads start with their first load."""
+        return (
+            ThreadPoolExecutor(self._num_threads, thread_name_prefix="moe-infinity-read"),
+            ThreadPoolExecutor(1, thread_name_prefix="moe-infinity-prefetch"),
+        )
+
+    def _shut_down(self) -> None:
+        for pool in (self._pool, self._ahead_pool):
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def _finish(self, key: ExpertKey) -> None:
         """The read of `key` ended: tell the table, and the caller if it failed."""
@@ -100,4 +145,4 @@ class Mover:
 
     def close(self) -> None:
         """Drop what has not begun and wait for the reads that have."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._shut_down()

@@ -20,6 +20,8 @@ from moe_infinity.experts import ExpertKey
 
 MIN_CHANCE = 0.1  # of being used: below, a prefetch costs more than it saves (docs/experiments.md)
 
+LOADING_SHARE = 4  # of the slots, one in so many may be loading: the others are for demand
+
 
 @runtime_checkable
 class PredictingPolicy(EvictionPolicy, Protocol):
@@ -37,6 +39,7 @@ class Planner:
             raise ConfigError(f"{type(policy).__name__} predicts nothing, so it cannot prefetch")
         self._table = table
         self._policy = policy
+        self._most_loading = table.num_slots // LOADING_SHARE
 
     def plan(self, row: int, *, load_s: float, row_s: float, queued_s: float) -> list[ExpertKey]:
         """The loads to begin while `row` computes, the most useful first.
@@ -46,6 +49,7 @@ class Planner:
         expert scored higher than what it brings.
         """
         num_loads = ceil((row_s - queued_s) / load_s)
+        num_loads = min(num_loads, self._most_loading - self._table.num_loading)
         if num_loads <= 0:
             return []
         chances_RE = self._policy.chances()

@@ -55,7 +55,8 @@ FORGET_EVERY = 64  # steps between two looks for full counters
 MATCH_EVERY = 8  # steps between two matches with the collection
 NUM_NEAREST = 5
 EAMC_CAPACITY = 120  # paper §9.6: the plateau
-LEAST = 1e-4  # of a probability, before its logarithm is taken
+LEAST = np.float32(1e-4)  # of a probability, before its logarithm is taken
+KEPT, ADDED = np.float32(1 - REQUEST_RATE), np.float32(REQUEST_RATE)
 
 
 class Predictor:
@@ -114,6 +115,19 @@ class Predictor:
             mine = slice(None) if is_one_each else sequence_T == sequence
             run.begin_step(self, step.phase, token_ids_T[mine])
         self._unite(slice(None))
+
+    def finish(self, running: Sequence[RequestEam]) -> None:
+        """No more steps come: learn from the last one and keep the requests it belonged to."""
+        for run in self._runs:
+            run.learn(self)
+        for eam in running:
+            self.eamc.add(eam)
+
+    def take_over(self, eamc: Eamc, base_RE: Floats, weights: Floats, num_tokens: int) -> None:
+        """Go on from what an earlier predictor learned; no step has begun yet."""
+        self.eamc, self.num_tokens = eamc, num_tokens
+        self.base_RE[:] = base_RE
+        self.weights = weights * self._mask
 
     def observe(self, moe_row: int, experts_TK: Ints) -> None:
         """The routing of the counted tokens in one row of this step."""
@@ -238,13 +252,13 @@ class SequencePredictor:
         self._experts.append(experts_TK)
         last_K, recent_E = experts_TK[-1], self.recent_RE[row]
         if len(experts_TK) == 1:
-            recent_E *= np.float32(1 - REQUEST_RATE)
-            recent_E[last_K] += np.float32(REQUEST_RATE)
+            recent_E *= KEPT
+            recent_E[last_K] += ADDED
         else:
             self._observe_many(recent_E, experts_TK)
         logs_FE, next_FE = self._logs_FE, self._next_FRE[:, row]
         np.maximum(recent_E, LEAST, out=logs_FE[0])
-        logs_FE[1] = model.transitions.probabilities(row, last_K, model.base_RE[row])
+        model.transitions.probabilities(row, last_K, model.base_RE[row], logs_FE[1])
         np.log(logs_FE, out=logs_FE)
         np.subtract(logs_FE, model.log_base_RE[row], out=next_FE[REQUEST : TRANSITION + 1])
         self.chance_RE[row] = _sigmoid(model.weights[NEXT].dot(next_FE))
@@ -254,10 +268,11 @@ class SequencePredictor:
         if len(self._experts) <= row:  # it has no token in this step
             return
         last_K, row = self._experts[row][-1], row + 1
-        follow_E = model.layers.probabilities(row, last_K, model.base_RE[row])
-        np.log(follow_E, out=follow_E)
         now_FE = self._now_FRE[:, row]
-        np.subtract(follow_E, model.log_base_RE[row], out=now_FE[LAYER])
+        follow_E = now_FE[LAYER]
+        model.layers.probabilities(row, last_K, model.base_RE[row], follow_E)
+        np.log(follow_E, out=follow_E)
+        follow_E -= model.log_base_RE[row]
         self.chance_RE[row] = _sigmoid(model.weights[AHEAD].dot(now_FE))
 
     def _observe_many(self, recent_E: Floats, experts_TK: Ints) -> None:
@@ -303,9 +318,12 @@ class SequencePredictor:
         self._experts = []
 
 
+LOWEST_ODDS = np.float32(-30)
+
+
 def _sigmoid(odds: Floats) -> Floats:
     """In place; log odds below -30 are as good as never."""
-    np.maximum(odds, -30, out=odds)
+    np.maximum(odds, LOWEST_ODDS, out=odds)
     np.negative(odds, out=odds)
     np.exp(odds, out=odds)
     odds += 1

@@ -5,6 +5,8 @@ token id goes to. Learned online; old evidence fades because full counters are h
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +41,13 @@ class FollowTable:
         self.uses[rows_R[:, None], before_RK] += 1
         self._trust = 1 / (self.uses + np.float32(PRIOR))
 
+    def restore(self, counts: NDArray[Any], uses: NDArray[Any]) -> None:
+        """Take up what another table had. Raises ValueError for arrays of another shape."""
+        if (counts.shape, uses.shape) != (self.counts.shape, self.uses.shape):
+            raise ValueError(f"counts {counts.shape} and uses {uses.shape}")
+        self.counts[:], self.uses[:] = counts, uses
+        self._trust = 1 / (self.uses + np.float32(PRIOR))
+
     def forget(self) -> None:
         """Halve what is full."""
         full = self.uses > FULL
@@ -47,14 +56,13 @@ class FollowTable:
             self.uses[full] /= 2
             self._trust = 1 / (self.uses + np.float32(PRIOR))
 
-    def probabilities(self, row: int, experts_K: Ints, base_E: Floats) -> Floats:
-        """[E]: the mean over the K experts of what followed each."""
+    def probabilities(self, row: int, experts_K: Ints, base_E: Floats, out_E: Floats) -> None:
+        """The mean over the K experts of what followed each, mixed with the base rate."""
         num = len(experts_K)
         trust_K = self._trust[row].take(experts_K)
-        seen_E: Floats = trust_K.dot(self.counts[row].take(experts_K, axis=0))
-        seen_E += base_E * (np.float32(PRIOR) * trust_K.dot(self._ones[:num]))
-        seen_E /= num
-        return seen_E
+        np.multiply(base_E, PRIOR / num * float(trust_K.dot(self._ones[:num])), out=out_E)
+        trust_K /= num
+        out_E += trust_K.dot(self.counts[row].take(experts_K, axis=0))
 
 
 class TokenTable:
@@ -80,6 +88,28 @@ class TokenTable:
             self.uses[int(after), slot] //= 2
         self.counts[int(after), slot, self._rows, experts_RK] += 1
         self.uses[int(after), slot] += 1
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """What is known, the id used longest ago first."""
+        slots = list(self._slots.values())
+        return {
+            "token_ids": np.array(list(self._slots), dtype=np.int64),
+            "token_counts": self.counts[:, slots],
+            "token_uses": self.uses[:, slots],
+        }
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take up what `arrays()` gave, as much of the newest as there is room for. Raises
+        ValueError for arrays of another shape.
+        """
+        ids, counts, uses = (arrays[f"token_{name}"] for name in ("ids", "counts", "uses"))
+        num = len(ids) if ids.ndim == 1 else -1
+        if (counts.shape, uses.shape) != ((2, num, *self.counts.shape[2:]), (2, num)):
+            raise ValueError(f"token tables of shapes {ids.shape}, {counts.shape}, {uses.shape}")
+        first = max(num - self.uses.shape[1], 0)
+        self._slots = OrderedDict((int(t), slot) for slot, t in enumerate(ids[first:]))
+        self.counts[:, : num - first] = counts[:, first:]
+        self.uses[:, : num - first] = uses[:, first:]
 
     def evidence(
         self, token_id: int, *, after: bool, base_RE: Floats, log_base_RE: Floats

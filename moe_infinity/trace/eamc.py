@@ -10,23 +10,18 @@ simulator run this same code. Shapes: P stored requests, L MoE rows, E experts.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.errors import ConfigError, TraceError
+from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Phase
 from moe_infinity.trace.eam import RequestEam
-from moe_infinity.trace.tracefile import DAMAGED
 
-FORMAT_VERSION = 1
 TINY = np.finfo(np.float64).tiny  # what squared norms start from: 0 / sqrt(TINY) is 0, 0 / 0 is not
 FEW = 8  # up to here taking the best out one by one beats sorting: 4 and 25 us for 5 of 1,000
 
@@ -147,39 +142,6 @@ class Eamc:
         for idx in range(len(decode_PLE)):
             eamc._store(idx, {phase: s[idx] for phase, s in stored.items()})
         return eamc
-
-    def save(self, path: Path, *, signature: str) -> None:
-        """Write an .npz. `signature` tells the model whose requests these are. Raises TraceError,
-        and leaves neither a partial file nor a changed old one.
-        """
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        identity = {"format_version": np.array(FORMAT_VERSION), "signature": np.array(signature)}
-        try:
-            with partial.open("wb") as file:
-                np.savez_compressed(file, **identity, **self.arrays())  # type: ignore[arg-type]
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except OSError as error:
-            reason = error.strerror or error
-            raise TraceError(f"{path}: the EAMC could not be written: {reason}") from error
-        finally:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-
-    @classmethod
-    def load(cls, path: Path, *, signature: str) -> Eamc:
-        """Read what `save` wrote. Raises TraceError if it is damaged or of another `signature`."""
-        try:
-            with path.open("rb") as stream, np.lib.npyio.NpzFile(stream) as file:
-                arrays = {name: np.asarray(file[name]) for name in file.files}
-            for name, expected in (("format_version", FORMAT_VERSION), ("signature", signature)):
-                found = arrays[name].tolist() if name in arrays else None
-                if found != expected:
-                    raise ValueError(f"{name} {found!r}, expected {expected!r}")
-            return cls.from_arrays(arrays)
-        except DAMAGED as error:
-            raise TraceError(f"{path}: not an EAMC for this model: {error}") from error
 
 
 class EamcMatch:

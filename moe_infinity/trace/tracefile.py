@@ -7,31 +7,25 @@
     steps        int64 [tokens]  optional               tokens of one forward pass share a number
     num_experts  int64           optional               experts per row
 
-A file is complete or it does not exist: it is written beside its name and renamed.
+Without `token_ids`, a `sequences.jsonl` beside the file that lists `generated_tokens` for each
+sequence gives each different string a number.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import zipfile
-import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
+from moe_infinity.trace.archive import DAMAGED, read_arrays, write_arrays
 
 Ints = NDArray[np.int64]
-
-# What numpy and zipfile raise at files that are no archive of arrays; RuntimeError when encrypted,
-# MemoryError when an array claims to be larger than anything.
-DAMAGED = (OSError, ValueError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +62,15 @@ def save_trace(path: Path, sequences: Sequence[SequenceTrace], *, num_experts: i
         raise TraceError(f"{path}: nothing was recorded, so no trace is written")
     whole = SequenceTrace.concatenate(sequences)
     assert int(whole.experts_TLK.max(initial=0)) < num_experts, num_experts
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            np.savez_compressed(
-                file,
-                experts=whole.experts_TLK.astype(np.uint8 if num_experts <= 256 else np.uint16),
-                offsets=np.cumsum([0, *(len(s.token_ids_T) for s in sequences)], dtype=np.int64),
-                token_ids=whole.token_ids_T,
-                is_prefill=whole.is_prefill_T,
-                steps=whole.steps_T,
-                num_experts=np.int64(num_experts),
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise TraceError(
-            f"{path}: the trace could not be written: {error.strerror or error}"
-        ) from error
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+    arrays = {
+        "experts": whole.experts_TLK.astype(np.uint8 if num_experts <= 256 else np.uint16),
+        "offsets": np.cumsum([0, *(len(s.token_ids_T) for s in sequences)], dtype=np.int64),
+        "token_ids": whole.token_ids_T,
+        "is_prefill": whole.is_prefill_T,
+        "steps": whole.steps_T,
+        "num_experts": np.int64(num_experts),
+    }
+    write_arrays(path, arrays, what="trace")
 
 
 def load_trace(path: Path) -> Trace:
@@ -97,7 +78,7 @@ def load_trace(path: Path) -> Trace:
     one.
     """
     try:
-        arrays = _read_arrays(path)
+        arrays = read_arrays(path, expected={"experts", "offsets"})
     except DAMAGED as error:
         raise TraceError(f"{path}: not a trace: {error}") from error
     experts, offsets = arrays["experts"], arrays["offsets"]
@@ -158,17 +139,3 @@ def _one_after_the_other(is_prefill_T: NDArray[np.bool_], offsets: Ints) -> Ints
     begins_step_T[offsets[offsets < len(is_prefill_T)]] = True
     steps_T: Ints = np.cumsum(begins_step_T) - 1
     return steps_T
-
-
-def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz. Raises OSError, ValueError and what a damaged zip raises."""
-    with path.open("rb") as stream:
-        file = np.load(stream, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ValueError("one array, not an archive of arrays")
-        arrays = {name: file[name] for name in file.files}
-    if not {"experts", "offsets"} <= arrays.keys():
-        raise ValueError(f"arrays {sorted(arrays)}, expected at least experts and offsets")
-    if not all(isinstance(array, np.ndarray) for array in arrays.values()):
-        raise ValueError("an archive of other files than arrays")
-    return arrays

@@ -1,0 +1,187 @@
+"""What the experiments share: which requests, how they are replayed, and how results are shown.
+
+Every experiment asks one question and is one file: `--help` says what it takes, the last line it
+prints is one JSON object, and `--plot FILE` draws a figure where matplotlib is installed. Requests
+are drawn by seed 0. Of the gpt-oss trace places 120 to 239 of the permutation are the *development*
+requests, which hyper-parameters were chosen on; places 0 to 119 are the *report* requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_infinity.simulator.hardware import Hardware
+from moe_infinity.simulator.laboratory import num_slots_of
+from moe_infinity.simulator.replay import Cell, Setup, replay
+from moe_infinity.simulator.schedule import interleave, steps_of
+from moe_infinity.trace.tracefile import SequenceTrace, load_trace
+
+TRACES = {"gpt-oss": "gpt-oss-20b_decode", "deepseek": "deepseek-v2-lite_esft"}
+TITLES = {"gpt-oss": "gpt-oss-20b", "deepseek": "DeepSeek-V2-Lite", "demo": "demo model"}
+NUM_REPORT = 120  # requests of the report part, and of the development part
+UNIT = Hardware(bytes_per_s=1.0, expert_bytes=1, layer_s=1.0)  # where only hits are asked for
+
+# Okabe and Ito's palette, told apart by colour-blind readers; a policy has one colour everywhere.
+COLOURS = {
+    "activation-aware": "#D55E00",
+    "lru": "#0072B2",
+    "lfu": "#56B4E9",
+    "request-lfu": "#009E73",
+    "neighbor": "#7F7F7F",
+    "per-layer-lru": "#CC79A7",
+    "counts": "#F0E442",
+    "moe-infinity-v3": "#E69F00",
+    "belady": "#000000",
+    "clairvoyant": "#000000",
+}
+MARKERS = dict(zip(COLOURS, "osv^xDP*..", strict=True))
+
+
+def parser(doc: str | None, *, requests: int, full: int | None = NUM_REPORT) -> Any:
+    """The arguments that all experiments take."""
+    parsed = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parsed.add_argument("data", type=Path, nargs="?", default=Path("../shared/data"))
+    of = f"requests of each trace (default {requests}" + (f", all is {full})" if full else ")")
+    parsed.add_argument("--requests", type=int, default=requests, help=of)
+    parsed.add_argument("--plot", type=Path, metavar="FILE", help="write a figure, .svg or .png")
+    parsed.add_argument("--traces", default=",".join(TRACES), help="default: %(default)s")
+    return parsed
+
+
+def folders(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    """Name and folder of the traces asked for; says so where one is not there."""
+    for name in args.traces.split(","):
+        folder = args.data / "traces" / TRACES[name]
+        if (folder / "experts.npz").is_file():
+            yield name, folder
+        else:
+            print(f"skipped {name}: {folder} has no trace")
+
+
+def requests_of(
+    name: str, folder: Path, num: int, *, part: str = "report"
+) -> tuple[list[SequenceTrace], int]:
+    """So many requests of one part, and experts per row. The DeepSeek trace is too small for parts:
+    all of it was looked at; in the order of the file if all are wanted.
+    """
+    trace = load_trace(folder / "experts.npz")
+    total = len(trace.sequences)
+    order = np.random.default_rng(0).permutation(total)
+    if name == "gpt-oss":
+        first = NUM_REPORT * (part == "development")
+        order = order[first : first + min(num, NUM_REPORT)]
+    else:
+        order = np.arange(total) if num >= NUM_REPORT else order[:num]
+    return interleave([trace.sequences[i] for i in order], 1), trace.num_experts
+
+
+def describe(name: str, sequences: Sequence[SequenceTrace], warmup: int) -> dict[str, Any]:
+    """The conditions, for people and for the JSON line."""
+    tokens = sum(len(s.steps_T) for s in sequences)
+    print(f"{TITLES[name]}: {len(sequences)} requests, {tokens} tokens, {warmup} to warm up")
+    return {"trace": name, "requests": len(sequences), "tokens": tokens, "warmup": warmup}
+
+
+def run(
+    sequences: Sequence[SequenceTrace],
+    policies: Sequence[str],
+    capacities: Sequence[str],
+    *,
+    num_experts: int,
+    warmup: int,
+    prefetch: bool = False,
+    hardware: Hardware = UNIT,
+    without: Sequence[str] = (),
+) -> dict[tuple[str, str], Cell]:
+    """Every policy at every capacity, by (policy, capacity)."""
+    num_rows = sequences[0].experts_TLK.shape[1]
+    pairs = [(policy, capacity) for policy in policies for capacity in capacities]
+    setups = [
+        Setup(
+            policy=policy,
+            num_slots=num_slots_of(capacity, num_rows * num_experts),
+            prefetch=prefetch,
+            hardware=hardware,
+        )
+        for policy, capacity in pairs
+    ]
+    cells = replay(
+        steps_of(sequences),
+        setups,
+        num_rows=num_rows,
+        num_experts=num_experts,
+        warmup=warmup,
+        without=without,
+    )
+    return dict(zip(pairs, cells, strict=True))
+
+
+def percent(cell: Cell) -> float:
+    """The decode hit rate in percent."""
+    return round(100 * (cell.counters.decode.hit_rate or 0.0), 2)
+
+
+@contextmanager
+def constants(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """(module, name, value): other hyper-parameters for a while."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    try:
+        for module, name, value in changes:
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def finish(question: str, rows: Sequence[dict[str, Any]], **others: Any) -> None:
+    """The last line."""
+    print(json.dumps({"benchmark": f"policies/{question}", **others, "rows": list(rows)}))
+
+
+def figure(num_panels: int, *, height: float = 3.2) -> Any:
+    """Panels side by side: (figure, list of axes); None and a message without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("svg")
+        from matplotlib import pyplot
+    except ImportError:
+        print("no figure: matplotlib is not installed", file=sys.stderr)
+        return None
+    pyplot.rcParams.update({"font.size": 9, "svg.hashsalt": "policies", "axes.grid": True})
+    pyplot.rcParams.update({"grid.alpha": 0.3, "axes.axisbelow": True, "figure.dpi": 100})
+    width = 4.2 * num_panels
+    drawn, axes = pyplot.subplots(1, num_panels, figsize=(width, height), squeeze=False)
+    return drawn, list(axes[0])
+
+
+def save(drawn: Any, file: Path) -> None:
+    """Without the date, so that the same numbers give the same file."""
+    drawn.tight_layout()
+    drawn.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    print(f"figure: {file}")
+
+
+def line(axes: Any, policy: str, x: Sequence[Any], y: Sequence[float], **others: Any) -> None:
+    """One policy's line, in its colour."""
+    style = "--" if policy in ("belady", "clairvoyant") else "-"
+    axes.plot(
+        x,
+        y,
+        style,
+        color=COLOURS[policy],
+        marker=MARKERS[policy],
+        markersize=4,
+        linewidth=1.3,
+        label=others.pop("label", policy),
+        **others,
+    )

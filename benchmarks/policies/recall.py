@@ -1,0 +1,129 @@
+"""How many of the experts a token will use are predicted, and how far ahead?
+
+    python benchmarks/policies/recall.py ../shared/data --plot recall.svg
+
+Recall@n: the share of a token's K experts of a row that are among the n highest-scored, n = K and
+2 K. Three moments: right after a row was routed, for the *next* token; when the step starts (its
+token is known), for all rows; and after the row before, for the row *one ahead*. At step start the
+prediction for a row d rows ahead is the same for every d but 1: only the next row is refined, so
+distances 2, 4, 8 and 16 are the step-start prediction of those rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import common
+import numpy as np
+
+from moe_infinity.prefetch.predictors import Predictor
+from moe_infinity.simulator.schedule import steps_of
+from moe_infinity.trace.recorder import Recorder
+from moe_infinity.trace.tracefile import SequenceTrace
+
+STAGES = ("next token", "step start", "one row ahead")
+DISTANCES = (1, 2, 4, 8, 16)
+
+
+class Recall:
+    """Sums of found experts by stage, row and width."""
+
+    def __init__(self, num_rows: int, top_k: int) -> None:
+        self.widths = (top_k, 2 * top_k)
+        self.found = np.zeros((len(STAGES), num_rows, len(self.widths)))
+        self.asked = np.zeros((len(STAGES), num_rows))
+
+    def add(self, stage: int, row: int, chances_E: Any, experts_K: Any) -> None:
+        order = np.argpartition(-chances_E, (self.widths[0], self.widths[1]))
+        for i, width in enumerate(self.widths):
+            self.found[stage, row, i] += np.isin(experts_K, order[:width]).sum()
+        self.asked[stage, row] += len(experts_K)
+
+    def of(self, stage: int, width: int, rows: slice = slice(None)) -> float:
+        found = self.found[stage, rows, width].sum()
+        return float(found / max(self.asked[stage, rows].sum(), 1))
+
+
+def measure(
+    sequences: Sequence[SequenceTrace],
+    *,
+    num_experts: int,
+    warmup: int,
+    without: Sequence[str] = (),
+) -> Recall:
+    """Predict and observe, token by token; requests one after the other."""
+    num_rows, top_k = sequences[0].experts_TLK.shape[1:]
+    recorder = Recorder(num_rows, num_experts)
+    predictor = Predictor(num_rows, num_experts, without=without)
+    recall = Recall(num_rows, top_k)
+    next_RE = predictor.next_use_RE.copy()
+    for recorded in steps_of(sequences):
+        predictor.begin_step(recorded.step, recorder.begin_step(recorded.step))
+        start_RE = predictor.next_use_RE.copy()
+        is_counted = recorded.num_begun > warmup and not recorded.step.begins_B[0]
+        for row, experts_TK in enumerate(recorded.experts_LTK):
+            if is_counted:
+                made = (next_RE, start_RE, predictor.next_use_RE)  # by now; in the order of STAGES
+                for stage, chances_RE in enumerate(made):
+                    recall.add(stage, row, chances_RE[row], experts_TK[0])
+            predictor.observe(row, recorder.record(row, experts_TK))
+            next_RE[row] = predictor.next_use_RE[row]
+            predictor.look_ahead(row)
+    return recall
+
+
+def by_distance(recall: Recall, width: int) -> dict[int, float]:
+    """Of the rows that lie d rows after another row."""
+    ahead = {1: recall.of(2, width, slice(1, None))}
+    return ahead | {d: recall.of(1, width, slice(d, None)) for d in DISTANCES[1:]}
+
+
+def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for name, folder in common.folders(args):
+        sequences, num_experts = common.requests_of(name, folder, args.requests)
+        conditions = common.describe(name, sequences, len(sequences) // 6)
+        warmup = conditions["warmup"]
+        recall = measure(sequences, num_experts=num_experts, warmup=warmup)
+        for i, width in enumerate(recall.widths):
+            stages = {s: round(recall.of(n, i), 4) for n, s in enumerate(STAGES)}
+            distances = {d: round(of, 4) for d, of in by_distance(recall, i).items()}
+            print(f"recall@{width:<2} of {num_experts}: {stages}")
+            print(f"          by rows ahead: {distances}")
+            rows.append(
+                conditions | {"recall_at": width, "stages": stages, "rows_ahead": distances}
+            )
+    return rows
+
+
+def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(row["trace"] for row in rows))
+    if not names or (panels := common.figure(len(names), height=2.8)) is None:
+        return
+    drawn, all_axes = panels
+    for name, axes in zip(names, all_axes, strict=True):
+        for offset, row in enumerate(row for row in rows if row["trace"] == name):
+            places = np.arange(len(STAGES)) + (offset - 0.5) * 0.35
+            colour = (common.COLOURS["lru"], common.COLOURS["activation-aware"])[offset]
+            bars = axes.bar(
+                places, row["stages"].values(), 0.33, color=colour, label=f"@{row['recall_at']}"
+            )
+            axes.bar_label(bars, fmt="%.2f", fontsize=8)
+        axes.set(xticks=range(len(STAGES)), xticklabels=STAGES, ylim=(0, 1.05), ylabel="recall")
+        axes.set_title(common.TITLES[name])
+        axes.legend(fontsize=8, loc="lower right")
+    common.save(drawn, args.plot)
+
+
+def main() -> None:
+    args = common.parser(__doc__, requests=40).parse_args()
+    rows = rows_of(args)
+    if args.plot:
+        plot(args, rows)
+    common.finish("recall", rows)
+
+
+if __name__ == "__main__":
+    main()

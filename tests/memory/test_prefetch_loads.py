@@ -1,0 +1,143 @@
+"""Prefetches in the mover: they never stand before a demand load, and never end in a wrong state."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from moe_infinity.cache.counters import PhaseCounters
+from moe_infinity.cache.policies import make_policy
+from moe_infinity.cache.residency import ResidencyTable
+from moe_infinity.experts import ExpertKey, Phase, Residency
+from moe_infinity.memory.mover import Mover
+
+pytestmark = pytest.mark.timeout(20)
+A, B, C, D = KEYS = [ExpertKey(0, expert_idx) for expert_idx in range(4)]
+
+
+class Bench:
+    """A table of four slots and its mover, on a disk that delivers when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun = {key: threading.Event() for key in KEYS}
+        self.arrived = {key: threading.Event() for key in KEYS}
+        self.asked: list[ExpertKey] = []
+        self.failing: set[ExpertKey] = set()
+        self.table = ResidencyTable(4, make_policy("lru", num_rows=1, num_experts=4, num_slots=4))
+        self.mover = Mover(self.table, self.read, num_threads=1)
+        self.counters = PhaseCounters()
+
+    def read(self, key: ExpertKey, slot_id: int) -> None:
+        self.asked.append(key)
+        self.begun[key].set()
+        assert self.arrived[key].wait(10), key
+        if key in self.failing:
+            raise OSError(f"cannot read {key}")
+
+    def deliver(self, *keys: ExpertKey) -> None:
+        for key in keys:
+            self.arrived[key].set()
+
+    def load_ahead(self, *keys: ExpertKey) -> None:
+        """Until the first of them is being read."""
+        self.mover.load_ahead({key: self.table.begin_prefetch(key) for key in keys})
+        assert self.begun[keys[0]].wait(10)
+
+    def load(self, *keys: ExpertKey) -> list[ExpertKey]:
+        with self.table.holding(list(keys), Phase.DECODE) as held:
+            self.mover.load_now(held.absent, held.slot_ids)
+            return list(self.mover.arrivals(keys, self.counters))
+
+    def wait_until_settled(self) -> None:
+        while self.mover.settle() or self.table.num_loading:
+            pass
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    yield bench
+    bench.deliver(*KEYS)
+    bench.mover.close()
+    bench.table.check_invariants()
+
+
+def test_a_prefetch_that_arrived_is_resident_once_settled(bench):
+    bench.load_ahead(A)
+    assert bench.table.lookup(A) is Residency.LOADING
+    bench.deliver(A)
+    bench.wait_until_settled()
+    assert bench.table.lookup(A) is Residency.RESIDENT
+    assert bench.load(A) == [A]
+    assert (bench.table.prefetches.useful, bench.table.prefetches.late) == (1, 0)
+    assert bench.asked == [A]
+
+
+def test_a_demand_load_does_not_wait_for_prefetches(bench):
+    bench.load_ahead(A, B)
+    bench.deliver(C)
+    assert bench.load(C) == [C]
+    assert C in bench.asked
+    assert B not in bench.asked
+
+
+def test_a_queued_prefetch_that_is_asked_for_becomes_a_demand_load(bench):
+    bench.load_ahead(A, B)
+    bench.deliver(B)  # A, which is before B in the queue, does not arrive
+    assert bench.load(B) == [B]
+    assert bench.table.lookup(A) is Residency.LOADING
+    bench.deliver(A)
+    bench.wait_until_settled()
+    assert sorted(bench.asked) == [A, B]
+
+
+def test_a_prefetch_being_read_when_asked_for_is_not_read_again(bench):
+    bench.load_ahead(A)
+    threading.Timer(0.05, bench.deliver, [A]).start()
+    assert bench.load(A) == [A]
+    assert bench.asked == [A]
+    assert (bench.table.prefetches.useful, bench.table.prefetches.late) == (0, 1)
+    assert bench.counters.stall_s > 0
+
+
+def test_a_failed_prefetch_frees_its_slot_and_harms_nobody(bench, caplog):
+    bench.failing.add(A)
+    bench.load_ahead(A)
+    bench.deliver(A)
+    with caplog.at_level(logging.WARNING):
+        bench.wait_until_settled()
+    assert "cannot read" in caplog.text
+    assert bench.table.lookup(A) is None
+    bench.failing.clear()
+    assert bench.load(A) == [A]
+
+
+def test_a_prefetch_that_fails_when_asked_for_raises(bench):
+    bench.failing.add(A)
+    bench.load_ahead(A)
+    bench.deliver(A)
+    with pytest.raises(OSError, match="cannot read"):
+        bench.load(A)
+    assert bench.table.lookup(A) is None
+
+
+def test_recovering_settles_prefetches_too(bench):
+    bench.load_ahead(A, B)
+    threading.Timer(0.05, bench.deliver, [A, B]).start()
+    bench.table.recover()
+    bench.mover.recover()
+    assert bench.table.num_loading == 0
+    bench.deliver(C)
+    assert bench.load(C) == [C]
+    bench.load_ahead(D)  # the queue works again
+
+
+def test_the_time_of_a_load_is_measured(bench):
+    assert bench.mover.load_s == 0
+    bench.load_ahead(A)
+    assert bench.mover.settle() == 0  # nothing known yet
+    bench.deliver(A)
+    bench.wait_until_settled()
+    assert bench.mover.load_s > 0
