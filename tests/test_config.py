@@ -18,7 +18,6 @@ OLDER_KEYS_WITHOUT_EFFECT = {
     "device_memory_ratio": 0.75,
     "trace_capacity": 1000,
     "trace_path": "trace.bin",
-    "prefetch": True,
     "num_threads": 8,
 }
 
@@ -73,6 +72,7 @@ def test_an_unknown_option_is_named_with_those_that_exist(given):
         ("host_memory", "lots"), ("host_memory", True), ("host_memory", -5), ("host_memory", [1]),
         ("num_read_threads", 0), ("num_read_threads", -1), ("num_read_threads", "two"),
         ("num_read_threads", 1.5), ("num_read_threads", None),
+        ("prefetch", "yes"), ("history", 3), ("without", "token"), ("without", ["tokens"]),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_where_the_option_is_made(name, value):
@@ -100,6 +100,17 @@ def test_a_key_of_the_older_config_without_effect_is_answered_by_a_warning(name)
         config = options({name: OLDER_KEYS_WITHOUT_EFFECT[name]})
     assert len(caught) == 1
     assert config == OffloadConfig()
+
+
+def test_the_older_prefetch_switch_is_honoured():
+    assert options({"prefetch": True}).prefetch
+    assert not options({"prefetch": False}).prefetch
+
+
+def test_only_a_policy_that_learns_keeps_a_history():
+    assert options(history="file.npz").history == "file.npz"
+    with pytest.raises(ConfigError, match="lru keeps no history, activation-aware does"):
+        options(history="file.npz", policy="lru")
 
 
 def test_the_older_share_of_host_memory_is_honoured():

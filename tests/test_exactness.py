@@ -15,6 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from moe_infinity import MoE, OffloadConfig
+from moe_infinity.cache.policies import POLICIES
+from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.inspection import inspect_checkpoint
 
 PROMPT = torch.tensor([[3, 17, 5, 9, 40, 2, 77, 31]])
@@ -43,7 +45,7 @@ def assert_same_logits(checkpoint: Path, **options) -> None:
     assert torch.equal(found, expected), (found - expected).abs().max()
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("host_memory", ["5%", "25%", "100%"])
 def test_neither_budget_nor_policy_changes_a_token(tiny_checkpoint, host_memory, policy):
     expected = greedy(stock_model(tiny_checkpoint))
@@ -51,6 +53,50 @@ def test_neither_budget_nor_policy_changes_a_token(tiny_checkpoint, host_memory,
         assert torch.equal(greedy(moe), expected)
         assert torch.equal(greedy(moe), expected)  # with a warm cache
         moe.check_invariants()
+
+
+@pytest.mark.parametrize("policy", ["activation-aware", "moe-infinity-v3"])
+@pytest.mark.parametrize("host_memory", ["5%", "40%", "70%"])
+def test_prefetch_changes_no_token(tiny_checkpoint, host_memory, policy):
+    expected = greedy(stock_model(tiny_checkpoint))
+    with MoE(tiny_checkpoint, host_memory=host_memory, policy=policy, prefetch=True) as moe:
+        for _ in range(4):  # the more it has learned, the more it loads ahead
+            assert torch.equal(greedy(moe), expected)
+            moe.check_invariants()
+        if host_memory == "40%":
+            assert moe.report().prefetches.begun > 0
+
+
+def test_a_policy_that_predicts_nothing_cannot_prefetch(tiny_checkpoint):
+    with pytest.raises(ConfigError, match="predicts nothing"):
+        MoE(tiny_checkpoint, policy="lru", prefetch=True)
+
+
+def test_what_was_learned_is_kept_for_the_next_run(tiny_checkpoint, tmp_path):
+    history = tmp_path / "history.npz"
+    for _ in range(2):
+        with MoE(tiny_checkpoint, host_memory="25%", history=history) as moe:
+            first = moe._runtime.predictor.num_tokens
+            greedy(moe)
+        assert history.exists()
+    assert first > 0
+
+
+def test_the_history_of_another_model_is_refused(tiny_checkpoint, tmp_path):
+    history = tmp_path / "history.npz"
+    with MoE(tiny_checkpoint, history=history) as moe:
+        greedy(moe)
+    other = tmp_path / "other"
+    copy_with_other_weights(tiny_checkpoint, other)
+    with pytest.raises(TraceError, match="not a history of this model"):
+        MoE(other, history=history)
+
+
+def copy_with_other_weights(checkpoint: Path, folder: Path) -> None:
+    model = stock_model(checkpoint)
+    with torch.no_grad():
+        model.model.norm.weight += 1
+    model.save_pretrained(folder)
 
 
 def test_a_padded_batch_gives_the_tokens_of_stock(tiny_checkpoint):

@@ -35,8 +35,8 @@ class Told:
 
 def score(p: float, q: float, rows_ahead: int, num_rows: int) -> float:
     """The docstring's formula for one expert."""
-    p, q = max(p, LEAST), max(q, LEAST)
-    return max(p / rows_ahead, 1 / (rows_ahead + (1 - p) * num_rows / q))
+    wait = (1 - p) * num_rows / max(q, float(LEAST))
+    return max(p / rows_ahead, 1 / (rows_ahead + wait))
 
 
 def begun(told: Told) -> ActivationAware:

@@ -14,7 +14,7 @@ from moe_infinity.cache.policies import BASELINES, make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.prefetch.planner import MIN_CHANCE, Planner
+from moe_infinity.prefetch.planner import LOADING_SHARE, MIN_CHANCE, Planner
 from moe_infinity.trace.recorder import Step
 
 DECODE = Phase.DECODE
@@ -91,7 +91,7 @@ def cases(draw) -> Case:
     chances_RE = rng.choice([0, 0.05, MIN_CHANCE, 0.3, 0.9], (NUM_ROWS, NUM_EXPERTS))
     chances_RE *= rng.uniform(1, 1.1, chances_RE.shape)
     policy = Fixed(chances_RE, chances_RE + rng.uniform(-0.3, 0.3, chances_RE.shape))
-    num_slots = draw(st.integers(2, NUM_ROWS * NUM_EXPERTS))
+    num_slots = draw(st.integers(4, NUM_ROWS * NUM_EXPERTS))
     table = ResidencyTable(num_slots, policy)
     row = draw(st.integers(0, NUM_ROWS - 1))
     keys = [ExpertKey(*divmod(int(c), NUM_EXPERTS)) for c in rng.permutation(chances_RE.size)]
@@ -122,8 +122,14 @@ def test_a_plan_names_only_what_is_absent_and_likely_the_most_useful_first(case)
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(case=cases())
 def test_a_plan_is_no_longer_than_the_link_can_begin_in_the_time_of_a_row(case):
-    plan = case.plan()
-    assert len(plan) <= max(ceil((case.row_s - case.queued_s) / case.load_s), 0)
+    assert len(case.plan()) <= max(ceil((case.row_s - case.queued_s) / case.load_s), 0)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(case=cases())
+def test_a_plan_leaves_most_slots_to_what_is_asked_for(case):
+    plan, table = case.plan(), case.table
+    assert not plan or table.num_loading + len(plan) <= table.num_slots // LOADING_SHARE
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -152,7 +158,8 @@ def test_a_plan_leaves_out_nothing_that_is_more_useful_and_has_free_room(case):
     absent = [key for key in absent if table.lookup(key) is None]
     worth = [case.value(k) for k in absent if case.policy.chances_RE[k] >= MIN_CHANCE]
     best = sorted((value for value in worth if value > 0), reverse=True)
-    num = max(ceil((case.row_s - case.queued_s) / case.load_s), 0)
+    num = ceil((case.row_s - case.queued_s) / case.load_s)
+    num = max(min(num, table.num_slots // LOADING_SHARE), 0)
     assert [case.value(key) for key in case.plan()] == pytest.approx(best[:num], rel=1e-5)
 
 
@@ -197,22 +204,35 @@ def test_the_row_that_runs_is_planned_for_the_next_step_not_for_this():
 
 
 def test_an_expert_is_not_planned_over_residents_that_all_score_higher():
-    scores = chances_of({(1, 0): 0.5, (2, 0): 0.6, (2, 1): 0.4})
-    policy = Fixed(chances_of({(1, 0): 0.9, (1, 1): 0.9}), scores)
-    table = ResidencyTable(1, policy)
-    load(table, ExpertKey(2, 0))
+    residents = [ExpertKey(2, expert_idx) for expert_idx in range(4)]
+    scores = chances_of({(1, 0): 0.5} | dict.fromkeys(residents, 0.6))
+    policy = Fixed(chances_of({(1, 0): 0.9}), scores)
+    table = ResidencyTable(4, policy)
+    load(table, *residents)
     planner = Planner(table, policy)
     assert planner.plan(0, load_s=1.0, row_s=10.0, queued_s=0.0) == []
     policy.scores_RE[2, 0] = 0.45
     assert planner.plan(0, load_s=1.0, row_s=10.0, queued_s=0.0) == [ExpertKey(1, 0)]
 
 
+def test_the_victim_of_an_expert_that_is_refused_is_left_to_the_next_one():
+    """(1, 0) is the likeliest but scores lower than any resident; (1, 1) outranks one of them."""
+    residents = [ExpertKey(row, expert_idx) for row in (2, 3) for expert_idx in range(4)]
+    scores = chances_of(dict.fromkeys(residents, 0.6) | {(2, 0): 0.3, (1, 0): 0.2, (1, 1): 0.5})
+    policy = Fixed(chances_of({(1, 0): 0.9, (1, 1): 0.8}), scores)
+    table = ResidencyTable(8, policy)
+    load(table, *residents)
+    plan = Planner(table, policy).plan(0, load_s=1.0, row_s=10.0, queued_s=0.0)
+    assert plan == [ExpertKey(1, 1)]
+
+
 def test_nothing_is_planned_when_every_slot_is_held_or_loading():
     policy = Fixed(chances_of({(1, 0): 0.9}))
-    table = ResidencyTable(2, policy)
-    load(table, ExpertKey(0, 0))
-    table.begin_load(ExpertKey(0, 1), DECODE)
-    with table.holding([ExpertKey(0, 0)], DECODE):
+    table = ResidencyTable(4 * LOADING_SHARE, policy)
+    keys = [ExpertKey(row, expert_idx) for row in (0, 2, 3) for expert_idx in range(5)]
+    load(table, *keys)
+    table.begin_load(ExpertKey(1, 1), DECODE)
+    with table.holding(keys, DECODE):
         assert Planner(table, policy).plan(0, load_s=1.0, row_s=10.0, queued_s=0.0) == []
 
 

@@ -30,6 +30,12 @@ def route(*experts: int) -> np.ndarray:
     return np.array([experts] * ROWS)
 
 
+def follow(table: FollowTable, row: int, *experts: int) -> np.ndarray:
+    out_E = np.empty(EXPERTS, dtype=np.float32)
+    table.probabilities(row, np.array(experts), BASE[row], out_E)
+    return out_E
+
+
 def evidence(table: TokenTable, token_id: int, *, after: bool = False) -> np.ndarray | None:
     return table.evidence(token_id, after=after, base_RE=BASE, log_base_RE=np.log(BASE))
 
@@ -61,30 +67,28 @@ def test_follow_probabilities_are_the_mean_of_what_a_dictionary_counts(pairs, ex
             )
             for f in range(EXPERTS)
         ]
-        got = table.probabilities(row, np.array(experts), BASE[row])
-        assert_allclose(got, wanted, rtol=FLOAT32)
+        assert_allclose(follow(table, row, *experts), wanted, rtol=FLOAT32)
 
 
 def test_rows_before_the_first_one_named_learn_nothing():
     """Row 0 follows no row of its own token."""
     table = FollowTable(ROWS, EXPERTS)
     table.learn(route(0, 1)[:-1], route(2, 3)[1:], first_row=1)
-    assert_allclose(table.probabilities(0, np.array([0, 1]), BASE[0]), BASE[0], rtol=FLOAT32)
+    assert_allclose(follow(table, 0, 0, 1), BASE[0], rtol=FLOAT32)
     for row in (1, 2):
-        assert table.probabilities(row, np.array([0, 1]), BASE[row])[2:4].min() > 1 / (1 + PRIOR)
+        assert follow(table, row, 0, 1)[2:4].min() > 1 / (1 + PRIOR)
 
 
 def test_an_expert_never_seen_is_followed_by_the_base_rates():
     table = FollowTable(ROWS, EXPERTS)
     table.learn(route(0, 1), route(2, 3))
-    assert_allclose(table.probabilities(1, np.array([4]), BASE[1]), BASE[1], rtol=FLOAT32)
+    assert_allclose(follow(table, 1, 4), BASE[1], rtol=FLOAT32)
 
 
 def test_asking_changes_nothing():
     table = FollowTable(ROWS, EXPERTS)
     base = BASE.copy()
-    first = table.probabilities(0, np.array([1, 2]), base[0]).copy()
-    assert_array_equal(table.probabilities(0, np.array([1, 2]), base[0]), first)
+    assert_array_equal(follow(table, 0, 1, 2), follow(table, 0, 1, 2))
     assert_array_equal(base, BASE)
 
 
@@ -93,13 +97,13 @@ def test_a_full_follow_counter_is_halved_and_keeps_its_proportions():
     for number in range(FULL + 1):
         table.learn(route(0), route(1 if number % 4 else 2))
     table.learn(route(3), route(4))
-    before = table.probabilities(0, np.array([0]), BASE[0]).copy()
-    beside = table.probabilities(0, np.array([3]), BASE[0]).copy()
+    before = follow(table, 0, 0)
+    beside = follow(table, 0, 3)
     table.forget()
     assert_allclose(table.uses[:, 0], (FULL + 1) / 2)
-    assert_allclose(table.probabilities(0, np.array([0]), BASE[0]), before, atol=0.01)
-    assert_array_equal(table.probabilities(0, np.array([3]), BASE[0]), beside)
-    assert not np.array_equal(table.probabilities(0, np.array([0]), BASE[0]), before)
+    assert_allclose(follow(table, 0, 0), before, atol=0.01)
+    assert_array_equal(follow(table, 0, 3), beside)
+    assert not np.array_equal(follow(table, 0, 0), before)
 
 
 def test_a_follow_counter_that_is_not_full_forgets_nothing():

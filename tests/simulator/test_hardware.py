@@ -25,8 +25,8 @@ def test_a_load_takes_its_bytes_over_the_bandwidth():
 def test_prefetches_arrive_in_order_one_after_the_other(link):
     link.begin([A, B])
     assert link.queued_s == 8.0
-    assert link.run(3.9) == []
-    assert link.run(0.1) == [A]
+    assert link.run(3.5) == []
+    assert link.run(0.5) == [A]
     assert link.run(3.0) == []
     assert link.run(5.0) == [B]
     assert link.queued_s == 0.0

@@ -21,6 +21,7 @@ ROWS, EXPERTS, K = 3, 6, 2
 LOAD_S, LAYER_S = 0.5, 2.0
 HARDWARE = Hardware(bytes_per_s=100.0, expert_bytes=50, layer_s=LAYER_S)
 EVERY = (*POLICIES, "belady", "clairvoyant")
+SOME = (ACTIVATION_AWARE, "lru", "clairvoyant", ACTIVATION_AWARE)
 
 
 def setup(policy: str, num_slots: int = 7, *, prefetch: bool = False) -> Setup:
@@ -132,17 +133,17 @@ def test_every_prefetch_is_useful_or_late_or_wasted_or_still_unused(
         verdicts = cell.table.prefetches
         unused = sum(entry.is_ahead for entry in cell.table._entries.values())
         assert verdicts.begun == verdicts.useful + verdicts.late + verdicts.wasted + unused
-        assert cell.link.queued_s == pytest.approx(0) or cell.table.num_loading > 0
+        assert (cell.link.queued_s > 0) == (cell.table.num_loading > 0)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(requests=lengths(max_decoded=8), num_users=st.integers(1, 2), prefetch=st.booleans())
 def test_a_setup_gives_the_same_alone_and_beside_others(requests, num_users, prefetch):
     """Cells share a predictor, and what it is asked for one is not to be seen by another."""
     sequences = interleave(one_after_the_other(requests), num_users)
     setups = [
         setup(name, num_slots, prefetch=prefetch and number % 2 == 0)
-        for number, (name, num_slots) in enumerate((n, s) for s in (4, 9, 13) for n in EVERY)
+        for number, (name, num_slots) in enumerate((n, s) for s in (8, 13) for n in SOME)
     ]
     for one, cell in zip(setups, run(sequences, *setups), strict=True):
         [alone] = run(sequences, one)
@@ -187,7 +188,7 @@ def test_prefetches_of_the_warm_up_are_not_counted():
 
 
 def test_lru_has_the_hits_of_a_list_ordered_by_use():
-    sequences = one_after_the_other([(0, 60)])
+    sequences = one_after_the_other([(0, 100)], top_k=1)  # two of one touch have no order
     [cell] = run(sequences, setup("lru", 9))
     order: OrderedDict[tuple[int, int], None] = OrderedDict()
     hits = 0
@@ -227,8 +228,8 @@ def test_who_has_learned_what_comes_loads_it_ahead():
 
 
 def test_a_prefetch_still_under_way_is_a_late_hit_and_costs_the_rest_of_its_load():
-    """A load takes as long as two and a half rows: begun one row ahead it arrives late."""
-    hardware = Hardware(bytes_per_s=10.0, expert_bytes=50, layer_s=LAYER_S)
+    """A load takes five rows: begun in the step before, it arrives late."""
+    hardware = Hardware(bytes_per_s=5.0, expert_bytes=50, layer_s=LAYER_S)
     slow = Setup(policy="clairvoyant", num_slots=8, prefetch=True, hardware=hardware)
     [cell] = run(rotating(40), slow)
     counters = cell.counters.decode

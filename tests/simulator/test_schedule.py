@@ -191,7 +191,7 @@ def test_requests_without_a_token_are_passed_over():
 
 @pytest.mark.parametrize("num_users", [1, 3])
 def test_requests_begin_in_the_order_they_were_sent(num_users):
-    requests = one_after_the_other([(1, 3), (0, 2), (2, 1), (0, 4)])
+    requests = one_after_the_other([(1, 3), (1, 2), (2, 1), (3, 4)])
     begins = defaultdict(list)
     for number, recorded in enumerate(steps_of(interleave(requests, num_users))):
         for _, token_id, _ in counted(recorded):
