@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 PROMPT ?= The old house stood at the edge of the moor, and
-BENCHMARKS := benchmarks/machinery.py
+BENCHMARKS := benchmarks/machinery.py benchmarks/policies/cost.py
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -19,9 +19,9 @@ demo: $(INSTALLED) ## generate text with the bundled model, a quarter of its exp
 	$(BIN)/moe-infinity run models/demo -p "$(PROMPT)" --max-new-tokens 64 --temperature 0.8 --top-p 0.9 --seed 0 --host-memory 25% --report
 
 test: export HF_HUB_OFFLINE = 1
-test: $(INSTALLED) ## fast tests, then the coverage gate of cache/ and trace/
+test: $(INSTALLED) ## fast tests, then the coverage gate of the parts without torch
 	$(BIN)/python -m pytest -m "not slow and not gpu and not network and not weights" --cov --cov-report=
-	$(BIN)/python -m coverage report --include='moe_infinity/cache/*,moe_infinity/trace/*' --fail-under=100
+	$(BIN)/python -m coverage report --include='moe_infinity/cache/*,moe_infinity/trace/*,moe_infinity/prefetch/*,moe_infinity/simulator/*' --fail-under=100
 
 test-all: $(INSTALLED) ## every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu"

@@ -62,6 +62,9 @@ class OffloadConfig:
     )
     policy: str = ACTIVATION_AWARE  # which expert leaves first, one of POLICIES
     prefetch: bool = False  # load experts ahead of their layer; needs a policy that predicts
+    early_gate: bool = (
+        False  # ask the next layer's router early; more exact prefetch, more to compute
+    )
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
@@ -82,8 +85,11 @@ class OffloadConfig:
             raise ConfigError(f"history must be a file name, got {self.history!r}")
         if self.history is not None and self.policy != ACTIVATION_AWARE:
             raise ConfigError(f"policy {self.policy} keeps no history, {ACTIVATION_AWARE} does")
-        if type(self.prefetch) is not bool:
-            raise ConfigError(f"prefetch must be True or False, got {self.prefetch!r}")
+        for name in ("prefetch", "early_gate"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.early_gate and not (self.prefetch and self.policy == ACTIVATION_AWARE):
+            raise ConfigError(f"early_gate serves prefetch=True with policy {ACTIVATION_AWARE}")
         if self.host_memory is not None:
             parse_size(self.host_memory, whole_bytes=0)
         threads = self.num_read_threads

@@ -33,6 +33,7 @@ from moe_infinity.errors import (
     UnsupportedModelError,
 )
 from moe_infinity.models import experts_backend
+from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.loading import load_without_experts
 from moe_infinity.models.signature import signature_of
 from moe_infinity.prefetch.history import load_history, save_history
@@ -77,6 +78,8 @@ class MoE:
         except BaseException:
             loaded.reader.close()
             raise
+        if self.config.early_gate:
+            self._runtime.early_gate = EarlyGate(self.model, loaded.plan.rows)
         self._signature = signature_of(self.model, loaded.plan.rows)
         try:
             self._load_history()

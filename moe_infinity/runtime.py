@@ -33,6 +33,7 @@ from moe_infinity.memory.host import HostSlots, num_host_slots
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.prefetcher import Prefetcher
 from moe_infinity.memory.reader import Reader
+from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.planning import Plan
 from moe_infinity.prefetch.predictors import Predictor
 from moe_infinity.trace.recorder import Recorder, Step
@@ -62,6 +63,7 @@ class ExpertRuntime:
             num_slots=num_slots,
             chances=self.predictor,
         )
+        self.early_gate: EarlyGate | None = None  # set by whoever has the model
         self.table = ResidencyTable(num_slots, self.policy)
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
@@ -81,10 +83,15 @@ class ExpertRuntime:
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
+        if self.early_gate is not None:
+            self.early_gate.begin_step()
         ended = self.recorder.begin_step(step)
         if self.predictor is not None:
             self.predictor.begin_step(self.recorder.step, ended)
         self.policy.begin_step(self.recorder.step)
+        if self._prefetcher is not None and step.phase is Phase.DECODE and not self._is_mid_layer:
+            self._prefetcher.begin_row(self.counters)
+            self._load_ahead(self._prefetcher, moe_row=-1)
         counters = self.counters.of(step.phase)
         counters.steps += 1
         counters.tokens += step.num_tokens if step.counted_T is None else int(step.counted_T.sum())
@@ -127,8 +134,7 @@ class ExpertRuntime:
                     self._mover.load_now(held.absent, held.slot_ids)
                     counters.bytes_read += len(held.absent) * self._bytes_per_expert[moe_row]
                 if self._prefetcher is not None and phase is Phase.DECODE:
-                    for key in self._prefetcher.begin_loads(moe_row):
-                        counters.bytes_read += self._bytes_per_expert[key.moe_row]
+                    self._load_ahead(self._prefetcher, moe_row)
                 for key in self._mover.arrivals(wave, counters):
                     weights = self._views[moe_row][held.slot_ids[key]]
                     out_RD = expert_mlp(experts, weights, rows.inputs_of(key.expert_idx))
@@ -143,6 +149,18 @@ class ExpertRuntime:
         if self.predictor is not None:
             self.predictor.observe(moe_row, counted_TK)
         self.policy.touch(moe_row, rows.activated, rows.counts)
+
+    def _load_ahead(self, prefetcher: Prefetcher, moe_row: int) -> None:
+        """While this row computes; row -1 is what comes before the first."""
+        if self.early_gate is not None and self.predictor is not None and moe_row >= 0:
+            top_k_index_TK = self.early_gate.ask(moe_row + 1)
+            if top_k_index_TK is not None:
+                index_TK = top_k_index_TK.cpu().numpy()
+                counted_T = self.recorder.step.counted_T
+                counted_TK = index_TK if counted_T is None else index_TK[counted_T]
+                self.predictor.hint(moe_row + 1, counted_TK)
+        for key in prefetcher.begin_loads(moe_row):
+            self.counters.decode.bytes_read += self._bytes_per_expert[key.moe_row]
 
     def _read_expert(self, key: ExpertKey, slot_id: int) -> None:
         """Fill a slot; runs in a read thread."""

@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "moe_infinity"
 FOLDERS = (PACKAGE, "tests", "benchmarks", "scripts", "tools")
 
-CORE_LINES = 3000  # the package without its server
+CORE_LINES = 4000  # the package without what is built around it: decision 0005
+AROUND = ("server", "simulator", "cli.py")
 PATH_LINES = 1300  # the one-hour path below
 FILE_LINES, FILE_LINES_SOFT = 400, 300
 FUNCTION_LINES = 60
@@ -41,7 +42,7 @@ MARKER = re.compile(r"\b(TODO|FIXME|XXX)\b")
 
 
 def is_core(file: Path) -> bool:
-    return file.parts[0] == PACKAGE and file.parts[1] != "server"
+    return file.parts[0] == PACKAGE and file.parts[1] not in AROUND
 
 
 def folder_of(file: Path) -> str:
@@ -99,7 +100,7 @@ def print_table(lines: Counter[Path], *, core: int, path: int) -> None:
     for folder, num_lines in sorted(per_folder.items()):
         print(f"{folder:<28}{num_lines:>7,}")
     print(f"{'total':<28}{lines.total():>7,}")
-    print(f"{'core, without server/':<28}{core:>7,} of {CORE_LINES:,}")
+    print(f"{'core':<28}{core:>7,} of {CORE_LINES:,}")
     print(f"{'one-hour path':<28}{path:>7,} of {PATH_LINES:,}")
 
 

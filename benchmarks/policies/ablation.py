@@ -73,7 +73,7 @@ def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    args = common.parser(__doc__, requests=6).parse_args()
+    args = common.parser(__doc__, requests=4).parse_args()
     rows = rows_of(args)
     if args.plot:
         plot(args, rows)

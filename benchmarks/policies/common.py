@@ -18,10 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from moe_infinity.cache.policies import make_policy
+from moe_infinity.experts import ExpertKey
+from moe_infinity.prefetch.predictors import Predictor
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.laboratory import num_slots_of
-from moe_infinity.simulator.replay import Cell, Setup, replay
+from moe_infinity.simulator.replay import Cell, Setup, distinct, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
+from moe_infinity.trace.recorder import Recorder
 from moe_infinity.trace.tracefile import SequenceTrace, load_trace
 
 TRACES = {"gpt-oss": "gpt-oss-20b_decode", "deepseek": "deepseek-v2-lite_esft"}
@@ -185,3 +189,35 @@ def line(axes: Any, policy: str, x: Sequence[Any], y: Sequence[float], **others:
         label=others.pop("label", policy),
         **others,
     )
+
+
+def by_request(
+    sequences: Sequence[SequenceTrace], policies: Sequence[str], capacity: str, *, num_experts: int
+) -> dict[str, list[float]]:
+    """Decode hit rate of each request in percent, by policy; one user."""
+    num_rows = sequences[0].experts_TLK.shape[1]
+    recorder, predictor = Recorder(num_rows, num_experts), Predictor(num_rows, num_experts)
+    keys = [[ExpertKey(row, expert) for expert in range(num_experts)] for row in range(num_rows)]
+    slots = num_slots_of(capacity, num_rows * num_experts)
+    cells = []
+    for name in policies:
+        policy = make_policy(
+            name, num_rows=num_rows, num_experts=num_experts, num_slots=slots, chances=predictor
+        )
+        setup = Setup(policy=name, num_slots=slots, prefetch=False, hardware=UNIT)
+        cells.append(Cell(setup, policy, keys))
+    rates: dict[str, list[float]] = {name: [] for name in policies}
+    for sequence in interleave(sequences, 1):
+        for recorded in steps_of([sequence]):
+            predictor.begin_step(recorded.step, recorder.begin_step(recorded.step))
+            for cell in cells:
+                cell.policy.begin_step(recorded.step)
+            for row, experts_TK in enumerate(recorded.experts_LTK):
+                predictor.observe(row, recorder.record(row, experts_TK))
+                activated, counts = distinct(experts_TK)
+                for cell in cells:
+                    cell.row(row, activated, counts, recorded.step.phase)
+        for cell in cells:
+            rates[cell.setup.policy].append(percent(cell))
+            cell.forget_counts()
+    return rates

@@ -80,19 +80,25 @@ def others(name: str, folder: Path, sequences: Sequence[SequenceTrace], num_expe
     return [eam_of(trace.sequences[i], num_experts) for i in order[first:]]
 
 
+def starts_of(eams: Sequence[RequestEam]) -> dict[str, Callable[..., Eamc]]:
+    """How a collection may begin."""
+    starts: dict[str, Callable[..., Eamc]] = {"empty, 120": Eamc}
+    for capacity in CAPACITIES:
+        starts[str(capacity)] = lambda *_, n=capacity: filled(eams, n)
+    for capacity in KMEANS:
+        starts[f"K-means {capacity}"] = lambda *_, n=capacity: Eamc.from_kmeans(eams, n)
+    return starts
+
+
 def by_capacity(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, folder in common.folders(args):
         sequences, num_experts = common.requests_of(name, folder, args.requests)
         conditions = common.describe(name, sequences, 0)
         eams = others(name, folder, sequences, num_experts)
-        print(f"collection filled from {len(eams)} other requests\n{'':18}" + "".join(VARIANTS))
-        starts: dict[str, Callable[..., Eamc]] = {"empty, 120": Eamc}
-        for capacity in CAPACITIES:
-            starts[str(capacity)] = lambda *_, n=capacity: filled(eams, n)
-        for capacity in KMEANS:
-            starts[f"K-means {capacity}"] = lambda *_, n=capacity: Eamc.from_kmeans(eams, n)
-        for label, make in starts.items():
+        print(f"collection filled from {len(eams)} other requests")
+        print(f"{'capacity':18}" + "".join(f"{variant:>17}" for variant in VARIANTS))
+        for label, make in starts_of(eams).items():
             try:
                 rates = hit_rates(sequences, num_experts, make)
             except ConfigError as error:
@@ -136,7 +142,10 @@ def nearest(eamc: Eamc) -> Callable[[Any], Any]:
 def foretelling(name: str, eams: Sequence[RequestEam], asked: Any, top_k: int) -> dict[str, Any]:
     """The comparison for one trace."""
     mean = row_normalised(sum(row_normalised(eam.decode) for eam in eams))
-    result = {"mean of all": foretold(lambda _: mean, asked, top_k)}
+    result = {
+        "the truth": foretold(row_normalised, asked, top_k),
+        "mean of all": foretold(lambda _: mean, asked, top_k),
+    }
     for capacity in CAPACITIES:
         result[str(capacity)] = foretold(nearest(filled(eams, capacity)), asked, top_k)
     for capacity in KMEANS:

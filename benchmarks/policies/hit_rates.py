@@ -35,9 +35,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
         warmup = min(args.warmup, len(sequences) // 4)
         conditions = common.describe(name, sequences, warmup)
         print(f"{'':18}" + "".join(f"{capacity:>8}" for capacity in capacities))
-        cells = common.run(
-            sequences, policies, capacities, num_experts=num_experts, warmup=warmup
-        )
+        cells = common.run(sequences, policies, capacities, num_experts=num_experts, warmup=warmup)
         for policy in policies:
             rates = {c: common.percent(cells[policy, c]) for c in capacities}
             print(f"{policy:18}" + "".join(f"{rate:8.1f}" for rate in rates.values()))

@@ -35,11 +35,14 @@ class Recall:
         self.found = np.zeros((len(STAGES), num_rows, len(self.widths)))
         self.asked = np.zeros((len(STAGES), num_rows))
 
-    def add(self, stage: int, row: int, chances_E: Any, experts_K: Any) -> None:
-        order = np.argpartition(-chances_E, (self.widths[0], self.widths[1]))
+    def add(self, chances_SRE: Any, experts_RK: Any) -> None:
+        """One token: what each stage predicted for each row, and what the row used."""
+        wide = self.widths[-1]
+        best = np.argpartition(-chances_SRE, self.widths, axis=2)[:, :, :wide]
+        is_found = (best[..., None] == experts_RK[None, :, None, :]).any(axis=3)
         for i, width in enumerate(self.widths):
-            self.found[stage, row, i] += np.isin(experts_K, order[:width]).sum()
-        self.asked[stage, row] += len(experts_K)
+            self.found[:, :, i] += is_found[:, :, :width].sum(axis=2)
+        self.asked += experts_RK.shape[1]
 
     def of(self, stage: int, width: int, rows: slice = slice(None)) -> float:
         found = self.found[stage, rows, width].sum()
@@ -59,18 +62,19 @@ def measure(
     predictor = Predictor(num_rows, num_experts, without=without)
     recall = Recall(num_rows, top_k)
     next_RE = predictor.next_use_RE.copy()
+    ahead_RE = next_RE.copy()
     for recorded in steps_of(sequences):
         predictor.begin_step(recorded.step, recorder.begin_step(recorded.step))
         start_RE = predictor.next_use_RE.copy()
         is_counted = recorded.num_begun > warmup and not recorded.step.begins_B[0]
+        before_RE = next_RE.copy()
         for row, experts_TK in enumerate(recorded.experts_LTK):
-            if is_counted:
-                made = (next_RE, start_RE, predictor.next_use_RE)  # by now; in the order of STAGES
-                for stage, chances_RE in enumerate(made):
-                    recall.add(stage, row, chances_RE[row], experts_TK[0])
+            ahead_RE[row] = predictor.next_use_RE[row]
             predictor.observe(row, recorder.record(row, experts_TK))
             next_RE[row] = predictor.next_use_RE[row]
             predictor.look_ahead(row)
+        if is_counted:
+            recall.add(np.stack([before_RE, start_RE, ahead_RE]), recorded.experts_LTK[:, 0])
     return recall
 
 

@@ -65,10 +65,10 @@ class ActivationAware:
 
     def chances(self) -> NDArray[np.float32]:
         """[R, E]: of being used when its row comes next."""
-        self._chances.look_ahead(self._row)
-        if self._row + 1 < len(self._wait_RE):
+        if 0 <= self._row < len(self._wait_RE) - 1:
+            self._chances.look_ahead(self._row)
             self._update(self._row + 1)
-        self._scores = None
+            self._scores = None
         return self._chances.next_use_RE
 
     def scores(self) -> NDArray[np.float32]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from moe_infinity.experts import Phase
+from moe_infinity.models.early_gate import Routed
 from moe_infinity.models.planning import ExpertsModule
 from moe_infinity.runtime import ExpertRuntime
 from moe_infinity.trace.recorder import Step
@@ -32,6 +33,8 @@ def experts_forward(
     """What transformers calls instead of its own loop over experts."""
     runtime: ExpertRuntime
     runtime, moe_row = getattr(self, ROW_ATTRIBUTE)
+    if runtime.early_gate is not None and runtime.early_gate.is_asking:
+        raise Routed(top_k_index_TK)
     return runtime.moe_layer(moe_row, self, x_TD, top_k_index_TK, top_k_weights_TK)
 
 

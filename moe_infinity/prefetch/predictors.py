@@ -10,6 +10,7 @@ and a small logistic model, learned online, says how far each factor is to be tr
     eamc        what the most similar earlier requests used     (EAM Collection)
     token       this token's id -> its experts                  known when a step starts
     layer       this token's experts of the row before          known one row ahead
+    gate        the row's own router, asked early               known one row ahead, if at all
 
 A prediction is made at three stages: for the *next* token right after a row was routed, for the
 token that is *now* beginning, and for the row *ahead*. What each factor is worth:
@@ -32,21 +33,22 @@ from moe_infinity.trace.recorder import Step
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-FACTORS = ("request", "transition", "next_token", "eamc", "token", "layer")
-BASE, BIAS, REQUEST, TRANSITION, NEXT_TOKEN, EAMC, TOKEN, LAYER = range(8)
-PLANE = dict(zip(FACTORS, range(REQUEST, LAYER + 1), strict=True))
+FACTORS = ("request", "transition", "next_token", "eamc", "token", "layer", "gate")
+BASE, BIAS, REQUEST, TRANSITION, NEXT_TOKEN, EAMC, TOKEN, LAYER, GATE = range(NUM_PLANES := 9)
+PLANE = dict(zip(FACTORS, range(REQUEST, NUM_PLANES), strict=True))
 NEXT, NOW, AHEAD = range(3)
 
 # Where learning starts: what it converged to on the development half of the gpt-oss trace, rounded.
 START_WEIGHTS = np.array(
-    [  # base bias request transition next_token eamc token layer
-        [1.0, -0.2, 0.35, 1.1, 0.6, 0.0, 0.0, 0.0],
-        [1.0, -0.3, 0.3, 0.9, 0.2, 0.0, 0.8, 0.0],
-        [1.0, -0.5, 0.3, 0.1, 0.2, 0.0, 0.6, 1.4],
+    [  # base bias request transition next_token eamc token layer gate
+        [1.0, -0.2, 0.35, 1.1, 0.6, 0.0, 0.0, 0.0, 0.0],
+        [1.0, -0.3, 0.3, 0.9, 0.2, 0.0, 0.8, 0.0, 0.0],
+        [1.0, -0.5, 0.3, 0.1, 0.2, 0.0, 0.6, 1.4, 3.0],
     ],
     dtype=np.float32,
 )
-KNOWN = np.array([[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1, 0], [1] * 8], dtype=np.float32)
+KNOWN = np.tri(3, NUM_PLANES, TOKEN - 1, dtype=np.float32)  # what each stage can know
+KNOWN[AHEAD] = 1
 LEARNING_RATE = 0.004  # of the weights, per token, divided by the number of rows
 REQUEST_RATE = 0.06  # of the moving average of a request, per token
 BASE_RATE = 0.0005  # of the base rate, per token, once some thousands of tokens were seen
@@ -141,6 +143,14 @@ class Predictor:
                     run.observe(self, moe_row, mine_TK)
         self._unite(slice(moe_row, moe_row + 1))
 
+    def hint(self, moe_row: int, experts_TK: Ints) -> None:
+        """What the router of a row not yet reached said of the counted tokens when asked early."""
+        if "gate" in self.uses:
+            sequence_T = self._sequence_of_token_T
+            for sequence, run in enumerate(self._runs):
+                mine = slice(None) if sequence_T is None else sequence_T == sequence
+                run.hint(moe_row, experts_TK[mine])
+
     def look_ahead(self, moe_row: int) -> None:
         """Refine the row after this one, just observed, by what it was routed to."""
         if "layer" in self.uses and moe_row + 1 < self.num_rows:
@@ -187,8 +197,8 @@ class SequencePredictor:
     def __init__(self, model: Predictor) -> None:
         rows, experts = model.num_rows, model.num_experts
         # Features of this step's predictions, and of the next step's, made as rows pass.
-        self._now_FRE = np.zeros((8, rows, experts), dtype=np.float32)
-        self._next_FRE = np.zeros((8, rows, experts), dtype=np.float32)
+        self._now_FRE = np.zeros((NUM_PLANES, rows, experts), dtype=np.float32)
+        self._next_FRE = np.zeros((NUM_PLANES, rows, experts), dtype=np.float32)
         self.chance_RE = np.zeros((rows, experts), dtype=np.float32)
         self.recent_RE = np.zeros((rows, experts), dtype=np.float32)
         self._match = {phase: EamcMatch(model.eamc, phase) for phase in Phase}
@@ -225,13 +235,13 @@ class SequencePredictor:
         next_FRE[BASE] = model.log_base_RE
         model.add_token_evidence("token", int(token_ids_T[0]), now_FRE[TOKEN])
         model.add_token_evidence("next_token", int(token_ids_T[-1]), next_FRE[NEXT_TOKEN])
-        now_FRE[LAYER] = 0
+        now_FRE[LAYER:] = 0
         if "eamc" in model.uses:
             if self._num_steps < MATCH_EVERY or self._num_steps % MATCH_EVERY == 0:
                 now_FRE[EAMC] = self._evidence_of_others(model)
             next_FRE[EAMC] = now_FRE[EAMC]
         self._num_steps += 1
-        odds = model.weights[NOW].dot(now_FRE.reshape(8, -1))
+        odds = model.weights[NOW].dot(now_FRE.reshape(NUM_PLANES, -1))
         self.chance_RE[:] = _sigmoid(odds).reshape(self.chance_RE.shape)
 
     def _evidence_of_others(self, model: Predictor) -> Floats:
@@ -262,6 +272,11 @@ class SequencePredictor:
         np.log(logs_FE, out=logs_FE)
         np.subtract(logs_FE, model.log_base_RE[row], out=next_FE[REQUEST : TRANSITION + 1])
         self.chance_RE[row] = _sigmoid(model.weights[NEXT].dot(next_FE))
+
+    def hint(self, row: int, experts_TK: Ints) -> None:
+        """The row's router, asked early, said this; 1 for what it chose."""
+        self._now_FRE[GATE, row] = 0
+        self._now_FRE[GATE, row, experts_TK.ravel()] = 1
 
     def look_ahead(self, model: Predictor, row: int) -> None:
         """Refine the row after the one just observed."""

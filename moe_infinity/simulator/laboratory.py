@@ -21,12 +21,9 @@ from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Phase
 from moe_infinity.prefetch.predictors import FACTORS
 from moe_infinity.simulator.hardware import Hardware
-from moe_infinity.simulator.replay import Cell, Setup, replay
+from moe_infinity.simulator.replay import BELADY, CLAIRVOYANT, OMNISCIENT, Cell, Setup, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
 from moe_infinity.trace.tracefile import SequenceTrace, load_trace
-
-BELADY = "belady"
-CLAIRVOYANT = "clairvoyant"  # Belady that also prefetches what it knows will be used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +61,7 @@ class Experiment:
         if not hardware.bytes_per_s or not hardware.expert_bytes:
             raise ConfigError(f"bandwidth {bandwidth} and expert bytes {expert_bytes}: not above 0")
         return cls(
-            policies=_some_of("policy", policies, (*POLICIES, BELADY, CLAIRVOYANT)),
+            policies=_some_of("policy", policies, (*POLICIES, *OMNISCIENT)),
             capacities=_words(capacities),
             hardware=hardware,
             without=_some_of("factor", without, FACTORS),

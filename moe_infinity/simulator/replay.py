@@ -7,14 +7,14 @@ learn depends on the routing alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.cache.counters import Counters, PrefetchCounters
-from moe_infinity.cache.policies import EvictionPolicy, make_policy
+from moe_infinity.cache.policies import ACTIVATION_AWARE, EvictionPolicy, make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.prefetch.planner import Planner, PredictingPolicy
@@ -22,9 +22,13 @@ from moe_infinity.prefetch.predictors import Predictor
 from moe_infinity.simulator.belady import Belady, next_uses
 from moe_infinity.simulator.hardware import Hardware, Link
 from moe_infinity.simulator.schedule import RecordedStep
-from moe_infinity.trace.recorder import Recorder
+from moe_infinity.trace.recorder import Recorder, Step
 
 Ints = NDArray[np.int64]
+
+BELADY = "belady"
+CLAIRVOYANT = "clairvoyant"  # Belady that also prefetches what it knows will be used
+OMNISCIENT = (BELADY, CLAIRVOYANT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,15 @@ class Cell:
         self.table.prefetches = PrefetchCounters()
         self.table.evictions = 0
 
+    def begin_step(self, step: Step) -> None:
+        """A forward pass begins."""
+        self.policy.begin_step(step)
+        counters = self.counters.of(step.phase)
+        counters.steps += 1
+        counters.tokens += len(step.sequence_of_token_T)
+        if self._planner is not None and step.phase is Phase.DECODE:
+            self._begin_prefetches(self._planner, -1)
+
     def row(self, row: int, activated: Ints, counts: Ints, phase: Phase) -> None:
         """What runtime.moe_layer does with one row, on the modelled clock."""
         self.policy.touch(row, activated, counts)
@@ -74,15 +87,14 @@ class Cell:
                 for key in (*held.absent, *late):
                     self.table.finish_load(key)
                 if self._planner is not None and phase is Phase.DECODE:
-                    self._begin_prefetches(row)
+                    self._begin_prefetches(self._planner, row)
             waiting = [key for key in waiting if key not in held.slot_ids]
         for key in self.link.run(self.setup.hardware.layer_s):
             self.table.finish_load(key)
 
-    def _begin_prefetches(self, row: int) -> None:
-        assert self._planner is not None
+    def _begin_prefetches(self, planner: Planner, row: int) -> None:
         hardware = self.setup.hardware
-        planned = self._planner.plan(
+        planned = planner.plan(
             row, load_s=hardware.load_s, row_s=hardware.layer_s, queued_s=self.link.queued_s
         )
         for key in planned:
@@ -102,27 +114,15 @@ def replay(
     """Run the steps through every setup; what the first `warmup` requests did is not counted."""
     steps = list(steps)
     recorder = Recorder(num_rows, num_experts)
-    predictor = Predictor(num_rows, num_experts, without=without)
+    # Planning refines a predictor's chances, so setups that prefetch have one of their own.
+    predictors = {
+        setup.prefetch: Predictor(num_rows, num_experts, without=without)
+        for setup in setups
+        if setup.policy == ACTIVATION_AWARE
+    }
+    policies = _policies(steps, setups, predictors, num_rows=num_rows, num_experts=num_experts)
     keys = [[ExpertKey(row, expert) for expert in range(num_experts)] for row in range(num_rows)]
-    future: list[Ints] | None = None
-    cells = []
-    for setup in setups:
-        if setup.policy in ("belady", "clairvoyant"):
-            if future is None:
-                future = next_uses(
-                    list(_touches(steps)), num_rows=num_rows, num_experts=num_experts
-                )
-            policy: EvictionPolicy = Belady(future, num_rows=num_rows, num_experts=num_experts)
-        else:
-            policy = make_policy(
-                setup.policy,
-                num_rows=num_rows,
-                num_experts=num_experts,
-                num_slots=setup.num_slots,
-                chances=predictor,
-            )
-        cells.append(Cell(setup, policy, keys))
-    predicts = any(setup.policy == "activation-aware" for setup in setups)
+    cells = [Cell(setup, policy, keys) for setup, policy in zip(setups, policies, strict=True)]
     is_counting = warmup == 0
     for recorded in steps:
         step = recorded.step
@@ -131,22 +131,43 @@ def replay(
             for cell in cells:
                 cell.forget_counts()
         ended = recorder.begin_step(step)
-        if predicts:
+        for predictor in predictors.values():
             predictor.begin_step(step, ended)
-        num_tokens = len(step.sequence_of_token_T)
         for cell in cells:
-            cell.policy.begin_step(step)
-            counters = cell.counters.of(step.phase)
-            counters.steps += 1
-            counters.tokens += num_tokens
+            cell.begin_step(step)
         for row, experts_TK in enumerate(recorded.experts_LTK):
             counted_TK = recorder.record(row, experts_TK)
-            if predicts:
+            for predictor in predictors.values():
                 predictor.observe(row, counted_TK)
             activated, counts = distinct(counted_TK)
             for cell in cells:
                 cell.row(row, activated, counts, step.phase)
     return cells
+
+
+def _policies(
+    steps: Sequence[RecordedStep],
+    setups: Sequence[Setup],
+    predictors: Mapping[bool, Predictor],
+    *,
+    num_rows: int,
+    num_experts: int,
+) -> Iterator[EvictionPolicy]:
+    """One for each setup; the future is only looked up if one of them knows it."""
+    future: list[Ints] | None = None
+    for setup in setups:
+        if setup.policy not in OMNISCIENT:
+            yield make_policy(
+                setup.policy,
+                num_rows=num_rows,
+                num_experts=num_experts,
+                num_slots=setup.num_slots,
+                chances=predictors.get(setup.prefetch),
+            )
+            continue
+        if future is None:
+            future = next_uses(list(_touches(steps)), num_rows=num_rows, num_experts=num_experts)
+        yield Belady(future, num_rows=num_rows, num_experts=num_experts)
 
 
 def distinct(experts_TK: Ints) -> tuple[Ints, Ints]:

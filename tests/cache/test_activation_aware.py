@@ -100,6 +100,9 @@ def test_experts_without_any_chance_still_have_an_order():
 
 
 def test_a_row_that_was_touched_is_scored_by_its_new_chances_and_others_are_not():
+    """In replays several policies share a predictor: what one made it look ahead for is none of
+    the others' business before they are told.
+    """
     told = Told(np.full((3, 2), 0.5), np.full((3, 2), 0.5))
     policy = begun(told)
     told.next_use_RE[:] = 0.25

@@ -59,7 +59,7 @@ def planned(
     """A plan for an empty table with room for all."""
     policy = Fixed(chances_of(likely))
     planner = Planner(ResidencyTable(NUM_ROWS * NUM_EXPERTS, policy), policy)
-    return [tuple(k) for k in planner.plan(row, load_s=load_s, row_s=row_s, queued_s=queued_s)]
+    return list(planner.plan(row, load_s=load_s, row_s=row_s, queued_s=queued_s))
 
 
 # Any plan

@@ -1,4 +1,4 @@
-"""The predictor on any run: chances stay chances, sequences stay apart, a cut step harms nothing."""
+"""Any run: chances stay chances, sequences stay apart, a cut step harms nothing."""
 
 from __future__ import annotations
 

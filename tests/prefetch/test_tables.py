@@ -1,4 +1,4 @@
-"""The counts say what was seen: like a plain dictionary of counts would, however they are stored."""
+"""The counts say what was seen, as a plain dictionary would, however they are stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modelled link: one expert at a time, demand first, nothing of a prefetch is lost by waiting."""
+"""The link: one expert at a time, demand first; a prefetch that waits loses nothing."""
 
 from __future__ import annotations
 

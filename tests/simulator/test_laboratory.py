@@ -99,7 +99,11 @@ def test_sizes_have_units_and_lists_have_blanks():
         policies=" lru , lfu", capacities="10%, 3 ,", bandwidth=" 1.2GB/s", expert_bytes="13MB",
         layer_us=250.0, without="token",
     )  # fmt: skip
-    assert (made.policies, made.capacities, made.without) == (["lru", "lfu"], ["10%", "3"], ["token"])
+    assert (made.policies, made.capacities, made.without) == (
+        ["lru", "lfu"],
+        ["10%", "3"],
+        ["token"],
+    )
     assert (made.hardware.bytes_per_s, made.hardware.expert_bytes) == (1.2e9, 13e6)
     assert made.hardware.layer_s == 250e-6
 
@@ -234,7 +238,10 @@ def test_the_table_has_a_line_for_every_row_under_the_name_of_its_trace(trace):
     other = [row | {"trace": "other.npz"} for row in rows]
     head, *lines = table_of(rows + other).splitlines()
     assert "hit rate" in head
-    assert [line for line in lines if line in (str(trace), "other.npz")] == [str(trace), "other.npz"]
+    assert [line for line in lines if line in (str(trace), "other.npz")] == [
+        str(trace),
+        "other.npz",
+    ]
     assert len(lines) == 2 + 2 * len(rows)
     for row, line in zip(rows, lines[1:], strict=False):
         assert line.split()[:3] == [row["policy"], row["capacity"], row["phase"]]
