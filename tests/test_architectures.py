@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from moe_infinity import MoE, UnsupportedModelError
+from moe_infinity.runtime import ExpertRuntime
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -114,6 +115,37 @@ def test_prefill_and_greedy_tokens_are_bitwise_those_of_stock(checkpoint, implem
             moe.check_invariants()
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours, theirs), (budget, (ours - theirs).abs().max())
+
+
+@torch.no_grad()
+def test_a_block_asked_with_its_own_residual_answers_with_its_routing(checkpoint, monkeypatch):
+    """So what it answers early differs only because the residual has not got there yet."""
+    answers = []
+    moe_layer = ExpertRuntime.moe_layer
+
+    def asked_first(self, row, experts, x_TD, top_k_index_TK, top_k_weights_TK):
+        assert self.early_gate is not None
+        answer = self.early_gate.ask(row)
+        if answer is not None:
+            answers.append(torch.equal(answer, top_k_index_TK))
+        return moe_layer(self, row, experts, x_TD, top_k_index_TK, top_k_weights_TK)
+
+    with MoE(checkpoint, host_memory="100%", prefetch=True, early_gate=True) as moe:
+        prefill_and_generate(moe.model)  # finds the norms
+        monkeypatch.setattr(ExpertRuntime, "moe_layer", asked_first)
+        inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+        moe.generate(**inputs, max_new_tokens=4, do_sample=False)
+        num_rows = len(moe.request_eams()[0].decode)
+    assert answers == [True] * 4 * num_rows
+
+
+def test_asking_early_changes_no_token(checkpoint):
+    with MoE(checkpoint, host_memory="50%") as moe:
+        expected = prefill_and_generate(moe.model)
+    with MoE(checkpoint, host_memory="50%", prefetch=True, early_gate=True) as moe:
+        for ours, theirs in zip(prefill_and_generate(moe.model), expected, strict=True):
+            assert torch.equal(ours, theirs)
+        moe.check_invariants()
 
 
 def test_eager_and_grouped_mm_are_different_arithmetic(checkpoint):

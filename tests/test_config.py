@@ -72,7 +72,7 @@ def test_an_unknown_option_is_named_with_those_that_exist(given):
         ("host_memory", "lots"), ("host_memory", True), ("host_memory", -5), ("host_memory", [1]),
         ("num_read_threads", 0), ("num_read_threads", -1), ("num_read_threads", "two"),
         ("num_read_threads", 1.5), ("num_read_threads", None),
-        ("prefetch", "yes"), ("history", 3), ("without", "token"), ("without", ["tokens"]),
+        ("prefetch", "yes"), ("early_gate", 1), ("history", 3), ("without", "token"), ("without", ["tokens"]),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_where_the_option_is_made(name, value):
@@ -105,6 +105,13 @@ def test_a_key_of_the_older_config_without_effect_is_answered_by_a_warning(name)
 def test_the_older_prefetch_switch_is_honoured():
     assert options({"prefetch": True}).prefetch
     assert not options({"prefetch": False}).prefetch
+
+
+@pytest.mark.parametrize("given", [{}, {"prefetch": True, "policy": "moe-infinity-v3"}])
+def test_asking_the_router_early_is_for_prefetch(given):
+    assert options(early_gate=True, prefetch=True).early_gate
+    with pytest.raises(ConfigError, match="early_gate serves prefetch=True"):
+        options(early_gate=True, **given)
 
 
 def test_only_a_policy_that_learns_keeps_a_history():

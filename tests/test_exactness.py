@@ -76,7 +76,9 @@ def test_what_was_learned_is_kept_for_the_next_run(tiny_checkpoint, tmp_path):
     history = tmp_path / "history.npz"
     for _ in range(2):
         with MoE(tiny_checkpoint, host_memory="25%", history=history) as moe:
-            first = moe._runtime.predictor.num_tokens
+            predictor = moe._runtime.predictor
+            assert predictor is not None
+            first = predictor.num_tokens
             greedy(moe)
         assert history.exists()
     assert first > 0

@@ -4,7 +4,7 @@
 
 On the development requests of gpt-oss (and some of DeepSeek-V2-Lite): decode hit rate at 20 %
 without prefetch. For the planner's MIN_CHANCE: stall per token with prefetch, on a link where an
-all-miss token takes ten times its compute time.
+all-miss token takes twice its compute time.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def stall(name: str, folder: Any, args: argparse.Namespace) -> float:
         num_experts=num_experts,
         warmup=len(sequences) // 6,
         prefetch=True,
-        hardware=Hardware(bytes_per_s=top_k / 10, expert_bytes=1, layer_s=1.0),
+        hardware=Hardware(bytes_per_s=top_k / 2, expert_bytes=1, layer_s=1.0),
     )
     counters = cells["activation-aware", "20%"].counters.decode
     return round(counters.stall_s / counters.tokens / num_rows, 4)
@@ -88,7 +88,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
         questions = [
             ("hit rate at 20 %, %", hit_rate, PARAMETERS, args.requests),
             (
-                "stall / compute time at 20 %, 10x link",
+                "stall / compute time at 20 %, 2x link",
                 stall,
                 ((planner, "MIN_CHANCE"),),
                 args.prefetch_requests,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import common
@@ -47,18 +46,16 @@ def groups(
     kinds = [json.loads(line)[field] for line in lines]
     order = np.random.default_rng(0).permutation(len(kinds))
 
-    def cut(i: int) -> SequenceTrace:
-        whole, part = trace.sequences[i], slice(args.tokens)
-        return replace(
-            whole,
-            experts_TLK=whole.experts_TLK[part],
-            token_ids_T=whole.token_ids_T[part],
-            is_prefill_T=whole.is_prefill_T[part],
-            steps_T=whole.steps_T[part],
-        )
-
-    first = [cut(i) for i in order if any(word in kinds[i] for word in before)]
-    second = [cut(i) for i in order if any(word in kinds[i] for word in after)]
+    first = [
+        common.cut(trace.sequences[i], args.tokens)
+        for i in order
+        if any(word in kinds[i] for word in before)
+    ]
+    second = [
+        common.cut(trace.sequences[i], args.tokens)
+        for i in order
+        if any(word in kinds[i] for word in after)
+    ]
     num = min(args.requests, len(first), len(second) // 2)
     return [first[:num], second[:num], second[num : 2 * num]], trace.num_experts
 

@@ -3,7 +3,8 @@
     python benchmarks/policies/users.py ../shared/data --plot users.svg
 
 The same requests, in the same order, from 1 to 16 users: each sends its next one when the last is
-answered, and all decode in one step. An expert that several of them activate is one lookup.
+answered, and all decode in one step. Requests are cut to their first tokens, so that there are
+several for each user. An expert that several of them activate is one lookup.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, folder in common.folders(args):
         sequences, num_experts = common.requests_of(name, folder, args.requests)
+        sequences = interleave([common.cut(s, args.tokens) for s in sequences], 1)
         conditions = common.describe(name, sequences, len(sequences) // 6)
         heads = [f"{policy} {capacity}" for policy in POLICIES for capacity in CAPACITIES]
         print(f"{'users':6}{'lookups/token':>14}" + "".join(f"{head:>22}" for head in heads))
@@ -66,7 +68,9 @@ def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    args = common.parser(__doc__, requests=16).parse_args()
+    parser = common.parser(__doc__, requests=32)
+    parser.add_argument("--tokens", type=int, default=64, help="of a request (default 64)")
+    args = parser.parse_args()
     rows = rows_of(args)
     if args.plot:
         plot(args, rows)

@@ -44,6 +44,7 @@ class ActivationAware:
         self._rows_ahead = ahead[:, :, None]  # [current row, R, 1]
         self._num_rows = np.float32(num_rows)
         self._row = num_rows - 1
+        self._p_RE = chances.next_use_RE.copy()  # its own: others may have them refined
         # Expected rows from the first chance to the use, if it is not the use.
         self._wait_RE = np.zeros_like(chances.next_use_RE)
         self._scores: NDArray[np.float32] | None = None
@@ -59,7 +60,8 @@ class ActivationAware:
     def _update(self, rows: int | slice) -> None:
         """The chances of these rows have changed."""
         wait_RE = self._wait_RE[rows]
-        np.multiply(self._chances.next_use_RE[rows], self._num_rows, out=wait_RE)
+        self._p_RE[rows] = self._chances.next_use_RE[rows]
+        np.multiply(self._p_RE[rows], self._num_rows, out=wait_RE)
         np.subtract(self._num_rows, wait_RE, out=wait_RE)
         wait_RE /= np.maximum(self._chances.later_use_RE[rows], LEAST)
 
@@ -69,13 +71,13 @@ class ActivationAware:
             self._chances.look_ahead(self._row)
             self._update(self._row + 1)
             self._scores = None
-        return self._chances.next_use_RE
+        return self._p_RE
 
     def scores(self) -> NDArray[np.float32]:
         if self._scores is None:
             ahead_R1 = self._rows_ahead[self._row]
-            once_RE = self._chances.next_use_RE / ahead_R1
+            once_RE = self._p_RE / ahead_R1
             until_RE = self._wait_RE + ahead_R1
             np.reciprocal(until_RE, out=until_RE)
-            self._scores = np.maximum(once_RE, until_RE, out=once_RE)
+            self._scores = np.maximum(once_RE, until_RE)
         return self._scores

@@ -67,5 +67,9 @@ class Planner:
         best = best[np.argsort(-values[best], kind="stable")]
         best = best[values[best] > 0]
         scores = self._policy.scores().ravel()[best]
-        taken = scores > self._table.lowest_scores(len(best))
-        return [ExpertKey(*divmod(int(cell), chances_RE.shape[1])) for cell in best[taken]]
+        lowest = self._table.lowest_scores(len(best))
+        taken: list[ExpertKey] = []
+        for cell, score in zip(best.tolist(), scores.tolist(), strict=True):
+            if score > lowest[len(taken)]:
+                taken.append(ExpertKey(*divmod(cell, chances_RE.shape[1])))
+        return taken

@@ -85,6 +85,7 @@ class Predictor:
         # each later time.
         self.next_use_RE = self.base_RE.copy()
         self.later_use_RE = self.base_RE.copy()
+        self._num_steps = 0
         self._runs: list[SequencePredictor] = []
         self._sequence_of_token_T: Ints | None = None
 
@@ -92,7 +93,8 @@ class Predictor:
         """A forward pass begins; `ended` are the requests whose place it takes."""
         for run in self._runs:
             run.learn(self)
-        if self.num_tokens % FORGET_EVERY == 0:
+        self._num_steps += 1
+        if self._num_steps % FORGET_EVERY == 0:
             self.transitions.forget()
             self.layers.forget()
         if "eamc" in self.uses:
@@ -153,7 +155,7 @@ class Predictor:
 
     def look_ahead(self, moe_row: int) -> None:
         """Refine the row after this one, just observed, by what it was routed to."""
-        if "layer" in self.uses and moe_row + 1 < self.num_rows:
+        if self.uses & {"layer", "gate"} and 0 <= moe_row < self.num_rows - 1:
             for run in self._runs:
                 run.look_ahead(self, moe_row)
             self._unite(slice(moe_row + 1, moe_row + 2))
@@ -284,7 +286,7 @@ class SequencePredictor:
             return
         last_K, row = self._experts[row][-1], row + 1
         now_FE = self._now_FRE[:, row]
-        follow_E = now_FE[LAYER]
+        follow_E = now_FE[LAYER]  # a view
         model.layers.probabilities(row, last_K, model.base_RE[row], follow_E)
         np.log(follow_E, out=follow_E)
         follow_E -= model.log_base_RE[row]

@@ -62,7 +62,7 @@ class Experiment:
             raise ConfigError(f"bandwidth {bandwidth} and expert bytes {expert_bytes}: not above 0")
         return cls(
             policies=_some_of("policy", policies, (*POLICIES, *OMNISCIENT)),
-            capacities=_words(capacities),
+            capacities=_words(capacities) or [capacities],
             hardware=hardware,
             without=_some_of("factor", without, FACTORS),
             **others,
@@ -85,8 +85,8 @@ def num_slots_of(capacity: str, total_experts: int) -> int:
     """Slots of "76" or "10%". Raises ConfigError."""
     text = capacity.strip()
     try:
-        slots = int(float(text[:-1]) / 100 * total_experts) if text.endswith("%") else int(text)
-    except ValueError as error:
+        slots = int(float(text[:-1]) * total_experts / 100) if text.endswith("%") else int(text)
+    except (ValueError, OverflowError) as error:
         raise ConfigError(
             f"{capacity!r} is not a capacity, expected '10%' of all experts or a number of slots"
         ) from error
@@ -110,14 +110,15 @@ def drawn(sequences: Sequence[SequenceTrace], num: int | None, seed: int) -> lis
 def run_experiment(path: Path, experiment: Experiment) -> Iterator[dict[str, Any]]:
     """One row per policy, capacity and phase. Raises TraceError, ConfigError."""
     trace = load_trace(path)
-    sequences = drawn(trace.sequences, experiment.draw, experiment.seed)
+    whole = [sequence for sequence in trace.sequences if len(sequence.steps_T)]
+    if not whole or not whole[0].experts_TLK.shape[1]:
+        raise TraceError(f"{path}: no tokens in it")
+    sequences = drawn(whole, experiment.draw, experiment.seed)
     if experiment.users > 1:
         sequences = interleave(sequences, experiment.users)
     if experiment.warmup >= len(sequences):
         raise ConfigError(f"{path}: a warm-up of {experiment.warmup} leaves no request to count")
     num_rows = sequences[0].experts_TLK.shape[1]
-    if not num_rows or not sum(len(s.steps_T) for s in sequences):
-        raise TraceError(f"{path}: no tokens in it")
     total = num_rows * trace.num_experts
     references = (BELADY, CLAIRVOYANT) if experiment.prefetch else (BELADY,)
     setups = [

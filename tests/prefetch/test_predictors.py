@@ -148,6 +148,20 @@ def test_the_first_tokens_of_a_request_foretell_the_rest_like_that_of_earlier_on
     assert chances[:, HALVES[half]].min() > 1.3 * chances[:, HALVES[1 - half]].max()
 
 
+def test_what_the_router_said_early_raises_the_chances_of_those_experts():
+    feed = Feed()
+    varied(feed)
+    feed.begin([(3, pair(3))])
+    feed.row(0)
+    feed.model.look_ahead(0)
+    before = feed.model.next_use_RE[1].copy()
+    feed.model.hint(1, np.array([[0, 1]]))
+    feed.model.look_ahead(0)
+    after = feed.model.next_use_RE[1]
+    assert (after[:2] > before[:2]).all()
+    assert_array_equal(after[2:], before[2:])
+
+
 def test_without_the_collection_nothing_is_known_of_a_request_that_has_only_a_prompt():
     rng, feed = np.random.default_rng(SEED), only()
     having_served_requests_of_both_halves(feed, rng)
@@ -187,6 +201,7 @@ def test_a_factor_left_out_changes_what_is_predicted(factor):
         varied(feed)
         feed.begin([(3, pair(3))])
         feed.row(0)
+        feed.model.hint(1, np.array([[0, 1]]))
         feed.model.look_ahead(0)
     assert not np.allclose(with_all.model.next_use_RE, without.model.next_use_RE, rtol=1e-3)
 
@@ -197,8 +212,8 @@ def test_a_stage_gives_no_weight_to_what_it_cannot_know_yet():
     assert not feed.model.weights[KNOWN == 0].any()
 
 
-def test_without_the_layer_factor_looking_ahead_changes_nothing():
-    feed = Feed(without=["layer"])
+def test_with_neither_layer_nor_gate_looking_ahead_changes_nothing():
+    feed = Feed(without=["layer", "gate"])
     varied(feed)
     feed.begin([(3, pair(3))])
     feed.row(0)
