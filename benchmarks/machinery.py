@@ -5,7 +5,9 @@ rows, expert MLPs, weighting, sum) replaced by calls that return at once; what i
 and sorting the routing, recording the EAM, the policy, lookup, hold, release. B: the layer as it
 is, in alternation, so that A starts from caches that arithmetic has just used.
 
-    python benchmarks/machinery.py [--top-k 8] [--experts 128] [--layers 48]
+    python benchmarks/machinery.py [--top-k 8] [--experts 128] [--layers 48] [--policy lru]
+
+The target is for a policy that does not predict; what predicting adds: benchmarks/policies/cost.py.
 """
 
 from __future__ import annotations
@@ -90,11 +92,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--policy", default="lru")
     shape = vars(parser.parse_args())
+    policy = shape.pop("policy")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_model(Path(folder), **shape)
-        with MoE(folder, host_memory="100%") as moe, torch.no_grad():
+        with MoE(folder, host_memory="100%", policy=policy) as moe, torch.no_grad():
             times = measure(moe, **shape)
     own, layer = sorted(times["own"]), sorted(times["layer"])
     row = {
@@ -104,6 +108,7 @@ def main() -> None:
         "target_us": TARGET_US,
         "layer_us": round(statistics.median(layer), 1),
         **shape,
+        "policy": policy,
         "batch": 1,
         "threads": 1,
         "torch": torch.__version__,

@@ -221,7 +221,7 @@ def by_request(
         for recorded in steps_of([sequence]):
             predictor.begin_step(recorded.step, recorder.begin_step(recorded.step))
             for cell in cells:
-                cell.policy.begin_step(recorded.step)
+                cell.begin_step(recorded.step)
             for row, experts_TK in enumerate(recorded.experts_LTK):
                 predictor.observe(row, recorder.record(row, experts_TK))
                 activated, counts = distinct(experts_TK)

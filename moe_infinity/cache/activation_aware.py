@@ -44,7 +44,8 @@ class ActivationAware:
         self._rows_ahead = ahead[:, :, None]  # [current row, R, 1]
         self._num_rows = np.float32(num_rows)
         self._row = num_rows - 1
-        self._p_RE = chances.next_use_RE.copy()  # its own: others may have them refined
+        # Its own: others may have them refined.
+        self._p_RE: NDArray[np.float32] = chances.next_use_RE.copy()
         # Expected rows from the first chance to the use, if it is not the use.
         self._wait_RE = np.zeros_like(chances.next_use_RE)
         self._scores: NDArray[np.float32] | None = None
@@ -66,7 +67,7 @@ class ActivationAware:
         wait_RE /= np.maximum(self._chances.later_use_RE[rows], LEAST)
 
     def chances(self) -> NDArray[np.float32]:
-        """[R, E]: of being used when its row comes next."""
+        """[R, E] of being used when its row comes next."""
         if 0 <= self._row < len(self._wait_RE) - 1:
             self._chances.look_ahead(self._row)
             self._update(self._row + 1)
@@ -74,10 +75,12 @@ class ActivationAware:
         return self._p_RE
 
     def scores(self) -> NDArray[np.float32]:
-        if self._scores is None:
-            ahead_R1 = self._rows_ahead[self._row]
-            once_RE = self._p_RE / ahead_R1
-            until_RE = self._wait_RE + ahead_R1
-            np.reciprocal(until_RE, out=until_RE)
-            self._scores = np.maximum(once_RE, until_RE)
-        return self._scores
+        if self._scores is not None:
+            return self._scores
+        ahead_R1 = self._rows_ahead[self._row]
+        once_RE = self._p_RE / ahead_R1
+        until_RE = self._wait_RE + ahead_R1
+        np.reciprocal(until_RE, out=until_RE)
+        scores: NDArray[np.float32] = np.maximum(once_RE, until_RE)
+        self._scores = scores
+        return scores

@@ -31,12 +31,18 @@ class RoutedRows:
         by_expert = flat[self._order].tolist()
         self._stops = {expert: stop for stop, expert in enumerate(by_expert, start=1)}
         self.activated = list(self._stops)  # distinct expert ids, ascending
-        self.counts = np.diff(list(self._stops.values()), prepend=0)  # tokens routed to each
         # Set by gather(): the rows of each expert, their (token, k) pairs, their inputs.
         self._rows: dict[int, slice]
         self._pairs_P: Tensor
         self._inputs_PD: Tensor
         self._outputs_PD: Tensor | None = None
+
+    @property
+    def counts(self) -> Ints | int:
+        """Tokens routed to each activated expert; 1 if to all of them."""
+        if len(self._index_TK) == 1:
+            return 1
+        return np.diff(list(self._stops.values()), prepend=0)
 
     def gather(self, x_TD: Tensor) -> None:
         """Copy the rows of every expert next to each other."""
