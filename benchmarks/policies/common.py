@@ -172,7 +172,9 @@ def figure(num_panels: int, *, height: float = 3.2) -> Any:
         print("no figure: matplotlib is not installed", file=sys.stderr)
         return None
     pyplot.rcParams.update({"font.size": 9, "svg.hashsalt": "policies", "axes.grid": True})
-    pyplot.rcParams.update({"grid.alpha": 0.3, "axes.axisbelow": True, "figure.dpi": 100})
+    pyplot.rcParams.update(
+        {"svg.fonttype": "none", "grid.alpha": 0.3, "axes.axisbelow": True, "figure.dpi": 100}
+    )
     width = 4.2 * num_panels
     drawn, axes = pyplot.subplots(1, num_panels, figsize=(width, height), squeeze=False)
     return drawn, list(axes[0])

@@ -1,6 +1,10 @@
 """Policies in the engine: hit rate, bytes read and time per token of a real model on real prompts.
 
-    python benchmarks/policies/engine.py models/demo ../shared/data/prompts [--limit 200]
+    python benchmarks/policies/engine.py models/demo ../shared/data/prompts [--limit 200] [--link-ms 4]
+
+With --link-ms every expert takes at least so long to read, one at a time, demand loads or
+prefetches: the demo model's small experts behind a slow link. Without it they come from the page
+cache in some 50 us, and there is little to win.
 
 All policies are loaded side by side and take turns prompt by prompt, so that what else the machine
 does meets them alike. The cache is not emptied between prompts. Fails if a token differs from the
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,6 +27,7 @@ from typing import Any
 import torch
 
 from moe_infinity import MoE
+from moe_infinity.experts import ExpertKey
 from moe_infinity.tracing import read_prompts
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,8 +36,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "moe-infinity-v3": {"policy": "moe-infinity-v3"},
     "activation-aware": {"policy": "activation-aware"},
     "activation-aware, prefetch": {"policy": "activation-aware", "prefetch": True},
+    "the same, early gate": {"policy": "activation-aware", "prefetch": True, "early_gate": True},
 }
 LONGEST_PROMPT = 600  # characters; the demo model was trained on short texts
+
+
+def slow_down(moe: MoE, seconds: float) -> None:
+    """Let every read take so long, one after the other, as on one link."""
+    mover, link = moe._runtime._mover, threading.Lock()
+    read = mover._read
+
+    def slow_read(key: ExpertKey, slot_id: int) -> None:
+        with link:
+            time.sleep(seconds)
+            read(key, slot_id)
+
+    mover._read = slow_read
 
 
 @dataclass
@@ -67,6 +87,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--host-memory", default="15%")
+    parser.add_argument("--link-ms", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     if not args.prompts.is_dir():
@@ -79,6 +100,8 @@ def main() -> None:
             name: Run(stack.enter_context(MoE(args.model, host_memory=args.host_memory, **options)))
             for name, options in SETTINGS.items()
         }
+        for run in runs.values() if args.link_ms else ():
+            slow_down(run.moe, args.link_ms / 1e3)
         for prompt in prompts:
             outputs = [run.generate(prompt, args.max_new_tokens) for run in runs.values()]
             if any(output != outputs[0] for output in outputs):

@@ -117,7 +117,7 @@ def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             axes.bar_label(bars, fmt="%.2f", fontsize=8)
         axes.set(xticks=range(len(STAGES)), xticklabels=STAGES, ylim=(0, 1.05), ylabel="recall")
         axes.set_title(common.TITLES[name])
-        axes.legend(fontsize=8, loc="lower right")
+        axes.legend(fontsize=8, loc="upper left")
     common.save(drawn, args.plot)
 
 
