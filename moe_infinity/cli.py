@@ -38,6 +38,9 @@ HostMemory = Annotated[
 ]
 Policy = Annotated[str, typer.Option(help=f"Which expert leaves first: {', '.join(POLICIES)}.")]
 Prefetch = Annotated[bool, typer.Option("--prefetch", help="Load experts ahead of their layer.")]
+EarlyGate = Annotated[
+    bool, typer.Option("--early-gate", help="With --prefetch: ask the next layer's router early.")
+]
 History = Annotated[
     Path | None,
     typer.Option(help="File to go on learning from and to write at the end.", dir_okay=False),
@@ -72,6 +75,7 @@ def run(
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
     prefetch: Prefetch = False,
+    early_gate: EarlyGate = False,
     history: History = None,
     dtype: Dtype = "auto",
     implementation: Implementation = "grouped_mm",
@@ -89,6 +93,7 @@ def run(
         host_memory=host_memory,
         policy=policy,
         prefetch=prefetch,
+        early_gate=early_gate,
         history=history,
         dtype=dtype,
         experts_implementation=implementation,
@@ -117,6 +122,7 @@ def chat(
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
     prefetch: Prefetch = False,
+    early_gate: EarlyGate = False,
     history: History = None,
     dtype: Dtype = "auto",
     implementation: Implementation = "grouped_mm",
@@ -127,6 +133,7 @@ def chat(
         host_memory=host_memory,
         policy=policy,
         prefetch=prefetch,
+        early_gate=early_gate,
         history=history,
         dtype=dtype,
         experts_implementation=implementation,

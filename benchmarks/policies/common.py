@@ -63,6 +63,8 @@ def parser(doc: str | None, *, requests: int, full: int | None = NUM_REPORT) -> 
 def folders(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
     """Name and folder of the traces asked for; says so where one is not there."""
     for name in args.traces.split(","):
+        if name not in TRACES:
+            raise SystemExit(f"unknown trace {name!r}, expected some of: {', '.join(TRACES)}")
         folder = args.data / "traces" / TRACES[name]
         if (folder / "experts.npz").is_file():
             yield name, folder

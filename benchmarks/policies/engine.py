@@ -1,6 +1,6 @@
 """Policies in the engine: hit rate, bytes read and time per token of a real model on real prompts.
 
-    python benchmarks/policies/engine.py models/demo ../shared/data/prompts [--limit 200] [--link-ms 4]
+    python benchmarks/policies/engine.py models/demo ../shared/data/prompts [--link-ms 4]
 
 With --link-ms every expert takes at least so long to read, one at a time, demand loads or
 prefetches: the demo model's small experts behind a slow link. Without it they come from the page
