@@ -72,7 +72,8 @@ def test_an_unknown_option_is_named_with_those_that_exist(given):
         ("host_memory", "lots"), ("host_memory", True), ("host_memory", -5), ("host_memory", [1]),
         ("num_read_threads", 0), ("num_read_threads", -1), ("num_read_threads", "two"),
         ("num_read_threads", 1.5), ("num_read_threads", None),
-        ("prefetch", "yes"), ("early_gate", 1), ("history", 3), ("without", "token"), ("without", ["tokens"]),
+        ("prefetch", "yes"), ("early_gate", 1), ("history", 3), ("without", "token"),
+        ("without", ["tokens"]),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_where_the_option_is_made(name, value):

@@ -44,7 +44,7 @@ COLOURS = {
     "counts": "#F0E442",
     "moe-infinity-v3": "#E69F00",
     "belady": "#000000",
-    "clairvoyant": "#000000",
+    "clairvoyant": "#882255",
 }
 MARKERS = dict(zip(COLOURS, "osv^xDP*..", strict=True))
 
@@ -178,15 +178,22 @@ def figure(num_panels: int, *, height: float = 3.2) -> Any:
         {"svg.fonttype": "none", "grid.alpha": 0.3, "axes.axisbelow": True, "figure.dpi": 100}
     )
     width = 4.2 * num_panels
-    drawn, axes = pyplot.subplots(1, num_panels, figsize=(width, height), squeeze=False)
+    drawn, axes = pyplot.subplots(
+        1, num_panels, figsize=(width, height), squeeze=False, layout="constrained"
+    )
     return drawn, list(axes[0])
 
 
 def save(drawn: Any, file: Path) -> None:
     """Without the date, so that the same numbers give the same file."""
-    drawn.tight_layout()
     drawn.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     print(f"figure: {file}")
+
+
+def legend(drawn: Any, axes: Any, *, columns: int = 5) -> None:
+    """Below all panels, so that it covers no line."""
+    handles, labels = axes.get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
 
 
 def line(axes: Any, policy: str, x: Sequence[Any], y: Sequence[float], **others: Any) -> None:

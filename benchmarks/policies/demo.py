@@ -82,7 +82,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    if not rows or (panels := common.figure(len(Phase))) is None:
+    if not rows or (panels := common.figure(len(Phase), height=3.6)) is None:
         return
     drawn, all_axes = panels
     shares = [float(capacity.rstrip("%")) for capacity in CAPACITIES]
@@ -92,7 +92,7 @@ def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             common.line(axes, row["policy"], shares, list(rates.values()))
         axes.set(xlabel="slots, % of all experts", ylabel=f"{phase.value} hit rate, %")
         axes.set_title(common.TITLES["demo"])
-    all_axes[0].legend(fontsize=7)
+    common.legend(drawn, all_axes[0])
     common.save(drawn, args.plot)
 
 

@@ -188,7 +188,7 @@ def foretelling_all(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(row["trace"] for row in rows))
-    if not names or (panels := common.figure(len(names))) is None:
+    if not names or (panels := common.figure(len(names), height=3.6)) is None:
         return
     drawn, all_axes = panels
     colours = (*map(common.COLOURS.get, ("moe-infinity-v3", "activation-aware", "lru")),)
@@ -199,7 +199,7 @@ def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             axes.plot([int(r["capacity"]) for r in mine], rates, "o-", color=colour, label=label)
         axes.set(xscale="log", xlabel="EAMs kept", ylabel="decode hit rate at 20 %, %")
         axes.set_title(common.TITLES[name])
-    all_axes[0].legend(fontsize=8)
+    common.legend(drawn, all_axes[0])
     common.save(drawn, args.plot)
 
 

@@ -45,7 +45,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(row["trace"] for row in rows))
-    if not names or (panels := common.figure(len(names))) is None:
+    if not names or (panels := common.figure(len(names), height=3.6)) is None:
         return
     drawn, all_axes = panels
     for name, axes in zip(names, all_axes, strict=True):
@@ -55,7 +55,7 @@ def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             common.line(axes, row["policy"], shares, list(rates.values()))
         axes.set(xlabel="slots, % of all experts", ylabel="decode hit rate, %", ylim=(0, 100))
         axes.set_title(common.TITLES[name])
-    all_axes[0].legend(fontsize=7)
+    common.legend(drawn, all_axes[0])
     common.save(drawn, args.plot)
 
 

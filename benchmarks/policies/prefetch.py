@@ -83,7 +83,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     panels_of = list(dict.fromkeys((row["trace"], row["link"]) for row in rows))
-    if not panels_of or (panels := common.figure(len(panels_of))) is None:
+    if not panels_of or (panels := common.figure(len(panels_of), height=3.6)) is None:
         return
     drawn, all_axes = panels
     shares = [float(capacity.rstrip("%")) for capacity in CAPACITIES]
@@ -102,7 +102,7 @@ def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
                 common.line(axes, row["policy"], shares, stalls)
         axes.set(xlabel="slots, % of all experts", ylabel="stall / compute time of a token")
         axes.set(ylim=(0, None), title=f"{common.TITLES[name]}, link {link}x")
-    all_axes[0].legend(fontsize=6)
+    common.legend(drawn, all_axes[0])
     common.save(drawn, args.plot)
 
 

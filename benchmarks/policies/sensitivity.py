@@ -132,7 +132,7 @@ def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         axes.set_yticks(range(len(mine)), [row["parameter"] for row in mine], fontsize=8)
         axes.set(xlabel="change of the hit rate at 20 %, points")
         axes.set_title(common.TITLES[name])
-    all_axes[0].legend(fontsize=8)
+    common.legend(drawn, all_axes[0])
     common.save(drawn, args.plot)
 
 

@@ -119,7 +119,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     shifts = list(dict.fromkeys(row["shift"] for row in rows))[::2]
-    if not shifts or (panels := common.figure(len(shifts))) is None:
+    if not shifts or (panels := common.figure(len(shifts), height=3.6)) is None:
         return
     drawn, all_axes = panels
     for shift, axes in zip(shifts, all_axes, strict=True):
@@ -130,7 +130,7 @@ def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         axes.axvline(0, color="black", linewidth=0.8)
         axes.set(xlabel="requests since the shift", ylabel=f"decode hit rate at {args.capacity}, %")
         axes.set_title(shift, fontsize=9)
-    all_axes[0].legend(fontsize=7)
+    common.legend(drawn, all_axes[0])
     common.save(drawn, args.plot)
 
 

@@ -51,7 +51,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(row["trace"] for row in rows))
-    if not names or (panels := common.figure(len(names))) is None:
+    if not names or (panels := common.figure(len(names), height=3.6)) is None:
         return
     drawn, all_axes = panels
     for name, axes in zip(names, all_axes, strict=True):
@@ -63,7 +63,7 @@ def plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         axes.set_xticks(USERS, [str(users) for users in USERS])
         axes.minorticks_off()
         axes.set_title(common.TITLES[name])
-    all_axes[0].legend(fontsize=8)
+    common.legend(drawn, all_axes[0])
     common.save(drawn, args.plot)
 
 

@@ -122,7 +122,7 @@ def _ids_beside(path: Path, offsets: Ints) -> Ints:
         strings = [json.loads(line).get("generated_tokens") or [] for line in lines]
     except (OSError, ValueError, AttributeError):
         return token_ids
-    if len(strings) != len(offsets) - 1:
+    if len(strings) != len(offsets) - 1 or not all(isinstance(s, list) for s in strings):
         return token_ids
     number_of: dict[str, int] = {}
     for start, stop, tokens in zip(offsets[:-1], offsets[1:], strings, strict=True):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from moe_infinity.cache.counters import Counters, PhaseCounters
+from moe_infinity.cache.counters import Counters, PhaseCounters, PrefetchCounters
 from moe_infinity.experts import Phase
 
 
@@ -45,3 +45,18 @@ def test_a_report_of_a_phase_can_be_written_as_json():
         "bytes_read": 640,
         "stall_s": 0.5,
     }
+
+
+def test_the_verdicts_on_prefetches_give_precision_and_coverage():
+    counters = PrefetchCounters(begun=9, wasted=2)
+    for is_late in (False, True, False):
+        counters.add_use(is_late=is_late)
+    assert (counters.useful, counters.late) == (2, 1)
+    assert counters.precision == pytest.approx(3 / 5)  # the other 4 have no verdict yet
+    assert counters.coverage(misses=5) == pytest.approx(2 / 8)
+    assert json.loads(json.dumps(counters.as_dict()))["precision"] == counters.precision
+
+
+def test_without_a_verdict_there_is_no_precision_and_without_lookups_no_coverage():
+    assert PrefetchCounters(begun=3).precision is None
+    assert PrefetchCounters().coverage(0) is None

@@ -1,4 +1,4 @@
-"""Prefetches in the mover: they never stand before a demand load, and never end in a wrong state."""
+"""Prefetches in the mover never stand before a demand load and never end in a wrong state."""
 
 from __future__ import annotations
 

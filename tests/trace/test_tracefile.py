@@ -306,3 +306,14 @@ def test_a_damaged_file_is_refused_or_read_right_and_fails_no_other_way(path):
 def test_a_file_that_does_not_exist_is_a_trace_error(path):
     with pytest.raises(TraceError, match="No such file"):
         load_trace(path)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    ['{"generated_tokens": ["a", "b"]}', "[]\n[]", "{\n}", '{"generated_tokens": 3}\n{}', ""],
+)
+def test_texts_that_do_not_belong_to_the_trace_give_no_token_ids(path, texts):
+    np.savez(path, experts=np.zeros((5, NUM_ROWS, TOP_K), np.uint8), offsets=OFFSETS)
+    path.with_name("sequences.jsonl").write_text(texts)
+    for sequence in load_trace(path).sequences:
+        assert (sequence.token_ids_T == -1).all()
