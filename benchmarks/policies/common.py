@@ -232,12 +232,14 @@ def by_request(
         for recorded in steps_of([sequence]):
             predictor.begin_step(recorded.step, recorder.begin_step(recorded.step))
             for cell in cells:
+                cell.policy.begin_step(recorded.step)
                 cell.begin_step(recorded.step)
             for row, experts_TK in enumerate(recorded.experts_LTK):
                 predictor.observe(row, recorder.record(row, experts_TK))
                 activated, counts = distinct(experts_TK)
                 for cell in cells:
-                    cell.row(row, activated, counts, recorded.step.phase)
+                    cell.policy.touch(row, activated, counts)
+                    cell.row(row, activated, recorded.step.phase)
         for cell in cells:
             rates[cell.setup.policy].append(percent(cell))
             cell.forget_counts()

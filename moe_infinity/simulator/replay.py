@@ -62,17 +62,15 @@ class Cell:
         self.table.evictions = 0
 
     def begin_step(self, step: Step) -> None:
-        """A forward pass begins."""
-        self.policy.begin_step(step)
+        """A forward pass begins; the policy knows."""
         counters = self.counters.of(step.phase)
         counters.steps += 1
         counters.tokens += len(step.sequence_of_token_T)
         if self._planner is not None and step.phase is Phase.DECODE:
             self._begin_prefetches(self._planner, -1)
 
-    def row(self, row: int, activated: Ints, counts: Ints, phase: Phase) -> None:
-        """What runtime.moe_layer does with one row, on the modelled clock."""
-        self.policy.touch(row, activated, counts)
+    def row(self, row: int, activated: Ints, phase: Phase) -> None:
+        """What runtime.moe_layer does with one row the policy knows of, on the modelled clock."""
         keys = self._keys[row]
         waiting: Sequence[ExpertKey] = [keys[expert] for expert in activated.tolist()]
         counters = self.counters.of(phase)
@@ -120,7 +118,10 @@ def replay(
         for setup in setups
         if setup.policy == ACTIVATION_AWARE
     }
-    policies = _policies(steps, setups, predictors, num_rows=num_rows, num_experts=num_experts)
+    policies = list(
+        _policies(steps, setups, predictors, num_rows=num_rows, num_experts=num_experts)
+    )
+    distinct_policies = list({id(policy): policy for policy in policies}.values())
     keys = [[ExpertKey(row, expert) for expert in range(num_experts)] for row in range(num_rows)]
     cells = [Cell(setup, policy, keys) for setup, policy in zip(setups, policies, strict=True)]
     is_counting = warmup == 0
@@ -133,6 +134,8 @@ def replay(
         ended = recorder.begin_step(step)
         for predictor in predictors.values():
             predictor.begin_step(step, ended)
+        for policy in distinct_policies:
+            policy.begin_step(step)
         for cell in cells:
             cell.begin_step(step)
         for row, experts_TK in enumerate(recorded.experts_LTK):
@@ -140,8 +143,10 @@ def replay(
             for predictor in predictors.values():
                 predictor.observe(row, counted_TK)
             activated, counts = distinct(counted_TK)
+            for policy in distinct_policies:
+                policy.touch(row, activated, counts)
             for cell in cells:
-                cell.row(row, activated, counts, step.phase)
+                cell.row(row, activated, step.phase)
     return cells
 
 
@@ -153,21 +158,28 @@ def _policies(
     num_rows: int,
     num_experts: int,
 ) -> Iterator[EvictionPolicy]:
-    """One for each setup; the future is only looked up if one of them knows it."""
+    """One for each setup. Capacities share it unless it depends on them or on a plan; the future is
+    only looked up if someone knows it.
+    """
     future: list[Ints] | None = None
+    shared: dict[tuple[str, int | None], EvictionPolicy] = {}
     for setup in setups:
-        if setup.policy not in OMNISCIENT:
-            yield make_policy(
+        is_own = setup.prefetch or setup.policy == "per-layer-lru"
+        name = setup.policy, setup.num_slots if is_own else None
+        if name not in shared and setup.policy in OMNISCIENT:
+            if future is None:
+                touches = list(_touches(steps))
+                future = next_uses(touches, num_rows=num_rows, num_experts=num_experts)
+            shared[name] = Belady(future, num_rows=num_rows, num_experts=num_experts)
+        elif name not in shared:
+            shared[name] = make_policy(
                 setup.policy,
                 num_rows=num_rows,
                 num_experts=num_experts,
                 num_slots=setup.num_slots,
                 chances=predictors.get(setup.prefetch),
             )
-            continue
-        if future is None:
-            future = next_uses(list(_touches(steps)), num_rows=num_rows, num_experts=num_experts)
-        yield Belady(future, num_rows=num_rows, num_experts=num_experts)
+        yield shared[name]
 
 
 def distinct(experts_TK: Ints) -> tuple[Ints, Ints]:
