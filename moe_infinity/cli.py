@@ -227,7 +227,8 @@ def simulate(
     bandwidth: Annotated[str, typer.Option(help="Of the link that loads experts.")] = "1.2GB/s",
     expert_bytes: Annotated[str, typer.Option(help="Size of one expert.")] = "13MB",
     compute_us: Annotated[
-        float, typer.Option(min=0.001, help="Microseconds from a layer's routing to the next's.")
+        float,
+        typer.Option(min=0.001, max=1e9, help="Microseconds from a layer's routing to the next's."),
     ] = 1000.0,
     warmup: Annotated[int, typer.Option(min=0, help="Requests replayed, not counted.")] = 0,
     draw: Annotated[

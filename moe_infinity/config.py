@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
+from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES, PREDICTING
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.machine import machine_memory_bytes
 from moe_infinity.prefetch.predictors import FACTORS
@@ -43,7 +43,7 @@ def parse_size(value: int | str, *, whole_bytes: int) -> int:
     sized = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if percent:
         return int(whole_bytes * float(percent[1]) / 100)
-    if isinstance(value, bool) or not sized or sized[2].upper() not in UNITS:
+    if isinstance(value, bool) or not sized or sized[2].upper() not in UNITS or len(text) > 40:
         raise ConfigError(
             f"{value!r} is not a size, "
             "expected bytes (8000000000), a unit ('8GiB', '500MB') or '25%'"
@@ -85,9 +85,16 @@ class OffloadConfig:
             raise ConfigError(f"history must be a file name, got {self.history!r}")
         if self.history is not None and self.policy != ACTIVATION_AWARE:
             raise ConfigError(f"policy {self.policy} keeps no history, {ACTIVATION_AWARE} does")
+        if self.without and self.history is not None:
+            raise ConfigError("without is for ablation: it would spoil what the history keeps")
         for name in ("prefetch", "early_gate"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.prefetch and self.policy not in PREDICTING:
+            raise ConfigError(
+                f"policy {self.policy} predicts nothing, so it cannot prefetch; "
+                f"use one of: {', '.join(PREDICTING)}"
+            )
         if self.early_gate and not (self.prefetch and self.policy == ACTIVATION_AWARE):
             raise ConfigError(f"early_gate serves prefetch=True with policy {ACTIVATION_AWARE}")
         if self.host_memory is not None:

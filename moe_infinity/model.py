@@ -15,6 +15,7 @@ holds and computes the activated experts.
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from moe_infinity.errors import (
     CheckpointError,
     ClosedError,
     ConfigError,
+    TraceError,
     UnsupportedModelError,
 )
 from moe_infinity.models import experts_backend
@@ -196,7 +198,12 @@ class MoE:
     def _load_history(self) -> None:
         """Go on from what earlier runs learned, if there were any. Raises TraceError."""
         file, predictor = self.config.history, self._runtime.predictor
-        if file is not None and predictor is not None and Path(file).exists():
+        if file is None or predictor is None:
+            return
+        folder = Path(file).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):  # said before it is needed
+            raise TraceError(f"{file}: the history could not be written: no such writable folder")
+        if Path(file).exists():
             load_history(Path(file), predictor, signature=self._signature)
 
     def _save_history(self) -> None:

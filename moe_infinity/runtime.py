@@ -68,7 +68,8 @@ class ExpertRuntime:
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
         self._keys = [[ExpertKey(i, e) for e in range(r.num_experts)] for i, r in enumerate(rows)]
-        self._is_mid_layer = False
+        self._is_moving = False  # the table and the mover may disagree while this is set
+        self._last_row = -1
         self._is_closed = False
         self._reader = reader
         self._recipes = plan.recipes
@@ -79,7 +80,8 @@ class ExpertRuntime:
         self._mover = Mover(self.table, self._read_expert, num_threads=config.num_read_threads)
         self._prefetcher: Prefetcher | None = None
         if config.prefetch:
-            self._prefetcher = Prefetcher(self.table, self.policy, self._mover)
+            exists_RE = np.array([[e < r.num_experts for e in range(num_experts)] for r in rows])
+            self._prefetcher = Prefetcher(self.table, self.policy, self._mover, exists_RE)
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
@@ -89,9 +91,13 @@ class ExpertRuntime:
         if self.predictor is not None:
             self.predictor.begin_step(self.recorder.step, ended)
         self.policy.begin_step(self.recorder.step)
-        if self._prefetcher is not None and step.phase is Phase.DECODE and not self._is_mid_layer:
-            self._prefetcher.begin_row(self.counters)
+        self._last_row = -1
+        if self._prefetcher is not None and step.phase is Phase.DECODE:
+            self._settle_interrupted()
+            self._is_moving = True
+            self._prefetcher.begin_row(step.phase, self.counters)
             self._load_ahead(self._prefetcher, moe_row=-1)
+            self._is_moving = False
         counters = self.counters.of(step.phase)
         counters.steps += 1
         counters.tokens += step.num_tokens if step.counted_T is None else int(step.counted_T.sum())
@@ -110,37 +116,37 @@ class ExpertRuntime:
         index_TK = top_k_index_TK.cpu().numpy()
         rows = RoutedRows(index_TK, is_eager=self._is_eager)
         # A model entered below its top tells of no step: count it as an anonymous request.
-        if len(index_TK) != self.recorder.step.num_tokens:
+        if len(index_TK) != self.recorder.step.num_tokens or moe_row <= self._last_row:
             self.begin_step(Step(Phase.PREFILL, 1, len(index_TK), begins_B=np.ones(1, dtype=bool)))
         if self._is_closed:
             raise ClosedError("the model was closed: its experts cannot be read any more")
-        if self._is_mid_layer:  # the last layer was interrupted, by an error or by Ctrl-C
-            self.table.recover()
-            self._mover.recover()
-        self._is_mid_layer = True
+        self._settle_interrupted()
+        self._is_moving, self._last_row = True, moe_row
         phase = self.recorder.step.phase
         self._learn(moe_row, index_TK, rows)
         if self._prefetcher is not None:
-            self._prefetcher.begin_row(self.counters)
+            self._prefetcher.begin_row(phase, self.counters)
         keys = self._keys[moe_row]
         waiting = [keys[expert_idx] for expert_idx in rows.activated]
         counters = self.counters.of(phase)
         counters.add_lookups(*self.table.census(waiting))
         rows.gather(x_TD)
+        is_first_wave = True
         while waiting:
             wave = self.table.next_wave(waiting, phase)
             with self.table.holding(wave, phase) as held:
                 if held.absent:
                     self._mover.load_now(held.absent, held.slot_ids)
                     counters.bytes_read += len(held.absent) * self._bytes_per_expert[moe_row]
-                if self._prefetcher is not None and phase is Phase.DECODE:
+                if self._prefetcher is not None and phase is Phase.DECODE and is_first_wave:
                     self._load_ahead(self._prefetcher, moe_row)
                 for key in self._mover.arrivals(wave, counters):
                     weights = self._views[moe_row][held.slot_ids[key]]
                     out_RD = expert_mlp(experts, weights, rows.inputs_of(key.expert_idx))
                     rows.add(key.expert_idx, out_RD, top_k_weights_TK)
             waiting = [key for key in waiting if key not in held.slot_ids]
-        self._is_mid_layer = False
+            is_first_wave = False
+        self._is_moving = False
         return rows.sum(x_TD.dtype)
 
     def _learn(self, moe_row: int, index_TK: NDArray[np.int64], rows: RoutedRows) -> None:
@@ -150,8 +156,17 @@ class ExpertRuntime:
             self.predictor.observe(moe_row, counted_TK)
         self.policy.touch(moe_row, rows.activated, rows.counts)
 
+    def _settle_interrupted(self) -> None:
+        """If the last layer or plan was cut short, by an error or by Ctrl-C: make order."""
+        if self._is_moving:
+            self.table.recover()
+            self._mover.recover()
+            self._is_moving = False
+
     def _load_ahead(self, prefetcher: Prefetcher, moe_row: int) -> None:
         """While this row computes; row -1 is what comes before the first."""
+        if not prefetcher.has_room():
+            return
         if self.early_gate is not None and self.predictor is not None and moe_row >= 0:
             top_k_index_TK = self.early_gate.ask(moe_row + 1)
             if top_k_index_TK is not None:

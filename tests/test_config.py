@@ -115,6 +115,16 @@ def test_asking_the_router_early_is_for_prefetch(given):
         options(early_gate=True, **given)
 
 
+def test_a_policy_that_predicts_nothing_cannot_prefetch():
+    with pytest.raises(ConfigError, match="lru predicts nothing.*use one of: activation-aware"):
+        options(policy="lru", prefetch=True)
+
+
+def test_an_ablation_keeps_no_history():
+    with pytest.raises(ConfigError, match="ablation"):
+        options(history="file.npz", without=("token",))
+
+
 def test_only_a_policy_that_learns_keeps_a_history():
     assert options(history="file.npz").history == "file.npz"
     with pytest.raises(ConfigError, match="lru keeps no history, activation-aware does"):

@@ -179,6 +179,7 @@ BASELINES: dict[str, Callable[..., EvictionPolicy]] = {
     "counts": TokenCounts,
     "moe-infinity-v3": MoeInfinityV3,
 }
+PREDICTING = (ACTIVATION_AWARE, "moe-infinity-v3")  # these can prefetch
 POLICIES = (ACTIVATION_AWARE, *BASELINES)
 
 

@@ -39,6 +39,7 @@ class Mover:
         self._pool, self._ahead_pool = self._make_pools()
         self._loading: dict[ExpertKey, Future[None]] = {}
         self._ahead: dict[ExpertKey, int] = {}  # prefetches no layer has asked for yet, and slots
+        self.failed: set[ExpertKey] = set()  # prefetches that failed; until a demand load succeeds
         self.load_s = 0.0  # what a prefetch took lately; 0 before the first
 
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: dict[ExpertKey, int]) -> None:
@@ -67,6 +68,7 @@ class Mover:
             try:
                 self._finish(key)
             except Exception as error:
+                self.failed.add(key)
                 logger.warning("prefetch of %s failed: %s", key, error)
         return len(self._ahead) * self.load_s
 
@@ -142,6 +144,7 @@ class Mover:
             self._table.cancel_load(key)
             raise error
         self._table.finish_load(key)
+        self.failed.discard(key)
 
     def close(self) -> None:
         """Drop what has not begun and wait for the reads that have."""

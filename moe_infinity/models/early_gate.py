@@ -36,7 +36,7 @@ class EarlyGate:
     def __init__(self, model: nn.Module, rows: list[ExpertsModule]) -> None:
         self.is_asking = False  # the experts function raises Routed while this is set
         self._blocks = [model.get_submodule(row.name.rpartition(".")[0]) for row in rows]
-        self._num_steps = 0
+        self._has_reached_end = False
         self._norms: dict[int, nn.Module] = {}
         self._residual: Tensor | None = None
         self._made_by: dict[int, tuple[nn.Module, Tensor]] = {}  # id of an output -> its norm
@@ -59,6 +59,7 @@ class EarlyGate:
             inputs = [*args, *kwargs.values()]
             norm = self._made_by.get(id(inputs[0])) if inputs else None
             self._made_by.clear()
+            self._has_reached_end |= row == len(self._blocks) - 1
             if norm is not None and len(inputs) == 1 and row not in self._norms:
                 self._norms[row] = norm[0]
                 norm[0].register_forward_pre_hook(self._note_residual)
@@ -70,13 +71,13 @@ class EarlyGate:
             self._residual = args[0]
 
     def begin_step(self) -> None:
-        """A forward pass begins. With the second one the search for the norms is over."""
+        """A forward pass begins. After one that reached the last row the search is over."""
         self._residual = None
-        self._num_steps += 1
-        if self._num_steps != 2:
+        if not (self._hooks and self._has_reached_end):
             return
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         self._made_by.clear()
         if len(self._norms) < len(self._blocks):
             found, rows = len(self._norms), len(self._blocks)

@@ -54,7 +54,7 @@ def load_history(path: Path, predictor: Predictor, *, signature: str) -> None:
         _restore(predictor, arrays)
     except TraceError:
         raise
-    except (*DAMAGED, KeyError) as error:
+    except (*DAMAGED, KeyError, TypeError) as error:
         raise TraceError(f"{path}: not a history: {error}") from error
 
 
@@ -67,9 +67,15 @@ def _restore(predictor: Predictor, arrays: dict[str, NDArray[Any]]) -> None:
         raise ValueError(f"base rates {base.shape} and weights {weights.shape}")
     if eamc.decode.shape[1:] != (rows, experts):
         raise ValueError(f"requests of shape {eamc.decode.shape[1:]}, not {(rows, experts)}")
-    if not (np.isfinite(weights).all() and (base > 0).all()):
-        raise ValueError("numbers no predictor has")
+    numbers = [arrays[f"{name}_{part}"] for name in FOLLOW_TABLES for part in ("counts", "uses")]
+    if not all(np.isfinite(n).all() and (n >= 0).all() for n in (*numbers, base)):
+        raise ValueError("counts that are negative or no numbers")
+    num_tokens, ids = arrays["num_tokens"], arrays["token_ids"].tolist()
+    if not (np.isfinite(weights).all() and (base > 0).all() and num_tokens >= 0):
+        raise ValueError("weights or rates no predictor has")
+    if len(set(ids)) != len(ids):
+        raise ValueError("a token id twice")
     for name in FOLLOW_TABLES:
         getattr(predictor, name).restore(arrays[f"{name}_counts"], arrays[f"{name}_uses"])
     predictor.tokens.restore(arrays)
-    predictor.take_over(eamc, base, weights, int(arrays["num_tokens"]))
+    predictor.take_over(eamc, base, weights, int(num_tokens))

@@ -34,12 +34,24 @@ class PredictingPolicy(EvictionPolicy, Protocol):
 class Planner:
     """For one residency table and the policy that orders it."""
 
-    def __init__(self, table: ResidencyTable, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        table: ResidencyTable,
+        policy: EvictionPolicy,
+        exists_RE: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """`exists_RE` is False where a row has fewer experts than the widest; None: all exist."""
         if not isinstance(policy, PredictingPolicy):
             raise ConfigError(f"{type(policy).__name__} predicts nothing, so it cannot prefetch")
         self._table = table
         self._policy = policy
+        self._exists_RE = exists_RE
         self._most_loading = table.num_slots // LOADING_SHARE
+
+    def num_loads(self, *, load_s: float, row_s: float, queued_s: float) -> int:
+        """How many loads the link can begin before the next plan; 0 or less for none."""
+        wanted = ceil((row_s - queued_s) / load_s)
+        return min(wanted, self._most_loading - self._table.num_loading)
 
     def plan(self, row: int, *, load_s: float, row_s: float, queued_s: float) -> list[ExpertKey]:
         """The loads to begin while `row` computes, the most useful first.
@@ -48,8 +60,7 @@ class Planner:
         was begun before keeps the link busy for `queued_s`. A prefetch never takes the slot of an
         expert scored higher than what it brings.
         """
-        num_loads = ceil((row_s - queued_s) / load_s)
-        num_loads = min(num_loads, self._most_loading - self._table.num_loading)
+        num_loads = self.num_loads(load_s=load_s, row_s=row_s, queued_s=queued_s)
         if num_loads <= 0:
             return []
         chances_RE = self._policy.chances()
@@ -58,6 +69,8 @@ class Planner:
         saved_R1 = np.clip(rows_ahead_R1 * row_s - queued_s, 0, load_s)
         value_RE = np.where(chances_RE >= MIN_CHANCE, chances_RE, 0) * saved_R1
         value_RE[self._table.cells()] = 0
+        if self._exists_RE is not None:
+            value_RE *= self._exists_RE
         values = value_RE.ravel()
         best = (
             values.argpartition(-num_loads)[-num_loads:]

@@ -101,13 +101,13 @@ class Predictor:
             for eam in ended:
                 self.eamc.add(eam)
         if len(self._runs) != step.num_sequences:
-            self._runs = [SequencePredictor(self) for _ in range(step.num_sequences)]
-            if len(self._runs) == 1:  # what the one needs, all need
-                self.next_use_RE = self._runs[0].chance_RE
-                self.later_use_RE = self._runs[0].recent_RE
+            runs = [SequencePredictor(self) for _ in range(step.num_sequences)]
+            if len(runs) == 1:  # what the one needs, all need
+                self.next_use_RE, self.later_use_RE = runs[0].chance_RE, runs[0].recent_RE
             else:
                 self.next_use_RE = np.zeros_like(self.base_RE)
                 self.later_use_RE = np.zeros_like(self.base_RE)
+            self._runs = runs  # last: interrupted before this, the next step starts over
         sequence_T = step.sequence_of_token_T
         token_ids_T = step.counted_token_ids_T
         is_one_each = len(sequence_T) == step.num_sequences == 1
@@ -178,10 +178,15 @@ class Predictor:
             )
         out_RE[:] = 0 if evidence_RE is None else evidence_RE
 
-    def learn_weights(self, features_FRE: Floats, used_RE: Floats) -> None:
-        """One gradient step of the log loss for all three stages at once."""
+    def learn_weights(
+        self, features_FRE: Floats, used_RE: Floats, is_refined_R: NDArray[np.bool_]
+    ) -> None:
+        """One gradient step of the log loss for all three stages at once; AHEAD only from rows that
+        were predicted at that stage.
+        """
         features = features_FRE.reshape(len(features_FRE), -1)
         error = used_RE.reshape(-1) - _sigmoid(self.weights @ features)
+        error.reshape(-1, *used_RE.shape)[AHEAD, ~is_refined_R] = 0
         step = error @ features.T
         step *= self._mask * np.float32(LEARNING_RATE / self.num_rows)
         self.weights += step
@@ -209,7 +214,8 @@ class SequencePredictor:
         self._phase = Phase.PREFILL
         self._before_RK: Ints | None = None  # experts of the last token of the step before
         self._before_id = -1
-        self._experts: list[Ints] = []  # [T, K] of each row passed in this step
+        self._experts: dict[int, Ints] = {}  # [T, K] of each row passed in this step
+        self._is_refined_R = np.zeros(rows, dtype=bool)  # by what is known one row ahead
         self._token_ids_T: Ints = np.zeros(0, dtype=np.int64)
         self.begin(model)
 
@@ -219,7 +225,7 @@ class SequencePredictor:
             features_FRE[:] = 0
             features_FRE[BASE] = model.log_base_RE
             features_FRE[BIAS] = 1
-        self.recent_RE[:] = model.base_RE
+        self.recent_RE[:] = self.chance_RE[:] = model.base_RE
         self._before_RK, self._before_id = None, -1
         self._num_steps, self._has_decoded = 0, False
         for match in self._match.values():
@@ -227,7 +233,8 @@ class SequencePredictor:
 
     def begin_step(self, model: Predictor, phase: Phase, token_ids_T: Ints) -> None:
         self._phase, self._token_ids_T = phase, token_ids_T
-        self._experts = []
+        self._experts = {}
+        self._is_refined_R[:] = False
         if not len(token_ids_T):
             if phase is Phase.DECODE:  # it has ended while others of its batch go on
                 self.chance_RE[:] = self.recent_RE[:] = 0
@@ -261,7 +268,7 @@ class SequencePredictor:
 
     def observe(self, model: Predictor, row: int, experts_TK: Ints) -> None:
         """The routing of this sequence's tokens in one row."""
-        self._experts.append(experts_TK)
+        self._experts[row] = experts_TK
         last_K, recent_E = experts_TK[-1], self.recent_RE[row]
         if len(experts_TK) == 1:
             recent_E *= KEPT
@@ -282,9 +289,11 @@ class SequencePredictor:
 
     def look_ahead(self, model: Predictor, row: int) -> None:
         """Refine the row after the one just observed."""
-        if len(self._experts) <= row:  # it has no token in this step
+        experts_TK = self._experts.get(row)
+        if experts_TK is None:  # it has no token in this step
             return
-        last_K, row = self._experts[row][-1], row + 1
+        last_K, row = experts_TK[-1], row + 1
+        self._is_refined_R[row] = True
         now_FE = self._now_FRE[:, row]
         follow_E = now_FE[LAYER]  # a view
         model.layers.probabilities(row, last_K, model.base_RE[row], follow_E)
@@ -300,31 +309,31 @@ class SequencePredictor:
         weight_P = weight_T.repeat(experts_TK.shape[1]).astype(np.float32)
         np.add.at(recent_E, experts_TK.ravel(), weight_P)
 
-    def _match_step(self) -> None:
+    def _match_step(self, num_rows: int) -> None:
         """Tell the match with earlier requests what this step activated."""
         match = self._match[self._phase]
         if len(self._token_ids_T) == 1:
-            match.observe_all(np.concatenate(self._experts))
+            match.observe_all(np.concatenate([self._experts[row] for row in range(num_rows)]))
         else:
-            for row, experts_TK in enumerate(self._experts):
+            for row, experts_TK in self._experts.items():
                 match.observe(row, *np.unique(experts_TK, return_counts=True))
         self._has_decoded |= self._phase is Phase.DECODE
 
     def learn(self, model: Predictor) -> None:
         """The step is over: what it was like is what later ones are predicted from."""
         rows = model.num_rows
-        if len(self._experts) != rows or len({e.shape for e in self._experts}) != 1:
+        if len(self._experts) != rows or len({e.shape for e in self._experts.values()}) != 1:
             return  # interrupted, or rows that do not choose alike
         if "eamc" in model.uses:
-            self._match_step()
-        experts_TRK = np.stack([e[-TAIL:] for e in self._experts], axis=1)
+            self._match_step(rows)
+        experts_TRK = np.stack([self._experts[row][-TAIL:] for row in range(rows)], axis=1)
         for token_id, experts_RK in zip(
             self._token_ids_T[-TAIL:].tolist(), experts_TRK, strict=True
         ):
             used_RE = np.zeros((rows, model.num_experts), dtype=np.float32)
             used_RE[self._rows, experts_RK] = 1
             if self._phase is Phase.DECODE and self._before_RK is not None:
-                model.learn_weights(self._now_FRE, used_RE)
+                model.learn_weights(self._now_FRE, used_RE, self._is_refined_R)
             model.learn_base(used_RE)
             model.layers.learn(experts_RK[:-1], experts_RK[1:], first_row=1)
             model.tokens.learn(token_id, experts_RK, after=False)
@@ -332,7 +341,7 @@ class SequencePredictor:
                 model.transitions.learn(self._before_RK, experts_RK)
                 model.tokens.learn(self._before_id, experts_RK, after=True)
             self._before_RK, self._before_id = experts_RK, token_id
-        self._experts = []
+        self._experts = {}
 
 
 LOWEST_ODDS = np.float32(-30)

@@ -91,7 +91,9 @@ def num_slots_of(capacity: str, total_experts: int) -> int:
             f"{capacity!r} is not a capacity, expected '10%' of all experts or a number of slots"
         ) from error
     if not 1 <= slots <= total_experts:
-        raise ConfigError(f"capacity {capacity} is {slots} of {total_experts} experts, 1 at least")
+        raise ConfigError(
+            f"capacity {capacity} is {slots} of {total_experts} experts, expected 1 to all"
+        )
     return slots
 
 

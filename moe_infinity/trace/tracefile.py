@@ -14,10 +14,10 @@ sequence gives each different string a number.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ from moe_infinity.errors import TraceError
 from moe_infinity.trace.archive import DAMAGED, read_arrays, write_arrays
 
 Ints = NDArray[np.int64]
+
+MOST_EXPERTS = 4096  # per row: more is a damaged file, not a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,34 +84,58 @@ def load_trace(path: Path) -> Trace:
     except DAMAGED as error:
         raise TraceError(f"{path}: not a trace: {error}") from error
     experts, offsets = arrays["experts"], arrays["offsets"]
-    num_tokens = experts.shape[0] if experts.ndim == 3 else 0
-    is_trace = (
-        experts.ndim == 3
-        and experts.dtype.kind in "iu"
-        and offsets.dtype.kind in "iu"
-        and offsets.ndim == 1
-        and len(offsets) > 0
-        and bool((offsets[1:] >= offsets[:-1]).all())
-        and (offsets[0], offsets[-1]) == (0, num_tokens)
-    )
-    token_ids = arrays.get("token_ids")
-    if token_ids is None:
-        token_ids = _ids_beside(path, offsets) if is_trace else np.full(num_tokens, -1)
+    if not _is_trace(experts, offsets):
+        raise TraceError(_mismatch(path, arrays))
+    num_tokens = len(experts)
+    token_ids = arrays["token_ids"] if "token_ids" in arrays else _ids_beside(path, offsets)
     is_prefill = arrays.get("is_prefill", np.zeros(num_tokens, bool))
-    steps = arrays.get("steps", np.zeros(num_tokens, int))
-    most = int(experts.max(initial=0)) + 1 if is_trace else 0
+    steps = arrays.get("steps", np.zeros(num_tokens, np.int64))
+    most = int(experts.max(initial=0)) + 1
     num_experts = arrays.get("num_experts", np.int64(most))
-    shapes = {token_ids.shape, is_prefill.shape, steps.shape}
-    if not is_trace or shapes != {(num_tokens,)} or num_experts.ndim or not num_experts >= most:
-        found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
-        raise TraceError(f"{path}: not a trace, its arrays do not belong together: {found}")
+    belong_together = (
+        {token_ids.shape, is_prefill.shape, steps.shape} == {(num_tokens,)}
+        and {token_ids.dtype.kind, steps.dtype.kind, num_experts.dtype.kind} <= {"i", "u"}
+        and is_prefill.dtype.kind == "b"
+        and num_experts.ndim == 0
+        and most <= num_experts <= MOST_EXPERTS
+        and _rise_within_sequences(steps, offsets)
+    )
+    if not belong_together:
+        raise TraceError(_mismatch(path, arrays))
     if "steps" not in arrays:
-        steps = _one_after_the_other(is_prefill.astype(bool), offsets)
+        steps = _one_after_the_other(is_prefill, offsets)
     sequences = [
         SequenceTrace(experts[a:b], token_ids[a:b], is_prefill[a:b], steps[a:b])
         for a, b in zip(offsets[:-1], offsets[1:], strict=True)
     ]
     return Trace(sequences, int(num_experts))
+
+
+def _is_trace(experts: NDArray[Any], offsets: NDArray[Any]) -> bool:
+    """Distinct expert ids of every token in every row, and offsets that cover all tokens."""
+    if experts.ndim != 3 or {experts.dtype.kind, offsets.dtype.kind} - {"i", "u"}:
+        return False
+    in_order = np.sort(experts, axis=2)
+    return (
+        offsets.ndim == 1
+        and len(offsets) > 0
+        and bool((offsets[1:] >= offsets[:-1]).all())
+        and (int(offsets[0]), int(offsets[-1])) == (0, len(experts))
+        and not (len(experts) and experts.shape[2] == 0)
+        and int(experts.min(initial=0)) >= 0
+        and not (in_order[:, :, 1:] == in_order[:, :, :-1]).any()
+    )
+
+
+def _rise_within_sequences(steps_T: Ints, offsets: Ints) -> bool:
+    falls_T = np.concatenate([[False], steps_T[1:] < steps_T[:-1]])[: len(steps_T)]
+    falls_T[offsets[offsets < len(steps_T)]] = False
+    return not falls_T.any()
+
+
+def _mismatch(path: Path, arrays: Mapping[str, NDArray[Any]]) -> str:
+    found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+    return f"{path}: not a trace, its arrays do not belong together: {found}"
 
 
 def _ids_beside(path: Path, offsets: Ints) -> Ints:

@@ -141,3 +141,14 @@ def test_the_time_of_a_load_is_measured(bench):
     bench.deliver(A)
     bench.wait_until_settled()
     assert bench.mover.load_s > 0
+
+
+def test_a_prefetch_that_failed_is_remembered_until_a_demand_load_succeeds(bench):
+    bench.failing.add(A)
+    bench.load_ahead(A)
+    bench.deliver(A)
+    bench.wait_until_settled()
+    assert bench.mover.failed == {A}
+    bench.failing.clear()
+    bench.load(A)
+    assert bench.mover.failed == set()

@@ -105,6 +105,16 @@ DAMAGES = {
     "tokens without counts": {"token_counts": np.zeros((2, 1), np.uint8)},
     "one token id": {"token_ids": np.array(3)},
     "no collection": {"capacity": None},
+    "an infinite base rate": {"base": np.full((NUM_ROWS, NUM_EXPERTS), np.inf, np.float32)},
+    "base rates in words": {"base": np.full((NUM_ROWS, NUM_EXPERTS), "often")},
+    "negative uses": {"layers_uses": np.full((NUM_ROWS, NUM_EXPERTS), -2, np.float32)},
+    "fewer tokens than none": {"num_tokens": np.array(-5)},
+    "many numbers of tokens": {"num_tokens": np.arange(3)},
+    "a token id twice": {
+        "token_ids": np.array([3, 3]),
+        "token_counts": np.zeros((2, 2, NUM_ROWS, NUM_EXPERTS), np.uint8),
+        "token_uses": np.zeros((2, 2), np.uint8),
+    },
 }
 
 

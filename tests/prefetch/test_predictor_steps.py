@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from moe_infinity.cache.activation_aware import ActivationAware
 from moe_infinity.experts import Phase
-from moe_infinity.prefetch.predictors import Predictor
+from moe_infinity.prefetch.predictors import AHEAD, NOW, Predictor
 from moe_infinity.trace.recorder import Step
 from tests.prefetch.feed import ROWS, UNKNOWN, Feed, Token, pair, random_experts
 
@@ -212,3 +212,20 @@ def test_chances_can_be_asked_for_as_soon_as_a_step_has_begun():
     feed.begin(some_tokens(rng, 1))
     policy.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.array([False])))
     assert_array_equal(policy.chances(), feed.model.next_use_RE)
+
+
+def test_the_stage_ahead_learns_only_from_rows_that_were_looked_ahead_at():
+    """Otherwise a run without prefetch would fit its weights to features that were never made."""
+    blind, looking = Feed(), Feed()
+    start = blind.model.weights.copy()
+    for feed in (blind, looking):
+        for token in range(12):
+            feed.begin([(token % 3, pair(token % 3))])
+            for row in range(ROWS):
+                feed.row(row)
+                if feed is looking:
+                    feed.model.look_ahead(row)
+        feed.begin([(0, pair(0))])
+    assert_array_equal(blind.model.weights[AHEAD], start[AHEAD])
+    assert not np.array_equal(looking.model.weights[AHEAD], start[AHEAD])
+    assert not np.array_equal(blind.model.weights[NOW], start[NOW])

@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 def sequence(num_tokens: int, *, num_experts: int = 8, seed: int = 0) -> SequenceTrace:
     rng = np.random.default_rng(seed)
     return SequenceTrace(
-        rng.integers(0, num_experts, (num_tokens, NUM_ROWS, TOP_K)),
+        rng.random((num_tokens, NUM_ROWS, num_experts)).argsort(axis=2)[:, :, :TOP_K],
         rng.integers(-1, 50_000, num_tokens),
         np.arange(num_tokens) < num_tokens // 2,
         np.maximum(np.arange(num_tokens) - num_tokens // 2 + 1, 0),
@@ -313,7 +313,38 @@ def test_a_file_that_does_not_exist_is_a_trace_error(path):
     ['{"generated_tokens": ["a", "b"]}', "[]\n[]", "{\n}", '{"generated_tokens": 3}\n{}', ""],
 )
 def test_texts_that_do_not_belong_to_the_trace_give_no_token_ids(path, texts):
-    np.savez(path, experts=np.zeros((5, NUM_ROWS, TOP_K), np.uint8), offsets=OFFSETS)
+    np.savez(path, experts=sequence(5).experts_TLK, offsets=OFFSETS)
     path.with_name("sequences.jsonl").write_text(texts)
-    for sequence in load_trace(path).sequences:
-        assert (sequence.token_ids_T == -1).all()
+    for loaded in load_trace(path).sequences:
+        assert (loaded.token_ids_T == -1).all()
+
+
+NO_ROUTING = {
+    "an expert twice for a token": {"experts": np.zeros((5, NUM_ROWS, TOP_K), int)},
+    "a negative expert": {"experts": sequence(5).experts_TLK.astype(np.int64) - 9},
+    "no experts per token": {"experts": np.zeros((5, NUM_ROWS, 0), int), "num_experts": 8},
+    "more experts than any model has": {"num_experts": 10**12},
+    "a number of experts in words": {"num_experts": "eight"},
+    "an infinite number of experts": {"num_experts": np.inf},
+    "steps that fall within a sequence": {"steps": np.array([1, 0, 2, 3, 4])},
+    "steps that are no numbers": {"steps": np.full(5, np.nan)},
+    "token ids in words": {"token_ids": np.array(list("abcde"))},
+    "prefill in words": {"is_prefill": np.array(list("abcde"))},
+}
+
+
+@pytest.mark.parametrize("change", NO_ROUTING.values(), ids=NO_ROUTING)
+def test_what_no_run_can_have_recorded_is_refused(path, change):
+    whole = {"experts": sequence(5).experts_TLK, "offsets": OFFSETS}
+    np.savez(path, **whole)
+    assert len(load_trace(path).sequences) == 2
+    np.savez(path, **whole | change)
+    with pytest.raises(TraceError, match="do not belong together"):
+        load_trace(path)
+
+
+def test_steps_may_fall_from_one_sequence_to_the_next(path):
+    """Sequences of one batch share steps, and lie one after the other in the file."""
+    steps = np.array([0, 1, 0, 1, 2])
+    np.savez(path, experts=sequence(5).experts_TLK, offsets=OFFSETS, steps=steps)
+    assert [s.steps_T.tolist() for s in load_trace(path).sequences] == [[0, 1], [0, 1, 2]]
