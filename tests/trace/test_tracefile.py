@@ -7,6 +7,7 @@ import io
 import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -335,7 +336,7 @@ NO_ROUTING = {
 
 @pytest.mark.parametrize("change", NO_ROUTING.values(), ids=NO_ROUTING)
 def test_what_no_run_can_have_recorded_is_refused(path, change):
-    whole = {"experts": sequence(5).experts_TLK, "offsets": OFFSETS}
+    whole: dict[str, Any] = {"experts": sequence(5).experts_TLK, "offsets": OFFSETS}
     np.savez(path, **whole)
     assert len(load_trace(path).sequences) == 2
     np.savez(path, **whole | change)
