@@ -131,7 +131,8 @@ def replay(
             is_counting = True
             for cell in cells:
                 cell.forget_counts()
-        ended = recorder.begin_step(step)
+        if predictors:
+            ended = recorder.begin_step(step)
         for predictor in predictors.values():
             predictor.begin_step(step, ended)
         for policy in distinct_policies:
@@ -139,7 +140,9 @@ def replay(
         for cell in cells:
             cell.begin_step(step)
         for row, experts_TK in enumerate(recorded.experts_LTK):
-            counted_TK = recorder.record(row, experts_TK)
+            if predictors:
+                recorder.record(row, experts_TK)
+            counted_TK = experts_TK if step.counted_T is None else experts_TK[step.counted_T]
             for predictor in predictors.values():
                 predictor.observe(row, counted_TK)
             activated, counts = distinct(counted_TK)

@@ -49,9 +49,6 @@ class BatchEam:
         """Count T tokens of one row: token t belongs to a sequence of the batch and was routed to
         experts_TK[t].
         """
-        if len(experts_TK) == 1:  # a token's experts differ: nothing to add up
-            self._counts[phase][sequence_of_token_T[0], moe_row, experts_TK[0]] += 1
-            return
         cells = (sequence_of_token_T[:, None], moe_row, experts_TK)
         np.add.at(self._counts[phase], cells, 1)  # type: ignore[arg-type]  # its stubs forbid tuples
 
