@@ -23,7 +23,10 @@ CAPACITIES = ("10%", "20%", "30%")
 
 def variants(name: str) -> dict[str, list[str]]:
     """Factors to leave out, by what to call it."""
-    there = [f for f in FACTORS if name != "deepseek" or f not in ("token", "next_token")]
+    absent = {"gate"}  # a trace has no router to ask
+    if name == "deepseek":
+        absent |= {"token", "next_token"}  # nor this one token ids
+    there = [f for f in FACTORS if f not in absent]
     without = {f"without {factor}": [factor] for factor in there}
     alone = {f"only {factor}": [f for f in FACTORS if f != factor] for factor in there}
     return {"all factors": []} | without | alone | {"base only": list(FACTORS)}
