@@ -4,7 +4,7 @@
 
 With --link-ms every expert takes at least so long to read, one at a time, demand loads or
 prefetches: the demo model's small experts behind a slow link. Without it they come from the page
-cache in some 50 us, and there is little to win.
+cache in about 0.1 ms, and there is little to win.
 
 All policies are loaded side by side and take turns prompt by prompt, so that what else the machine
 does meets them alike. The cache is not emptied between prompts. Fails if a token differs from the

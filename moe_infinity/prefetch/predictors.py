@@ -38,7 +38,8 @@ BASE, BIAS, REQUEST, TRANSITION, NEXT_TOKEN, EAMC, TOKEN, LAYER, GATE = range(NU
 PLANE = dict(zip(FACTORS, range(REQUEST, NUM_PLANES), strict=True))
 NEXT, NOW, AHEAD = range(3)
 
-# Where learning starts: what it converged to on the development half of the gpt-oss trace, rounded.
+# Where learning starts: about what a prototype with weights per row converged to, on average over
+# rows, on development requests of gpt-oss; the gate's weight is a guess, as no trace has one.
 START_WEIGHTS = np.array(
     [  # base bias request transition next_token eamc token layer gate
         [1.0, -0.2, 0.35, 1.1, 0.6, 0.0, 0.0, 0.0, 0.0],
