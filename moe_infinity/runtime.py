@@ -100,7 +100,7 @@ class ExpertRuntime:
             self._is_moving = False
         counters = self.counters.of(step.phase)
         counters.steps += 1
-        counters.tokens += step.num_tokens if step.counted_T is None else int(step.counted_T.sum())
+        counters.tokens += step.num_counted
 
     def moe_layer(
         self,

@@ -19,7 +19,7 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey
 
 # Chance of being used below which nothing is loaded ahead. Chosen, not tuned: halved or doubled it
-# changed no stall that showed (docs/experiments.md, four requests at most).
+# changed no stall that showed (docs/experiments.md, one request of each trace).
 MIN_CHANCE = 0.1
 LOADING_SHARE = 4  # of the slots, one in so many may be loading: the others are for demand
 

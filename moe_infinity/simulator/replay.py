@@ -65,7 +65,7 @@ class Cell:
         """A forward pass begins; the policy knows."""
         counters = self.counters.of(step.phase)
         counters.steps += 1
-        counters.tokens += len(step.sequence_of_token_T)
+        counters.tokens += step.num_counted
         if self._planner is not None and step.phase is Phase.DECODE:
             self._begin_prefetches(self._planner, -1)
 

@@ -40,6 +40,11 @@ class Step:
         return self.num_sequences * self.tokens_per_sequence
 
     @property
+    def num_counted(self) -> int:
+        """Tokens that count."""
+        return self.num_tokens if self.counted_T is None else int(self.counted_T.sum())
+
+    @property
     def counted_token_ids_T(self) -> Ints:
         """The ids of the tokens that count, -1 where unknown."""
         ids_T = self.token_ids_T
