@@ -1,9 +1,10 @@
 """What would the next MoE layer choose? Its own router answers, run early on the residual that the
 current layer was given.
 
-The residual changes little from layer to layer, so the answer is mostly right: 80 % of the
-experts on the demo model (docs/log.md, 2026-11-21). No router is known by name: the block around the experts is called as the model calls
-it, and the experts function, instead of computing, raises with the routing it was handed.
+The residual changes little from layer to layer, so the answer is mostly right: 80 % of the experts
+on the demo model (docs/log.md, 2026-11-21). No router is known by name: the block around the
+experts is called as the model calls it, and the experts function, instead of computing, raises with
+the routing it was handed.
 """
 
 from __future__ import annotations

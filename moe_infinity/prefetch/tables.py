@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-# A probability is (count + PRIOR * base rate) / (number + PRIOR). Halved or doubled it moves the hit
-# rate by 0.06 points at most (docs/experiments.md, four requests).
+# A probability is (count + PRIOR * base rate) / (number + PRIOR). Halved or doubled it moves the
+# hit rate by 0.06 points at most (docs/experiments.md, four requests).
 PRIOR = 2.0
 FULL = 512  # uses of an expert after which its counts are halved
 TOKEN_FULL = 254  # the same for a token id: its counts are bytes
