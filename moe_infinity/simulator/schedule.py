@@ -62,7 +62,7 @@ def steps_of(sequences: Sequence[SequenceTrace]) -> Iterator[RecordedStep]:
         for step_idx in np.unique(np.concatenate([s.steps_T for _, s, _ in members])):
             parts = []
             for place, sequence, experts_LTK in members:
-                start, stop = np.searchsorted(sequence.steps_T, [step_idx, step_idx + 1])
+                start, stop = sequence.steps_T.searchsorted([step_idx, step_idx + 1]).tolist()
                 if start < stop:
                     parts.append((place, sequence, experts_LTK, slice(start, stop)))
                     num_begun += sequence.steps_T[0] == step_idx
