@@ -54,34 +54,29 @@ def write_tiny_model(folder: Path, *, layers: int, experts: int, top_k: int) -> 
 class NoArithmetic(RoutedRows):
     """Sorts rows by expert as ever, and touches no tensor."""
 
-    def gather(self, x_TD: Tensor) -> None: ...
-    def inputs_of(self, expert_idx: int) -> Any: ...
-    def add(self, expert_idx: int, out_RD: Tensor, top_k_weights_TK: Tensor) -> None: ...
+    def gather(self, x_TD: Tensor, top_k_weights_TK: Tensor, **_: bool) -> None: ...
+    def compute(self, expert_idx: int, mlp: Any, weights: Any) -> None: ...
     def sum(self, dtype: torch.dtype) -> Any: ...
 
 
 def measure(moe: MoE, *, layers: int, experts: int, top_k: int) -> dict[str, list[float]]:
     """Microseconds per layer of every round, without and with arithmetic."""
     moe_runtime = moe._runtime
-    modules = [m for m in moe.model.modules() if hasattr(m, "is_concatenated")]
-    variants = {
-        "own": (NoArithmetic, lambda *_: None),
-        "layer": (runtime.RoutedRows, runtime.expert_mlp),
-    }
+    variants = {"own": NoArithmetic, "layer": runtime.RoutedRows}
     for row in range(layers):  # bring everything in
         moe_runtime.begin_step(Step(Phase.DECODE, 1, experts, begins_B=np.zeros(1, dtype=bool)))
         x_TD = torch.randn(experts, 32, dtype=torch.bfloat16)
         index_TK = torch.arange(experts)[:, None]
-        moe_runtime.moe_layer(row, modules[row], x_TD, index_TK, torch.ones(experts, 1))
+        moe_runtime.moe_layer(row, x_TD, index_TK, torch.ones(experts, 1))
     x_TD, weights_TK = torch.randn(1, 32, dtype=torch.bfloat16), torch.rand(1, top_k)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS):
         routing = [torch.randperm(experts)[None, :top_k] for _ in range(layers)]
-        for name, (runtime.RoutedRows, runtime.expert_mlp) in variants.items():
+        for name, runtime.RoutedRows in variants.items():
             moe_runtime.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.zeros(1, dtype=bool)))
             started = time.perf_counter()
             for row in range(layers):
-                moe_runtime.moe_layer(row, modules[row], x_TD, routing[row], weights_TK)
+                moe_runtime.moe_layer(row, x_TD, routing[row], weights_TK)
             times[name].append((time.perf_counter() - started) / layers * 1e6)
     assert moe.report().decode.misses == layers * experts, "every measured lookup must be a hit"
     return times

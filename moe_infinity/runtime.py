@@ -15,8 +15,6 @@ first.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -27,8 +25,7 @@ from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ClosedError
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.kernels.dispatch import RoutedRows
-from moe_infinity.kernels.reference import expert_mlp
+from moe_infinity.kernels.dispatch import ExpertWork, RoutedRows
 from moe_infinity.memory.host import HostSlots, num_host_slots
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.prefetcher import Prefetcher
@@ -45,7 +42,7 @@ class ExpertRuntime:
     """
 
     def __init__(self, plan: Plan, reader: Reader, config: OffloadConfig) -> None:
-        rows = plan.rows
+        rows = self._rows = plan.rows
         num_experts = max(row.num_experts for row in rows)
         self.total_experts = sum(row.num_experts for row in rows)
         slot_bytes = max(row.layout.slot_bytes for row in rows)
@@ -103,34 +100,38 @@ class ExpertRuntime:
         counters.tokens += step.num_counted
 
     def moe_layer(
-        self,
-        moe_row: int,
-        experts: Any,
-        x_TD: Tensor,
-        top_k_index_TK: Tensor,
-        top_k_weights_TK: Tensor,
+        self, moe_row: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
     ) -> Tensor:
         """[T, D] -> [T, D]: the routed experts of one layer. Raises CheckpointError if an expert
         cannot be read.
         """
         index_TK = top_k_index_TK.cpu().numpy()
-        rows = RoutedRows(index_TK, is_eager=self._is_eager)
-        # A model entered below its top tells of no step: count it as an anonymous request.
-        if len(index_TK) != self.recorder.step.num_tokens or moe_row <= self._last_row:
-            self.begin_step(Step(Phase.PREFILL, 1, len(index_TK), begins_B=np.ones(1, dtype=bool)))
-        if self._is_closed:
-            raise ClosedError("the model was closed: its experts cannot be read any more")
-        self._settle_interrupted()
-        self._is_moving, self._last_row = True, moe_row
+        adapter = self._rows[moe_row].adapter
+        is_eager = self._is_eager if adapter.is_eager is None else adapter.is_eager
+        rows = RoutedRows(index_TK, is_eager=is_eager)
+        rows.gather(x_TD, top_k_weights_TK, weighs_input=adapter.weighs_input)
+        self.compute(moe_row, rows, index_TK, len(index_TK))
+        return rows.sum(x_TD.dtype)
+
+    def compute(
+        self,
+        moe_row: int,
+        work: ExpertWork,
+        index_TK: NDArray[np.int64] | None,
+        num_tokens: int,
+    ) -> None:
+        """Do the work of one layer; `index_TK` is None where the routing of single tokens is not
+        known. Raises CheckpointError.
+        """
+        self._begin_row(moe_row, num_tokens)
         phase = self.recorder.step.phase
-        self._learn(moe_row, index_TK, rows)
+        self._learn(moe_row, index_TK, work)
         if self._prefetcher is not None:
             self._prefetcher.begin_row(phase, self.counters)
-        keys = self._keys[moe_row]
-        waiting = [keys[expert_idx] for expert_idx in rows.activated]
+        keys, mlp = self._keys[moe_row], self._rows[moe_row].compute
+        waiting = [keys[expert_idx] for expert_idx in work.activated]
         counters = self.counters.of(phase)
         counters.add_lookups(*self.table.census(waiting))
-        rows.gather(x_TD)
         is_first_wave = True
         while waiting:
             wave = self.table.next_wave(waiting, phase)
@@ -142,19 +143,27 @@ class ExpertRuntime:
                     self._load_ahead(self._prefetcher, moe_row)
                 for key in self._mover.arrivals(wave, counters):
                     weights = self._views[moe_row][held.slot_ids[key]]
-                    out_RD = expert_mlp(experts, weights, rows.inputs_of(key.expert_idx))
-                    rows.add(key.expert_idx, out_RD, top_k_weights_TK)
+                    work.compute(key.expert_idx, mlp, weights)
             waiting = [key for key in waiting if key not in held.slot_ids]
             is_first_wave = False
         self._is_moving = False
-        return rows.sum(x_TD.dtype)
 
-    def _learn(self, moe_row: int, index_TK: NDArray[np.int64], rows: RoutedRows) -> None:
+    def _begin_row(self, moe_row: int, num_tokens: int) -> None:
+        """A model entered below its top tells of no step: count it as an anonymous request."""
+        if num_tokens != self.recorder.step.num_tokens or moe_row <= self._last_row:
+            self.begin_step(Step(Phase.PREFILL, 1, num_tokens, begins_B=np.ones(1, dtype=bool)))
+        if self._is_closed:
+            raise ClosedError("the model was closed: its experts cannot be read any more")
+        self._settle_interrupted()
+        self._is_moving, self._last_row = True, moe_row
+
+    def _learn(self, moe_row: int, index_TK: NDArray[np.int64] | None, work: ExpertWork) -> None:
         """Tell everyone who keeps account what this row was routed to."""
-        counted_TK = self.recorder.record(moe_row, index_TK)
-        if self.predictor is not None:
-            self.predictor.observe(moe_row, counted_TK)
-        self.policy.touch(moe_row, rows.activated, rows.counts)
+        if index_TK is not None:
+            counted_TK = self.recorder.record(moe_row, index_TK)
+            if self.predictor is not None:
+                self.predictor.observe(moe_row, counted_TK)
+        self.policy.touch(moe_row, work.activated, work.counts)
 
     def _settle_interrupted(self) -> None:
         """If the last layer or plan was cut short, by an error or by Ctrl-C: make order."""

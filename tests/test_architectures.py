@@ -123,12 +123,12 @@ def test_a_block_asked_with_its_own_residual_answers_with_its_routing(checkpoint
     answers = []
     moe_layer = ExpertRuntime.moe_layer
 
-    def asked_first(self, row, experts, x_TD, top_k_index_TK, top_k_weights_TK):
+    def asked_first(self, row, x_TD, top_k_index_TK, top_k_weights_TK):
         assert self.early_gate is not None
         answer = self.early_gate.ask(row)
         if answer is not None:
             answers.append(torch.equal(answer, top_k_index_TK))
-        return moe_layer(self, row, experts, x_TD, top_k_index_TK, top_k_weights_TK)
+        return moe_layer(self, row, x_TD, top_k_index_TK, top_k_weights_TK)
 
     with MoE(checkpoint, host_memory="100%", prefetch=True, early_gate=True) as moe:
         prefill_and_generate(moe.model)  # finds the norms

@@ -12,12 +12,29 @@ T tokens, K experts per token, P = T * K (token, k) pairs, D model width, R rows
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Protocol
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
+ExpertMlp = Callable[..., Tensor]  # (weights of one expert by name, its rows [R, D]) -> [R, D]
+
+
+class ExpertWork(Protocol):
+    """What the experts of one layer have to do in one step."""
+
+    activated: list[int]  # distinct expert ids
+
+    @property
+    def counts(self) -> Ints | int:
+        """Tokens routed to each activated expert; 1 if to all of them."""
+
+    def compute(self, expert_idx: int, mlp: ExpertMlp, weights: Any) -> None:
+        """Run this expert on its rows and keep the output."""
 
 
 class RoutedRows:
@@ -31,7 +48,8 @@ class RoutedRows:
         by_expert = flat[self._order].tolist()
         self._stops = {expert: stop for stop, expert in enumerate(by_expert, start=1)}
         self.activated = list(self._stops)  # distinct expert ids, ascending
-        # Set by gather(): the rows of each expert, their (token, k) pairs, their inputs.
+        # Set by gather(): the rows of each expert, their (token, k) pairs, their inputs, and the
+        # weights of all pairs unless they went into the inputs.
         self._rows: dict[int, slice]
         self._pairs_P: Tensor
         self._inputs_PD: Tensor
@@ -44,8 +62,10 @@ class RoutedRows:
             return 1
         return np.diff(list(self._stops.values()), prepend=0)
 
-    def gather(self, x_TD: Tensor) -> None:
-        """Copy the rows of every expert next to each other."""
+    def gather(self, x_TD: Tensor, top_k_weights_TK: Tensor, *, weighs_input: bool = False) -> None:
+        """Copy the rows of every expert next to each other. Weights scale what comes out of an
+        expert, or what goes in.
+        """
         num_tokens, top_k = self._index_TK.shape
         stops = self._stops.values()
         self._rows = dict(zip(self._stops, map(slice, (0, *stops), stops), strict=False))
@@ -54,18 +74,27 @@ class RoutedRows:
             order = order % num_tokens * top_k + order // num_tokens
         self._pairs_P = torch.from_numpy(order)
         self._inputs_PD = x_TD[self._pairs_P // top_k]
+        self._weights_P1: Tensor | None = top_k_weights_TK.reshape(-1, 1)
+        if weighs_input:
+            self._inputs_PD = self._inputs_PD * self._weights_P1[self._pairs_P]
+            self._weights_P1 = None
 
     def inputs_of(self, expert_idx: int) -> Tensor:
         """[R, D]: the rows routed to this expert. gather() comes first."""
         return self._inputs_PD[self._rows[expert_idx]]
 
-    def add(self, expert_idx: int, out_RD: Tensor, top_k_weights_TK: Tensor) -> None:
+    def compute(self, expert_idx: int, mlp: ExpertMlp, weights: Any) -> None:
+        """Run this expert on its rows and keep the output."""
+        self.add(expert_idx, mlp(weights, self.inputs_of(expert_idx)))
+
+    def add(self, expert_idx: int, out_RD: Tensor) -> None:
         """Keep an expert's output, weighted, at the places of its (token, k) pairs."""
         pairs_R = self._pairs_P[self._rows[expert_idx]]
-        weighted_RD = out_RD * top_k_weights_TK.reshape(-1)[pairs_R, None]
+        if self._weights_P1 is not None:
+            out_RD = out_RD * self._weights_P1[pairs_R]
         if self._outputs_PD is None:
-            self._outputs_PD = weighted_RD.new_empty(len(self._pairs_P), out_RD.shape[1])
-        self._outputs_PD[pairs_R] = weighted_RD
+            self._outputs_PD = out_RD.new_empty(len(self._pairs_P), out_RD.shape[1])
+        self._outputs_PD[pairs_R] = out_RD
 
     def sum(self, dtype: torch.dtype) -> Tensor:
         """[T, D]: the layer's output, the same bits whatever the order of the `add` calls."""

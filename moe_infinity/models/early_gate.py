@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moe_infinity.models.planning import ExpertsModule
+from moe_infinity.models.adapters import ExpertsModule
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Routed(BaseException):
     """Not an error: carries a routing out of a block that was only asked for it."""
 
-    def __init__(self, top_k_index_TK: Tensor) -> None:
+    def __init__(self, top_k_index_TK: Tensor | None) -> None:
         super().__init__()
         self.top_k_index_TK = top_k_index_TK
 
@@ -36,7 +36,7 @@ class EarlyGate:
 
     def __init__(self, model: nn.Module, rows: list[ExpertsModule]) -> None:
         self.is_asking = False  # the experts function raises Routed while this is set
-        self._blocks = [model.get_submodule(row.name.rpartition(".")[0]) for row in rows]
+        self._blocks = [model.get_submodule(row.block_name) for row in rows]
         self._has_reached_end = False
         self._norms: dict[int, nn.Module] = {}
         self._residual: Tensor | None = None

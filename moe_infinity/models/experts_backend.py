@@ -18,24 +18,21 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from moe_infinity.experts import Phase
+from moe_infinity.kernels.dispatch import ExpertWork
+from moe_infinity.models.adapters import CALL_ATTRIBUTE, ExpertsModule
 from moe_infinity.models.early_gate import Routed
-from moe_infinity.models.planning import ExpertsModule
 from moe_infinity.runtime import ExpertRuntime
 from moe_infinity.trace.recorder import Step
 
 BACKEND = "moe_infinity"  # the name of our experts implementation in transformers
-ROW_ATTRIBUTE = "_moe_infinity_row"  # set on each experts module: (runtime, MoE row)
 
 
 def experts_forward(
     self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
 ) -> Tensor:
     """What transformers calls instead of its own loop over experts."""
-    runtime: ExpertRuntime
-    runtime, moe_row = getattr(self, ROW_ATTRIBUTE)
-    if runtime.early_gate is not None and runtime.early_gate.is_asking:
-        raise Routed(top_k_index_TK)
-    return runtime.moe_layer(moe_row, self, x_TD, top_k_index_TK, top_k_weights_TK)
+    layer: Layer = getattr(self, CALL_ATTRIBUTE)
+    return layer(x_TD, top_k_index_TK, top_k_weights_TK)
 
 
 def register() -> None:
@@ -43,10 +40,31 @@ def register() -> None:
     ExpertsInterface.register(BACKEND, experts_forward)
 
 
+class Layer:
+    """One MoE row of a runtime; what every adapter ends up calling."""
+
+    def __init__(self, runtime: ExpertRuntime, moe_row: int) -> None:
+        self._runtime = runtime
+        self._moe_row = moe_row
+
+    def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
+        early_gate = self._runtime.early_gate
+        if early_gate is not None and early_gate.is_asking:
+            raise Routed(top_k_index_TK)
+        return self._runtime.moe_layer(self._moe_row, x_TD, top_k_index_TK, top_k_weights_TK)
+
+    def work(self, work: ExpertWork, top_k_index_TK: Tensor | None, num_tokens: int) -> None:
+        early_gate = self._runtime.early_gate
+        if early_gate is not None and early_gate.is_asking:
+            raise Routed(top_k_index_TK)
+        index_TK = None if top_k_index_TK is None else top_k_index_TK.cpu().numpy()
+        self._runtime.compute(self._moe_row, work, index_TK, num_tokens)
+
+
 def attach(model: PreTrainedModel, rows: list[ExpertsModule], runtime: ExpertRuntime) -> StepReader:
     """Connect the experts modules of `model` to the runtime; closing the result stops the hook."""
     for moe_row, row in enumerate(rows):
-        object.__setattr__(row.module, ROW_ATTRIBUTE, (runtime, moe_row))
+        row.adapter.connect(row, model, Layer(runtime, moe_row))
     return StepReader(model, runtime)
 
 

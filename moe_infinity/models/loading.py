@@ -25,7 +25,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.memory.checkpoint import StoredTensor, checkpoint_files, read_headers
 from moe_infinity.memory.reader import Reader
-from moe_infinity.models.planning import ExpertsModule, Plan, plan_experts
+from moe_infinity.models.adapters import ExpertsModule
+from moe_infinity.models.planning import Plan, plan_experts
 
 
 @dataclass(slots=True)
@@ -201,8 +202,10 @@ def _take_out(row: ExpertsModule) -> None:
     """Remove the expert parameters; a meta tensor of the same name stays, which transformers' init
     may touch.
     """
-    for key, param in row.params.items():
-        del row.module._parameters[key]
-        object.__setattr__(
-            row.module, key, torch.empty_like(param, device="meta", requires_grad=False)
-        )
+    for path in (path for home in row.homes.values() for path in home.paths):
+        owner_name, _, name = path.rpartition(".")
+        owner = row.module.get_submodule(owner_name)
+        param = owner._parameters.pop(name)
+        assert param is not None, path
+        meta = torch.empty_like(param, device="meta", requires_grad=False)
+        object.__setattr__(owner, name, meta)

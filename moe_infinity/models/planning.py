@@ -10,9 +10,9 @@ Private names of transformers used here: `rename_source_key`, `dot_natural_key`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -21,23 +21,17 @@ from transformers.core_model_loading import (
 )
 
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
-from moe_infinity.experts import DTYPE_BYTES, ExpertLayout
 from moe_infinity.memory.checkpoint import Headers, StoredTensor
+from moe_infinity.models.adapters import (
+    ADAPTERS,
+    INTERFACE,
+    INTERFACE_ATTRIBUTES,
+    Adapter,
+    ExpertsModule,
+    Home,
+)
+from moe_infinity.models.lists import LIST, is_list_of_experts
 from moe_infinity.models.recipes import Recipe, RowRecipes, Source
-
-# Set by transformers' `use_experts_implementation` on every experts module of the interface.
-INTERFACE_ATTRIBUTES = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts"}
-
-
-@dataclass(slots=True)
-class ExpertsModule:
-    """One experts module of the model: one MoE row."""
-
-    name: str  # full name in the model, e.g. "model.layers.3.mlp.experts"
-    module: nn.Module
-    num_experts: int
-    params: dict[str, Tensor]  # its expert parameters on the meta device, [E, ...]
-    layout: ExpertLayout
 
 
 @dataclass(slots=True)
@@ -61,29 +55,26 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
     """The experts modules of the model, in model order. Raises UnsupportedModelError for an unknown
     dtype.
     """
-    rows = []
+    rows: list[ExpertsModule] = []
     for name, module in model.named_modules():
-        if not vars(module).keys() >= INTERFACE_ATTRIBUTES:
-            continue
-        num_experts = int(module.num_experts)
-        params = {
-            key: param
-            for key, param in module.named_parameters(recurse=False)
-            if param.ndim >= 2 and param.shape[0] == num_experts
-        }
-        dtypes = {key: str(param.dtype).removeprefix("torch.") for key, param in params.items()}
-        if set(dtypes.values()) - set(DTYPE_BYTES):
-            raise UnsupportedModelError(
-                f"{name}: experts of dtype {dtypes}, expected one of {', '.join(DTYPE_BYTES)}"
-            )
-        shapes = {key: (tuple(param.shape[1:]), dtypes[key]) for key, param in params.items()}
-        rows.append(ExpertsModule(name, module, num_experts, params, ExpertLayout.of(shapes)))
+        adapter = adapter_of(name, module)
+        if adapter is not None:
+            rows.append(adapter.describe(name, module))
     if not rows:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no routed experts behind transformers' experts interface\n"
+            f"{type(model).__name__} has no routed experts that we know how to take out\n"
             "hint: a dense model needs no offloading, load it with transformers"
         )
     return rows
+
+
+def adapter_of(name: str, module: nn.Module) -> Adapter | None:
+    """Who knows how to deal with this module; None if it is not the experts of a layer."""
+    if vars(module).keys() >= INTERFACE_ATTRIBUTES:
+        return INTERFACE
+    if type(module).__name__ in ADAPTERS:
+        return ADAPTERS[type(module).__name__]
+    return LIST if name.rpartition(".")[2] == "experts" and is_list_of_experts(module) else None
 
 
 def plan_experts(model: Any, headers: Headers, weight_mapping: list[Any]) -> Plan:
@@ -91,38 +82,61 @@ def plan_experts(model: Any, headers: Headers, weight_mapping: list[Any]) -> Pla
     not fit.
     """
     rows = find_experts(model)
-    row_of_param = {f"{row.name}.{key}": (row, key) for row in rows for key in row.params}
-    groups, owned = _group_sources(model, headers, weight_mapping, set(row_of_param))
-    missing = sorted(set(row_of_param) - {t for _, _, targets in groups.values() for t in targets})
+    members = {
+        f"{row.name}.{path}": Member(row, key, expert_idx)
+        for row in rows
+        for key, home in row.homes.items()
+        for expert_idx, path in enumerate(home.paths)
+    }
+    groups, owned = _group_sources(model, headers, weight_mapping, members)
+    found = {target for group in groups.values() for target in group.targets}
+    missing = sorted(set(members) - found)
     if missing:
         raise CheckpointError(
             f"the checkpoint has no tensors for {missing[0]} ({len(missing)} parameters in all)"
         )
     byte_copies: dict[Any, bool] = {}
     recipes: dict[str, list[Recipe]] = {row.name: [] for row in rows}
-    for name, (converter, keys_by_pattern, targets) in groups.items():
-        row, _ = row_of_param[next(t for t in targets if t in row_of_param)]
-        sources = tuple(
-            _make_source(name, pattern, [headers.tensors[key] for key in keys], row.num_experts)
-            for pattern, keys in keys_by_pattern.items()
-        )
-        specs = {spec.name: spec for spec in row.layout.params}
-        wanted = {target: specs[target.rsplit(".", 1)[1]] for target in targets}
-        recipe = Recipe(name, sources, wanted, converter, model.config)
+    for group in groups.values():
+        recipe = _make_recipe(group, members, headers, model.config)
         if recipe.kind() not in byte_copies:
             byte_copies[recipe.kind()] = recipe.try_out()
         recipe.is_byte_copy = byte_copies[recipe.kind()]
-        recipes[row.name].append(recipe)
+        recipes[group.row.name].append(recipe)
     by_row = [RowRecipes(row.layout, tuple(recipes[row.name])) for row in rows]
     return Plan(rows, by_row, owned, headers)
 
 
-# converter, {pattern: keys}, target names
-Group = tuple[WeightConverter | None, dict[str, list[str]], list[str]]
+class Member(NamedTuple):
+    """A parameter of the model that belongs to experts."""
+
+    row: ExpertsModule
+    key: str  # its name in a slot
+    expert_idx: int  # of a parameter that belongs to one expert
+
+    @property
+    def home(self) -> Home:
+        return self.row.homes[self.key]
+
+    @property
+    def group_name(self) -> str:
+        """One for all experts of a row."""
+        return f"{self.row.name}.{self.home.paths[0]}"
+
+
+@dataclass(slots=True)
+class Group:
+    """Tensors of the checkpoint that together become some parameters of all experts of a row."""
+
+    name: str  # the name transformers gives the first of those parameters
+    row: ExpertsModule
+    converter: WeightConverter | None
+    targets: list[str]  # names of parameters
+    keys: dict[str, list[tuple[int, str]]]  # by pattern: (expert, name of its tensor), in order
 
 
 def _group_sources(
-    model: Any, headers: Headers, weight_mapping: list[Any], wanted: set[str]
+    model: Any, headers: Headers, weight_mapping: list[Any], members: dict[str, Member]
 ) -> tuple[dict[str, Group], set[str]]:
     """Which checkpoint tensors become which expert parameters, by transformers' own renaming and
     conversion rules.
@@ -144,27 +158,58 @@ def _group_sources(
         if converter is not None:
             first = converter.target_patterns[0]
             targets = [name.replace(first, target, 1) for target in converter.target_patterns]
-        if wanted.isdisjoint(targets):
+        member = next((members[target] for target in targets if target in members), None)
+        if member is None:
             continue
-        group = groups.setdefault(name, (converter, {}, targets))
-        group[1].setdefault(pattern or key, []).append(key)
+        if not member.home.is_stacked:
+            name = member.group_name
+        group = groups.setdefault(name, Group(name, member.row, converter, [], {}))
+        group.targets += [target for target in targets if target not in group.targets]
+        group.keys.setdefault(pattern or name, []).append((member.expert_idx, key))
         owned.add(key)
-    for converter, keys_by_pattern, _ in groups.values():
-        if converter is not None:  # it concatenates in the order of its patterns, not of the keys
-            for pattern in [p for p in converter.source_patterns if p in keys_by_pattern]:
-                keys_by_pattern[pattern] = keys_by_pattern.pop(pattern)
+    for group in groups.values():
+        group.keys = _in_order(group)
     return groups, owned
 
 
-def _make_source(name: str, pattern: str, tensors: list[StoredTensor], num_experts: int) -> Source:
+def _in_order(group: Group) -> dict[str, list[tuple[int, str]]]:
+    """A converter concatenates in the order of its patterns, not of the keys."""
+    patterns = list(group.keys)
+    if group.converter is not None:
+        patterns.sort(key=group.converter.source_patterns.index)
+    return {
+        pattern: sorted(group.keys[pattern], key=lambda expert_and_key: expert_and_key[0])
+        for pattern in patterns
+    }
+
+
+def _make_recipe(group: Group, members: dict[str, Member], headers: Headers, config: Any) -> Recipe:
+    row = group.row
+    specs = {spec.name: spec for spec in row.layout.params}
+    wanted = [members[target] for target in group.targets if target in members]
+    sources = tuple(
+        _make_source(
+            group.name, pattern, [headers.tensors[key] for _, key in keys], row, wanted[0].home
+        )
+        for pattern, keys in group.keys.items()
+    )
+    targets = {member.group_name: specs[member.key] for member in wanted}
+    return Recipe(group.name, sources, targets, group.converter, config)
+
+
+def _make_source(
+    name: str, pattern: str, tensors: list[StoredTensor], row: ExpertsModule, home: Home
+) -> Source:
     """One tensor per expert, or one whose first dimension is the experts; all of one shape and
     dtype.
     """
-    is_stacked = len(tensors) == 1 and tensors[0].shape[:1] == (num_experts,)
-    if not is_stacked and len(tensors) != num_experts:
+    counts = {row.num_experts, home.num_stored}
+    num_rows = tensors[0].shape[0] if len(tensors) == 1 and tensors[0].shape else 0
+    num_parts = num_rows // home.rows if num_rows in {n * home.rows for n in counts} else 0
+    if not num_parts and len(tensors) not in counts:
         raise CheckpointError(
-            f"{name}: {num_experts} experts need {num_experts} tensors like {tensors[0].name} "
-            f"or one stacked over experts, found {len(tensors)}"
+            f"{name}: {row.num_experts} experts need {row.num_experts} tensors like "
+            f"{tensors[0].name} or one stacked over experts, found {len(tensors)}"
         )
     odd = [
         t
@@ -176,4 +221,4 @@ def _make_source(name: str, pattern: str, tensors: list[StoredTensor], num_exper
             f"tensor {odd[0].name} is {odd[0].stored_dtype} {list(odd[0].shape)}, "
             f"but {tensors[0].name} is {tensors[0].stored_dtype} {list(tensors[0].shape)}"
         )
-    return Source(pattern, tuple(tensors), is_stacked)
+    return Source(pattern, tuple(tensors), num_parts)

@@ -31,17 +31,19 @@ class Source:
 
     pattern: str
     tensors: tuple[StoredTensor, ...]
-    is_stacked: bool
+    num_parts: int  # experts stacked in the one tensor; 0 if each expert has a tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the part that belongs to one expert, as the conversion expects it."""
         first = self.tensors[0]
-        return (1, *first.shape[1:]) if self.is_stacked else first.shape
+        if not self.num_parts:
+            return first.shape
+        return (first.shape[0] // self.num_parts, *first.shape[1:])
 
     def extent(self, expert_idx: int) -> Extent:
-        if self.is_stacked:
-            return self.tensors[0].extent.part(expert_idx, self.tensors[0].shape[0])
+        if self.num_parts:
+            return self.tensors[0].extent.part(expert_idx, self.num_parts)
         return self.tensors[expert_idx].extent
 
 
@@ -71,7 +73,7 @@ class Recipe:
     def kind(self) -> tuple[Any, ...]:
         """Recipes of one kind behave alike, so that one trial answers for all of them."""
         sources = tuple(
-            (s.pattern, s.shape, s.tensors[0].stored_dtype, s.is_stacked) for s in self.sources
+            (s.pattern, s.shape, s.tensors[0].stored_dtype, s.num_parts > 0) for s in self.sources
         )
         shapes = tuple((t.shape, t.dtype) for t in self.targets.values())
         return id(self.converter) if self.converter else None, sources, shapes
@@ -136,7 +138,9 @@ class Recipe:
         (dtype,) = {getattr(torch, spec.dtype) for spec in self.targets.values()}
         stored = [tensor.to(dtype) for tensor in stored]
         if self.converter is None:
-            return {self.name: stored[0]}
+            value = stored[0]
+            (spec,) = self.targets.values()
+            return {self.name: value[None] if value.shape == spec.shape else value}
         meta = {
             name: torch.empty((1, *spec.shape), dtype=dtype, device="meta")
             for name, spec in self.targets.items()

@@ -6,7 +6,7 @@ import hashlib
 
 from torch import nn
 
-from moe_infinity.models.planning import ExpertsModule
+from moe_infinity.models.adapters import ExpertsModule
 
 VALUES = 16  # of each dense parameter: enough to tell one fine-tuning from another
 

@@ -1,0 +1,136 @@
+"""Experts that are an nn.ModuleList or nn.ModuleDict of MLPs, called one by one by code we do not
+know, as in models that bring their own (trust_remote_code).
+
+The block around them runs twice. First its experts only note what they are called with, and answer
+zeros; then all that were called are loaded and computed, several at a time and in whatever order
+they arrive; then the block runs again and its experts give those answers. So the block's own
+arithmetic decides, and its router and shared experts are computed twice.
+
+Which token went where is heard from the block's call of torch.topk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from moe_infinity.kernels.dispatch import ExpertMlp
+from moe_infinity.models.adapters import ExpertsModule, MoeLayer, OneModuleEach
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of one expert by its block, and what it is to answer."""
+
+    expert_idx: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    answer: Tensor | None = None
+
+
+class CalledExperts:
+    """The calls a block makes of its experts in one step: work for the runtime."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self._calls: dict[int, list[Call]] = {}
+        for call in calls:
+            self._calls.setdefault(call.expert_idx, []).append(call)
+        self.activated = sorted(self._calls)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        return np.array([sum(len(c.args[0]) for c in self._calls[e]) for e in self.activated])
+
+    def compute(self, expert_idx: int, mlp: ExpertMlp, weights: Any) -> None:
+        for call in self._calls[expert_idx]:
+            call.answer = mlp(weights, *call.args, **call.kwargs)
+
+
+class TopKListener(TorchFunctionMode):
+    """Hears the last top-k over all experts while it is entered."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self._num_experts = num_experts
+        self.index_TK: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk) and args[0].shape[-1] == self._num_experts:
+            self.index_TK = result.indices.reshape(-1, result.indices.shape[-1])
+        return result
+
+
+class ListOfExperts(OneModuleEach):
+    """Connects the block that calls the experts."""
+
+    def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+        block = model.get_submodule(row.block_name)
+        block.forward = BlockForward(block, row, layer)
+
+
+LIST = ListOfExperts()
+
+
+def is_list_of_experts(module: nn.Module) -> bool:
+    """Several modules of one class and of parameters of one shape."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
+        return False
+    shapes = [
+        (type(expert), [(key, param.shape) for key, param in expert.named_parameters()])
+        for expert in module.children()
+    ]
+    return all(found == shapes[0] for found in shapes) and bool(shapes[0][1])
+
+
+class BlockForward:
+    """Runs in place of the block's forward."""
+
+    def __init__(self, block: nn.Module, row: ExpertsModule, layer: MoeLayer) -> None:
+        self._stock = block.forward
+        self._layer = layer
+        self._num_experts = row.num_experts
+        self._calls: list[Call] = []
+        self._answers: Iterator[Call] | None = None  # None: experts are to note their calls
+        for expert_idx, expert in enumerate(row.module.children()):
+            expert.forward = partial(self._expert, expert_idx)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x: Tensor = next(iter((*args, *kwargs.values())))  # [..., D]
+        num_tokens = x.numel() // x.shape[-1]
+        self._calls, self._answers = [], None
+        with TopKListener(self._num_experts) as heard:
+            self._stock(*args, **kwargs)
+        calls = [call for call in self._calls if len(call.args[0])]
+        index_TK = _routing(heard.index_TK, calls, num_tokens)
+        self._layer.work(CalledExperts(calls), index_TK, num_tokens)
+        self._answers = iter(self._calls)
+        return self._stock(*args, **kwargs)
+
+    def _expert(self, expert_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """What each expert's forward is."""
+        if self._answers is None:
+            self._calls.append(Call(expert_idx, args, kwargs))
+            return torch.zeros_like(args[0])
+        call = next(self._answers)
+        assert call.expert_idx == expert_idx, "the block called other experts the second time"
+        return torch.zeros_like(args[0]) if call.answer is None else call.answer
+
+
+def _routing(heard_TK: Tensor | None, calls: list[Call], num_tokens: int) -> Tensor | None:
+    """What was heard, if it is what was called; of a single token the calls tell it."""
+    called = sorted(call.expert_idx for call in calls for _ in range(len(call.args[0])))
+    if heard_TK is not None and (len(heard_TK), sorted(heard_TK.ravel().tolist())) == (
+        num_tokens,
+        called,
+    ):
+        return heard_TK
+    return torch.tensor([called]) if num_tokens == 1 else None
