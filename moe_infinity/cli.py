@@ -52,6 +52,10 @@ Implementation = Annotated[
         "--experts-implementation", help="Whose arithmetic to reproduce: grouped_mm or eager."
     ),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings with it."),
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
 Temperature = Annotated[
     float, typer.Option(min=0.0, help="0 takes the likeliest token, above 0 samples.")
@@ -79,6 +83,7 @@ def run(
     history: History = None,
     dtype: Dtype = "auto",
     implementation: Implementation = "grouped_mm",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text.")
     ] = False,
@@ -97,6 +102,7 @@ def run(
         history=history,
         dtype=dtype,
         experts_implementation=implementation,
+        trust_remote_code=trust_remote_code,
     ) as moe:
         stream = moe.stream(
             text, max_new_tokens=max_new_tokens, **sampling(temperature, top_p, seed)
@@ -126,6 +132,7 @@ def chat(
     history: History = None,
     dtype: Dtype = "auto",
     implementation: Implementation = "grouped_mm",
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk to a model; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
     with open_model(
@@ -137,6 +144,7 @@ def chat(
         history=history,
         dtype=dtype,
         experts_implementation=implementation,
+        trust_remote_code=trust_remote_code,
     ) as moe:
         if moe.tokenizer.chat_template is None:
             raise MoEInfinityError(
@@ -164,6 +172,7 @@ def chat(
 def inspect(
     model: Model,
     dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of a table.")
     ] = False,
@@ -171,7 +180,7 @@ def inspect(
     """Show layers, experts and bytes of a checkpoint, and what budgets hold. Reads headers only."""
     from moe_infinity.inspection import inspect_checkpoint
 
-    summary = inspect_checkpoint(model, dtype=dtype)
+    summary = inspect_checkpoint(model, dtype=dtype, trust_remote_code=trust_remote_code)
     write((json.dumps(summary.as_dict()) if as_json else str(summary)) + "\n")
 
 
@@ -187,13 +196,20 @@ def trace(
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
     dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Record which experts every token of some prompts was routed to, prompt and output."""
     from moe_infinity.tracing import read_prompts, record_trace
 
     texts = read_prompts(prompts)[:limit]
     with (
-        open_model(model, host_memory=host_memory, policy=policy, dtype=dtype) as moe,
+        open_model(
+            model,
+            host_memory=host_memory,
+            policy=policy,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        ) as moe,
         Progress(console=stderr, transient=True) as progress,
     ):
         task = progress.add_task("tracing", total=len(texts))

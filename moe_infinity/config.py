@@ -71,6 +71,7 @@ class OffloadConfig:
     experts_implementation: str = (
         "grouped_mm"  # whose arithmetic to reproduce; transformers' own default on CPU
     )
+    trust_remote_code: bool = False  # run Python code that the checkpoint brings with it
     num_read_threads: int = 2  # concurrent disk reads
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class OffloadConfig:
             raise ConfigError(f"policy {self.policy} keeps no history, {ACTIVATION_AWARE} does")
         if self.without and self.history is not None:
             raise ConfigError("without is for ablation: it would spoil what the history keeps")
-        for name in ("prefetch", "early_gate"):
+        for name in ("prefetch", "early_gate", "trust_remote_code"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.prefetch and self.policy not in PREDICTING:

@@ -67,10 +67,12 @@ class Summary:
         return "\n".join(lines)
 
 
-def inspect_checkpoint(model: str, *, dtype: str = "auto") -> Summary:
+def inspect_checkpoint(
+    model: str, *, dtype: str = "auto", trust_remote_code: bool = False
+) -> Summary:
     """Raises CheckpointError, UnsupportedModelError."""
     folder = local_folder(model)
-    plan = plan_from_headers(folder, dtype=dtype)
+    plan = plan_from_headers(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     slot_bytes = max(row.layout.slot_bytes for row in plan.rows)
     total = sum(row.num_experts for row in plan.rows)
     config = plan.rows[0].module.config

@@ -67,7 +67,10 @@ class MoE:
         self.config = OffloadConfig.from_options(config, options)
         experts_backend.register()
         loaded = load_without_experts(
-            self.checkpoint, dtype=self.config.dtype, experts_implementation=experts_backend.BACKEND
+            self.checkpoint,
+            dtype=self.config.dtype,
+            experts_implementation=experts_backend.BACKEND,
+            trust_remote_code=self.config.trust_remote_code,
         )
         self.model: Any = loaded.model
         self.model.requires_grad_(False)  # experts have no gradient, so neither has the rest
@@ -94,7 +97,9 @@ class MoE:
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, as transformers gives it. Raises CheckpointError."""
         try:
-            return transformers.AutoTokenizer.from_pretrained(self.checkpoint)
+            return transformers.AutoTokenizer.from_pretrained(
+                self.checkpoint, trust_remote_code=self.config.trust_remote_code
+            )
         except (OSError, ValueError) as error:  # broken JSON is a ValueError
             raise CheckpointError(f"{self.checkpoint}: no usable tokenizer: {error}") from error
 

@@ -12,6 +12,8 @@ blocks. The plain twins that define the results are in the tests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from moe_infinity.errors import CheckpointError
 # core of an AMD EPYC.
 CHUNK_VALUES = 1 << 18
 ZERO_OF_SYMMETRIC = 8  # the nibble that stands for 0 where no zeros are stored
-AWQ_HALVES = 2  # an AWQ word is 2 half-words: columns 0 2 4 6, then 1 3 5 7
+NIBBLES = 8  # in a word
 
 
 def fp8(weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -30,12 +32,16 @@ def fp8(weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, int], dtype: tor
     if weight_RC.device.type != "cpu" or _needs_the_plain_way(weight_RC, scales_rc):
         spread = _spread(scales_rc, block, weight_RC.shape)
         return (weight_RC.to(torch.float32) * spread).to(dtype)
-    out_RC = torch.empty(weight_RC.shape, dtype=dtype)
     num_rows, num_columns = weight_RC.shape
+    step = _rows_of_a_chunk(weight_RC.device, num_rows, num_columns)
+    if len(scales_rc) == 1:  # as many rows as suit us
+        block = step, block[1]
+        scales_rc = scales_rc.expand(-(-num_rows // step), -1)
     scales_rc = scales_rc * 2.0**8  # what reading float8 bits as float16 lacks
-    step = max(1, CHUNK_VALUES // max(1, num_columns * block[0]))
+    out_RC = torch.empty(weight_RC.shape, dtype=dtype)
+    step = max(1, step // block[0])
     for first in range(0, len(scales_rc), step):
-        rows = slice(first * block[0], min((first + step) * block[0], num_rows))
+        rows = slice(first * block[0], (first + step) * block[0])
         values = _fp8_bits_as_half(weight_RC[rows]).to(torch.float32)
         values.mul_(_spread(scales_rc[first : first + step], block, values.shape))
         out_RC[rows] = values
@@ -80,16 +86,14 @@ def mxfp4(blocks_RGB: Tensor, scales_RG: Tensor, dtype: torch.dtype) -> Tensor:
     exponent. Gives the transpose of what is stored: [32 G, R].
     """
     num_rows, num_groups, _ = blocks_RGB.shape
+    device = blocks_RGB.device
     halves = blocks_RGB.reshape(num_rows, -1).view(torch.int16).t().contiguous()
     halves = halves.view(num_groups, 8, 1, num_rows)
-    to_the_top = torch.tensor([12, 8, 4, 0], dtype=torch.int16, device=blocks_RGB.device)[:, None]
-    exponents = scales_RG.t().to(torch.int32) - 127
-    scales = torch.pow(2.0, exponents).view(num_groups, 1, 1, num_rows)
-    out = torch.empty(
-        (num_groups, 8, 4, num_rows), dtype=torch.bfloat16, device=blocks_RGB.device
-    )
-    step = max(1, CHUNK_VALUES // max(1, 32 * num_rows)) if out.device.type == "cpu" else num_groups
-    for first in range(0, num_groups, max(1, step)):
+    to_the_top = torch.tensor([12, 8, 4, 0], dtype=torch.int16, device=device)[:, None]
+    scales = torch.pow(2.0, scales_RG.t().to(torch.int32) - 127).view(num_groups, 1, 1, num_rows)
+    out = torch.empty((num_groups, 8, 4, num_rows), dtype=torch.bfloat16, device=device)
+    step = _rows_of_a_chunk(device, num_groups, 32 * num_rows)
+    for first in range(0, num_groups, step):
         part = slice(first, first + step)
         # The sign to bit 15, the others to bits 9-11: a float16 that lacks a factor of 2 ** 14.
         bits = (halves[part] << to_the_top).bitwise_right_shift_(3).bitwise_and_(-0x7200)
@@ -102,81 +106,97 @@ def int4_rows(
     packed_RW: Tensor, scales_RG: Tensor, zeros_WG: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """compressed-tensors pack-quantized: a word is 8 neighbouring columns; zeros are packed along
-    rows.
+    rows. Gives [R, 8 W].
     """
-    zeros_RG = _symmetric_zero(packed_RW) if zeros_WG is None else _nibble_rows(zeros_WG)
-    values_RC = _nibble_columns(packed_RW)
-    return _apply_groups(values_RC, zeros_RG[: len(values_RC)], scales_RG, dtype)
+    if zeros_WG is None:
+        zeros_RG = torch.full_like(scales_RG, ZERO_OF_SYMMETRIC)
+    else:
+        zeros_RG = _nibbles(zeros_WG.t().contiguous()).t()[: len(packed_RW)]
+    return _apply_groups(packed_RW, _nibbles, zeros_RG, scales_RG, dtype)
 
 
-def gptq(
-    parts: dict[str, Tensor], dtype: torch.dtype, *, adds_one_to_zeros: bool
-) -> Tensor:
+def gptq(parts: dict[str, Tensor], dtype: torch.dtype, *, adds_one_to_zeros: bool) -> Tensor:
     """qweight [C/8, R], qzeros [G, R/8], scales [G, R], perhaps g_idx [C]; gives [R, C]."""
-    zeros = parts["qzeros"]
-    if adds_one_to_zeros:  # one to each nibble, a carry into the next as GPTQModel's
-        zeros = zeros + 0x11111111
-    zeros_RG = _nibble_columns(zeros).t()
-    scales_RG, groups = parts["scales"].t(), parts.get("g_idx")
-    values_RC = _nibble_columns(parts["qweight"].t().contiguous())
-    if groups is not None and not _is_in_order(groups, scales_RG.shape[1]):
-        if not (groups.min() >= 0 and groups.max() < scales_RG.shape[1]):
-            raise CheckpointError(f"g_idx names groups that are not among {scales_RG.shape[1]}")
-        zeros_RG, scales_RG = zeros_RG[:, groups], scales_RG[:, groups]
-    return _apply_groups(values_RC, zeros_RG, scales_RG, dtype)
+    zeros_GW, scales_RG, groups_C = parts["qzeros"], parts["scales"].t(), parts.get("g_idx")
+    if adds_one_to_zeros:  # one to each nibble; a carry goes into the next, as in GPTQModel
+        zeros_GW = zeros_GW + 0x11111111
+    zeros_RG = _nibbles(zeros_GW).t()
+    if groups_C is not None and not _is_in_order(groups_C, scales_RG.shape[1]):
+        if groups_C.min() < 0 or groups_C.max() >= scales_RG.shape[1]:
+            raise CheckpointError(f"g_idx names groups beyond the {scales_RG.shape[1]} there are")
+        zeros_RG, scales_RG = zeros_RG.t()[groups_C].t(), scales_RG.t()[groups_C].t()
+    return _apply_groups(parts["qweight"].t().contiguous(), _nibbles, zeros_RG, scales_RG, dtype)
 
 
 def awq(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """qweight [C, R/8], qzeros [G, R/8], scales [G, R]; gives [R, C]."""
-    values_RC, zeros_RG = _awq_nibbles(parts["qweight"]), _awq_nibbles(parts["qzeros"])
-    return _apply_groups(values_RC, zeros_RG, parts["scales"].t(), dtype)
+    words, zeros = _awq_words(parts["qweight"]), _awq_words(parts["qzeros"])
+    return _apply_groups(words, _awq_nibbles, _awq_nibbles(zeros), parts["scales"].t(), dtype)
 
 
 def _apply_groups(
-    values_RC: Tensor, zeros_RG: Tensor, scales_RG: Tensor, dtype: torch.dtype
+    words: Tensor,
+    nibbles_of: Callable[[Tensor], Tensor],
+    zeros_RG: Tensor,
+    scales_RG: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """(value - zero) x scale, rounded to the dtype of the scale, then to `dtype`. Overwrites
-    `values_RC`.
+    """(nibble - zero) x scale, rounded to the dtype of the scale, then to `dtype`.
+
+    Computed in float32, where torch's CPU loops are fastest: the difference is exact in it, and the
+    product rounded from it is that of the narrower dtypes.
     """
-    num_rows, num_columns = values_RC.shape
-    grouped = values_RC.view(num_rows, scales_RG.shape[1], -1)
-    grouped.sub_(zeros_RG.to(values_RC.dtype)[:, :, None])
-    out_RC = grouped.to(scales_RG.dtype).mul_(scales_RG[:, :, None]).view(num_rows, num_columns)
-    if (out_RC.dtype, dtype) == (torch.float16, torch.bfloat16):
-        out_RC = out_RC.to(torch.float32)  # exact; torch's direct way is five times slower
-    return out_RC.to(dtype)
+    num_rows, num_groups = scales_RG.shape
+    scales_RG1, zeros_RG1 = (
+        t.to(torch.float32).contiguous().unsqueeze(2) for t in (scales_RG, zeros_RG)
+    )
+    is_rounded_twice = scales_RG.dtype not in (torch.float32, dtype)
+    rows_of_a_word = num_rows // len(words)
+    num_columns = words.numel() * words.element_size() * 2 // num_rows
+    out_RC = torch.empty((num_rows, num_columns), dtype=dtype, device=words.device)
+    step = _rows_of_a_chunk(words.device, len(words), rows_of_a_word * num_columns)
+    for first in range(0, len(words), step):
+        rows = slice(first * rows_of_a_word, (first + step) * rows_of_a_word)
+        values = nibbles_of(words[first : first + step]).to(torch.float32)
+        grouped = values.view(len(values), num_groups, -1)
+        grouped.sub_(zeros_RG1[rows]).mul_(scales_RG1[rows])
+        if is_rounded_twice:
+            values = values.to(scales_RG.dtype).to(torch.float32)
+        out_RC[rows] = values
+    return out_RC
 
 
-def _symmetric_zero(like: Tensor) -> Tensor:
-    return torch.full((1, 1), ZERO_OF_SYMMETRIC, dtype=torch.int8, device=like.device)
-
-
-def _nibble_columns(words_RW: Tensor) -> Tensor:
+def _nibbles(words_RW: Tensor) -> Tensor:
     """[R, W] words -> [R, 8 W] of int8: nibble k of word w is column 8 w + k."""
     nibbles = words_RW.view(torch.uint8).to(torch.int16)
     nibbles = (nibbles << 4).bitwise_or_(nibbles).bitwise_and_(0x0F0F)
     return nibbles.view(torch.int8)
 
 
-def _nibble_rows(words_WG: Tensor) -> Tensor:
-    """[W, G] words -> [8 W, G]: nibble k of word w is row 8 w + k."""
-    return _nibble_columns(words_WG.t().contiguous()).t()
-
-
-def _awq_nibbles(words_CW: Tensor) -> Tensor:
-    """[C, W] words -> [8 W, C] of int16: nibbles 0-7 of word w are rows 8 w + (0, 2, 4, 6, 1, 3, 5,
-    7).
-    """
+def _awq_words(words_CW: Tensor) -> Tensor:
+    """[C, W] words -> [W, 2, C] half-words."""
     num_columns, num_words = words_CW.shape
-    halves = words_CW.view(torch.int16).t().contiguous()
-    halves = halves.view(num_words, 1, AWQ_HALVES, num_columns)
-    shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int16, device=words_CW.device)
-    nibbles = (halves >> shifts[:, None, None]).bitwise_and_(0x0F)
-    return nibbles.view(8 * num_words, num_columns)
+    return words_CW.view(torch.int16).t().contiguous().view(num_words, 2, num_columns)
+
+
+def _awq_nibbles(halves_W2C: Tensor) -> Tensor:
+    """-> [8 W, C] of int16: nibbles 0 to 7 of word w are rows 8 w + (0, 2, 4, 6, 1, 3, 5, 7)."""
+    shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int16, device=halves_W2C.device)
+    nibbles = (halves_W2C.unsqueeze(1) >> shifts[:, None, None]).bitwise_and_(0x0F)
+    return nibbles.view(-1, halves_W2C.shape[2])
 
 
 def _is_in_order(groups_C: Tensor, num_groups: int) -> bool:
     """Groups are stretches of neighbouring columns, all of one length."""
     length, rest = divmod(len(groups_C), num_groups)
+    if rest:
+        return False
     in_order = torch.arange(num_groups, dtype=groups_C.dtype, device=groups_C.device)
-    return not rest and torch.equal(groups_C.view(num_groups, length), in_order[:, None].expand(-1, length))
+    return torch.equal(groups_C, in_order.repeat_interleave(length))
+
+
+def _rows_of_a_chunk(device: torch.device, num_rows: int, num_columns: int) -> int:
+    """All of them where there is no cache to stay in."""
+    if device.type != "cpu":
+        return max(1, num_rows)
+    return max(1, CHUNK_VALUES // max(1, num_columns))

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from moe_infinity.errors import CheckpointError
-from moe_infinity.memory.checkpoint import Extent
+from moe_infinity.memory.extents import Extent
 
 
 class Reader:

@@ -10,6 +10,7 @@ T tokens, K experts per token, E experts, D model width, R rows of one expert.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -284,23 +285,27 @@ def only_where(keep_TK: Tensor, index_TK: Tensor, weights_TK: Tensor) -> tuple[T
 
 
 class OneModuleEach(Adapter):
-    """A ModuleList or ModuleDict with one module per expert. One of them, without weights, is lent
-    the weights of whichever expert is to compute."""
+    """A ModuleList or ModuleDict with one module per expert. A copy of one of them, without weights,
+    is lent those of whichever expert is to compute."""
 
     is_eager = True
 
     def count(self, module: Any) -> int:
-        return len(module)
+        return len(self.names(module))
+
+    def names(self, module: Any) -> list[str]:
+        """NLLB keeps a dropout among its experts."""
+        return [name for name, child in module.named_children() if list(child.parameters())]
 
     def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
-        names = [name for name, _ in module.named_children()]
+        names = self.names(module)
         keys = [key for key, _ in module.get_submodule(names[0]).named_parameters()]
         return {
             key: Home(tuple(f"{name}.{key}" for name in names), False, num_experts) for key in keys
         }
 
     def computation(self, module: Any) -> Callable[..., Tensor]:
-        template = next(module.children())
+        template = copy.deepcopy(next(module.children())).eval()  # on meta; its forward stays
 
         def run(weights: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
             out: Tensor = torch.func.functional_call(template, weights, args, kwargs)

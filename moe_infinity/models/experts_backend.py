@@ -8,6 +8,9 @@ was called with (batch, mask, cache) is read by a forward pre-hook on the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,7 +72,9 @@ def attach(model: PreTrainedModel, rows: list[ExpertsModule], runtime: ExpertRun
 
 
 class StepReader:
-    """Tells the runtime, before each forward pass, what kind of step it is."""
+    """Tells the runtime, before each forward pass, what kind of step it is. An encoder and its
+    decoder make steps of their own: the encoder's begins the requests, as a prompt does.
+    """
 
     def __init__(self, model: PreTrainedModel, runtime: ExpertRuntime) -> None:
         # Of the running generate(): tokens that end a sequence (None: the generation config's) and
@@ -79,12 +84,34 @@ class StepReader:
         self._model = model
         self._runtime = runtime
         self._finished_B: NDArray[np.bool_] = np.zeros(0, dtype=bool)
-        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._num_encoded = 0  # sequences the encoder ran for, until the decoder begins
+        reads = {model: self.read}
+        if model.config.is_encoder_decoder:
+            reads = {model.get_encoder(): self.read_encoder, model.get_decoder(): self.read_decoder}
+        self._hooks = [
+            module.register_forward_pre_hook(partial(self._before_forward, read), with_kwargs=True)
+            for module, read in reads.items()
+        ]
 
-    def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = self.read(args, kwargs)
+    def _before_forward(
+        self, read: Callable[..., Step | None], module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        step = read(args, kwargs)
         if step is not None:
             self._runtime.begin_step(step)
+
+    def read_encoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        step = self.read(args, kwargs)
+        self._num_encoded = 0 if step is None else step.num_sequences
+        return step
+
+    def read_decoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """What it is first called with goes on with the prompt the encoder was given."""
+        step = self.read(args, kwargs)
+        num_encoded, self._num_encoded = self._num_encoded, 0
+        if step is None or step.num_sequences != num_encoded:
+            return step
+        return replace(step, begins_B=np.zeros_like(step.begins_B))
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         """What the model is called with; None when with neither ids nor embeddings."""
@@ -130,4 +157,5 @@ class StepReader:
         return self._finished_B
 
     def close(self) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()

@@ -1,8 +1,6 @@
-"""Which stored tensors of a quantized checkpoint together stand for one weight, and how to unpack
-them.
+"""Quantized checkpoints: which formats there are and how each packs a weight.
 
-    config.json's quantization_config --find_format--> Format --group--> {name: PackedTensor or
-    StoredTensor}
+    config.json's quantization_config --find_format--> Format
 
 A weight is packed where its tensors say so; lists of modules left out are not needed. Scales of
 activations are dropped: everything is computed with unpacked weights. The arithmetic is in
@@ -11,8 +9,7 @@ kernels/unpack.py. No transformers here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -20,190 +17,256 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels import unpack
-from moe_infinity.memory.checkpoint import StoredTensor
+from moe_infinity.models.packing import Format, Part, Parts, Scheme, Shape, Shapes
 
 SUPPORTED = """\
 fp8                 float8_e4m3fn with scales per block or per tensor
 mxfp8               float8_e4m3fn with power-of-two scales
 mxfp4               as gpt-oss is published
-compressed-tensors  pack-quantized int4 per group or channel; float-quantized fp8
+compressed-tensors  pack-quantized int4 per group or channel, float-quantized fp8
 gptq                4 bits, checkpoint_format gptq or gptq_v2
 awq                 4 bits, version gemm"""
 
-Shape = tuple[int, ...]
-Shapes = dict[str, Shape]  # by role, without the expert dimension
-Parts = dict[str, Tensor]  # by role
 FLOATS = frozenset({"BF16", "F16", "F32"})
-INT32, FLOAT8, BYTES = frozenset({"I32"}), frozenset({"F8_E4M3"}), frozenset({"U8"})
+INT32, INDICES, FLOAT8 = frozenset({"I32"}), frozenset({"I32", "I64"}), frozenset({"F8_E4M3"})
+BYTES, EXPONENTS = frozenset({"U8"}), frozenset({"U8", "F8_E8M0"})
+OF_ACTIVATIONS = (
+    "input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale",
+    "output_zero_point", "k_scale", "v_scale",
+)  # fmt: skip
+NIBBLES = 8  # in a word
+
+Config = Mapping[str, Any]
+Block = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One of the stored tensors that stand for a weight."""
-
-    role: str
-    suffix: str  # of its name
-    dtypes: frozenset[str]  # it may be stored in
-    is_optional: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """One way to pack a weight. The first part is there if and only if a weight is packed so."""
-
-    name: str
-    weight_suffix: str  # of the weight that the parts stand for
-    parts: tuple[Part, ...]
-    num_dims: int  # of the first part, without the expert dimension
-    ignored: tuple[str, ...]  # suffixes of tensors that unpacking does not need
-    find_shape: Callable[[Shapes], Shape | None]  # of the weight; None: the parts disagree
-    unpack: Callable[[Parts, torch.dtype], Tensor]
-
-    def base_of(self, tensor: StoredTensor) -> str | None:
-        """What the names of all parts begin with, if `tensor` is a first part."""
-        first = self.parts[0]
-        if not tensor.name.endswith(first.suffix):
-            return None
-        if not first.suffix and tensor.stored_dtype not in first.dtypes:
-            return None  # told by its dtype alone
-        return tensor.name.removesuffix(first.suffix)
-
-    def assemble(self, base: str, tensors: Mapping[str, StoredTensor]) -> PackedTensor:
-        """Raises CheckpointError if a part is missing or does not fit."""
-        name, found = base + self.weight_suffix, []
-        for part in self.parts:
-            tensor = tensors.get(base + part.suffix)
-            if tensor is None and not part.is_optional:
-                raise CheckpointError(f"no tensor {base + part.suffix}, which {name} needs")
-            if tensor is not None:
-                _check_dtype(tensor, part.dtypes)
-                found.append((part.role, tensor))
-        shape = self._shape_of(found)
-        if shape is None:
-            described = ", ".join(f"{t.name} {list(t.shape)}" for _, t in found)
-            raise CheckpointError(f"{name}: the shapes do not fit each other: {described}")
-        return PackedTensor(name, tuple(found), shape, self)
-
-    def _shape_of(self, found: list[tuple[str, StoredTensor]]) -> Shape | None:
-        shapes = {role: tensor.shape for role, tensor in found}
-        first = found[0][1].shape
-        if len(first) == self.num_dims:
-            return self.find_shape(shapes)
-        num_experts = first[:1]
-        if len(first) != self.num_dims + 1 or {s[:1] for s in shapes.values()} != {num_experts}:
-            return None
-        shape = self.find_shape({role: shape[1:] for role, shape in shapes.items()})
-        return shape and num_experts + shape
-
-
-@dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """A weight as it is stored: several tensors, of one expert or stacked over experts in dim 0."""
-
-    name: str  # of the weight
-    parts: tuple[tuple[str, StoredTensor], ...]  # (role, tensor), always in the scheme's order
-    shape: Shape  # of the weight
-    scheme: Scheme
-
-    @property
-    def is_stacked(self) -> bool:
-        """Is dim 0 of every part the expert?"""
-        return len(self.parts[0][1].shape) > self.scheme.num_dims
-
-    @property
-    def num_bytes(self) -> int:
-        """As stored."""
-        return sum(tensor.extent.num_bytes for _, tensor in self.parts)
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Weights of one kind differ in nothing but their values."""
-        return self.scheme.name, *((role, t.stored_dtype, t.shape) for role, t in self.parts)
-
-    def unpack(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """The weight from the values of its parts. Stacked: of as many experts as the parts have,
-        [1, ...] as a rule.
-        """
-        if not self.is_stacked:
-            return self.scheme.unpack(parts, dtype)
-        num_experts = len(parts[self.parts[0][0]])
-        weights = [
-            self.scheme.unpack({role: part[at] for role, part in parts.items()}, dtype)
-            for at in range(num_experts)
-        ]
-        return weights[0].unsqueeze(0) if num_experts == 1 else torch.stack(weights)
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """The schemes a checkpoint may use, weight by weight."""
-
-    method: str
-    schemes: tuple[Scheme, ...]
-
-    def group(
-        self, tensors: Mapping[str, StoredTensor]
-    ) -> dict[str, StoredTensor | PackedTensor]:
-        """Put a weight in the place of its parts; leave other tensors alone. Raises
-        CheckpointError where parts are missing, superfluous or do not fit.
-        """
-        packed: dict[str, PackedTensor] = {}
-        gone: set[str] = set()  # parts, and what unpacking does not need
-        for tensor in tensors.values():
-            for scheme in self.schemes:
-                if (base := scheme.base_of(tensor)) is None:
-                    continue
-                weight = scheme.assemble(base, tensors)
-                gone.update(part.name for _, part in weight.parts)
-                gone.update(_ignored(weight.name, base, scheme, tensors))
-                packed[weight.name] = weight
-        rest = {name: tensor for name, tensor in tensors.items() if name not in gone}
-        for name in packed.keys() & rest.keys():
-            raise CheckpointError(f"{name} is there packed and again as it is")
-        self._refuse_stray_parts(packed, rest)
-        return packed | rest
-
-    def _refuse_stray_parts(
-        self, packed: Mapping[str, PackedTensor], rest: Mapping[str, StoredTensor]
-    ) -> None:
-        """A part whose weight is stored otherwise, or a tensor beside a weight that would change
-        it.
-        """
-        for name in rest:
-            stem = name.rpartition(".")[0] + ".weight"
-            if stem in packed and not name.endswith((".weight", ".bias")):
-                raise CheckpointError(f"{name} belongs to {stem}, but {self.method} has no such part")
-            for scheme in self.schemes:
-                for part in scheme.parts[1:]:
-                    whole = name.removesuffix(part.suffix) + scheme.weight_suffix
-                    if name.endswith(part.suffix) and whole in rest:
-                        raise CheckpointError(
-                            f"{name} is there, but {whole} is stored as "
-                            f"{rest[whole].stored_dtype}, which is not {scheme.name}"
-                        )
-
-
-def find_format(quantization_config: Mapping[str, Any]) -> Format:
+def find_format(quantization_config: Config) -> Format:
     """The format of a checkpoint whose config.json has this quantization_config. Raises
     UnsupportedModelError.
     """
+    found = {
+        "fp8": _find_fp8,
+        "mxfp8": _find_fp8,
+        "mxfp4": _find_mxfp4,
+        "compressed-tensors": _find_compressed_tensors,
+        "gptq": _find_gptq,
+        "awq": _find_awq,
+    }
     method = quantization_config.get("quant_method")
-    if method not in _FORMATS:
-        raise _unsupported(f"quantization method {method!r}")
-    return Format(method, _FORMATS[method](quantization_config))
+    if method not in found:
+        raise _unsupported(f"a checkpoint quantized with {method or 'an unnamed method'}")
+    try:
+        schemes = found[method](quantization_config)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, UnsupportedModelError):
+            raise
+        raise _unsupported(f"{method} with a malformed quantization_config ({error!r})") from error
+    return Format(method, schemes)
 
 
 def _unsupported(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{what} is not supported, expected one of:\n{SUPPORTED}")
 
 
-def _check_dtype(tensor: StoredTensor, dtypes: frozenset[str]) -> None:
-    if tensor.stored_dtype not in dtypes:
-        raise CheckpointError(
-            f"{tensor.name} is stored as {tensor.stored_dtype}, expected {', '.join(sorted(dtypes))}"
-        )
+def _require(method: str, config: Config, key: str, *allowed: object, default: object) -> None:
+    if (found := config.get(key, default)) not in allowed:
+        raise _unsupported(f"{method} with {key} {found!r}")
 
 
-# ---- fp8 ----
+# float8
+
+
+def _find_fp8(config: Config) -> tuple[Scheme, ...]:
+    """DeepSeek-V3 and Qwen3 as published: weight_scale_inv is what to multiply by."""
+    _require("fp8", config, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
+    block = config.get("weight_block_size")
+    blocks = [] if block is None else [_block(block)]
+    return (_fp8_scheme("fp8", "_scale_inv", FLOATS | EXPONENTS, blocks),)
+
+
+def _block(sizes: Sequence[int]) -> Block:
+    rows, columns = sizes
+    if not (type(rows) is type(columns) is int and rows > 0 and columns > 0):
+        raise ValueError(f"block of {sizes}")
+    return rows, columns
+
+
+def _fp8_scheme(
+    name: str, suffix: str, scale_dtypes: frozenset[str], blocks: list[Block]
+) -> Scheme:
+    def find_shape(shapes: Shapes) -> Shape | None:
+        shape = shapes["weight"]
+        return shape if find_block(shape, shapes["scale"], blocks) else None
+
+    def unpack_one(parts: Parts, dtype: torch.dtype) -> Tensor:
+        weight, scales = parts["weight"], parts["scale"]
+        block = find_block(tuple(weight.shape), tuple(scales.shape), blocks)
+        assert block is not None, (weight.shape, scales.shape)  # find_shape has seen them
+        return unpack.fp8(weight, scales, block, dtype)
+
+    parts = (Part("weight", "", FLOAT8), Part("scale", suffix, scale_dtypes))
+    return Scheme(name, "", parts, 2, OF_ACTIVATIONS, find_shape, unpack_one)
+
+
+def find_block(shape: Shape, grid: Shape, configured: list[Block]) -> Block | None:
+    """Rows and columns that share a scale, the last of them possibly cut off by the edge: as
+    configured if that gives this grid, else equal parts, as transformers takes them.
+    """
+    if prod(grid) == 1:
+        return shape[0], shape[1]
+    if len(grid) != 2 or 0 in grid or 0 in shape:
+        return None
+    for block in configured:
+        if grid == (-(-shape[0] // block[0]), -(-shape[1] // block[1])):
+            return block
+    if shape[0] % grid[0] or shape[1] % grid[1]:
+        return None
+    return shape[0] // grid[0], shape[1] // grid[1]
+
+
+# mxfp4
+
+
+def _find_mxfp4(config: Config) -> tuple[Scheme, ...]:
+    """gpt-oss as published: _blocks [E, R, G, 16] and _scales [E, R, G] give [E, 32 G, R]."""
+    parts = (Part("blocks", "_blocks", BYTES), Part("scales", "_scales", BYTES))
+    return (Scheme("mxfp4", "", parts, 3, (), _mxfp4_shape, _unpack_mxfp4),)
+
+
+def _mxfp4_shape(shapes: Shapes) -> Shape | None:
+    num_rows, num_groups, num_bytes = shapes["blocks"]
+    fits = shapes["scales"] == (num_rows, num_groups) and num_bytes == 16
+    return (2 * num_groups * num_bytes, num_rows) if fits else None
+
+
+def _unpack_mxfp4(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return unpack.mxfp4(parts["blocks"], parts["scales"], dtype)
+
+
+# compressed-tensors
+
+
+def _find_compressed_tensors(config: Config) -> tuple[Scheme, ...]:
+    """Any mix of the two formats; which weight has which is told by its tensors."""
+    blocks = []
+    for group in config["config_groups"].values():
+        weights = group.get("weights")
+        if weights is None:
+            continue
+        _check_compressed_weights(weights, group.get("format") or config.get("format"))
+        if (block := weights.get("block_structure")) is not None:
+            blocks.append(_block(block))
+    return (_INT4, _fp8_scheme("float-quantized", "_scale", FLOATS, blocks))
+
+
+def _check_compressed_weights(weights: Config, stored_format: object) -> None:
+    kind = weights.get("type", "int"), weights.get("num_bits", 8), stored_format
+    strategies = {
+        ("int", 4, "pack-quantized"): ("group", "channel", None),
+        ("float", 8, "float-quantized"): ("tensor", "channel", "block", None),
+        ("float", 8, "naive-quantized"): ("tensor", "channel", "block", None),
+    }
+    if kind not in strategies:
+        raise _unsupported("compressed-tensors {2} of type {0} with {1} bits".format(*kind))
+    _require("compressed-tensors", weights, "strategy", *strategies[kind], default=None)
+    _require(
+        "compressed-tensors", weights, "actorder", None, False, "weight", "static", default=None
+    )
+    if kind[0] == "float":
+        _require("compressed-tensors fp8", weights, "symmetric", True, default=True)
+
+
+def _int4_shape(shapes: Shapes) -> Shape | None:
+    """A width that is no multiple of 8 is only in the values of weight_shape; no model has one."""
+    num_rows, num_words = shapes["packed"]
+    shape, scales = (num_rows, NIBBLES * num_words), shapes["scale"]
+    if len(scales) != 2 or scales[0] != num_rows or not scales[1] or shape[1] % scales[1]:
+        return None
+    zeros = shapes.get("zero_point")
+    return shape if zeros in (None, (-(-num_rows // NIBBLES), scales[1])) else None
+
+
+def _unpack_int4(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return unpack.int4_rows(parts["packed"], parts["scale"], parts.get("zero_point"), dtype)
+
+
+_INT4 = Scheme(
+    "pack-quantized",
+    ".weight",
+    (
+        Part("packed", ".weight_packed", INT32),
+        Part("scale", ".weight_scale", FLOATS),
+        Part("zero_point", ".weight_zero_point", INT32, is_optional=True),
+    ),
+    2,
+    ("weight_shape", *OF_ACTIVATIONS),
+    _int4_shape,
+    _unpack_int4,
+)
+
+
+# GPTQ and AWQ
+
+
+def _find_gptq(config: Config) -> tuple[Scheme, ...]:
+    """AutoGPTQ and GPTQModel. The older checkpoint_format "gptq" stores zeros less one."""
+    _require("gptq", config, "bits", 4, default=None)
+    stored_format = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+    if stored_format not in ("gptq", "gptq_v2"):
+        raise _unsupported(f"gptq with checkpoint_format {stored_format!r}")
+    for pattern, changes in (config.get("dynamic") or {}).items():
+        if not pattern.startswith("-:"):  # those are left as they were
+            _require(f"gptq of {pattern}", changes, "bits", 4, default=4)
+    unpack_gptq = partial(unpack.gptq, adds_one_to_zeros=stored_format == "gptq")
+    index = Part("g_idx", ".g_idx", INDICES, is_optional=True)
+    return (_words_scheme("gptq", (index,), _gptq_shape, unpack_gptq),)
+
+
+def _gptq_shape(shapes: Shapes) -> Shape | None:
+    shape = NIBBLES * shapes["qweight"][0], shapes["qweight"][1]  # [C, R]
+    if not _fits_groups(shapes, shape):
+        return None
+    if (index := shapes.get("g_idx")) is None:
+        return shape[::-1] if shape[0] % shapes["scales"][0] == 0 else None
+    return shape[::-1] if index == shape[:1] else None
+
+
+def _find_awq(config: Config) -> tuple[Scheme, ...]:
+    """AutoAWQ."""
+    bits = config.get("bits", config.get("w_bit"))
+    if bits != 4:
+        raise _unsupported(f"awq with bits {bits!r}")
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
+    if version != "gemm":
+        raise _unsupported(f"awq with version {version!r}")
+    _require("awq", config, "zero_point", True, default=True)
+    return (_words_scheme("awq", (), _awq_shape, unpack.awq),)
+
+
+def _awq_shape(shapes: Shapes) -> Shape | None:
+    shape = shapes["qweight"][0], NIBBLES * shapes["qweight"][1]  # [C, R]
+    fits = _fits_groups(shapes, shape) and shape[0] % shapes["scales"][0] == 0
+    return shape[::-1] if fits else None
+
+
+def _fits_groups(shapes: Shapes, shape_CR: tuple[int, int]) -> bool:
+    num_columns, num_rows = shape_CR
+    scales, zeros = shapes["scales"], shapes["qzeros"]
+    return (
+        len(scales) == 2
+        and 0 < scales[0] <= num_columns
+        and scales[1] == num_rows
+        and zeros == (scales[0], num_rows // NIBBLES)
+        and num_rows % NIBBLES == 0
+    )
+
+
+def _words_scheme(name: str, more: tuple[Part, ...], find_shape: Any, unpack_one: Any) -> Scheme:
+    parts = (
+        Part("qweight", ".qweight", INT32),
+        Part("qzeros", ".qzeros", INT32),
+        Part("scales", ".scales", FLOATS),
+    )
+    return Scheme(name, ".weight", parts + more, 2, (), find_shape, unpack_one)

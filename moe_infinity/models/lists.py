@@ -81,8 +81,10 @@ LIST = ListOfExperts()
 
 
 def is_list_of_experts(module: nn.Module) -> bool:
-    """Several modules of one class and of parameters of one shape."""
+    """Several modules of one class, with parameters of one shape and no buffers."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
+        return False
+    if any(True for _ in module.buffers()):
         return False
     shapes = [
         (type(expert), [(key, param.shape) for key, param in expert.named_parameters()])

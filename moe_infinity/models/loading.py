@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
-from moe_infinity.memory.checkpoint import StoredTensor, checkpoint_files, read_headers
+from moe_infinity.memory.checkpoint import checkpoint_files, read_headers
+from moe_infinity.memory.extents import StoredTensor
 from moe_infinity.memory.reader import Reader
 from moe_infinity.models.adapters import ExpertsModule
 from moe_infinity.models.planning import Plan, plan_experts
@@ -63,13 +66,13 @@ class StoredSlice:
 
 
 def load_without_experts(
-    checkpoint: str, *, dtype: str, experts_implementation: str
+    checkpoint: str, *, dtype: str, experts_implementation: str, trust_remote_code: bool
 ) -> LoadedModel:
     """The model of a folder or hub id with dense weights in memory and experts on disk.
 
     Raises UnsupportedModelError, CheckpointError.
     """
-    stock_class = model_class(checkpoint)
+    stock_class = model_class(checkpoint, trust_remote_code=trust_remote_code)
     if Path(checkpoint).is_dir():
         checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
     reader = Reader()
@@ -81,9 +84,10 @@ def load_without_experts(
             experts_implementation=experts_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with names
+            trust_remote_code=trust_remote_code,
         )
         _refuse_made_up_weights(checkpoint, info)
-    except SafetensorError as error:  # transformers opened a broken file before we could
+    except (SafetensorError, UnpicklingError) as error:  # it opened a broken file before we could
         reader.close()
         raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from error
     except BaseException:
@@ -105,7 +109,7 @@ def _offloading_class(stock_class: Any, reader: Reader, plans: list[Plan]) -> An
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        headers = read_headers(Path(file) for file in _safetensors_only(files))
+        headers = read_headers(Path(file) for file in files or [])
         plan = plan_experts(model, headers, load_config.weight_mapping or [])
         plans.append(plan)
         for row in plan.rows:
@@ -139,13 +143,15 @@ def _refuse_made_up_weights(checkpoint: str, info: dict[str, Any]) -> None:
         )
 
 
-def plan_from_headers(checkpoint: str, *, dtype: str) -> Plan:
+def plan_from_headers(checkpoint: str, *, dtype: str, trust_remote_code: bool = False) -> Plan:
     """What `load_without_experts` would find, reading nothing but headers. `checkpoint` is a
     folder.
     """
-    stock_class = model_class(checkpoint)
+    stock_class = model_class(checkpoint, trust_remote_code=trust_remote_code)
     headers = read_headers(checkpoint_files(Path(checkpoint)))
-    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    config = transformers.AutoConfig.from_pretrained(
+        checkpoint, trust_remote_code=trust_remote_code
+    )
     if dtype != "auto":
         torch_dtype = getattr(torch, dtype)
     elif (torch_dtype := config.dtype) is None:  # then transformers takes the first floating one
@@ -156,14 +162,23 @@ def plan_from_headers(checkpoint: str, *, dtype: str) -> Plan:
     return plan_experts(model, headers, get_model_conversion_mapping(model))
 
 
-def model_class(checkpoint: str) -> Any:
-    """transformers' class for this checkpoint. Raises UnsupportedModelError, CheckpointError."""
+def model_class(checkpoint: str, *, trust_remote_code: bool = False) -> Any:
+    """transformers' class for this checkpoint, or the checkpoint's own if it is to be trusted.
+    Raises UnsupportedModelError, CheckpointError.
+    """
     if not Path(checkpoint).is_dir() and (
         Path(checkpoint).exists() or checkpoint.startswith((".", "/", "~"))
     ):
         raise CheckpointError(f"{checkpoint}: not a folder; give a checkpoint folder or a hub id")
     try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint)
+        config = transformers.AutoConfig.from_pretrained(
+            checkpoint, trust_remote_code=trust_remote_code
+        )
+        own_code = getattr(config, "auto_map", None) or {}
+        if trust_remote_code:
+            for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
+                if name in own_code:
+                    return get_class_from_dynamic_module(own_code[name], checkpoint)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnsupportedModelError(
             f"{checkpoint}: transformers {transformers.__version__} does not understand "
@@ -181,21 +196,17 @@ def model_class(checkpoint: str) -> Any:
         found = getattr(transformers, name, None)
         if found is not None and found.can_generate():
             return found
-    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) in causal:
-        return causal[type(config)]
+    for mapping in (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    ):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    hint = "\nhint: it brings its own code, run by `trust_remote_code`" if own_code else ""
     raise UnsupportedModelError(
         f"{checkpoint}: transformers {transformers.__version__} has no generating class for "
-        f"architectures {config.architectures}"
+        f"architectures {config.architectures}{hint}"
     )
-
-
-def _safetensors_only(files: list[str] | None) -> list[str]:
-    if not files or not all(file.endswith(".safetensors") for file in files):
-        raise UnsupportedModelError(
-            f"only safetensors checkpoints can be read in place, found {files}"
-        )
-    return files
 
 
 def _take_out(row: ExpertsModule) -> None:

@@ -21,7 +21,8 @@ from transformers.core_model_loading import (
 )
 
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
-from moe_infinity.memory.checkpoint import Headers, StoredTensor
+from moe_infinity.memory.checkpoint import Headers
+from moe_infinity.memory.extents import StoredTensor
 from moe_infinity.models.adapters import (
     ADAPTERS,
     INTERFACE,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertLayout, ParamSpec
-from moe_infinity.memory.checkpoint import Extent, StoredTensor
+from moe_infinity.memory.extents import Extent, StoredTensor
 from moe_infinity.memory.reader import Reader
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from moe_infinity.errors import CheckpointError
-from moe_infinity.memory.checkpoint import Extent, checkpoint_files, read_headers
+from moe_infinity.memory.checkpoint import checkpoint_files, read_headers
+from moe_infinity.memory.extents import Extent
 from tests.safetensors_file import entry, write
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_infinity.errors import CheckpointError
-from moe_infinity.memory.checkpoint import Extent
+from moe_infinity.memory.extents import Extent
 from moe_infinity.memory.reader import Reader
 
 CONTENT = bytes(range(256)) * 16
