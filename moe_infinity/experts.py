@@ -9,8 +9,11 @@ from typing import NamedTuple
 
 PARAM_ALIGNMENT = 64  # bytes; a cache line, so that no two parameters of a slot share one
 
-# Dtypes an expert computes in.
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "float8_e8m0fnu": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
 
 
 class ExpertKey(NamedTuple):

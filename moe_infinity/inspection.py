@@ -35,10 +35,13 @@ class Summary:
     moe_layers: int
     experts_per_layer: int
     top_k: int | None
+    packing: str | None  # how the checkpoint is quantized; None: not at all
     bytes_per_expert: int  # in a slot
     stored_bytes_per_expert: int  # on disk
+    unpacked_bytes_per_expert: int  # what computes
     expert_bytes: int  # all experts, in slots
     dense_bytes: int  # everything else, on disk
+    shared_expert_bytes: int  # the part of it that shared experts are
     is_byte_copy: bool  # loads are plain copies; otherwise each expert is converted as it is loaded
     header_bytes: int  # what this command read
     budgets: tuple[Budget, ...]
@@ -49,13 +52,19 @@ class Summary:
     def __str__(self) -> str:
         top_k = "" if self.top_k is None else f", {self.top_k} per token"
         loads = "plain byte copies" if self.is_byte_copy else "converted one expert at a time"
+        expert = f"{format_bytes(self.bytes_per_expert)}, loads are {loads}"
+        if self.packing is not None:
+            unpacked = format_bytes(self.unpacked_bytes_per_expert)
+            expert += f"; {self.packing}, unpacked to {unpacked} when it computes"
+        shared = self.shared_expert_bytes
         lines = [
             f"{self.model}: {self.architecture}",
             f"MoE layers        {self.moe_layers}",
             f"experts per layer {self.experts_per_layer}{top_k}",
-            f"one expert        {format_bytes(self.bytes_per_expert)}, loads are {loads}",
+            f"one expert        {expert}",
             f"all experts       {format_bytes(self.expert_bytes)}",
-            f"dense weights     {format_bytes(self.dense_bytes)}",
+            f"dense weights     {format_bytes(self.dense_bytes)}, "
+            + (f"{format_bytes(shared)} of it shared experts" if shared else "no shared experts"),
             "",
             f"{'host_memory':>11}  {'bytes':>10}  {'experts':>8}  {'per layer':>9}",
         ]
@@ -73,21 +82,23 @@ def inspect_checkpoint(
     """Raises CheckpointError, UnsupportedModelError."""
     folder = local_folder(model)
     plan = plan_from_headers(folder, dtype=dtype, trust_remote_code=trust_remote_code)
-    slot_bytes = max(row.layout.slot_bytes for row in plan.rows)
+    slot_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
     total = sum(row.num_experts for row in plan.rows)
-    config = plan.rows[0].module.config
     return Summary(
         model=model,
-        architecture=type(plan.rows[0].module).__name__.removesuffix("Experts"),
+        architecture=plan.architecture,
         moe_layers=len(plan.rows),
         experts_per_layer=max(row.num_experts for row in plan.rows),
-        top_k=getattr(config, "num_experts_per_tok", None),
-        bytes_per_expert=max(row.layout.num_bytes for row in plan.rows),
+        top_k=plan.top_k,
+        packing=plan.packing,
+        bytes_per_expert=max(recipes.layout.num_bytes for recipes in plan.recipes),
         stored_bytes_per_expert=max(recipes.bytes_per_expert() for recipes in plan.recipes),
-        expert_bytes=sum(row.num_experts * row.layout.num_bytes for row in plan.rows),
+        unpacked_bytes_per_expert=max(row.layout.num_bytes for row in plan.rows),
+        expert_bytes=plan.expert_bytes,
         dense_bytes=plan.dense_bytes,
+        shared_expert_bytes=plan.shared_expert_bytes,
         is_byte_copy=all(recipes.is_byte_copy for recipes in plan.recipes),
-        header_bytes=plan.headers.num_bytes,
+        header_bytes=plan.header_bytes,
         budgets=tuple(_budget(share, slot_bytes, total, len(plan.rows)) for share in SHOWN_SHARES),
     )
 

@@ -45,7 +45,7 @@ class ExpertRuntime:
         rows = self._rows = plan.rows
         num_experts = max(row.num_experts for row in rows)
         self.total_experts = sum(row.num_experts for row in rows)
-        slot_bytes = max(row.layout.slot_bytes for row in rows)
+        slot_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
         num_slots = num_host_slots(
             config.host_memory, slot_bytes=slot_bytes, num_experts=self.total_experts
         )
@@ -70,8 +70,11 @@ class ExpertRuntime:
         self._is_closed = False
         self._reader = reader
         self._recipes = plan.recipes
-        self._views = [self.slots.views(row.layout) for row in rows]
-        self.total_expert_bytes = sum(row.num_experts * row.layout.num_bytes for row in rows)
+        self._views = [self.slots.views(recipes.layout) for recipes in plan.recipes]
+        self._mlps = [
+            recipes.computing(row.compute) for row, recipes in zip(rows, plan.recipes, strict=True)
+        ]
+        self.total_expert_bytes = plan.expert_bytes
         self._bytes_per_expert = [recipes.bytes_per_expert() for recipes in plan.recipes]
         self._is_eager = config.experts_implementation == "eager"
         self._mover = Mover(self.table, self._read_expert, num_threads=config.num_read_threads)
@@ -128,7 +131,7 @@ class ExpertRuntime:
         self._learn(moe_row, index_TK, work)
         if self._prefetcher is not None:
             self._prefetcher.begin_row(phase, self.counters)
-        keys, mlp = self._keys[moe_row], self._rows[moe_row].compute
+        keys, mlp = self._keys[moe_row], self._mlps[moe_row]
         waiting = [keys[expert_idx] for expert_idx in work.activated]
         counters = self.counters.of(phase)
         counters.add_lookups(*self.table.census(waiting))

@@ -87,10 +87,11 @@ def mxfp4(blocks_RGB: Tensor, scales_RG: Tensor, dtype: torch.dtype) -> Tensor:
     """
     num_rows, num_groups, _ = blocks_RGB.shape
     device = blocks_RGB.device
-    halves = blocks_RGB.reshape(num_rows, -1).view(torch.int16).t().contiguous()
+    halves = _transposed(blocks_RGB.reshape(num_rows, -1).view(torch.int16))
     halves = halves.view(num_groups, 8, 1, num_rows)
     to_the_top = torch.tensor([12, 8, 4, 0], dtype=torch.int16, device=device)[:, None]
-    scales = torch.pow(2.0, scales_RG.t().to(torch.int32) - 127).view(num_groups, 1, 1, num_rows)
+    exponents = scales_RG.t().to(torch.int32) - 128  # 127 and one more, so that none overflows
+    scales = torch.pow(2.0, exponents).view(num_groups, 1, 1, num_rows)
     out = torch.empty((num_groups, 8, 4, num_rows), dtype=torch.bfloat16, device=device)
     step = _rows_of_a_chunk(device, num_groups, 32 * num_rows)
     for first in range(0, num_groups, step):
@@ -98,7 +99,7 @@ def mxfp4(blocks_RGB: Tensor, scales_RG: Tensor, dtype: torch.dtype) -> Tensor:
         # The sign to bit 15, the others to bits 9-11: a float16 that lacks a factor of 2 ** 14.
         bits = (halves[part] << to_the_top).bitwise_right_shift_(3).bitwise_and_(-0x7200)
         values = bits.view(torch.float16).to(torch.float32)
-        out[part] = values.mul_(2.0**14).mul_(scales[part])
+        out[part] = values.mul_(2.0**15).mul_(scales[part])
     return out.view(-1, num_rows).to(dtype)
 
 
@@ -111,7 +112,7 @@ def int4_rows(
     if zeros_WG is None:
         zeros_RG = torch.full_like(scales_RG, ZERO_OF_SYMMETRIC)
     else:
-        zeros_RG = _nibbles(zeros_WG.t().contiguous()).t()[: len(packed_RW)]
+        zeros_RG = _nibbles(_transposed(zeros_WG)).t()[: len(packed_RW)]
     return _apply_groups(packed_RW, _nibbles, zeros_RG, scales_RG, dtype)
 
 
@@ -125,7 +126,7 @@ def gptq(parts: dict[str, Tensor], dtype: torch.dtype, *, adds_one_to_zeros: boo
         if groups_C.min() < 0 or groups_C.max() >= scales_RG.shape[1]:
             raise CheckpointError(f"g_idx names groups beyond the {scales_RG.shape[1]} there are")
         zeros_RG, scales_RG = zeros_RG.t()[groups_C].t(), scales_RG.t()[groups_C].t()
-    return _apply_groups(parts["qweight"].t().contiguous(), _nibbles, zeros_RG, scales_RG, dtype)
+    return _apply_groups(_transposed(parts["qweight"]), _nibbles, zeros_RG, scales_RG, dtype)
 
 
 def awq(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -176,7 +177,7 @@ def _nibbles(words_RW: Tensor) -> Tensor:
 def _awq_words(words_CW: Tensor) -> Tensor:
     """[C, W] words -> [W, 2, C] half-words."""
     num_columns, num_words = words_CW.shape
-    return words_CW.view(torch.int16).t().contiguous().view(num_words, 2, num_columns)
+    return _transposed(words_CW.view(torch.int16)).view(num_words, 2, num_columns)
 
 
 def _awq_nibbles(halves_W2C: Tensor) -> Tensor:
@@ -184,6 +185,11 @@ def _awq_nibbles(halves_W2C: Tensor) -> Tensor:
     shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int16, device=halves_W2C.device)
     nibbles = (halves_W2C.unsqueeze(1) >> shifts[:, None, None]).bitwise_and_(0x0F)
     return nibbles.view(-1, halves_W2C.shape[2])
+
+
+def _transposed(words: Tensor) -> Tensor:
+    """Copied; `contiguous()` would leave strides that bytes cannot be viewed with if a side is 1."""
+    return words.t().clone(memory_format=torch.contiguous_format)
 
 
 def _is_in_order(groups_C: Tensor, num_groups: int) -> bool:

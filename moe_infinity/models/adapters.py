@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.experts import DTYPE_BYTES, ExpertLayout
+from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout
 from moe_infinity.kernels.dispatch import ExpertWork
 from moe_infinity.kernels.reference import expert_mlp
 
@@ -84,9 +84,9 @@ class Adapter:
             param = module.get_parameter(home.paths[0])
             shapes[key] = _shape_of_one(param, home), str(param.dtype).removeprefix("torch.")
         dtypes = {key: dtype for key, (_, dtype) in shapes.items()}
-        if set(dtypes.values()) - set(DTYPE_BYTES):
+        if set(dtypes.values()) - set(COMPUTE_DTYPES):
             raise UnsupportedModelError(
-                f"{name}: experts of dtype {dtypes}, expected one of {', '.join(DTYPE_BYTES)}"
+                f"{name}: experts of dtype {dtypes}, expected one of {', '.join(COMPUTE_DTYPES)}"
             )
         return ExpertsModule(
             name,
@@ -285,8 +285,8 @@ def only_where(keep_TK: Tensor, index_TK: Tensor, weights_TK: Tensor) -> tuple[T
 
 
 class OneModuleEach(Adapter):
-    """A ModuleList or ModuleDict with one module per expert. A copy of one of them, without weights,
-    is lent those of whichever expert is to compute."""
+    """A ModuleList or ModuleDict with one module per expert. A copy of one of them, which has no
+    weights, is lent those of whichever expert is to compute."""
 
     is_eager = True
 

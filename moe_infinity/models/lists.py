@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels.dispatch import ExpertMlp
 from moe_infinity.models.adapters import ExpertsModule, MoeLayer, OneModuleEach
 
@@ -99,6 +100,7 @@ class BlockForward:
     def __init__(self, block: nn.Module, row: ExpertsModule, layer: MoeLayer) -> None:
         self._stock = block.forward
         self._layer = layer
+        self._name = row.block_name
         self._num_experts = row.num_experts
         self._calls: list[Call] = []
         self._answers: Iterator[Call] | None = None  # None: experts are to note their calls
@@ -123,7 +125,11 @@ class BlockForward:
             self._calls.append(Call(expert_idx, args, kwargs))
             return torch.zeros_like(args[0])
         call = next(self._answers)
-        assert call.expert_idx == expert_idx, "the block called other experts the second time"
+        is_same = call.expert_idx == expert_idx and args[0].shape == call.args[0].shape
+        if not is_same or not torch.equal(args[0], call.args[0]):
+            raise UnsupportedModelError(
+                f"{self._name}: what its experts are called with depends on other experts"
+            )
         return torch.zeros_like(args[0]) if call.answer is None else call.answer
 
 

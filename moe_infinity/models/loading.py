@@ -22,14 +22,18 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.errors import CheckpointError
 from moe_infinity.memory.checkpoint import checkpoint_files, read_headers
-from moe_infinity.memory.extents import StoredTensor
+from moe_infinity.memory.extents import STORED_DTYPES, StoredTensor
 from moe_infinity.memory.reader import Reader
 from moe_infinity.models.adapters import ExpertsModule
+from moe_infinity.models.kind import Kind, find_kind
+from moe_infinity.models.packing import PackedTensor
 from moe_infinity.models.planning import Plan, plan_experts
+from moe_infinity.models.recipes import parts_of
+
+STORED_NAMES = {name: stored for stored, (name, _) in STORED_DTYPES.items()}
 
 
 @dataclass(slots=True)
@@ -43,26 +47,37 @@ class LoadedModel:
 
 
 class StoredSlice:
-    """A tensor of the checkpoint, read when transformers indexes it; the interface of a safetensors
-    slice.
+    """A weight of the checkpoint, read and if need be unpacked when transformers indexes it; the
+    interface of a safetensors slice.
     """
 
-    def __init__(self, tensor: StoredTensor, reader: Reader) -> None:
-        self._tensor = tensor
+    def __init__(
+        self, weight: StoredTensor | PackedTensor, reader: Reader, dtype: torch.dtype
+    ) -> None:
+        self._weight = weight
         self._reader = reader
+        self._dtype = dtype  # of what is unpacked
 
     def __getitem__(self, index: Any) -> Tensor:
-        raw = bytearray(self._tensor.extent.num_bytes)
-        self._reader.read_into(self._tensor.extent, memoryview(raw))
-        dtype = getattr(torch, self._tensor.dtype)
+        parts = {role: self._read(tensor) for role, tensor in parts_of(self._weight)}
+        if isinstance(self._weight, PackedTensor):
+            return self._weight.unpack(parts, self._dtype)[index]
+        return parts[""][index]
+
+    def _read(self, tensor: StoredTensor) -> Tensor:
+        raw = bytearray(tensor.extent.num_bytes)
+        self._reader.read_into(tensor.extent, memoryview(raw))
+        dtype = getattr(torch, tensor.dtype)
         whole = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        return whole.view(self._tensor.shape)[index]
+        return whole.view(tensor.shape)
 
     def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
+        return list(self._weight.shape)
 
     def get_dtype(self) -> str:
-        return self._tensor.stored_dtype
+        if isinstance(self._weight, PackedTensor):
+            return STORED_NAMES[str(self._dtype).removeprefix("torch.")]
+        return self._weight.stored_dtype
 
 
 def load_without_experts(
@@ -72,15 +87,16 @@ def load_without_experts(
 
     Raises UnsupportedModelError, CheckpointError.
     """
-    stock_class = model_class(checkpoint, trust_remote_code=trust_remote_code)
+    kind = find_kind(checkpoint, trust_remote_code=trust_remote_code)
     if Path(checkpoint).is_dir():
         checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
     reader = Reader()
     plans: list[Plan] = []
     try:
-        model, info = _offloading_class(stock_class, reader, plans).from_pretrained(
+        model, info = _offloading_class(kind, reader, plans).from_pretrained(
             checkpoint,
-            dtype=dtype,
+            config=kind.config,
+            dtype=kind.compute_dtype(dtype),
             experts_implementation=experts_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with names
@@ -93,13 +109,14 @@ def load_without_experts(
     except BaseException:
         reader.close()
         raise
-    model.__class__ = stock_class
+    model.__class__ = kind.model_class
     (plan,) = plans
-    return LoadedModel(model, plan, reader, plan.headers.num_bytes + reader.bytes_read)
+    return LoadedModel(model, plan, reader, plan.header_bytes + reader.bytes_read)
 
 
-def _offloading_class(stock_class: Any, reader: Reader, plans: list[Plan]) -> Any:
-    """`stock_class` with a load hook that leaves the experts on disk and appends its plan."""
+def _offloading_class(kind: Kind, reader: Reader, plans: list[Plan]) -> Any:
+    """The stock class with a load hook that leaves the experts on disk and appends its plan."""
+    stock_class = kind.model_class
 
     def _load_pretrained_model(
         model: Any,
@@ -110,14 +127,13 @@ def _offloading_class(stock_class: Any, reader: Reader, plans: list[Plan]) -> An
         **kwargs: Any,
     ) -> Any:
         headers = read_headers(Path(file) for file in files or [])
-        plan = plan_experts(model, headers, load_config.weight_mapping or [])
+        plan = plan_experts(model, headers, kind.packing, load_config.weight_mapping or [])
         plans.append(plan)
         for row in plan.rows:
             _take_out(row)
         dense = {
-            key: StoredSlice(tensor, reader)
-            for key, tensor in headers.tensors.items()
-            if key not in plan.owned
+            name: StoredSlice(weight, reader, load_config.dtype or torch.float32)
+            for name, weight in plan.dense.items()
         }
         return stock_class._load_pretrained_model(model, dense, files, load_config, *args, **kwargs)
 
@@ -147,66 +163,19 @@ def plan_from_headers(checkpoint: str, *, dtype: str, trust_remote_code: bool = 
     """What `load_without_experts` would find, reading nothing but headers. `checkpoint` is a
     folder.
     """
-    stock_class = model_class(checkpoint, trust_remote_code=trust_remote_code)
+    kind = find_kind(checkpoint, trust_remote_code=trust_remote_code)
     headers = read_headers(checkpoint_files(Path(checkpoint)))
-    config = transformers.AutoConfig.from_pretrained(
-        checkpoint, trust_remote_code=trust_remote_code
-    )
-    if dtype != "auto":
-        torch_dtype = getattr(torch, dtype)
-    elif (torch_dtype := config.dtype) is None:  # then transformers takes the first floating one
+    compute_dtype = kind.compute_dtype(dtype)
+    if compute_dtype != "auto":
+        torch_dtype = getattr(torch, compute_dtype)
+    elif (
+        torch_dtype := kind.config.dtype
+    ) is None:  # then transformers takes the first floating one
         stored = (getattr(torch, tensor.dtype) for tensor in headers.tensors.values())
         torch_dtype = next((found for found in stored if found.is_floating_point), torch.float32)
     with torch.device("meta"):
-        model = stock_class._from_config(config, dtype=torch_dtype)
-    return plan_experts(model, headers, get_model_conversion_mapping(model))
-
-
-def model_class(checkpoint: str, *, trust_remote_code: bool = False) -> Any:
-    """transformers' class for this checkpoint, or the checkpoint's own if it is to be trusted.
-    Raises UnsupportedModelError, CheckpointError.
-    """
-    if not Path(checkpoint).is_dir() and (
-        Path(checkpoint).exists() or checkpoint.startswith((".", "/", "~"))
-    ):
-        raise CheckpointError(f"{checkpoint}: not a folder; give a checkpoint folder or a hub id")
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            checkpoint, trust_remote_code=trust_remote_code
-        )
-        own_code = getattr(config, "auto_map", None) or {}
-        if trust_remote_code:
-            for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
-                if name in own_code:
-                    return get_class_from_dynamic_module(own_code[name], checkpoint)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnsupportedModelError(
-            f"{checkpoint}: transformers {transformers.__version__} does not understand "
-            f"its config.json: {error}"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint}: no usable config.json: {error}") from error
-    if hasattr(config, "quantization_config"):
-        method = dict(config.quantization_config).get("quant_method", "of an unnamed kind")
-        raise UnsupportedModelError(
-            f"{checkpoint}: quantized checkpoints ({method}) are not supported yet, "
-            "expected weights in bfloat16, float16 or float32"
-        )
-    for name in config.architectures or []:
-        found = getattr(transformers, name, None)
-        if found is not None and found.can_generate():
-            return found
-    for mapping in (
-        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    ):
-        if type(config) in mapping:
-            return mapping[type(config)]
-    hint = "\nhint: it brings its own code, run by `trust_remote_code`" if own_code else ""
-    raise UnsupportedModelError(
-        f"{checkpoint}: transformers {transformers.__version__} has no generating class for "
-        f"architectures {config.architectures}{hint}"
-    )
+        model = kind.model_class._from_config(kind.config, dtype=torch_dtype)
+    return plan_experts(model, headers, kind.packing, get_model_conversion_mapping(model))
 
 
 def _take_out(row: ExpertsModule) -> None:

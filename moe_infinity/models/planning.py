@@ -9,6 +9,8 @@ Private names of transformers used here: `rename_source_key`, `dot_natural_key`.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,24 +34,58 @@ from moe_infinity.models.adapters import (
     Home,
 )
 from moe_infinity.models.lists import LIST, is_list_of_experts
-from moe_infinity.models.recipes import Recipe, RowRecipes, Source
+from moe_infinity.models.packing import Format, PackedTensor
+from moe_infinity.models.recipes import Recipe, RowRecipes, Source, kind_of, parts_of
+
+SHARED_EXPERT = re.compile(r"\.shared?_(experts?|mlp)\b")
+TOP_K_NAMES = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k",
+    "top_k_experts",
+)  # fmt: skip
+
+Weights = dict[str, StoredTensor | PackedTensor]  # by name in the checkpoint
 
 
 @dataclass(slots=True)
 class Plan:
     """Where every expert of a model lies on disk."""
 
+    architecture: str  # name of the model's class
     rows: list[ExpertsModule]
     recipes: list[RowRecipes]  # one per row
-    owned: set[str]  # names of checkpoint tensors that belong to experts
-    headers: Headers
+    top_k: int | None  # experts per token, if the config says it by a usual name
+    packing: str | None  # how the checkpoint is quantized
+    dense: dict[str, StoredTensor | PackedTensor]  # what belongs to no expert
+    header_bytes: int  # read to know all this
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts as slots hold them, alignment left out."""
+        pairs = zip(self.rows, self.recipes, strict=True)
+        return sum(row.num_experts * recipes.layout.num_bytes for row, recipes in pairs)
 
     @property
     def dense_bytes(self) -> int:
         """Bytes of the checkpoint that are not experts."""
-        return sum(
-            t.extent.num_bytes for name, t in self.headers.tensors.items() if name not in self.owned
-        )
+        return _stored_bytes(self.dense.values())
+
+    @property
+    def shared_expert_bytes(self) -> int:
+        """The part of it that every token uses beside its experts, by the usual names."""
+        found = (weight for name, weight in self.dense.items() if SHARED_EXPERT.search(name))
+        return _stored_bytes(found)
+
+
+def _stored_bytes(weights: Iterable[StoredTensor | PackedTensor]) -> int:
+    return sum(part.extent.num_bytes for weight in weights for _, part in parts_of(weight))
+
+
+def top_k_of(config: Any) -> int | None:
+    for part in (config.get_text_config(), getattr(config, "ffn_config", None)):
+        for name in TOP_K_NAMES:
+            if isinstance(found := getattr(part, name, None), int):
+                return found
+    return None
 
 
 def find_experts(model: nn.Module) -> list[ExpertsModule]:
@@ -78,10 +114,15 @@ def adapter_of(name: str, module: nn.Module) -> Adapter | None:
     return LIST if name.rpartition(".")[2] == "experts" and is_list_of_experts(module) else None
 
 
-def plan_experts(model: Any, headers: Headers, weight_mapping: list[Any]) -> Plan:
+def plan_experts(
+    model: Any, headers: Headers, packing: Format | None, weight_mapping: list[Any]
+) -> Plan:
     """Locate every expert in the checkpoint. Raises CheckpointError where tensors are missing or do
     not fit.
     """
+    weights: Weights = dict(headers.tensors)
+    if packing is not None:
+        weights = packing.group(headers.tensors)
     rows = find_experts(model)
     members = {
         f"{row.name}.{path}": Member(row, key, expert_idx)
@@ -89,23 +130,32 @@ def plan_experts(model: Any, headers: Headers, weight_mapping: list[Any]) -> Pla
         for key, home in row.homes.items()
         for expert_idx, path in enumerate(home.paths)
     }
-    groups, owned = _group_sources(model, headers, weight_mapping, members)
+    groups, owned = _group_sources(model, weights, weight_mapping, members)
     found = {target for group in groups.values() for target in group.targets}
     missing = sorted(set(members) - found)
     if missing:
         raise CheckpointError(
             f"the checkpoint has no tensors for {missing[0]} ({len(missing)} parameters in all)"
         )
-    byte_copies: dict[Any, bool] = {}
+    trials: dict[Any, bool] = {}
     recipes: dict[str, list[Recipe]] = {row.name: [] for row in rows}
     for group in groups.values():
-        recipe = _make_recipe(group, members, headers, model.config)
-        if recipe.kind() not in byte_copies:
-            byte_copies[recipe.kind()] = recipe.try_out()
-        recipe.is_byte_copy = byte_copies[recipe.kind()]
+        recipe = _make_recipe(group, members, weights, model.config)
+        kind = recipe.kind()
+        if kind not in trials:
+            trials[kind] = recipe.try_out()
+        recipe.only_concatenates = trials[kind]
         recipes[group.row.name].append(recipe)
-    by_row = [RowRecipes(row.layout, tuple(recipes[row.name])) for row in rows]
-    return Plan(rows, by_row, owned, headers)
+    dense = {name: weight for name, weight in weights.items() if name not in owned}
+    return Plan(
+        architecture=type(model).__name__,
+        rows=rows,
+        recipes=[RowRecipes(recipes[row.name]) for row in rows],
+        top_k=top_k_of(model.config),
+        packing=packing.method if packing is not None else None,
+        dense=dense,
+        header_bytes=headers.num_bytes,
+    )
 
 
 class Member(NamedTuple):
@@ -137,7 +187,7 @@ class Group:
 
 
 def _group_sources(
-    model: Any, headers: Headers, weight_mapping: list[Any], members: dict[str, Member]
+    model: Any, weights: Weights, weight_mapping: list[Any], members: dict[str, Member]
 ) -> tuple[dict[str, Group], set[str]]:
     """Which checkpoint tensors become which expert parameters, by transformers' own renaming and
     conversion rules.
@@ -150,7 +200,7 @@ def _group_sources(
     meta, prefix = model.state_dict(), model.base_model_prefix
     groups: dict[str, Group] = {}
     owned: set[str] = set()
-    for key in sorted(headers.tensors, key=dot_natural_key):
+    for key in sorted(weights, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, meta)
         if name not in meta and key in meta:  # it has its final name already
             name, pattern = rename_source_key(key, [], [], prefix, meta)
@@ -184,13 +234,12 @@ def _in_order(group: Group) -> dict[str, list[tuple[int, str]]]:
     }
 
 
-def _make_recipe(group: Group, members: dict[str, Member], headers: Headers, config: Any) -> Recipe:
-    row = group.row
-    specs = {spec.name: spec for spec in row.layout.params}
+def _make_recipe(group: Group, members: dict[str, Member], weights: Weights, config: Any) -> Recipe:
+    specs = {spec.name: spec for spec in group.row.layout.params}
     wanted = [members[target] for target in group.targets if target in members]
     sources = tuple(
         _make_source(
-            group.name, pattern, [headers.tensors[key] for _, key in keys], row, wanted[0].home
+            group.name, pattern, [weights[key] for _, key in keys], group.row, wanted[0].home
         )
         for pattern, keys in group.keys.items()
     )
@@ -199,27 +248,28 @@ def _make_recipe(group: Group, members: dict[str, Member], headers: Headers, con
 
 
 def _make_source(
-    name: str, pattern: str, tensors: list[StoredTensor], row: ExpertsModule, home: Home
+    name: str,
+    pattern: str,
+    weights: list[StoredTensor | PackedTensor],
+    row: ExpertsModule,
+    home: Home,
 ) -> Source:
-    """One tensor per expert, or one whose first dimension is the experts; all of one shape and
-    dtype.
-    """
+    """One weight per expert, or one whose first dimension is the experts; all of one kind."""
     counts = {row.num_experts, home.num_stored}
-    num_rows = tensors[0].shape[0] if len(tensors) == 1 and tensors[0].shape else 0
+    first = weights[0]
+    num_rows = first.shape[0] if len(weights) == 1 and first.shape else 0
     num_parts = num_rows // home.rows if num_rows in {n * home.rows for n in counts} else 0
-    if not num_parts and len(tensors) not in counts:
+    if not num_parts and len(weights) not in counts:
         raise CheckpointError(
             f"{name}: {row.num_experts} experts need {row.num_experts} tensors like "
-            f"{tensors[0].name} or one stacked over experts, found {len(tensors)}"
+            f"{first.name} or one stacked over experts, found {len(weights)}"
         )
-    odd = [
-        t
-        for t in tensors
-        if (t.shape, t.stored_dtype) != (tensors[0].shape, tensors[0].stored_dtype)
-    ]
-    if odd:
-        raise CheckpointError(
-            f"tensor {odd[0].name} is {odd[0].stored_dtype} {list(odd[0].shape)}, "
-            f"but {tensors[0].name} is {tensors[0].stored_dtype} {list(tensors[0].shape)}"
-        )
-    return Source(pattern, tuple(tensors), num_parts)
+    for weight in weights:
+        if kind_of(weight) != kind_of(first):
+            raise CheckpointError(f"tensor {_describe(weight)}, but {_describe(first)}")
+    return Source(pattern, tuple(weights), num_parts)
+
+
+def _describe(weight: StoredTensor | PackedTensor) -> str:
+    parts = ", ".join(f"{part.stored_dtype} {list(part.shape)}" for _, part in parts_of(weight))
+    return f"{weight.name} is {parts}"

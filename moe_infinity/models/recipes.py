@@ -2,16 +2,23 @@
 to them.
 
 A recipe fills one or more parameters of any expert of one MoE row. Its sources are either one
-tensor per expert or one tensor stacked over experts. Where transformers' conversion only
-concatenates, the bytes go straight into the slot; otherwise the same conversion is replayed for
-that one expert. Which of the two is found out by trying it once on a pattern, per kind of recipe,
-not by knowing architectures.
+weight per expert or one weight stacked over experts. Three ways lead from there to what computes:
+
+    as they are   transformers' conversion only concatenates: the bytes go straight into the slot
+    converted     the same conversion is replayed for that one expert, on its way into the slot
+    packed        quantized: the slot holds the bytes as stored, and the expert is unpacked, and
+                  converted if need be, each time it computes
+
+Whether a conversion only concatenates is found out by trying it once on a pattern, per kind of
+recipe, not by knowing architectures.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -21,30 +28,57 @@ from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.memory.extents import Extent, StoredTensor
 from moe_infinity.memory.reader import Reader
+from moe_infinity.models.packing import PackedTensor, Parts
+
+Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype)
+
+
+def parts_of(weight: StoredTensor | PackedTensor) -> tuple[tuple[str, StoredTensor], ...]:
+    """(role, tensor) of everything that is stored of a weight."""
+    return weight.parts if isinstance(weight, PackedTensor) else (("", weight),)
+
+
+def kind_of(weight: StoredTensor | PackedTensor) -> tuple[Any, ...]:
+    """Weights of one kind differ in nothing but their values."""
+    if isinstance(weight, PackedTensor):
+        return weight.kind
+    return weight.stored_dtype, weight.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one pattern of a conversion matched in one row: a tensor per expert, or one stacked over
+    """What one pattern of a conversion matched in one row: a weight per expert, or one stacked over
     experts.
     """
 
     pattern: str
-    tensors: tuple[StoredTensor, ...]
-    num_parts: int  # experts stacked in the one tensor; 0 if each expert has a tensor
+    weights: tuple[StoredTensor | PackedTensor, ...]
+    num_parts: int  # experts stacked in the one weight; 0 if each expert has a weight
+
+    @property
+    def packed(self) -> PackedTensor | None:
+        first = self.weights[0]
+        return first if isinstance(first, PackedTensor) else None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the part that belongs to one expert, as the conversion expects it."""
-        first = self.tensors[0]
-        if not self.num_parts:
-            return first.shape
-        return (first.shape[0] // self.num_parts, *first.shape[1:])
+        return self._shape_of_one(self.weights[0].shape)
 
-    def extent(self, expert_idx: int) -> Extent:
-        if self.num_parts:
-            return self.tensors[0].extent.part(expert_idx, self.num_parts)
-        return self.tensors[expert_idx].extent
+    def _shape_of_one(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0] // self.num_parts, *shape[1:]) if self.num_parts else shape
+
+    def stored_shapes(self) -> Shapes:
+        """What is stored of one expert, by role."""
+        parts = parts_of(self.weights[0])
+        return {role: (self._shape_of_one(part.shape), part.dtype) for role, part in parts}
+
+    def extents(self, expert_idx: int) -> list[Extent]:
+        """Of one expert, in the order of `stored_shapes`."""
+        if not self.num_parts:
+            return [part.extent for _, part in parts_of(self.weights[expert_idx])]
+        parts = parts_of(self.weights[0])
+        return [part.extent.part(expert_idx, self.num_parts) for _, part in parts]
 
 
 class OneExpertModel:
@@ -61,58 +95,105 @@ class OneExpertModel:
 
 @dataclass(slots=True)
 class Recipe:
-    """Fills `targets` (full parameter name -> where it lies in a slot) from `sources`."""
+    """Fills `targets` (full parameter name -> the parameter of one expert) from `sources`."""
 
     name: str  # the name transformers gives the first target
     sources: tuple[Source, ...]
     targets: dict[str, ParamSpec]
     converter: Any | None  # transformers' WeightConverter; None: the checkpoint has the parameter
     config: Any  # of the model; some conversions read it
-    is_byte_copy: bool = False
+    only_concatenates: bool = False
+    stored: tuple[ParamSpec, ...] = ()  # what a slot holds: the targets or, packed, all parts
+
+    @property
+    def is_packed(self) -> bool:
+        return any(source.packed is not None for source in self.sources)
 
     def kind(self) -> tuple[Any, ...]:
         """Recipes of one kind behave alike, so that one trial answers for all of them."""
         sources = tuple(
-            (s.pattern, s.shape, s.tensors[0].stored_dtype, s.num_parts > 0) for s in self.sources
+            (s.pattern, s.shape, kind_of(s.weights[0]), s.num_parts > 0) for s in self.sources
         )
         shapes = tuple((t.shape, t.dtype) for t in self.targets.values())
         return id(self.converter) if self.converter else None, sources, shapes
 
+    def slot_shapes(self) -> Shapes:
+        """What a slot is to hold for this recipe."""
+        if not self.is_packed:
+            return {spec.name: (spec.shape, spec.dtype) for spec in self.targets.values()}
+        return {
+            f"{self.name} {at} {role}": shape_and_dtype
+            for at, source in enumerate(self.sources)
+            for role, shape_and_dtype in source.stored_shapes().items()
+        }
+
+    def place(self, specs: dict[str, ParamSpec]) -> None:
+        """Where in a slot that is."""
+        self.stored = tuple(specs[name] for name in self.slot_shapes())
+
     def extents(self, expert_idx: int) -> list[Extent]:
-        return [source.extent(expert_idx) for source in self.sources]
+        return [extent for source in self.sources for extent in source.extents(expert_idx)]
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
-        """Bring this expert's parameters into `slot`. Raises CheckpointError."""
-        if self.is_byte_copy:
-            (spec,) = self.targets.values()
-            offset = spec.offset
-            for extent in self.extents(expert_idx):
+        """Bring what `slot` holds of this expert. Raises CheckpointError."""
+        extents = self.extents(expert_idx)
+        if self.is_packed:
+            for spec, extent in zip(self.stored, extents, strict=True):
+                reader.read_into(extent, slot[spec.offset : spec.offset + extent.num_bytes])
+        elif self.only_concatenates:
+            offset = self.stored[0].offset
+            for extent in extents:
                 reader.read_into(extent, slot[offset : offset + extent.num_bytes])
                 offset += extent.num_bytes
-            return
-        stored = []
-        for source, extent in zip(self.sources, self.extents(expert_idx), strict=True):
-            raw = bytearray(extent.num_bytes)
-            reader.read_into(extent, memoryview(raw))
-            stored.append(_as_tensor(raw, source))
-        for name, value in self._convert(stored).items():
-            spec = self.targets[name]
-            flat = value.contiguous().view(torch.uint8).flatten().numpy()
-            slot[spec.offset : spec.offset + spec.num_bytes] = flat.data
+        else:
+            values = self._convert(
+                [self._read(source, expert_idx, reader) for source in self.sources]
+            )
+            for name, spec in zip(self.targets, self.stored, strict=True):
+                flat = values[name].contiguous().view(torch.uint8).flatten().numpy()
+                slot[spec.offset : spec.offset + spec.num_bytes] = flat.data
+
+    def _read(self, source: Source, expert_idx: int, reader: Reader) -> Tensor:
+        ((shape, dtype),) = source.stored_shapes().values()
+        (extent,) = source.extents(expert_idx)
+        raw = bytearray(extent.num_bytes)
+        reader.read_into(extent, memoryview(raw))
+        return torch.frombuffer(raw, dtype=getattr(torch, dtype)).view(shape)
+
+    def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters, from the views of a slot that holds what is stored."""
+        if not self.is_packed:
+            return {spec.name: slot[spec.name] for spec in self.stored}
+        views = iter([slot[spec.name] for spec in self.stored])
+        weights = []
+        for source in self.sources:
+            parts: Parts = {role: next(views) for role in source.stored_shapes()}
+            if source.packed is None:
+                weights.append(parts[""].to(self._dtype))
+            else:
+                weights.append(source.packed.unpack(parts, self._dtype))
+        if self.only_concatenates:
+            (spec,) = self.targets.values()
+            whole = torch.cat([weight.flatten() for weight in weights])
+            return {spec.name: whole.view(spec.shape)}
+        values = self._convert(weights)
+        return {spec.name: values[name][0] for name, spec in self.targets.items()}
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The one all targets have."""
+        (name,) = {spec.dtype for spec in self.targets.values()}
+        found: torch.dtype = getattr(torch, name)
+        return found
 
     def try_out(self) -> bool:
-        """Convert a pattern of bytes: is the result nothing but the sources one after the other?
+        """Convert a pattern: is the result nothing but the sources one after the other, and in the
+        dtype they have?
 
         Raises CheckpointError if the result does not have the shape the model wants.
         """
-        stored = []
-        for source in self.sources:
-            num_bytes = source.extent(0).num_bytes
-            pattern = torch.arange(num_bytes // 2 + 1, dtype=torch.int32).to(torch.int16)
-            raw = bytearray(pattern.view(torch.uint8).numpy().data[:num_bytes])
-            stored.append(_as_tensor(raw, source))
-        unconverted = [tensor.clone() for tensor in stored]
-        values = self._convert(stored)
+        patterns = [self._pattern(source) for source in self.sources]
+        values = self._convert([pattern.clone() for pattern in patterns])
         for name, spec in self.targets.items():
             found = tuple(values[name].shape) if name in values else None
             if found != (1, *spec.shape):
@@ -123,23 +204,33 @@ class Recipe:
         if len(self.targets) > 1:
             return False
         (value,) = values.values()
-        before = torch.cat([t.contiguous().view(torch.uint8).flatten() for t in unconverted])
+        before = torch.cat([t.contiguous().view(torch.uint8).flatten() for t in patterns])
         after = value.contiguous().view(torch.uint8).flatten()
         return before.shape == after.shape and bool(torch.equal(before, after))
 
-    def _describe_sources(self) -> str:
-        firsts = (source.tensors[0] for source in self.sources)
-        return ", ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in firsts)
+    def _pattern(self, source: Source) -> Tensor:
+        """A weight of one expert whose bytes tell where they come from."""
+        dtype = self._dtype
+        if source.packed is None:
+            ((_, stored_dtype),) = source.stored_shapes().values()
+            dtype = getattr(torch, stored_dtype)
+        num_bytes = prod(source.shape) * dtype.itemsize
+        pattern = torch.arange(num_bytes // 2 + 1, dtype=torch.int32).to(torch.int16)
+        return pattern.view(torch.uint8)[:num_bytes].clone().view(dtype).view(source.shape)
 
-    def _convert(self, stored: list[Tensor]) -> dict[str, Tensor]:
-        """What transformers makes of one expert's tensors: {full name: [1, ...]} in the model's
+    def _describe_sources(self) -> str:
+        firsts = (source.weights[0] for source in self.sources)
+        return ", ".join(f"{weight.name} {list(weight.shape)}" for weight in firsts)
+
+    def _convert(self, weights: list[Tensor]) -> dict[str, Tensor]:
+        """What transformers makes of one expert's weights: {full name: [1, ...]} in the model's
         dtype.
         """
-        (dtype,) = {getattr(torch, spec.dtype) for spec in self.targets.values()}
-        stored = [tensor.to(dtype) for tensor in stored]
+        dtype = self._dtype
+        weights = [weight.to(dtype) for weight in weights]
         if self.converter is None:
-            value = stored[0]
             (spec,) = self.targets.values()
+            value = weights[0]
             return {self.name: value[None] if value.shape == spec.shape else value}
         meta = {
             name: torch.empty((1, *spec.shape), dtype=dtype, device="meta")
@@ -147,7 +238,7 @@ class Recipe:
         }
         converter = copy.deepcopy(self.converter)
         converter.collected_tensors = {
-            source.pattern: [tensor] for source, tensor in zip(self.sources, stored, strict=True)
+            source.pattern: [weight] for source, weight in zip(self.sources, weights, strict=True)
         }
         try:
             values = converter.convert(self.name, model=OneExpertModel(meta), config=self.config)
@@ -160,16 +251,26 @@ class Recipe:
         }
 
 
-@dataclass(frozen=True, slots=True)
 class RowRecipes:
     """All recipes of one MoE row: together they fill a slot of `layout`."""
 
-    layout: ExpertLayout
-    recipes: tuple[Recipe, ...]
+    def __init__(self, recipes: list[Recipe]) -> None:
+        self.recipes = tuple(recipes)
+        shapes: Shapes = {}
+        for recipe in recipes:
+            shapes |= recipe.slot_shapes()
+        self.layout = ExpertLayout.of(shapes)
+        for recipe in recipes:
+            recipe.place({spec.name: spec for spec in self.layout.params})
 
     @property
     def is_byte_copy(self) -> bool:
-        return all(recipe.is_byte_copy for recipe in self.recipes)
+        """Whether loads put nothing but stored bytes into slots."""
+        return all(recipe.is_packed or recipe.only_concatenates for recipe in self.recipes)
+
+    @property
+    def is_packed(self) -> bool:
+        return any(recipe.is_packed for recipe in self.recipes)
 
     def bytes_per_expert(self) -> int:
         """Bytes read from disk for one expert."""
@@ -179,6 +280,15 @@ class RowRecipes:
         for recipe in self.recipes:
             recipe.load(expert_idx, reader, slot)
 
+    def computing(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`compute`, which takes parameters, as a function of the views of a slot."""
+        if not self.is_packed:
+            return compute
 
-def _as_tensor(raw: bytearray, source: Source) -> Tensor:
-    return torch.frombuffer(raw, dtype=getattr(torch, source.tensors[0].dtype)).view(source.shape)
+        def unpack_and_compute(slot: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            params: dict[str, Tensor] = {}
+            for recipe in self.recipes:
+                params |= recipe.params(slot)
+            return compute(params, *args, **kwargs)
+
+        return unpack_and_compute
