@@ -188,7 +188,7 @@ def _awq_nibbles(halves_W2C: Tensor) -> Tensor:
 
 
 def _transposed(words: Tensor) -> Tensor:
-    """Copied; `contiguous()` would leave strides that bytes cannot be viewed with if a side is 1."""
+    """A copy: `contiguous()` makes none if a side is 1, and then bytes cannot be viewed."""
     return words.t().clone(memory_format=torch.contiguous_format)
 
 

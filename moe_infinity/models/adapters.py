@@ -209,9 +209,11 @@ class Aria(Outside):
 
 class JetMoe(Outside):
     """The block itself; its router gives sorted pairs, so the top-k is taken again. Its attention
-    experts (JetMoeMoA) stay with the dense weights."""
+    experts (JetMoeMoA) stay with the dense weights. It sums in float32 as grouped_mm does, though by
+    expert id."""
 
     is_block = True
+    is_eager = False
     gate_up, down = "input_linear.weight", "output_linear.weight"
 
     def count(self, module: Any) -> int:

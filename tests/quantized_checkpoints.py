@@ -1,0 +1,256 @@
+"""Tiny quantized checkpoints, named and laid out as they are published.
+
+build(name, folder) writes one of CHECKPOINTS: random weights, rounded to nearest and packed.
+tests/slow_unpack.py says what the weights are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Parts = dict[str, Tensor]  # by the suffix of their names
+GROUP = 32  # columns
+FP4_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # then the same, negative
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of nibbles 0 to 7
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "bos_token_id": 1,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+QWEN3_MOE = COMMON | {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96,
+    "intermediate_size": 96, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "norm_topk_prob": True, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS = COMMON | {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 96,
+    "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+CUT_BLOCKS = {"hidden_size": 160, "moe_intermediate_size": 136}  # no multiples of 128
+
+
+# Packing: a weight [R, C] -> its parts
+
+
+def pack_fp8(weight: Tensor, *, block: tuple[int, int], scale: str, dtype: torch.dtype) -> Parts:
+    grid = torch.zeros(-(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1]))
+    packed = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn)
+    for i in range(grid.shape[0]):
+        for j in range(grid.shape[1]):
+            at = block_at(i, j, block)
+            grid[i, j] = (weight[at].float().abs().max() / 448).to(dtype)
+            packed[at] = (weight[at].float() / grid[i, j]).clamp(-448, 448).to(packed.dtype)
+    return {".weight": packed, scale: grid.to(dtype)}
+
+
+def block_at(i: int, j: int, block: tuple[int, int]) -> tuple[slice, slice]:
+    return slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+
+
+def pack_fp8_tensor(weight: Tensor) -> Parts:
+    shape = weight.shape[0], weight.shape[1]
+    parts = pack_fp8(weight, block=shape, scale=".weight_scale", dtype=torch.float32)
+    return parts | {".weight_scale": parts[".weight_scale"].view(1), ".input_scale": torch.ones(1)}
+
+
+def pack_fp8_channel(weight: Tensor) -> Parts:
+    block = 1, weight.shape[1]
+    return pack_fp8(weight, block=block, scale=".weight_scale", dtype=torch.bfloat16)
+
+
+def to_nibbles(weight: Tensor, groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Nibbles [R, C], zeros [R, G] and scales [R, G] of `dtype`; `groups` [C] is each column's."""
+    grid = weight.shape[0], int(groups.max()) + 1
+    nibbles, zeros, scales = torch.zeros(weight.shape), torch.zeros(grid), torch.zeros(grid)
+    for group in range(grid[1]):
+        columns = groups == group
+        part = weight[:, columns].float()
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        scales[:, group] = ((high - low) / 15).to(dtype)
+        zeros[:, group] = (-low / scales[:, group]).round().clamp(1, 15)
+        steps = part / scales[:, group, None] + zeros[:, group, None]
+        nibbles[:, columns] = steps.round().clamp(0, 15)
+    return nibbles.int(), zeros.int(), scales.to(dtype)
+
+
+def in_order(num_columns: int) -> Tensor:
+    return torch.arange(num_columns, dtype=torch.int32) // GROUP
+
+
+def to_words(nibbles: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """int32 words of 8 nibbles that are neighbours along `dim`; the last word is filled with 0."""
+    nibbles = nibbles.movedim(dim, -1).long()
+    nibbles = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[-1] % 8))
+    words = torch.zeros(*nibbles.shape[:-1], nibbles.shape[-1] // 8, dtype=torch.int64)
+    for place, column in enumerate(order):
+        words |= nibbles[..., column::8] << 4 * place
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def pack_int4(weight: Tensor, *, is_symmetric: bool) -> Parts:
+    groups = in_order(weight.shape[1])
+    if is_symmetric:
+        largest = weight.float().abs().view(len(weight), -1, GROUP).amax(2)
+        scales = (largest / 7.5).bfloat16()
+        steps = weight.float() / scales.float()[:, groups]
+        nibbles, zeros = steps.round().clamp(-8, 7).int() + 8, None
+    else:
+        nibbles, zeros, scales = to_nibbles(weight, groups, torch.bfloat16)
+    parts = {
+        ".weight_packed": to_words(nibbles, 1),
+        ".weight_scale": scales,
+        ".weight_shape": torch.tensor(weight.shape),
+    }
+    return parts if zeros is None else parts | {".weight_zero_point": to_words(zeros, 0)}
+
+
+def pack_gptq(weight: Tensor, *, stored_less: int, has_act_order: bool) -> Parts:
+    groups = in_order(weight.shape[1])
+    if has_act_order:
+        groups = groups[torch.randperm(len(groups))]
+    nibbles, zeros, scales = to_nibbles(weight, groups, torch.float16)
+    return {
+        ".qweight": to_words(nibbles.t(), 0),
+        ".qzeros": to_words(zeros.t() - stored_less, 1),
+        ".scales": scales.t().contiguous(),
+        ".g_idx": groups,
+    }
+
+
+def pack_awq(weight: Tensor) -> Parts:
+    nibbles, zeros, scales = to_nibbles(weight, in_order(weight.shape[1]), torch.float16)
+    return {
+        ".qweight": to_words(nibbles.t(), 1, AWQ_COLUMNS),
+        ".qzeros": to_words(zeros.t(), 1, AWQ_COLUMNS),
+        ".scales": scales.t().contiguous(),
+    }
+
+
+def pack_mxfp4(weight: Tensor) -> Parts:
+    """[E, C, R] -> blocks [E, R, C / 32, 16] and scales [E, R, C / 32]."""
+    grouped = weight.float().transpose(1, 2).unflatten(2, (-1, GROUP))
+    exponents = (grouped.abs().amax(3) / 6).clamp(min=2.0**-30).log2().ceil()
+    steps = grouped / 2 ** exponents[..., None]
+    distances = (steps.abs()[..., None] - torch.tensor(FP4_VALUES)).abs()
+    nibbles = distances.argmin(-1) + 8 * (steps < 0)
+    blocks = nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
+    return {"_blocks": blocks.to(torch.uint8), "_scales": (exponents + 127).to(torch.uint8)}
+
+
+# Checkpoints
+
+
+def compressed_tensors_config(stored_format: str, **weights: Any) -> dict[str, Any]:
+    weights = {"block_structure": None, "dynamic": False, "symmetric": True} | weights
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    if weights["type"] == "float":
+        activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+        group["input_activations"] = activations | {"symmetric": True}
+    return {
+        "quant_method": "compressed-tensors", "format": stored_format,
+        "quantization_status": "compressed", "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$"], "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+FP8 = {"num_bits": 8, "type": "float"}
+DEEPSEEK = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"],
+}  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "mlp.router", "lm_head"]}
+
+# name -> (sizes of the model, quantization_config, how a weight is packed)
+Recipe = tuple[dict[str, Any], dict[str, Any], Callable[[Tensor], Parts]]
+CHECKPOINTS: dict[str, Recipe] = {
+    "fp8": (
+        QWEN3_MOE | CUT_BLOCKS,
+        DEEPSEEK,
+        lambda w: pack_fp8(w, block=(128, 128), scale=".weight_scale_inv", dtype=torch.float32),
+    ),
+    "mxfp4": (GPT_OSS, MXFP4, pack_mxfp4),
+    "int4 symmetric": (
+        QWEN3_MOE,
+        compressed_tensors_config("pack-quantized", **INT4),
+        lambda w: pack_int4(w, is_symmetric=True),
+    ),
+    "int4 asymmetric": (
+        QWEN3_MOE,
+        compressed_tensors_config("pack-quantized", **INT4 | {"symmetric": False}),
+        lambda w: pack_int4(w, is_symmetric=False),
+    ),
+    "fp8 per channel": (
+        QWEN3_MOE,
+        compressed_tensors_config("float-quantized", strategy="channel", **FP8),
+        pack_fp8_channel,
+    ),
+    "fp8 per tensor": (
+        QWEN3_MOE,
+        compressed_tensors_config("float-quantized", strategy="tensor", **FP8),
+        pack_fp8_tensor,
+    ),
+    "fp8 per block": (
+        QWEN3_MOE | CUT_BLOCKS,
+        compressed_tensors_config(
+            "float-quantized", strategy="block", **FP8 | {"block_structure": [128, 128]}
+        ),
+        lambda w: pack_fp8(w, block=(128, 128), scale=".weight_scale", dtype=torch.bfloat16),
+    ),
+    "gptq": (
+        QWEN3_MOE,
+        GPTQ | {"checkpoint_format": "gptq"},
+        lambda w: pack_gptq(w, stored_less=1, has_act_order=False),
+    ),
+    "gptq_v2 with act-order": (
+        QWEN3_MOE,
+        GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True},
+        lambda w: pack_gptq(w, stored_less=0, has_act_order=True),
+    ),
+    "awq": (QWEN3_MOE, AWQ, pack_awq),
+}
+
+
+def build(name: str, folder: Path, **sizes: Any) -> Path:
+    """Write the checkpoint `name` of CHECKPOINTS into `folder`."""
+    settings, quantization_config, pack = CHECKPOINTS[name]
+    family = "GptOss" if "num_local_experts" in settings else "Qwen3Moe"
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**settings | sizes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for param in model.parameters():  # wide: logits differ clearly between tokens
+            if param.ndim > 1:
+                param.normal_(std=0.15)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    edit_config(folder, lambda config: config | {"quantization_config": quantization_config})
+    tensors = load_file(folder / "model.safetensors")
+    for key in [key for key in tensors if _is_quantized(key, family)]:
+        parts = pack(tensors.pop(key))
+        stem = key.removesuffix(".weight")
+        tensors |= {stem + suffix: part.contiguous() for suffix, part in parts.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _is_quantized(key: str, family: str) -> bool:
+    if family == "GptOss":
+        return key.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    return key.endswith("_proj.weight")
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(edit(json.loads(file.read_text())), indent=2))

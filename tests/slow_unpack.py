@@ -1,0 +1,149 @@
+"""What the weights of tests/quantized_checkpoints.py are: unpacked slowly, one block, one nibble
+after the other, straight from the definitions of the formats.
+
+The plain twins of moe_infinity/kernels/unpack.py, with which they share no code. test_formats.py
+compares both with the libraries that define the formats, where those are installed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.quantized_checkpoints import (
+    AWQ_COLUMNS,
+    FP4_VALUES,
+    Parts,
+    block_at,
+    edit_config,
+    in_order,
+)
+
+LAST_SUFFIXES = (  # of the part that comes last in every weight
+    ".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", "_blocks",
+)  # fmt: skip
+
+
+def unpack_fp8(parts: Parts, config: dict[str, Any]) -> Tensor:
+    weight, scales = (
+        parts[".weight"],
+        parts[next(name for name in parts if name.startswith(".weight_scale"))],
+    )
+    block = config.get("weight_block_size")
+    for group in config.get("config_groups", {}).values():
+        block = group["weights"]["block_structure"]
+    rows, columns = weight.shape
+    if scales.numel() == 1:
+        block, scales = (rows, columns), scales.view(1, 1)
+    elif block is None:
+        block = 1, columns
+    out = torch.zeros(weight.shape, dtype=torch.bfloat16)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            at = block_at(i, j, block)
+            out[at] = (weight[at].float() * scales[i, j].float()).bfloat16()
+    return out
+
+
+def nibbles_of(words: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    words = words.movedim(dim, -1)
+    nibbles = torch.zeros(*words.shape[:-1], 8 * words.shape[-1], dtype=torch.int32)
+    for place, column in enumerate(order):
+        nibbles[..., column::8] = words // 2 ** (4 * place) % 16
+    return nibbles.movedim(-1, dim)
+
+
+def unpack_groups(nibbles: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
+    """Column by column, in the dtype of the scales."""
+    out = torch.zeros(nibbles.shape, dtype=scales.dtype)
+    for column, group in enumerate(groups.tolist()):
+        difference = nibbles[:, column].to(scales.dtype) - zeros[:, group].to(scales.dtype)
+        out[:, column] = difference * scales[:, group]
+    return out.bfloat16()
+
+
+def unpack_int4(parts: Parts, config: dict[str, Any]) -> Tensor:
+    rows, columns = parts[".weight_shape"].tolist()
+    scales = parts[".weight_scale"]
+    zeros = torch.full(scales.shape, 8)
+    if ".weight_zero_point" in parts:
+        zeros = nibbles_of(parts[".weight_zero_point"], 0)[:rows]
+    nibbles = nibbles_of(parts[".weight_packed"], 1)[:, :columns]
+    return unpack_groups(nibbles, zeros, scales, in_order(columns))
+
+
+def unpack_gptq(parts: Parts, config: dict[str, Any]) -> Tensor:
+    zeros = nibbles_of(parts[".qzeros"], 1).t() + (config["checkpoint_format"] == "gptq")
+    nibbles = nibbles_of(parts[".qweight"], 0).t()
+    return unpack_groups(nibbles, zeros, parts[".scales"].t(), parts[".g_idx"])
+
+
+def unpack_awq(parts: Parts, config: dict[str, Any]) -> Tensor:
+    nibbles = nibbles_of(parts[".qweight"], 1, AWQ_COLUMNS).t()
+    zeros = nibbles_of(parts[".qzeros"], 1, AWQ_COLUMNS).t()
+    return unpack_groups(nibbles, zeros, parts[".scales"].t(), in_order(nibbles.shape[1]))
+
+
+def unpack_mxfp4(parts: Parts, config: dict[str, Any]) -> Tensor:
+    values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+    blocks, exponents = parts["_blocks"].int(), parts["_scales"].double() - 127
+    out = torch.zeros(*blocks.shape[:3], 32, dtype=torch.float64)
+    for byte in range(16):
+        out[..., 2 * byte] = values[blocks[..., byte] % 16]
+        out[..., 2 * byte + 1] = values[blocks[..., byte] // 16]
+    out *= 2.0 ** exponents[..., None]
+    return out.flatten(2).transpose(1, 2).bfloat16().contiguous()
+
+
+UNPACK = {"mxfp4": unpack_mxfp4, "fp8": unpack_fp8, "gptq": unpack_gptq, "awq": unpack_awq}
+
+
+def dequantized(folder: Path, into: Path) -> Path:
+    """The model of `folder` in plain bfloat16, written to the new folder `into`."""
+    shutil.copytree(folder, into)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    tensors = load_file(folder / "model.safetensors")
+    for stem, parts in packed_weights(tensors).items():
+        method = "int4" if ".weight_packed" in parts else config["quant_method"]
+        unpack = unpack_int4 if method == "int4" else UNPACK.get(method, unpack_fp8)
+        for suffix in parts:
+            del tensors[stem + suffix]
+        tensors[stem if "_blocks" in parts else stem + ".weight"] = unpack(parts, config)
+    save_file(tensors, into / "model.safetensors", {"format": "pt"})
+    edit_config(into, lambda c: {k: v for k, v in c.items() if k != "quantization_config"})
+    return into
+
+
+def packed_weights(tensors: dict[str, Tensor]) -> dict[str, Parts]:
+    """{what the names of its parts begin with: {suffix: part}} of every packed weight."""
+    stems = {
+        key.removesuffix(suffix)
+        for key in tensors
+        for suffix in LAST_SUFFIXES
+        if key.endswith(suffix)
+    }
+    parts: dict[str, Parts] = {stem: {} for stem in stems}
+    for key, tensor in tensors.items():
+        for stem in (key.rpartition(mark)[0] for mark in "._"):
+            suffix = key[len(stem) :]
+            if stem in parts and suffix != ".bias" and suffix != "_bias":
+                parts[stem][suffix] = tensor
+    return parts
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """Also the sign of zero; any NaN equals any other."""
+    nan = expected.isnan()
+    kind = {2: torch.int16, 4: torch.int32}[expected.itemsize]
+    bits = [t.masked_fill(nan, 0).contiguous().view(kind) for t in (found, expected)]
+    return (
+        found.dtype == expected.dtype
+        and torch.equal(found.isnan(), nan)
+        and torch.equal(bits[0], bits[1])
+    )
