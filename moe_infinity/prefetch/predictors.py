@@ -217,6 +217,7 @@ class SequencePredictor:
         self._before_id = -1
         self._experts: dict[int, Ints] = {}  # [T, K] of each row passed in this step
         self._is_refined_R = np.zeros(rows, dtype=bool)  # by what is known one row ahead
+        self._times_passed_R = np.zeros(rows, dtype=int)  # by decode steps, since it last ran
         self._token_ids_T: Ints = np.zeros(0, dtype=np.int64)
         self.begin(model)
 
@@ -233,6 +234,7 @@ class SequencePredictor:
             match.begin()
 
     def begin_step(self, model: Predictor, phase: Phase, token_ids_T: Ints) -> None:
+        self._forget_idle_rows(phase)
         self._phase, self._token_ids_T = phase, token_ids_T
         self._experts = {}
         self._is_refined_R[:] = False
@@ -253,6 +255,18 @@ class SequencePredictor:
         self._num_steps += 1
         odds = model.weights[NOW].dot(now_FRE.reshape(NUM_PLANES, -1))
         self.chance_RE[:] = _sigmoid(odds).reshape(self.chance_RE.shape)
+        self.chance_RE[self._times_passed_R > 1] = LEAST
+
+    def _forget_idle_rows(self, phase: Phase) -> None:
+        """Rows that decoding passed by twice, such as an encoder's, it will pass by again. (Once
+        may have been an interruption.)
+        """
+        if phase is Phase.PREFILL:
+            self._times_passed_R[:] = 0
+        elif self._phase is Phase.DECODE and self._experts:
+            self._times_passed_R += 1
+            self._times_passed_R[list(self._experts)] = 0
+            self.recent_RE[self._times_passed_R > 1] = LEAST
 
     def _evidence_of_others(self, model: Predictor) -> Floats:
         """[R, E]: log of how much likelier the most similar requests make each expert. Decoding is

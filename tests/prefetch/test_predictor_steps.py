@@ -78,6 +78,21 @@ def test_chances_stay_chances_when_one_token_is_all_there_is_for_long_and_then_i
         assert_chances(feed.model)
 
 
+def test_rows_that_decoding_passes_by_are_not_expected_until_the_next_prompt():
+    """An encoder's experts must not keep the decoder's out."""
+    feed = trained()
+    feed.prompt([(1, pair(1)), (2, pair(2))])
+    for is_sure in (False, False, True):  # once may have been an interruption
+        feed.begin([(3, pair(3))])
+        for chances_RE in (feed.model.next_use_RE, feed.model.later_use_RE):
+            assert (chances_RE[:2].max() < 0.001) == is_sure
+            assert chances_RE[2:].max() > 0.1
+        for row in range(2, ROWS):
+            feed.row(row)
+    feed.prompt([(1, pair(1)), (2, pair(2))])
+    assert feed.model.next_use_RE[:2].max() > 0.1
+
+
 # Several sequences
 
 
