@@ -25,7 +25,7 @@ from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ClosedError
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.kernels.dispatch import ExpertWork, RoutedRows
+from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
 from moe_infinity.memory.host import HostSlots, num_host_slots
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.prefetcher import Prefetcher
@@ -113,6 +113,9 @@ class ExpertRuntime:
         is_eager = self._is_eager if adapter.is_eager is None else adapter.is_eager
         rows = RoutedRows(index_TK, is_eager=is_eager)
         rows.gather(x_TD, top_k_weights_TK, weighs_input=adapter.weighs_input)
+        if NO_EXPERT in index_TK:  # to those who keep account: another one of the token's, or 0
+            another_T1 = index_TK.max(axis=1, keepdims=True).clip(0)
+            index_TK = np.where(index_TK == NO_EXPERT, another_T1, index_TK)
         self.compute(moe_row, rows, index_TK, len(index_TK))
         return rows.sum(x_TD.dtype)
 

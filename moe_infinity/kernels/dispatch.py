@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
+NO_EXPERT = -1  # in place of an expert id: the pair has none
 ExpertMlp = Callable[..., Tensor]  # (weights of one expert by name, its rows [R, D]) -> [R, D]
 
 
@@ -47,6 +48,7 @@ class RoutedRows:
         self._order = flat.argsort(kind="stable") if is_eager else _order_of_stock(flat)
         by_expert = flat[self._order].tolist()
         self._stops = {expert: stop for stop, expert in enumerate(by_expert, start=1)}
+        self._num_without = self._stops.pop(NO_EXPERT, 0)  # they come first
         self.activated = list(self._stops)  # distinct expert ids, ascending
         # Set by gather(): the rows of each expert, their (token, k) pairs, their inputs, and the
         # weights of all pairs unless they went into the inputs.
@@ -60,7 +62,7 @@ class RoutedRows:
         """Tokens routed to each activated expert; 1 if to all of them."""
         if len(self._index_TK) == 1:
             return 1
-        return np.diff(list(self._stops.values()), prepend=0)
+        return np.diff(list(self._stops.values()), prepend=self._num_without)
 
     def gather(self, x_TD: Tensor, top_k_weights_TK: Tensor, *, weighs_input: bool = False) -> None:
         """Copy the rows of every expert next to each other. Weights scale what comes out of an
@@ -68,7 +70,8 @@ class RoutedRows:
         """
         num_tokens, top_k = self._index_TK.shape
         stops = self._stops.values()
-        self._rows = dict(zip(self._stops, map(slice, (0, *stops), stops), strict=False))
+        starts = (self._num_without, *stops)
+        self._rows = dict(zip(self._stops, map(slice, starts, stops), strict=False))
         order = self._order
         if self._is_eager:  # its pairs are counted k first
             order = order % num_tokens * top_k + order // num_tokens
@@ -93,13 +96,16 @@ class RoutedRows:
         if self._weights_P1 is not None:
             out_RD = out_RD * self._weights_P1[pairs_R]
         if self._outputs_PD is None:
-            self._outputs_PD = out_RD.new_empty(len(self._pairs_P), out_RD.shape[1])
+            make = out_RD.new_zeros if self._num_without else out_RD.new_empty
+            self._outputs_PD = make(len(self._pairs_P), out_RD.shape[1])
         self._outputs_PD[pairs_R] = out_RD
 
     def sum(self, dtype: torch.dtype) -> Tensor:
         """[T, D]: the layer's output, the same bits whatever the order of the `add` calls."""
-        assert self._outputs_PD is not None, "add() comes first"
         num_tokens, top_k = self._index_TK.shape
+        if self._outputs_PD is None:
+            assert not self._stops, "add() comes first"
+            return self._inputs_PD.new_zeros(num_tokens, self._inputs_PD.shape[1], dtype=dtype)
         if not self._is_eager:
             return self._outputs_PD.view(num_tokens, top_k, -1).sum(dim=1).to(dtype)
         total_TD = self._outputs_PD.new_zeros(num_tokens, self._outputs_PD.shape[1], dtype=dtype)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout
-from moe_infinity.kernels.dispatch import ExpertWork
+from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork
 from moe_infinity.kernels.reference import expert_mlp
 
 # Set by transformers' `use_experts_implementation` on every experts module of the interface.
@@ -180,7 +180,7 @@ class LongcatFlash(Outside):
     def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
         x_TD, index_TK, weights_TK = args
         is_expert_TK = index_TK < module.num_routed_experts
-        out_TD = layer(x_TD, *only_where(is_expert_TK, index_TK, weights_TK))
+        out_TD = layer(x_TD, index_TK.masked_fill(~is_expert_TK, NO_EXPERT), weights_TK)
         # One after the other by expert id, as the class adds them; adding zero changes no bit.
         order_TK = index_TK.argsort(dim=1)
         identity_TK = weights_TK.masked_fill(is_expert_TK, 0).gather(1, order_TK)
@@ -208,9 +208,8 @@ class Aria(Outside):
 
 
 class JetMoe(Outside):
-    """The block itself; its router gives sorted pairs, so the top-k is taken again. Its attention
-    experts (JetMoeMoA) stay with the dense weights. It sums in float32 as grouped_mm does, though by
-    expert id."""
+    """The block itself; its router gives sorted pairs, so the top-k is taken again. It sums in
+    float32 as grouped_mm does. Its attention experts (JetMoeMoA) stay with the dense weights."""
 
     is_block = True
     is_eager = False
@@ -277,15 +276,6 @@ class Dbrx(Outside):
         return out_BSD
 
 
-def only_where(keep_TK: Tensor, index_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """The routing without some of its pairs. Each of them becomes a second one, of weight 0, of the
-    token's strongest that is kept, so that no other expert is activated; of expert 0 if none is.
-    """
-    strongest_T = weights_TK.masked_fill(~keep_TK, -1).argmax(dim=1, keepdim=True)
-    kept_T = index_TK.gather(1, strongest_T) * keep_TK.any(dim=1, keepdim=True)
-    return torch.where(keep_TK, index_TK, kept_T), weights_TK.masked_fill(~keep_TK, 0)
-
-
 class OneModuleEach(Adapter):
     """A ModuleList or ModuleDict with one module per expert. A copy of one of them, which has no
     weights, is lent those of whichever expert is to compute."""
@@ -317,11 +307,13 @@ class OneModuleEach(Adapter):
 
 
 class SwitchTransformers(OneModuleEach):
-    """Called with the top-1 one-hot, [T, 1, E]."""
+    """Called with the top-1 one-hot, [T, 1, E]; all zeros for a token beyond the capacity of its
+    expert (transformers 5.23)."""
 
     def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
         def forward(x_TD: Tensor, chosen_T1E: Tensor, weights_T1: Tensor) -> Tensor:
-            return layer(x_TD, chosen_T1E.argmax(dim=-1), weights_T1)
+            index_T1 = chosen_T1E.argmax(dim=-1).masked_fill(~chosen_T1E.any(dim=-1), NO_EXPERT)
+            return layer(x_TD, index_T1, weights_T1)
 
         row.module.forward = forward
 
@@ -343,7 +335,7 @@ class NllbMoe(OneModuleEach):
     def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
         def forward(x_TD: Tensor, first_choice_TE: Tensor, probabilities_TE: Tensor) -> Tensor:
             weights_TK, index_TK = probabilities_TE.topk(2, dim=1)
-            return layer(x_TD, *only_where(weights_TK > 0, index_TK, weights_TK))
+            return layer(x_TD, index_TK.masked_fill(weights_TK == 0, NO_EXPERT), weights_TK)
 
         row.module.forward = forward
 

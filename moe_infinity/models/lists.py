@@ -4,7 +4,8 @@ know, as in models that bring their own (trust_remote_code).
 The block around them runs twice. First its experts only note what they are called with, and answer
 zeros; then all that were called are loaded and computed, several at a time and in whatever order
 they arrive; then the block runs again and its experts give those answers. So the block's own
-arithmetic decides, and its router and shared experts are computed twice.
+arithmetic decides, and its router and shared experts are computed twice. An expert is taken to give
+one tensor of the shape of its first argument.
 
 Which token went where is heard from the block's call of torch.topk.
 """
@@ -36,6 +37,11 @@ class Call:
     kwargs: dict[str, Any]
     answer: Tensor | None = None
 
+    @property
+    def num_rows(self) -> int:
+        x: Tensor = self.args[0]
+        return x.numel() // x.shape[-1]
+
 
 class CalledExperts:
     """The calls a block makes of its experts in one step: work for the runtime."""
@@ -48,7 +54,7 @@ class CalledExperts:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        return np.array([sum(len(c.args[0]) for c in self._calls[e]) for e in self.activated])
+        return np.array([sum(c.num_rows for c in self._calls[e]) for e in self.activated])
 
     def compute(self, expert_idx: int, mlp: ExpertMlp, weights: Any) -> None:
         for call in self._calls[expert_idx]:
@@ -113,7 +119,7 @@ class BlockForward:
         self._calls, self._answers = [], None
         with TopKListener(self._num_experts) as heard:
             self._stock(*args, **kwargs)
-        calls = [call for call in self._calls if len(call.args[0])]
+        calls = [call for call in self._calls if call.num_rows]
         index_TK = _routing(heard.index_TK, calls, num_tokens)
         self._layer.work(CalledExperts(calls), index_TK, num_tokens)
         self._answers = iter(self._calls)
@@ -135,7 +141,7 @@ class BlockForward:
 
 def _routing(heard_TK: Tensor | None, calls: list[Call], num_tokens: int) -> Tensor | None:
     """What was heard, if it is what was called; of a single token the calls tell it."""
-    called = sorted(call.expert_idx for call in calls for _ in range(len(call.args[0])))
+    called = sorted(call.expert_idx for call in calls for _ in range(call.num_rows))
     if heard_TK is not None and (len(heard_TK), sorted(heard_TK.ravel().tolist())) == (
         num_tokens,
         called,

@@ -25,7 +25,7 @@ from transformers import MixtralConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from moe_infinity.kernels.dispatch import RoutedRows
+from moe_infinity.kernels.dispatch import NO_EXPERT, RoutedRows
 from moe_infinity.kernels.reference import expert_mlp
 
 # An activation function of torch rounds the last elements of a tensor otherwise than those that fill
@@ -250,6 +250,25 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["grouped_mm", "eager"])
+def test_a_pair_without_an_expert_adds_nothing_and_activates_nothing(is_eager):
+    """Tokens beyond an expert's capacity (Switch), identity experts (LongCat)."""
+    experts, x_TD = stock_experts(FP32), rows_of(5, FP32)
+    index_TK, weights_TK = routing(5, 2, FP32)
+    index_TK[index_TK == 3] = NO_EXPERT
+    index_TK[4] = NO_EXPERT
+    is_pair_TK = index_TK != NO_EXPERT
+    assert RoutedRows(index_TK.numpy(), is_eager=is_eager).activated == sorted(
+        index_TK[is_pair_TK].unique().tolist()
+    )
+    ours = our_layer(experts, x_TD, index_TK, weights_TK, is_eager=is_eager)
+    stock = stock_layer(experts, x_TD, index_TK.clip(0), weights_TK * is_pair_TK, is_eager=is_eager)
+    torch.testing.assert_close(ours, stock)
+    assert (ours[4] == 0).all()
+    without = torch.full_like(index_TK, NO_EXPERT)
+    assert (our_layer(experts, x_TD, without, weights_TK, is_eager=is_eager) == 0).all()
 
 
 @pytest.mark.usefixtures("two_threads")
