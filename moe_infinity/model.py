@@ -73,7 +73,6 @@ class MoE:
             trust_remote_code=self.config.trust_remote_code,
         )
         self.model: Any = loaded.model
-        self.model.requires_grad_(False)  # experts have no gradient, so neither has the rest
         self.model.save_pretrained = self._refuse_saving
         self._lock = threading.RLock()
         self._is_closed = False

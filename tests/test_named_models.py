@@ -1,7 +1,10 @@
-"""The models the project names: 20 greedy tokens of tiny random ones, in the layout they are published
-in, are those of stock transformers at three budgets. DeepSeek-V2, -V3, Mixtral, Qwen2, Qwen3, OLMoE
-and gpt-oss are in test_architectures.py, Arctic and Grok in test_remote_code.py, Switch and NLLB in
-test_encoder_decoder.py."""
+"""The models the project names: 20 greedy tokens of tiny random ones, in the layout they are
+published in, are those of stock transformers at three budgets.
+
+Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3, OLMoE and gpt-oss are in
+test_architectures.py, Arctic and Grok in test_remote_code.py, Switch and NLLB in
+test_encoder_decoder.py.
+"""
 
 from __future__ import annotations
 

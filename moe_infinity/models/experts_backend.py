@@ -24,6 +24,7 @@ from moe_infinity.experts import Phase
 from moe_infinity.kernels.dispatch import ExpertWork
 from moe_infinity.models.adapters import CALL_ATTRIBUTE, ExpertsModule
 from moe_infinity.models.early_gate import Routed
+from moe_infinity.models.gradients import without_gradient
 from moe_infinity.runtime import ExpertRuntime
 from moe_infinity.trace.recorder import Step
 
@@ -54,7 +55,10 @@ class Layer:
         early_gate = self._runtime.early_gate
         if early_gate is not None and early_gate.is_asking:
             raise Routed(top_k_index_TK)
-        return self._runtime.moe_layer(self._moe_row, x_TD, top_k_index_TK, top_k_weights_TK)
+        routing = top_k_index_TK, top_k_weights_TK
+        return without_gradient(
+            x_TD, lambda: self._runtime.moe_layer(self._moe_row, x_TD, *routing)
+        )
 
     def work(self, work: ExpertWork, top_k_index_TK: Tensor | None, num_tokens: int) -> None:
         early_gate = self._runtime.early_gate

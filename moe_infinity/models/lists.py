@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels.dispatch import ExpertMlp
 from moe_infinity.models.adapters import ExpertsModule, MoeLayer, OneModuleEach
+from moe_infinity.models.gradients import without_gradient
 
 
 @dataclass(slots=True)
@@ -58,7 +59,8 @@ class CalledExperts:
 
     def compute(self, expert_idx: int, mlp: ExpertMlp, weights: Any) -> None:
         for call in self._calls[expert_idx]:
-            call.answer = mlp(weights, *call.args, **call.kwargs)
+            run = partial(mlp, weights, *call.args, **call.kwargs)
+            call.answer = without_gradient(call.args[0], run)
 
 
 class TopKListener(TorchFunctionMode):

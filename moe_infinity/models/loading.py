@@ -130,7 +130,7 @@ def _offloading_class(kind: Kind, reader: Reader, plans: list[Plan]) -> Any:
         plan = plan_experts(model, headers, kind.packing, load_config.weight_mapping or [])
         plans.append(plan)
         for row in plan.rows:
-            _take_out(row)
+            _take_out(model, row)
         dense = {
             name: StoredSlice(weight, reader, load_config.dtype or torch.float32)
             for name, weight in plan.dense.items()
@@ -178,7 +178,7 @@ def plan_from_headers(checkpoint: str, *, dtype: str, trust_remote_code: bool = 
     return plan_experts(model, headers, kind.packing, get_model_conversion_mapping(model))
 
 
-def _take_out(row: ExpertsModule) -> None:
+def _take_out(model: Any, row: ExpertsModule) -> None:
     """Remove the expert parameters; a meta tensor of the same name stays, which transformers' init
     may touch.
     """
@@ -189,3 +189,4 @@ def _take_out(row: ExpertsModule) -> None:
         assert param is not None, path
         meta = torch.empty_like(param, device="meta", requires_grad=False)
         object.__setattr__(owner, name, meta)
+        model.all_tied_weights_keys.pop(f"{row.name}.{path}", None)  # the plan has seen to it

@@ -62,7 +62,8 @@ class Plan:
     def expert_bytes(self) -> int:
         """Bytes of all experts as slots hold them, alignment left out."""
         pairs = zip(self.rows, self.recipes, strict=True)
-        return sum(row.num_experts * recipes.layout.num_bytes for row, recipes in pairs)
+        once = {id(recipes): (row.num_experts, recipes.layout) for row, recipes in pairs}
+        return sum(num_experts * layout.num_bytes for num_experts, layout in once.values())
 
     @property
     def dense_bytes(self) -> int:
@@ -131,26 +132,22 @@ def plan_experts(
         for expert_idx, path in enumerate(home.paths)
     }
     groups, owned = _group_sources(model, weights, weight_mapping, members)
-    found = {target for group in groups.values() for target in group.targets}
-    missing = sorted(set(members) - found)
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint has no tensors for {missing[0]} ({len(missing)} parameters in all)"
-        )
+    twins = _find_twins(model, groups, members)
     trials: dict[Any, bool] = {}
     recipes: dict[str, list[Recipe]] = {row.name: [] for row in rows}
-    for group in groups.values():
+    for group in groups:
         recipe = _make_recipe(group, members, weights, model.config)
         kind = recipe.kind()
         if kind not in trials:
             trials[kind] = recipe.try_out()
         recipe.only_concatenates = trials[kind]
         recipes[group.row.name].append(recipe)
+    own = {row.name: RowRecipes(recipes[row.name]) for row in rows if row.name not in twins}
     dense = {name: weight for name, weight in weights.items() if name not in owned}
     return Plan(
         architecture=type(model).__name__,
         rows=rows,
-        recipes=[RowRecipes(recipes[row.name]) for row in rows],
+        recipes=[own[twins.get(row.name, row.name)] for row in rows],
         top_k=top_k_of(model.config),
         packing=packing.method if packing is not None else None,
         dense=dense,
@@ -186,9 +183,26 @@ class Group:
     keys: dict[str, list[tuple[int, str]]]  # by pattern: (expert, name of its tensor), in order
 
 
+def _find_twins(model: Any, groups: list[Group], members: dict[str, Member]) -> dict[str, str]:
+    """Rows whose experts are those of another row, and that row. Raises CheckpointError if a
+    parameter is neither in the checkpoint nor tied to one that is.
+    """
+    found = {target for group in groups for target in group.targets}
+    twins: dict[str, str] = {}
+    missing = sorted(name for name in members if name not in found)
+    for name in missing:
+        tied_to = getattr(model, "all_tied_weights_keys", {}).get(name)
+        if tied_to not in found or tied_to not in members:
+            raise CheckpointError(
+                f"the checkpoint has no tensors for {name} ({len(missing)} parameters in all)"
+            )
+        twins[members[name].row.name] = members[tied_to].row.name
+    return twins
+
+
 def _group_sources(
     model: Any, weights: Weights, weight_mapping: list[Any], members: dict[str, Member]
-) -> tuple[dict[str, Group], set[str]]:
+) -> tuple[list[Group], set[str]]:
     """Which checkpoint tensors become which expert parameters, by transformers' own renaming and
     conversion rules.
     """
@@ -198,7 +212,7 @@ def _group_sources(
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
     meta, prefix = model.state_dict(), model.base_model_prefix
-    groups: dict[str, Group] = {}
+    groups: dict[tuple[str, str], Group] = {}  # by row and name
     owned: set[str] = set()
     for key in sorted(weights, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, meta)
@@ -209,18 +223,22 @@ def _group_sources(
         if converter is not None:
             first = converter.target_patterns[0]
             targets = [name.replace(first, target, 1) for target in converter.target_patterns]
-        member = next((members[target] for target in targets if target in members), None)
-        if member is None:
-            continue
-        if not member.home.is_stacked:
-            name = member.group_name
-        group = groups.setdefault(name, Group(name, member.row, converter, [], {}))
-        group.targets += [target for target in targets if target not in group.targets]
-        group.keys.setdefault(pattern or name, []).append((member.expert_idx, key))
-        owned.add(key)
+        wanted = [members[target] for target in targets if target in members]
+        for member in {member.row.name: member for member in wanted}.values():
+            if not member.home.is_stacked:
+                name = member.group_name
+            group = groups.setdefault(
+                (member.row.name, name), Group(name, member.row, converter, [], {})
+            )
+            for target in targets:
+                of = members.get(target)
+                if of is not None and of.row is member.row and target not in group.targets:
+                    group.targets.append(target)
+            group.keys.setdefault(pattern or name, []).append((member.expert_idx, key))
+            owned.add(key)
     for group in groups.values():
         group.keys = _in_order(group)
-    return groups, owned
+    return list(groups.values()), owned
 
 
 def _in_order(group: Group) -> dict[str, list[tuple[int, str]]]:
@@ -236,38 +254,44 @@ def _in_order(group: Group) -> dict[str, list[tuple[int, str]]]:
 
 def _make_recipe(group: Group, members: dict[str, Member], weights: Weights, config: Any) -> Recipe:
     specs = {spec.name: spec for spec in group.row.layout.params}
-    wanted = [members[target] for target in group.targets if target in members]
+    wanted = [members[target] for target in group.targets]
     sources = tuple(
-        _make_source(
-            group.name, pattern, [weights[key] for _, key in keys], group.row, wanted[0].home
-        )
+        source
         for pattern, keys in group.keys.items()
+        for source in _make_sources(
+            group, pattern, [weights[key] for _, key in keys], wanted[0].home
+        )
     )
     targets = {member.group_name: specs[member.key] for member in wanted}
     return Recipe(group.name, sources, targets, group.converter, config)
 
 
-def _make_source(
-    name: str,
-    pattern: str,
-    weights: list[StoredTensor | PackedTensor],
-    row: ExpertsModule,
-    home: Home,
-) -> Source:
-    """One weight per expert, or one whose first dimension is the experts; all of one kind."""
-    counts = {row.num_experts, home.num_stored}
-    first = weights[0]
+def _make_sources(
+    group: Group, pattern: str, weights: list[StoredTensor | PackedTensor], home: Home
+) -> list[Source]:
+    """A weight per expert, or one whose first dimension is the experts; all of one kind. Several
+    per expert, one list after the other, where a layer has several sets of experts (ERNIE-VL).
+    """
+    num_experts, first = group.row.num_experts, weights[0]
+    num_sets = len(group.converter.target_patterns) if group.converter is not None else 1
+    counts = {num_experts, home.num_stored}
     num_rows = first.shape[0] if len(weights) == 1 and first.shape else 0
-    num_parts = num_rows // home.rows if num_rows in {n * home.rows for n in counts} else 0
-    if not num_parts and len(weights) not in counts:
+    if num_rows in {n * home.rows for n in counts}:
+        return [Source(pattern, (first,), num_rows // home.rows)]
+    if len(weights) == home.num_stored:  # more than compute
+        weights = weights[:num_experts]
+    if len(weights) not in (num_experts, num_sets * num_experts):
         raise CheckpointError(
-            f"{name}: {row.num_experts} experts need {row.num_experts} tensors like "
+            f"{group.name}: {num_experts} experts need {num_experts} tensors like "
             f"{first.name} or one stacked over experts, found {len(weights)}"
         )
-    for weight in weights:
-        if kind_of(weight) != kind_of(first):
-            raise CheckpointError(f"tensor {_describe(weight)}, but {_describe(first)}")
-    return Source(pattern, tuple(weights), num_parts)
+    starts = range(0, len(weights), num_experts)
+    lists = [tuple(weights[start : start + num_experts]) for start in starts]
+    for each in lists:
+        for weight in each:
+            if kind_of(weight) != kind_of(each[0]):
+                raise CheckpointError(f"tensor {_describe(weight)}, but {_describe(each[0])}")
+    return [Source(pattern, each, 0) for each in lists]
 
 
 def _describe(weight: StoredTensor | PackedTensor) -> str:

@@ -203,7 +203,7 @@ class Recipe:
                 )
         if len(self.targets) > 1:
             return False
-        (value,) = values.values()
+        (value,) = (values[name] for name in self.targets)
         before = torch.cat([t.contiguous().view(torch.uint8).flatten() for t in patterns])
         after = value.contiguous().view(torch.uint8).flatten()
         return before.shape == after.shape and bool(torch.equal(before, after))
@@ -237,9 +237,8 @@ class Recipe:
             for name, spec in self.targets.items()
         }
         converter = copy.deepcopy(self.converter)
-        converter.collected_tensors = {
-            source.pattern: [weight] for source, weight in zip(self.sources, weights, strict=True)
-        }
+        for source, weight in zip(self.sources, weights, strict=True):
+            converter.collected_tensors.setdefault(source.pattern, []).append(weight)
         try:
             values = converter.convert(self.name, model=OneExpertModel(meta), config=self.config)
         except (RuntimeError, ValueError) as error:  # how mismatched shapes are reported

@@ -1,0 +1,107 @@
+"""Every architecture of the installed transformers with routed experts gives stock's bits with few
+expert slots, and other bits with wrong experts.
+
+All of them take over a minute, so most are marked slow; the others are one of each kind.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from moe_infinity import MoE
+from tests.sweep import tiny
+from tests.sweep.compare import difference, rows_of
+from tests.sweep.discover import Architecture, architectures_in, modelling_files
+from tests.sweep.overrides import NOT_COMPARED
+from tests.sweep.runners import outcome
+
+FAST = {
+    "dbrx": "outside the interface, experts are row blocks of a matrix",
+    "deepseek_v3": "the first layer dense, shared experts, router with a bias",
+    "deepseek_v4": "routed by token id, float32",
+    "gemma4": "experts directly in the decoder layer; text and multimodal",
+    "gpt_oss": "fused and interleaved, with biases",
+    "jamba": "hybrid cache, experts in every second layer",
+    "longcat_flash": "experts without weights",
+    "mixtral": "per expert, renamed",
+    "nemotron_h": "no gate, a latent width",
+    "qwen3_vl_moe": "multimodal, fused and transposed",
+    "zaya": "one expert per token, router with a state",
+}
+FOLDERS = [
+    pytest.param(folder, marks=() if folder in FAST else pytest.mark.slow)
+    for folder in modelling_files()
+]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_few_slots_give_the_bits_of_stock_and_wrong_experts_do_not(folder, tmp_path):
+    for row in rows_of(folder, tmp_path):
+        name = row.model_class
+        if name in NOT_COMPARED:
+            assert row.result == NOT_COMPARED[name][0], row
+        else:
+            assert row.is_supported or row.result == "not generating", row
+
+
+def test_every_class_behind_the_experts_interface_is_in_the_sweep():
+    models = Path(transformers.__file__).parent / "models"
+    behind = {
+        file.parent.name
+        for file in models.glob("*/modeling_*.py")
+        if "@use_experts_implementation" in file.read_text("utf-8")
+    }
+    assert len(behind) > 40
+    assert behind <= set(modelling_files())
+
+
+def only_architecture(folder: str) -> Architecture:
+    (architecture,) = architectures_in(folder)
+    return architecture
+
+
+@pytest.mark.parametrize(
+    ("folder", "pattern"),
+    [
+        ("mixtral", r"model\.layers\.0\.block_sparse_moe\.experts\.7\.w1\.weight"),
+        ("qwen3_moe", r"model\.layers\.0\.mlp\.experts\.7\.gate_proj\.weight"),
+        ("gpt_oss", r"model\.layers\.0\.mlp\.experts\.gate_up_proj"),
+        ("dbrx", r"transformer\.blocks\.0\.ffn\.experts\.mlp\.w1"),
+    ],
+)
+def test_tiny_checkpoints_have_the_published_layout(folder, pattern, tmp_path):
+    tiny.tiny_model(only_architecture(folder)).save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any(re.fullmatch(pattern, name) for name in names), sorted(names)
+
+
+def test_two_experts_swapped_in_the_checkpoint_are_noticed(tmp_path):
+    architecture = only_architecture("mixtral")
+    tiny.tiny_model(architecture).save_pretrained(tmp_path)
+    stock = architecture.model_class.from_pretrained(tmp_path, dtype="auto")
+    theirs = outcome(stock, stock.generate)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    first, second = (f"model.layers.2.block_sparse_moe.experts.{e}.w2.weight" for e in (0, 1))
+    swapped = {**tensors, first: tensors[second].clone(), second: tensors[first].clone()}
+    file.unlink()
+    save_file(swapped, file, metadata={"format": "pt"})
+    with MoE(tmp_path, host_memory="25%") as moe:
+        assert "prefill" in difference(outcome(moe.model, moe.generate), theirs, 0.0)
+
+
+def test_a_difference_is_named_and_measured_against_the_tolerance():
+    theirs = {"prefill": torch.tensor([1.0, -4.0])}
+    assert difference({"prefill": torch.tensor([1.0, -4.0])}, theirs, 0.0) == ""
+    ours = {"prefill": torch.tensor([1.5, -4.0])}
+    assert difference(ours, theirs, 0.0) == "prefill by 5.0e-01"
+    assert difference(ours, theirs, 0.125) == ""
+    assert difference(ours, theirs, 0.1) == "prefill by 5.0e-01"
+    assert difference({"prefill": torch.tensor([torch.nan, -4.0])}, theirs, 0.5)
+    assert difference({"prefill": torch.tensor([1.0])}, theirs, 0.5)
