@@ -28,9 +28,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from moe_infinity.kernels.dispatch import NO_EXPERT, RoutedRows
 from moe_infinity.kernels.reference import expert_mlp
 
-# torch rounds the last elements of an activation otherwise than those that fill whole vectors (twice
-# 16 floats with AVX-512): an expert without a gate whose width were no multiple of 32 would differ
-# from stock in the last bit.
+# torch rounds the last elements of an activation otherwise than those that fill whole vectors
+# (twice 16 floats with AVX-512): an expert without a gate whose width were no multiple of 32 would
+# differ from stock in the last bit.
 NUM_EXPERTS, MODEL_WIDTH, EXPERT_WIDTH = 8, 64, 96
 FP32, BF16 = torch.float32, torch.bfloat16
 
