@@ -88,7 +88,7 @@ class MoeBlock(nn.Module):
         self.num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
         self.gate = nn.Linear(config.hidden_size, self.num_experts, bias=False)
         experts = [MoeMLP(config) for _ in range(self.num_experts)]
-        self.experts: nn.ModuleList | nn.ModuleDict
+        self.experts: nn.Module
         if config.experts_container == "dict":
             self.experts = nn.ModuleDict({f"expert_{i}": e for i, e in enumerate(experts)})
         else:
@@ -101,8 +101,7 @@ class MoeBlock(nn.Module):
         weights_TK = weights_TK.to(x_TD.dtype)
         out_TD = torch.zeros_like(x_TD)
         mask_EKT = F.one_hot(index_TK, num_classes=self.num_experts).permute(2, 1, 0)
-        in_dict = isinstance(self.experts, nn.ModuleDict)
-        for expert_idx, expert in enumerate(self.experts.values() if in_dict else self.experts):
+        for expert_idx, expert in enumerate(self.experts.children()):
             k, t = torch.where(mask_EKT[expert_idx])
             rows = x_TD[None, t].reshape(-1, x_TD.shape[-1])
             out_TD.index_add_(0, t, expert(rows) * weights_TK[t, k, None])
