@@ -1,0 +1,159 @@
+"""How fast does a model decode that does not fit, and what is the ceiling?
+
+    python tools/make_random_checkpoint.py runs/big --layers 7 --experts 128 --hidden 2048 \\
+        --heads 32 --head-dim 128 --tokenizer models/demo                            # 8.6 GB
+    python benchmarks/decode.py runs/big --limit 2GiB --host-memory 900MiB
+
+Real text is fed token by token (teacher-forced: every cell decodes the same tokens), each cell in a
+process of its own, under a memory limit if one is given, the files out of the page cache. Cells
+alternate over the rounds. Beside tokens per second stands the bound of a decoder that waits for
+nothing but the bytes it missed: bytes read per token over the disk's bandwidth for random reads of
+one expert, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from mmap import PAGESIZE, mmap
+from pathlib import Path
+from typing import Any
+
+from limits import drop_from_page_cache, run_limited
+
+TEXT = Path(__file__).resolve().parents[1] / "docs" / "experiments.md"
+NUM_PROMPT = 32
+DISK_S = 2.0  # to measure the disk for
+
+
+def disk_bandwidth(folder: Path, block_bytes: int, num_threads: int = 4) -> float:
+    """Bytes per second of random reads past the page cache."""
+    files = [file for file in folder.glob("*.safetensors") if file.stat().st_size > block_bytes]
+    block_bytes -= block_bytes % PAGESIZE
+    stop_at = time.perf_counter() + DISK_S
+
+    def read(seed: int) -> int:
+        rng, done, buffer = random.Random(seed), 0, mmap(-1, block_bytes)
+        descriptors = [os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files]
+        while time.perf_counter() < stop_at:
+            at = rng.randrange(len(files))
+            pages = (files[at].stat().st_size - block_bytes) // PAGESIZE
+            done += os.preadv(descriptors[at], [buffer], rng.randrange(pages + 1) * PAGESIZE)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return done
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(num_threads) as pool:
+        done = sum(pool.map(read, range(num_threads)))
+    return done / (time.perf_counter() - started)
+
+
+def decode(model: str, num_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+    """One cell, in its own process."""
+    import torch
+    from transformers import DynamicCache
+
+    from moe_infinity import MoE
+
+    with MoE(model, **options) as moe, torch.inference_mode():
+        ids = moe.tokenizer(TEXT.read_text("utf-8"), return_tensors="pt").input_ids
+        ids = ids[:, : NUM_PROMPT + num_tokens]
+        cache = DynamicCache(config=moe.model.config)
+        started = time.perf_counter()
+        moe.model(ids[:, :NUM_PROMPT], past_key_values=cache, use_cache=True)
+        times = [time.perf_counter()]
+        for at in range(NUM_PROMPT, ids.shape[1]):
+            moe.model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+            times.append(time.perf_counter())
+        report = moe.report()
+    token_s = [after - before for before, after in zip(times, times[1:], strict=False)]
+    steps = report.decode
+    return {
+        "ttft_s": times[0] - started,
+        "tok_per_s": len(token_s) / sum(token_s),
+        "tpot_ms": 1e3 * statistics.median(token_s),
+        "tpot_p95_ms": 1e3 * statistics.quantiles(token_s, n=20)[-1],
+        "hit_rate": steps.hit_rate,
+        "slots": report.tiers[0].capacity,
+        "read_mb_per_token": steps.bytes_read / len(token_s) / 1e6,
+        "stall_share": steps.stall_s / sum(token_s),
+        "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+    }
+
+
+def median_of(results: list[dict[str, Any]]) -> dict[str, Any]:
+    good = [result for result in results if "failed" not in result]
+    if not good:
+        return results[0]
+    return {key: statistics.median(result[key] for result in good) for key in good[0]}
+
+
+def main() -> None:
+    from moe_infinity.config import parse_size
+    from moe_infinity.inspection import inspect_checkpoint
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", type=Path)
+    parser.add_argument("--limit", help="of memory, page cache included, e.g. 2GiB")
+    parser.add_argument("--host-memory", default="25%", help="comma-separated")
+    parser.add_argument("--policy", default="activation-aware", help="comma-separated")
+    parser.add_argument("--prefetch", default="off", help="off, on or off,on")
+    parser.add_argument("--option", action="append", default=[], help="NAME=JSON of OffloadConfig")
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    limit_bytes = parse_size(args.limit, whole_bytes=0) if args.limit else None
+    more = {name: json.loads(value) for name, _, value in (o.partition("=") for o in args.option)}
+    grid = product(
+        args.models,
+        args.host_memory.split(","),
+        args.policy.split(","),
+        [choice == "on" for choice in args.prefetch.split(",")],
+    )
+    cells = [
+        {
+            "model": str(model),
+            "num_tokens": args.tokens,
+            "options": {"host_memory": memory, "policy": policy, "prefetch": prefetch} | more,
+        }
+        for model, memory, policy, prefetch in grid
+    ]
+    results: list[list[dict[str, Any]]] = [[] for _ in cells]
+    disk: dict[str, list[float]] = {str(model): [] for model in args.models}
+    for _ in range(args.rounds):
+        for model in args.models:
+            drop_from_page_cache(model)
+            disk[str(model)].append(
+                disk_bandwidth(model, inspect_checkpoint(str(model)).bytes_per_expert)
+            )
+        for cell, found in zip(cells, results, strict=True):
+            drop_from_page_cache(Path(cell["model"]))
+            found.append(run_limited(__file__, cell, limit_bytes))
+    for cell, found in zip(cells, results, strict=True):
+        bandwidth = statistics.median(disk[cell["model"]])
+        result = median_of(found) | {"disk_gb_per_s": bandwidth / 1e9}
+        if "failed" not in result:
+            read = result["read_mb_per_token"] * 1e6
+            result["bound_tok_per_s"] = bandwidth / read if read else None
+        rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}
+        print(json.dumps({"model": Path(cell["model"]).name, **cell["options"], **rounded}))
+
+
+def run_cell() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cell", type=json.loads, required=True)
+    print(json.dumps(decode(**parser.parse_args().cell)))
+
+
+if __name__ == "__main__":
+    import sys
+
+    run_cell() if "--cell" in sys.argv else main()

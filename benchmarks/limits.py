@@ -1,0 +1,67 @@
+"""What benchmarks share: a process in a memory cgroup, files pushed out of the page cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@contextmanager
+def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
+    """A group whose processes and page cache get `limit_bytes` and no swap; version 1 or 2 of the
+    interface. Needs the right to make one (root in a container, as a rule).
+    """
+    is_v2 = (CGROUPS / "cgroup.controllers").exists()
+    group = (CGROUPS if is_v2 else CGROUPS / "memory") / f"moe-infinity-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+        for name in ("memory.max",) if is_v2 else ("memory.limit_in_bytes",):
+            (group / name).write_text(str(limit_bytes))
+    except OSError as error:
+        raise SystemExit(f"cannot make a memory cgroup: {error}") from error
+    for name, text in {"memory.swap.max": "0", "memory.swappiness": "0"}.items():
+        if (group / name).exists():
+            (group / name).write_text(text)
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def run_limited(file: str, cell: dict[str, Any], limit_bytes: int | None) -> dict[str, Any]:
+    """Run `file --cell JSON` in a process of its own; the last line it prints is its result."""
+
+    def run(group: Path | None) -> dict[str, Any]:
+        def join() -> None:
+            if group is not None:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        command = [sys.executable, file, "--cell", json.dumps(cell)]
+        done = subprocess.run(command, preexec_fn=join, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            return {"failed": f"exit status {done.returncode}"}  # -9: out of memory
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+    if limit_bytes is None:
+        return run(None)
+    with memory_cgroup(limit_bytes) as group:
+        return run(group)
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """The next reads of its files come from the disk."""
+    for file in folder.iterdir():
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
