@@ -82,10 +82,10 @@ class MoE:
         except BaseException:
             loaded.reader.close()
             raise
-        if self.config.early_gate:
-            self._runtime.early_gate = EarlyGate(self.model, loaded.plan.rows)
-        self._signature = signature_of(self.model, loaded.plan.rows)
         try:
+            if self.config.early_gate:
+                self._runtime.early_gate = EarlyGate(self.model, loaded.plan.rows)
+            self._signature = signature_of(self.model, loaded.plan.rows)
             self._load_history()
         except BaseException:
             self._runtime.close()

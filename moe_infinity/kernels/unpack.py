@@ -4,6 +4,7 @@ define the formats do it, in few passes.
     fp8    float8 x scale, in float32, rounded once          transformers' Fp8Dequantize
     mxfp4  16 values x power of two, in bfloat16             transformers' Mxfp4Dequantize
     int4   (nibble - zero) x scale, in the dtype of scale    compressed-tensors, GPTQ, AutoAWQ
+    int8   integer x scale, in the dtype of scale            compressed-tensors
 
 Nibbles are numbered from the lowest bits of a word, words are little-endian. Every function takes
 one weight; legend: R rows (outputs), C columns (inputs), G groups of columns, r x c a grid of
@@ -114,6 +115,20 @@ def int4_rows(
     else:
         zeros_RG = _nibbles(_transposed(zeros_WG)).t()[: len(packed_RW)]
     return _apply_groups(packed_RW, _nibbles, zeros_RG, scales_RG, dtype)
+
+
+def int8_rows(weight_RC: Tensor, scales_R1: Tensor, dtype: torch.dtype) -> Tensor:
+    """compressed-tensors int-quantized: an integer times the scale of its row; computed in float32,
+    from which the product is rounded as in `_apply_groups`.
+    """
+    wide_R1 = scales_R1.to(torch.float32)
+    out_RC = torch.empty(weight_RC.shape, dtype=dtype, device=weight_RC.device)
+    step = _rows_of_a_chunk(weight_RC.device, *weight_RC.shape)
+    for first in range(0, len(weight_RC), step):
+        rows = slice(first, first + step)
+        values = weight_RC[rows].to(torch.float32).mul_(wide_R1[rows])
+        out_RC[rows] = values.to(scales_R1.dtype)
+    return out_RC
 
 
 def gptq(parts: dict[str, Tensor], dtype: torch.dtype, *, adds_one_to_zeros: bool) -> Tensor:

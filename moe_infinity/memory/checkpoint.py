@@ -59,10 +59,16 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def _shards(folder: Path, index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        content = json.loads(index.read_text("utf-8"))
+        names = sorted(set(content["weight_map"].values()))
         missing = [name for name in names if not (folder / name).is_file()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not an index of shards: {error!r}") from error
+    if not names or "metadata" not in content:  # without which transformers does not take it
+        raise CheckpointError(f"{index}: not an index of shards: no names or no metadata")
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{index}: names {name}, a file outside of the folder")
     if missing:
         raise CheckpointError(
             f"{folder}: {len(missing)} of {len(names)} shards are missing: "

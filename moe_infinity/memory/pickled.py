@@ -14,6 +14,7 @@ from __future__ import annotations
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,12 @@ STORAGES = {
     "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64",
     "Int": "I32", "Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL",
 }  # fmt: skip
+
+
+# What zipfile and struct raise for broken, encrypted or otherwise compressed files.
+BROKEN = (
+    zipfile.BadZipFile, zlib.error, struct.error, ValueError, OSError, EOFError, RuntimeError,
+)  # fmt: skip
 
 
 class Storage(NamedTuple):
@@ -59,8 +66,10 @@ def read_pickled(file: Path) -> tuple[list[StoredTensor], int]:
             prefix = pickle_name.removesuffix("data.pkl")
             if entries[pickle_name].file_size > MAX_PICKLE_BYTES:
                 raise CheckpointError(f"{file}: {pickle_name} is too large to be a list of tensors")
-            if f"{prefix}byteorder" in entries and archive.read(f"{prefix}byteorder") != b"little":
-                raise CheckpointError(f"{file}: its numbers are not little-endian")
+            if (order := entries.get(f"{prefix}byteorder")) is not None:
+                with archive.open(order) as text:
+                    if text.read(len(b"little") + 1) != b"little":
+                        raise CheckpointError(f"{file}: its numbers are not little-endian")
             with archive.open(pickle_name) as pickled:
                 tensors = _unpickle(file, pickled)
             places = {
@@ -69,7 +78,7 @@ def read_pickled(file: Path) -> tuple[list[StoredTensor], int]:
                 if name.startswith(f"{prefix}data/")
             }
             num_bytes = entries[pickle_name].file_size + LOCAL_HEADER.size * len(places)
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
+    except BROKEN as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
@@ -82,20 +91,22 @@ def read_pickled(file: Path) -> tuple[list[StoredTensor], int]:
     ], num_bytes
 
 
-class _Unpickler(pickle.Unpickler):
-    """Gives a pickle nothing but descriptions of tensors."""
+class _Unpickler(pickle._Unpickler):
+    """Gives a pickle nothing but descriptions of tensors. The unpickler in C would reserve memory
+    for whatever number a memo is given.
+    """
 
     def persistent_load(self, pid: Any) -> Storage:
         kind, stored_dtype, key, _, _ = pid
-        if kind != "storage" or not isinstance(stored_dtype, str):
+        if kind != "storage" or stored_dtype not in STORAGES.values():
             raise ValueError(f"a persistent object of kind {kind!r}")
         return Storage(str(key), stored_dtype)
 
     def find_class(self, module: str, name: str) -> Any:
         given: dict[tuple[str, str], Callable[..., Any]] = {
             ("collections", "OrderedDict"): OrderedDict,
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("torch._utils", "_rebuild_parameter"): _parameter,
+            ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor(),
+            ("torch._utils", "_rebuild_parameter"): _RebuildParameter(),
         }
         if (module, name) in given:
             return given[module, name]
@@ -106,12 +117,22 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _tensor(storage: Storage, first: Any, shape: Any, strides: Any, *_: Any) -> PickledTensor:
-    return PickledTensor(storage, first, shape, strides)
+class _RebuildTensor:
+    """No function: a pickle could set attributes of that."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, storage: Storage, first: Any, shape: Any, strides: Any, *_: Any
+    ) -> PickledTensor:
+        return PickledTensor(storage, first, shape, strides)
 
 
-def _parameter(tensor: PickledTensor, *_: Any) -> PickledTensor:
-    return tensor
+class _RebuildParameter:
+    __slots__ = ()
+
+    def __call__(self, tensor: PickledTensor, *_: Any) -> PickledTensor:
+        return tensor
 
 
 def _unpickle(file: Path, pickled: IO[bytes]) -> dict[str, PickledTensor]:
@@ -125,10 +146,10 @@ def _unpickle(file: Path, pickled: IO[bytes]) -> dict[str, PickledTensor]:
         isinstance(name, str)
         and isinstance(tensor, PickledTensor)
         and isinstance(tensor.storage, Storage)
-        for name, tensor in found.items()
+        for name, tensor in dict.items(found)
     ):
         raise CheckpointError(f"{file}: not a plain dictionary of tensors")
-    return found
+    return dict(dict.items(found))
 
 
 def _extent_of(file: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Extent:

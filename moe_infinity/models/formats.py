@@ -25,12 +25,14 @@ SUPPORTED = """\
 fp8                 float8_e4m3fn with scales per block or per tensor
 mxfp8               float8_e4m3fn with power-of-two scales
 mxfp4               as gpt-oss is published
-compressed-tensors  pack-quantized int4 per group or channel, float-quantized fp8
+compressed-tensors  pack-quantized int4 per group or channel, int-quantized int8 per channel,
+                    float-quantized fp8
 gptq                4 bits, checkpoint_format gptq or gptq_v2
 awq                 4 bits, version gemm"""
 
 FLOATS = frozenset({"BF16", "F16", "F32"})
 INT32, INDICES, FLOAT8 = frozenset({"I32"}), frozenset({"I32", "I64"}), frozenset({"F8_E4M3"})
+INT8 = frozenset({"I8"})
 BYTES, EXPONENTS = frozenset({"U8"}), frozenset({"U8", "F8_E8M0"})
 OF_ACTIVATIONS = (
     "input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale",
@@ -55,7 +57,7 @@ def find_format(quantization_config: Config) -> Format:
         "awq": _find_awq,
     }
     method = quantization_config.get("quant_method")
-    if method not in found:
+    if not isinstance(method, str) or method not in found:
         raise _unsupported(f"a checkpoint quantized with {method or 'an unnamed method'}")
     try:
         schemes = found[method](quantization_config)
@@ -112,7 +114,8 @@ def _fp8_scheme(
 
 def find_block(shape: Shape, grid: Shape, configured: list[Block]) -> Block | None:
     """Rows and columns that share a scale, the last of them possibly cut off by the edge: as
-    configured if that gives this grid, else equal parts, as transformers takes them.
+    configured, or a row or the whole; if nothing is configured equal parts, as transformers takes
+    them.
     """
     if prod(grid) == 1:
         return shape[0], shape[1]
@@ -121,6 +124,8 @@ def find_block(shape: Shape, grid: Shape, configured: list[Block]) -> Block | No
     for block in configured:
         if grid == (-(-shape[0] // block[0]), -(-shape[1] // block[1])):
             return block
+    if configured and grid != (shape[0], 1):
+        return None
     if shape[0] % grid[0] or shape[1] % grid[1]:
         return None
     return shape[0] // grid[0], shape[1] // grid[1]
@@ -149,7 +154,7 @@ def _unpack_mxfp4(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def _find_compressed_tensors(config: Config) -> tuple[Scheme, ...]:
-    """Any mix of the two formats; which weight has which is told by its tensors."""
+    """Any mix of the three formats; which weight has which is told by its tensors."""
     blocks = []
     for group in config["config_groups"].values():
         weights = group.get("weights")
@@ -158,13 +163,14 @@ def _find_compressed_tensors(config: Config) -> tuple[Scheme, ...]:
         _check_compressed_weights(weights, group.get("format") or config.get("format"))
         if (block := weights.get("block_structure")) is not None:
             blocks.append(_block(block))
-    return (_INT4, _fp8_scheme("float-quantized", "_scale", FLOATS, blocks))
+    return (_INT4, _INT8, _fp8_scheme("float-quantized", "_scale", FLOATS, blocks))
 
 
 def _check_compressed_weights(weights: Config, stored_format: object) -> None:
     kind = weights.get("type", "int"), weights.get("num_bits", 8), stored_format
     strategies = {
         ("int", 4, "pack-quantized"): ("group", "channel", None),
+        ("int", 8, "int-quantized"): ("channel",),
         ("float", 8, "float-quantized"): ("tensor", "channel", "block", None),
         ("float", 8, "naive-quantized"): ("tensor", "channel", "block", None),
     }
@@ -174,8 +180,8 @@ def _check_compressed_weights(weights: Config, stored_format: object) -> None:
     _require(
         "compressed-tensors", weights, "actorder", None, False, "weight", "static", default=None
     )
-    if kind[0] == "float":
-        _require("compressed-tensors fp8", weights, "symmetric", True, default=True)
+    if kind[1] == 8:
+        _require(f"compressed-tensors {kind[2]}", weights, "symmetric", True, default=True)
 
 
 def _int4_shape(shapes: Shapes) -> Shape | None:
@@ -192,18 +198,40 @@ def _unpack_int4(parts: Parts, dtype: torch.dtype) -> Tensor:
     return unpack.int4_rows(parts["packed"], parts["scale"], parts.get("zero_point"), dtype)
 
 
+# The weight is called NAME.weight as a rule; our own packer also packs one stacked over experts,
+# which may be called otherwise.
 _INT4 = Scheme(
     "pack-quantized",
-    ".weight",
+    "",
     (
-        Part("packed", ".weight_packed", INT32),
-        Part("scale", ".weight_scale", FLOATS),
-        Part("zero_point", ".weight_zero_point", INT32, is_optional=True),
+        Part("packed", "_packed", INT32),
+        Part("scale", "_scale", FLOATS),
+        Part("zero_point", "_zero_point", INT32, is_optional=True),
     ),
     2,
     ("weight_shape", *OF_ACTIVATIONS),
     _int4_shape,
     _unpack_int4,
+)
+
+
+def _int8_shape(shapes: Shapes) -> Shape | None:
+    shape = shapes["weight"]
+    return shape if shapes["scale"] == (shape[0], 1) else None
+
+
+def _unpack_int8(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return unpack.int8_rows(parts["weight"], parts["scale"], dtype)
+
+
+_INT8 = Scheme(
+    "int-quantized",
+    "",
+    (Part("weight", "", INT8), Part("scale", "_scale", FLOATS)),
+    2,
+    OF_ACTIVATIONS,
+    _int8_shape,
+    _unpack_int8,
 )
 
 

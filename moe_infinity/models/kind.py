@@ -12,6 +12,7 @@ import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.experts import COMPUTE_DTYPES
 from moe_infinity.models.formats import find_format
 from moe_infinity.models.packing import Format
 
@@ -46,13 +47,18 @@ def find_kind(checkpoint: str, *, trust_remote_code: bool = False) -> Kind:
         model_class = _class_of(checkpoint, config, trust_remote_code=trust_remote_code)
     except UnsupportedModelError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint}: no usable config.json: {error}") from error
+    except Exception as error:  # each config class checks in its own way
         raise UnsupportedModelError(
             f"{checkpoint}: transformers {transformers.__version__} does not understand "
             f"its config.json: {error}"
         ) from error
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint}: no usable config.json: {error}") from error
+    dtype = str(config.dtype).removeprefix("torch.")
+    if dtype not in ("None", *COMPUTE_DTYPES):
+        raise UnsupportedModelError(
+            f"{checkpoint}: dtype {dtype}, expected one of {', '.join(COMPUTE_DTYPES)}"
+        )
     return Kind(config, model_class, _packing_of(checkpoint, config))
 
 
@@ -64,7 +70,7 @@ def _class_of(checkpoint: str, config: Any, *, trust_remote_code: bool) -> Any:
                 return get_class_from_dynamic_module(own_code[name], checkpoint)
     for name in config.architectures or []:
         found = getattr(transformers, name, None)
-        if found is not None and found.can_generate():
+        if found is not None and found.can_generate() and isinstance(config, found.config_class):
             return found
     for mapping in (
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,

@@ -4,8 +4,8 @@ know, as in models that bring their own (trust_remote_code).
 The block around them runs twice. First its experts only note what they are called with, and answer
 zeros; then all that were called are loaded and computed, several at a time and in whatever order
 they arrive; then the block runs again and its experts give those answers. So the block's own
-arithmetic decides, and its router and shared experts are computed twice. An expert is taken to give
-one tensor of the shape of its first argument.
+arithmetic decides, and its router and shared experts are computed twice; one that counts its calls
+would count double. An expert is taken to give one tensor of the shape of its first argument.
 
 Which token went where is heard from the block's call of torch.topk.
 """
@@ -55,7 +55,8 @@ class CalledExperts:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        return np.array([sum(c.num_rows for c in self._calls[e]) for e in self.activated])
+        counts = [sum(call.num_rows for call in self._calls[e]) for e in self.activated]
+        return np.array(counts, dtype=np.int64)
 
     def compute(self, expert_idx: int, mlp: ExpertMlp, weights: Any) -> None:
         for call in self._calls[expert_idx]:
@@ -110,35 +111,68 @@ class BlockForward:
         self._layer = layer
         self._name = row.block_name
         self._num_experts = row.num_experts
+        self._autocast = _autocast()  # while the block runs
         self._calls: list[Call] = []
-        self._answers: Iterator[Call] | None = None  # None: experts are to note their calls
+        self._answers: Iterator[Call] = iter(())
+        self._respond = self._refuse  # what a called expert does
         for expert_idx, expert in enumerate(row.module.children()):
             expert.forward = partial(self._expert, expert_idx)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x: Tensor = next(iter((*args, *kwargs.values())))  # [..., D]
         num_tokens = x.numel() // x.shape[-1]
-        self._calls, self._answers = [], None
-        with TopKListener(self._num_experts) as heard:
-            self._stock(*args, **kwargs)
-        calls = [call for call in self._calls if call.num_rows]
-        index_TK = _routing(heard.index_TK, calls, num_tokens)
-        self._layer.work(CalledExperts(calls), index_TK, num_tokens)
-        self._answers = iter(self._calls)
-        return self._stock(*args, **kwargs)
+        self._autocast = _autocast()
+        try:
+            self._respond = self._note
+            with TopKListener(self._num_experts) as heard:
+                self._stock(*args, **kwargs)
+            if num_tokens and not self._calls:
+                raise UnsupportedModelError(f"{self._name} does not call its experts")
+            calls = [call for call in self._calls if call.num_rows]
+            index_TK = _routing(heard.index_TK, calls, num_tokens)
+            self._layer.work(CalledExperts(calls), index_TK, num_tokens)
+            self._answers = iter(self._calls)
+            self._respond = self._answer
+            return self._stock(*args, **kwargs)
+        finally:  # a prompt's rows take memory
+            self._calls, self._answers, self._respond = [], iter(()), self._refuse
 
     def _expert(self, expert_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """What each expert's forward is."""
-        if self._answers is None:
-            self._calls.append(Call(expert_idx, args, kwargs))
-            return torch.zeros_like(args[0])
-        call = next(self._answers)
-        is_same = call.expert_idx == expert_idx and args[0].shape == call.args[0].shape
-        if not is_same or not torch.equal(args[0], call.args[0]):
+        if not args or not isinstance(args[0], Tensor) or _autocast() != self._autocast:
             raise UnsupportedModelError(
-                f"{self._name}: what its experts are called with depends on other experts"
+                f"{self._name}: experts are to be called with a tensor, not under autocast"
             )
-        return torch.zeros_like(args[0]) if call.answer is None else call.answer
+        return self._respond(Call(expert_idx, args, kwargs))
+
+    def _note(self, call: Call) -> Tensor:
+        """A copy, since the block may fill the same memory for the next expert."""
+        call.args = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in call.args)
+        self._calls.append(call)
+        return torch.zeros_like(call.args[0])
+
+    def _answer(self, call: Call) -> Tensor:
+        noted = next(self._answers, None)
+        if noted is None or noted.expert_idx != call.expert_idx or not _are_equal(noted, call):
+            raise UnsupportedModelError(
+                f"{self._name}: called again, it calls its experts otherwise: do they depend on "
+                "each other, or is its input changed in place?"
+            )
+        return torch.zeros_like(call.args[0]) if noted.answer is None else noted.answer
+
+    def _refuse(self, call: Call) -> Tensor:
+        raise UnsupportedModelError(
+            f"an expert of {self._name} is called from outside that module's forward"
+        )
+
+
+def _are_equal(noted: Call, call: Call) -> bool:
+    x, y = noted.args[0], call.args[0]
+    return x.shape == y.shape and torch.equal(x, y)
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
 def _routing(heard_TK: Tensor | None, calls: list[Call], num_tokens: int) -> Tensor | None:
@@ -149,4 +183,4 @@ def _routing(heard_TK: Tensor | None, calls: list[Call], num_tokens: int) -> Ten
         called,
     ):
         return heard_TK
-    return torch.tensor([called]) if num_tokens == 1 else None
+    return torch.tensor([called], dtype=torch.int64) if num_tokens == 1 else None

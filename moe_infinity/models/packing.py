@@ -7,6 +7,7 @@ A Format is the schemes that may occur in one checkpoint; formats.py knows which
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.memory.extents import StoredTensor
+
+PADDING = re.compile(r"padding\.\d+")  # with which our packer fills up pages
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # by role, without the expert dimension
@@ -139,7 +142,10 @@ class Format:
                 weight = scheme.assemble(base, tensors)
                 gone.update(part.name for _, part in weight.parts)
                 gone.update(_ignored(weight, tensors))
+                if weight.name in packed:
+                    raise CheckpointError(f"{weight.name} is there packed in two ways")
                 packed[weight.name] = weight
+        gone.update(name for name in tensors if PADDING.fullmatch(name))
         rest = {name: tensor for name, tensor in tensors.items() if name not in gone}
         for name in packed.keys() & rest.keys():
             raise CheckpointError(f"{name} is there packed and again as it is")

@@ -124,6 +124,8 @@ def plan_experts(
     weights: Weights = dict(headers.tensors)
     if packing is not None:
         weights = packing.group(headers.tensors)
+    else:
+        _refuse_unsaid_scales(headers)
     rows = find_experts(model)
     members = {
         f"{row.name}.{path}": Member(row, key, expert_idx)
@@ -153,6 +155,16 @@ def plan_experts(
         dense=dense,
         header_bytes=headers.num_bytes,
     )
+
+
+def _refuse_unsaid_scales(headers: Headers) -> None:
+    """Float8 weights are nothing without the scales beside them."""
+    for tensor in headers.tensors.values():
+        scales = {f"{tensor.name}_scale_inv", f"{tensor.name}_scale"}
+        if tensor.stored_dtype.startswith("F8") and scales & headers.tensors.keys():
+            raise CheckpointError(
+                f"{tensor.name} has scales beside it, but config.json has no quantization_config"
+            )
 
 
 class Member(NamedTuple):
@@ -275,6 +287,10 @@ def _make_sources(
     num_experts, first = group.row.num_experts, weights[0]
     num_sets = len(group.converter.target_patterns) if group.converter is not None else 1
     counts = {num_experts, home.num_stored}
+    if isinstance(first, PackedTensor) and home.rows > 1:
+        raise UnsupportedModelError(
+            f"{group.name}: {first.scheme.name} experts that are runs of rows of one weight"
+        )
     num_rows = first.shape[0] if len(weights) == 1 and first.shape else 0
     if num_rows in {n * home.rows for n in counts}:
         return [Source(pattern, (first,), num_rows // home.rows)]

@@ -192,7 +192,8 @@ class Recipe:
 
         Raises CheckpointError if the result does not have the shape the model wants.
         """
-        patterns = [self._pattern(source) for source in self.sources]
+        generator = torch.Generator().manual_seed(0)
+        patterns = [self._pattern(source, generator) for source in self.sources]
         values = self._convert([pattern.clone() for pattern in patterns])
         for name, spec in self.targets.items():
             found = tuple(values[name].shape) if name in values else None
@@ -208,15 +209,15 @@ class Recipe:
         after = value.contiguous().view(torch.uint8).flatten()
         return before.shape == after.shape and bool(torch.equal(before, after))
 
-    def _pattern(self, source: Source) -> Tensor:
-        """A weight of one expert whose bytes tell where they come from."""
+    def _pattern(self, source: Source, generator: torch.Generator) -> Tensor:
+        """A weight of one expert whose bytes tell where they come from: random ones."""
         dtype = self._dtype
         if source.packed is None:
             ((_, stored_dtype),) = source.stored_shapes().values()
             dtype = getattr(torch, stored_dtype)
         num_bytes = prod(source.shape) * dtype.itemsize
-        pattern = torch.arange(num_bytes // 2 + 1, dtype=torch.int32).to(torch.int16)
-        return pattern.view(torch.uint8)[:num_bytes].clone().view(dtype).view(source.shape)
+        pattern = torch.empty(num_bytes // 8 + 1, dtype=torch.int64).random_(generator=generator)
+        return pattern.view(torch.uint8)[:num_bytes].view(dtype).view(source.shape)
 
     def _describe_sources(self) -> str:
         firsts = (source.weights[0] for source in self.sources)
