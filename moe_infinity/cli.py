@@ -1,5 +1,5 @@
-"""The command line: run | chat | inspect | trace | simulate. Text goes to stdout, progress and
-logs to stderr; exit codes 0, 1, 2; 130 after Ctrl-C.
+"""The command line: run | chat | inspect | pack | trace | simulate. Text goes to stdout, progress
+and logs to stderr; exit codes 0, 1, 2; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or
 Implementation = Annotated[
     str,
     typer.Option(
-        "--experts-implementation", help="Whose arithmetic to reproduce: grouped_mm or eager."
+        "--experts-implementation",
+        help="How experts compute: auto, or grouped_mm or eager exactly.",
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -82,7 +83,7 @@ def run(
     early_gate: EarlyGate = False,
     history: History = None,
     dtype: Dtype = "auto",
-    implementation: Implementation = "grouped_mm",
+    implementation: Implementation = "auto",
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text.")
@@ -131,7 +132,7 @@ def chat(
     early_gate: EarlyGate = False,
     history: History = None,
     dtype: Dtype = "auto",
-    implementation: Implementation = "grouped_mm",
+    implementation: Implementation = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk to a model; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
@@ -182,6 +183,36 @@ def inspect(
 
     summary = inspect_checkpoint(model, dtype=dtype, trust_remote_code=trust_remote_code)
     write((json.dumps(summary.as_dict()) if as_json else str(summary)) + "\n")
+
+
+@app.command()
+def pack(
+    model: Model,
+    experts: Annotated[str, typer.Option(help="What to store experts in: int4, int8 or fp8.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    group_size: Annotated[
+        int, typer.Option(help="int4: columns that share a scale, 32, 64 or 128.")
+    ] = 32,
+    rounding: Annotated[
+        str, typer.Option(help="search (smaller error) or nearest (faster).")
+    ] = "search",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write a checkpoint with its experts in fewer bits. Interrupted, the same command goes on."""
+    from moe_infinity.packer import pack_checkpoint
+
+    with Progress(console=stderr, transient=True) as progress:
+        task = progress.add_task("packing", total=None)
+        report = pack_checkpoint(
+            model,
+            output,
+            experts=experts,
+            group_size=group_size,
+            rounding=rounding,
+            trust_remote_code=trust_remote_code,
+            on_bytes=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    write(f"{report}\n")
 
 
 @app.command()

@@ -22,8 +22,10 @@ from moe_infinity.prefetch.predictors import FACTORS
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
-# Those of transformers whose arithmetic we reproduce bit for bit.
-EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
+# The last two are those of transformers whose arithmetic we reproduce bit for bit. "auto" is
+# grouped_mm for weights as they are; packed ones are multiplied without unpacking them.
+EXPERTS_IMPLEMENTATIONS = ("auto", "grouped_mm", "eager")
+EXPERT_DTYPES = ("int4", "int8", "fp8")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 # Options of the MoE-Infinity that was published with the paper -> what to tell its user.
@@ -68,9 +70,8 @@ class OffloadConfig:
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
-    experts_implementation: str = (
-        "grouped_mm"  # whose arithmetic to reproduce; transformers' own default on CPU
-    )
+    expert_dtype: str | None = None  # pack experts into one of EXPERT_DTYPES as they are loaded
+    experts_implementation: str = "auto"  # how experts compute, see EXPERTS_IMPLEMENTATIONS
     trust_remote_code: bool = False  # run Python code that the checkpoint brings with it
     num_read_threads: int = 2  # concurrent disk reads
 
@@ -81,6 +82,7 @@ class OffloadConfig:
                 f"without must name some of {', '.join(FACTORS)}, got {self.without!r}"
             )
         self._require_one_of("dtype", DTYPES)
+        self._require_one_of("expert_dtype", (None, *EXPERT_DTYPES))
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
         if not isinstance(self.history, str | Path | None):
             raise ConfigError(f"history must be a file name, got {self.history!r}")
@@ -104,10 +106,11 @@ class OffloadConfig:
         if type(threads) is not int or threads < 1:
             raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")
 
-    def _require_one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+    def _require_one_of(self, name: str, allowed: tuple[str | None, ...]) -> None:
         value = getattr(self, name)
         if value not in allowed:
-            raise ConfigError(f"unknown {name} {value!r}, expected one of: {', '.join(allowed)}")
+            names = ", ".join(map(str, allowed))
+            raise ConfigError(f"unknown {name} {value!r}, expected one of: {names}")
 
     @classmethod
     def from_options(

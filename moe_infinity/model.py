@@ -37,6 +37,7 @@ from moe_infinity.errors import (
 from moe_infinity.models import experts_backend
 from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.loading import load_without_experts
+from moe_infinity.models.packed_on_load import packed_on_load
 from moe_infinity.models.signature import signature_of
 from moe_infinity.prefetch.history import load_history, save_history
 from moe_infinity.report import Report, TierOccupancy
@@ -78,19 +79,22 @@ class MoE:
         self._is_closed = False
         self._startup_bytes_read = loaded.startup_bytes_read
         try:
-            self._runtime = ExpertRuntime(loaded.plan, loaded.reader, self.config)
+            plan = loaded.plan
+            if self.config.expert_dtype is not None:
+                plan = packed_on_load(plan, self.config.expert_dtype)
+            self._runtime = ExpertRuntime(plan, loaded.reader, self.config)
         except BaseException:
             loaded.reader.close()
             raise
         try:
             if self.config.early_gate:
-                self._runtime.early_gate = EarlyGate(self.model, loaded.plan.rows)
-            self._signature = signature_of(self.model, loaded.plan.rows)
+                self._runtime.early_gate = EarlyGate(self.model, plan.rows)
+            self._signature = signature_of(self.model, plan.rows)
             self._load_history()
         except BaseException:
             self._runtime.close()
             raise
-        self._steps = experts_backend.attach(self.model, loaded.plan.rows, self._runtime)
+        self._steps = experts_backend.attach(self.model, plan.rows, self._runtime)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -173,6 +177,7 @@ class MoE:
         counters = copy.deepcopy(runtime.counters)
         return Report(
             policy=self.config.policy,
+            experts=runtime.experts,
             prefill=counters.prefill,
             decode=counters.decode,
             startup_bytes_read=self._startup_bytes_read,

@@ -24,6 +24,7 @@ class Report:
     """A snapshot; `as_dict()` for programs, `print()` for people."""
 
     policy: str
+    experts: str  # how they are stored in slots, and computed
     prefill: PhaseCounters
     decode: PhaseCounters
     startup_bytes_read: int  # headers and dense weights
@@ -44,6 +45,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         return {
             "policy": self.policy,
+            "experts": self.experts,
             "prefill": self.prefill.as_dict(),
             "decode": self.decode.as_dict(),
             "bytes_read": self.bytes_read,
@@ -86,7 +88,7 @@ class Report:
                 f"{ahead.wasted:,} wasted"
             )
         lines.append(
-            f"policy {self.policy}, {self.evictions:,} evictions, "
+            f"experts {self.experts}; policy {self.policy}, {self.evictions:,} evictions, "
             f"start-up read {format_bytes(self.startup_bytes_read)}"
         )
         return "\n".join(lines)

@@ -25,6 +25,7 @@ from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ClosedError
 from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
 from moe_infinity.memory.host import HostSlots, num_host_slots
 from moe_infinity.memory.mover import Mover
@@ -71,11 +72,19 @@ class ExpertRuntime:
         self._reader = reader
         self._recipes = plan.recipes
         self._views = [self.slots.views(recipes.layout) for recipes in plan.recipes]
+        multiplies = config.experts_implementation == "auto" and has_packed_kernels()
         self._mlps = [
-            recipes.computing(row.compute) for row, recipes in zip(rows, plan.recipes, strict=True)
+            recipes.computing(row.compute, is_transposed=row.is_transposed if multiplies else None)
+            for row, recipes in zip(rows, plan.recipes, strict=True)
         ]
-        self.total_expert_bytes = plan.expert_bytes
+        computed = "read by kernels" if multiplies else "unpacked when they compute"
+        self.experts = "as stored" if plan.packing is None else f"{plan.packing}, {computed}"
         self._bytes_per_expert = [recipes.bytes_per_expert() for recipes in plan.recipes]
+        own = {
+            id(r): len(k) * r.bytes_per_expert()
+            for r, k in zip(plan.recipes, self._keys, strict=True)
+        }
+        self.total_expert_bytes = sum(own.values())  # on disk; tied ones once
         self._is_eager = config.experts_implementation == "eager"
         self._mover = Mover(self.table, self._read_expert, num_threads=config.num_read_threads)
         self._prefetcher: Prefetcher | None = None

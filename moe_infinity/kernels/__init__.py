@@ -1,1 +1,8 @@
-"""The arithmetic of experts."""
+"""What computes, and the plain twin of each."""
+
+from importlib.util import find_spec
+
+
+def has_packed_kernels() -> bool:
+    """Whether packed_cpu.py can be imported: numba is optional."""
+    return find_spec("numba") is not None

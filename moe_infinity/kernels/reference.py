@@ -3,18 +3,20 @@ is tested against.
 
 T tokens, R rows of one expert, D model width, F expert width. Weights come by name, without the
 expert dimension: gate_up_proj [2F, D] (or up_proj [F, D]) and down_proj [D, F]; transposed where
-the architecture stores them so.
+the architecture stores them so. A packed weight comes as an object whose product(x) is x times the
+transpose of [out, in].
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def expert_mlp(experts: Any, weights: dict[str, Tensor], x_RD: Tensor) -> Tensor:
+def expert_mlp(experts: Any, weights: Mapping[str, Any], x_RD: Tensor) -> Tensor:
     """[R, D] -> [R, D]. `experts` is the architecture's own experts module: it knows its activation
     and its layout.
     """
@@ -27,7 +29,13 @@ def expert_mlp(experts: Any, weights: dict[str, Tensor], x_RD: Tensor) -> Tensor
     return out
 
 
-def _linear(experts: Any, weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    weight = weights[name] if experts.is_transposed else weights[name].t()
-    out = torch.mm(x.to(weight.dtype), weight)
-    return out.add_(weights[name + "_bias"]) if experts.has_bias else out
+def _linear(experts: Any, weights: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
+    weight = weights[name]
+    if isinstance(weight, Tensor):
+        weight = weight if experts.is_transposed else weight.t()
+        out = torch.mm(x.to(weight.dtype), weight)
+    else:
+        out = weight.product(x)
+    if experts.has_bias:
+        out += weights[name + "_bias"]
+    return out

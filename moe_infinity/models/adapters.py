@@ -61,6 +61,7 @@ class ExpertsModule:
     homes: dict[str, Home]  # by the parameter's name in a slot
     layout: ExpertLayout
     compute: Callable[..., Tensor]  # (one expert's weights by name, its rows [R, D]) -> [R, D]
+    is_transposed: bool | None  # expert_mlp finds weights as [in, out]; None: it does not compute
     adapter: Adapter
 
     def connect(self, model: nn.Module, layer: MoeLayer) -> None:
@@ -96,6 +97,7 @@ class Adapter:
             homes=homes,
             layout=ExpertLayout.of(shapes),
             compute=self.computation(module),
+            is_transposed=self.orientation(module),
             adapter=self,
         )
 
@@ -111,6 +113,9 @@ class Adapter:
 
     def computation(self, module: Any) -> Callable[..., Tensor]:
         return partial(expert_mlp, module)
+
+    def orientation(self, module: Any) -> bool | None:
+        return bool(module.is_transposed)
 
     def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
         """From now on the model's code calls `layer`."""
@@ -129,6 +134,9 @@ class Outside(Adapter):
     is_eager = True
     gate_up, down = "gate_up_proj", "down_proj"
     is_transposed = False
+
+    def orientation(self, module: Any) -> bool | None:
+        return self.is_transposed
 
     def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
         paths = {"gate_up_proj": self.gate_up, "down_proj": self.down}
@@ -257,6 +265,9 @@ class Llama4(Outside):
 class Dbrx(Outside):
     """Three weights, each [E * F, D], an expert being a run of rows."""
 
+    def orientation(self, module: Any) -> bool | None:
+        return None
+
     def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
         rows = int(module.ffn_hidden_size)
         return {key: Home((f"mlp.{key}",), True, num_experts, rows) for key in ("w1", "v1", "w2")}
@@ -281,6 +292,9 @@ class OneModuleEach(Adapter):
     weights, is lent those of whichever expert is to compute."""
 
     is_eager = True
+
+    def orientation(self, module: Any) -> bool | None:
+        return None
 
     def count(self, module: Any) -> int:
         return len(self.names(module))

@@ -16,7 +16,7 @@ recipe, not by knowing architectures.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -28,7 +28,10 @@ from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.memory.extents import Extent, StoredTensor
 from moe_infinity.memory.reader import Reader
-from moe_infinity.models.packing import PackedTensor, Parts
+from moe_infinity.models.packing import PackedRows, PackedTensor, Parts
+
+# Unpacking costs as much as so many rows multiplied one by one (benchmarks/kernel_cpu.py).
+MULTIPLIED_ROWS = 16
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype)
 
@@ -164,10 +167,8 @@ class Recipe:
         """The parameters, from the views of a slot that holds what is stored."""
         if not self.is_packed:
             return {spec.name: slot[spec.name] for spec in self.stored}
-        views = iter([slot[spec.name] for spec in self.stored])
         weights = []
-        for source in self.sources:
-            parts: Parts = {role: next(views) for role in source.stored_shapes()}
+        for source, parts in self._parts(slot):
             if source.packed is None:
                 weights.append(parts[""].to(self._dtype))
             else:
@@ -178,6 +179,33 @@ class Recipe:
             return {spec.name: whole.view(spec.shape)}
         values = self._convert(weights)
         return {spec.name: values[name][0] for name, spec in self.targets.items()}
+
+    def is_multiplied(self, *, is_transposed: bool) -> bool:
+        """Whether kernels can read this packed weight, which the experts' class keeps as [C, R] or
+        [R, C].
+        """
+        schemes = [source.packed.scheme for source in self.sources if source.packed is not None]
+        return (
+            self.only_concatenates
+            and len(schemes) == len(self.sources)
+            and all(scheme.is_transposed == is_transposed for scheme in schemes)
+        )
+
+    def rows(self, slot: dict[str, Tensor]) -> PackedRows:
+        """The weight as kernels read it."""
+        pieces = []
+        for source, parts in self._parts(slot):
+            assert source.packed is not None, source  # see is_multiplied
+            if source.packed.is_stacked:
+                parts = {role: part[0] for role, part in parts.items()}
+            pieces.append((source.packed.scheme, parts))
+        return PackedRows(tuple(pieces), self._dtype)
+
+    def _parts(self, slot: dict[str, Tensor]) -> Iterator[tuple[Source, Parts]]:
+        """What a slot holds of each source."""
+        views = iter([slot[spec.name] for spec in self.stored])
+        for source in self.sources:
+            yield source, {role: next(views) for role in source.stored_shapes()}
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -254,7 +282,7 @@ class Recipe:
 class RowRecipes:
     """All recipes of one MoE row: together they fill a slot of `layout`."""
 
-    def __init__(self, recipes: list[Recipe]) -> None:
+    def __init__(self, recipes: Sequence[Recipe]) -> None:
         self.recipes = tuple(recipes)
         shapes: Shapes = {}
         for recipe in recipes:
@@ -280,15 +308,31 @@ class RowRecipes:
         for recipe in self.recipes:
             recipe.load(expert_idx, reader, slot)
 
-    def computing(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`compute`, which takes parameters, as a function of the views of a slot."""
+    def computing(
+        self, compute: Callable[..., Tensor], *, is_transposed: bool | None = None
+    ) -> Callable[..., Tensor]:
+        """`compute`, which takes parameters, as a function of the views of a slot.
+
+        Packed parameters are unpacked, or for few rows of x multiplied as they are, if
+        `is_transposed` says how the experts' class keeps them.
+        """
         if not self.is_packed:
             return compute
+        multiplied = {
+            id(recipe)
+            for recipe in self.recipes
+            if is_transposed is not None and recipe.is_multiplied(is_transposed=is_transposed)
+        }
 
-        def unpack_and_compute(slot: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-            params: dict[str, Tensor] = {}
+        def compute_packed(slot: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            is_few = bool(multiplied) and len(args[0]) <= MULTIPLIED_ROWS
+            params: dict[str, Tensor | PackedRows] = {}
             for recipe in self.recipes:
-                params |= recipe.params(slot)
+                if is_few and id(recipe) in multiplied:
+                    (spec,) = recipe.targets.values()
+                    params[spec.name] = recipe.rows(slot)
+                else:
+                    params |= recipe.params(slot)
             return compute(params, *args, **kwargs)
 
-        return unpack_and_compute
+        return compute_packed

@@ -49,7 +49,8 @@ class AtOnce:
     """A runtime that has every expert in memory."""
 
     def __init__(self, row: Any, weights: list[dict[str, Tensor]]) -> None:
-        self.row, self.weights, self.heard = row, weights, []
+        self.row, self.weights = row, weights
+        self.heard: list[Tensor | None] = []
 
     def work(self, work: Any, index_TK: Tensor | None, num_tokens: int) -> None:
         self.heard.append(index_TK)
@@ -57,16 +58,17 @@ class AtOnce:
             work.compute(expert_idx, self.row.compute, self.weights[expert_idx])
 
 
-def connected(loop: Any) -> tuple[nn.Module, Any, AtOnce]:
+def connected(loop: Any) -> tuple[Any, Any, Any]:
     """The block served by us, and a call of it as it was."""
     torch.manual_seed(0)
-    model = nn.Module()
-    model.block = block = Block(loop)
+    model: Any = nn.Module()
+    block: Any = Block(loop)
+    model.block = block
     torch.manual_seed(0)
-    stock = Block(loop)
+    stock: Any = Block(loop)
     row = LIST.describe("block.experts", block.experts)
-    weights = [dict(expert.named_parameters()) for expert in stock.experts]
-    layer = AtOnce(row, weights)
+    weights: list[Any] = [dict(expert.named_parameters()) for expert in stock.experts]
+    layer: Any = AtOnce(row, weights)
     row.connect(model, layer)
     return block, stock, layer
 
