@@ -47,12 +47,14 @@ class Precision:
 
     def group_of(self, num_columns: int) -> int | None:
         """How many of so many columns share a scale: as wished, or the next larger multiple of 8
-        that divides them; None: there is none.
+        that divides them, or all if they are fewer; None for columns that fill no word.
         """
         if self.group_size is None:
             return num_columns
-        sizes = range(self.group_size, num_columns + 1, 8)
-        return next((size for size in sizes if num_columns % size == 0), None)
+        if num_columns % 8:
+            return None
+        sizes = range(min(self.group_size, num_columns), num_columns + 1, 8)
+        return next(size for size in sizes if num_columns % size == 0)
 
     def layout(self, shape_RC: tuple[int, int]) -> Layout:
         """The stored parts of a weight of this shape, widest elements first."""

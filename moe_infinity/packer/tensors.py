@@ -48,8 +48,8 @@ class Chosen:
                 raise UnsupportedModelError(f"{tensor.name} {list(tensor.shape)} is empty")
             if precision.group_of(tensor.shape[-1]) is None:
                 raise UnsupportedModelError(
-                    f"{tensor.name} {list(tensor.shape)}: no groups of {precision.group_size} or "
-                    f"more columns, a multiple of 8, fit its {tensor.shape[-1]}\n"
+                    f"{tensor.name} {list(tensor.shape)}: its {tensor.shape[-1]} columns are no "
+                    "multiple of 8\n"
                     "hint: --experts int8 or fp8"
                 )
 

@@ -1,0 +1,170 @@
+"""Experts that stay packed while they compute: near what unpacked ones give, as small as they were
+packed, named in the report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from moe_infinity import ConfigError, MoE, UnsupportedModelError
+from moe_infinity.models import recipes
+from moe_infinity.models.recipes import Recipe
+from moe_infinity.packer import pack_checkpoint
+from tests import conftest
+from tests.quantized_checkpoints import CHECKPOINTS, build
+from tests.test_architectures import SMALL
+
+kernels = pytest.importorskip(
+    "moe_infinity.kernels.packed_cpu", reason="numba is not installed", exc_type=ImportError
+)
+
+IDS = torch.arange(3, 3 + 12).view(1, 12) * 4 % 128
+WIDE = {"hidden_size": 256, "num_attention_heads": 4}  # as many columns as the kernels need
+# Largest difference of float32 logits, of the largest logit. The kernels do not round a weight to
+# the dtype of its scale, as unpacking does: 2 ** -9 for bfloat16, 2 ** -12 for float16.
+TOLERANCE = {"int4": 0.02, "gptq": 0.002, "awq": 0.002, "fp8": 1e-5, "mxfp4": 1e-5}
+
+
+def kind_of(name: str) -> str:
+    (kind,) = [kind for kind in TOLERANCE if name.startswith(kind)]
+    return kind
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(name, tmp_path_factory) -> Path:
+    width = "intermediate_size" if name == "mxfp4" else "moe_intermediate_size"
+    return build(name, tmp_path_factory.mktemp("packed") / "model", **WIDE, **{width: 128})
+
+
+@torch.no_grad()
+def token_by_token(folder: Path, **options: Any) -> Tensor:
+    """Logits [1, T, V] of a model that is given one token after the other."""
+    with MoE(folder, **({"host_memory": "50%", "dtype": "float32"} | options)) as moe:
+        cache = DynamicCache(config=moe.model.config)
+        steps = [
+            moe.model(IDS[:, t : t + 1], past_key_values=cache, use_cache=True).logits
+            for t in range(IDS.shape[1])
+        ]
+        moe.check_invariants()
+    return torch.cat(steps, dim=1)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
+    name, folder, monkeypatch
+):
+    expected = token_by_token(folder, experts_implementation="grouped_mm")
+    called = Counter[str]()
+    for function in ("fp8", "mxfp4", "int4_rows", "gptq", "awq"):
+        stock = getattr(kernels, function)
+
+        def counted(*args: Any, _stock: Any = stock, _name: str = function, **kwargs: Any) -> Any:
+            called[_name] += 1
+            return _stock(*args, **kwargs)
+
+        monkeypatch.setattr(kernels, function, counted)
+    tolerance = TOLERANCE[kind_of(name)]
+    assert distance(token_by_token(folder), expected) < tolerance
+    assert [*called] == ["int4_rows" if kind_of(name) == "int4" else kind_of(name)]
+
+    extents = Recipe.extents
+
+    def swapped(recipe: Recipe, expert_idx: int) -> Any:
+        return extents(recipe, 1 - expert_idx if expert_idx < 2 else expert_idx)
+
+    monkeypatch.setattr(Recipe, "extents", swapped)
+    assert distance(token_by_token(folder), expected) > 10 * tolerance
+
+
+def test_many_rows_are_computed_with_unpacked_experts(folder, monkeypatch):
+    """A prompt pays for unpacking once: its logits are bit for bit those of unpacked experts."""
+    monkeypatch.setattr(recipes, "MULTIPLIED_ROWS", 8)
+    ids = torch.full((1, 32), 7)  # nearly all routed alike
+    logits = []
+    for implementation in ("auto", "grouped_mm"):
+        with (
+            MoE(folder, dtype="bfloat16", experts_implementation=implementation) as moe,
+            torch.no_grad(),
+        ):
+            logits.append(moe.model(ids).logits)
+            counts = moe.request_eams()[0].prefill
+    assert counts[counts > 0].min() > 8
+    assert torch.equal(*logits)
+
+
+# packed when they are loaded
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    conftest.make_model(hidden_size=256, moe_intermediate_size=128).save_pretrained(folder)
+    conftest.save_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("expert_dtype", ["int4", "int8", "fp8"])
+def test_packing_on_load_gives_the_bits_of_the_packed_checkpoint(source, expert_dtype, tmp_path):
+    pack_checkpoint(str(source), tmp_path / "packed", experts=expert_dtype, rounding="nearest")
+    for options in ({"experts_implementation": "grouped_mm"}, {}):
+        on_load = token_by_token(source, expert_dtype=expert_dtype, **options)
+        packed = token_by_token(tmp_path / "packed", **options)
+        if options:  # on the way to a kernel gate and up are one matrix or two
+            assert torch.equal(on_load, packed)
+        else:
+            assert distance(on_load, packed) < 1e-5
+
+
+@pytest.mark.parametrize(("expert_dtype", "bits"), [("int4", 4.5), ("int8", 8), ("fp8", 8)])
+def test_slots_take_the_packed_bytes_and_the_report_says_so(source, expert_dtype, bits):
+    with MoE(source, host_memory="100%", expert_dtype=expert_dtype) as moe:
+        moe.generate(IDS, max_new_tokens=2, do_sample=False)
+        report = moe.report()
+    host = report.tiers[0]
+    num_weights, num_rows = 3 * 256 * 128, 256 + 256
+    scales = 0 if expert_dtype == "int4" else 4 * num_rows
+    assert host.capacity_bytes == host.capacity * (num_weights * bits / 8 + scales)
+    assert report.experts.startswith(expert_dtype)
+    assert report.bytes_read == (report.prefill.misses + report.decode.misses) * num_weights * 2
+
+
+def test_experts_stored_transposed_are_packed_along_their_inputs(tmp_path):
+    """gpt-oss: fused, transposed, with biases that stay as they are."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    sizes = SMALL | {
+        "hidden_size": 256, "intermediate_size": 128, "num_local_experts": 4, "head_dim": 16,
+        "num_experts_per_tok": 2, "initializer_range": 0.1,
+    }  # fmt: skip
+    GptOssForCausalLM(GptOssConfig(**sizes)).bfloat16().save_pretrained(tmp_path)
+    plain = token_by_token(tmp_path)
+    near = token_by_token(tmp_path, expert_dtype="int8")
+    assert 0 < (near - plain).norm() < 0.15 * plain.norm()
+    unpacked = token_by_token(tmp_path, expert_dtype="int8", experts_implementation="grouped_mm")
+    assert distance(near, unpacked) < 1e-5
+
+
+def test_what_cannot_be_packed_on_load_is_refused(folder, tiny_checkpoint, tmp_path):
+    with pytest.raises(UnsupportedModelError, match="quantized already"):
+        MoE(folder, expert_dtype="int8")
+    with pytest.raises(ConfigError, match="expected one of: None, int4, int8, fp8"):
+        MoE(tiny_checkpoint, expert_dtype="int3")
+    conftest.make_model(hidden_size=36, moe_intermediate_size=20).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="no expert has a weight that int4 fits"):
+        MoE(tmp_path, expert_dtype="int4")
