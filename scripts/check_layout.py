@@ -22,19 +22,17 @@ PACKAGE = "moe_infinity"
 FOLDERS = (PACKAGE, "tests", "benchmarks", "scripts", "tools")
 
 CORE_LINES = 4000  # the package without what is built around it: decision 0005
-AROUND = ("server", "simulator", "packer", "cli.py")
-CATALOGUE_LINES = 2000  # one entry per architecture or format, none on a token's way: decision 0006
+AROUND = (
+    "server", "simulator", "packer", "cli.py", "inspection.py", "streaming.py", "tracing.py",
+)  # fmt: skip
+KERNEL_LINES = 2500  # arithmetic, each with a plain twin: decision 0006
+CATALOGUE_LINES = 1200  # one entry per architecture or format, none on a token's way: 0006
 CATALOGUE = [
     "models/adapters.py",
     "models/lists.py",
     "models/formats.py",
     "models/packing.py",
-    "kernels/unpack.py",
-    "kernels/pack.py",
-    "kernels/packed_cpu.py",
-    "kernels/packed_rows.py",
-    "kernels/packed_words.py",
-    "kernels/vectors.py",
+    "models/packed_on_load.py",
     "memory/pickled.py",
 ]
 PATH_LINES = 1300  # the one-hour path below
@@ -58,9 +56,13 @@ MARKER = re.compile(r"\b(TODO|FIXME|XXX)\b")
 def is_core(file: Path) -> bool:
     return (
         file.parts[0] == PACKAGE
-        and file.parts[1] not in AROUND
+        and file.parts[1] not in (*AROUND, "kernels")
         and "/".join(file.parts[1:]) not in CATALOGUE
     )
+
+
+def is_kernel(file: Path) -> bool:
+    return file.parts[:2] == (PACKAGE, "kernels")
 
 
 def folder_of(file: Path) -> str:
@@ -128,6 +130,7 @@ def main() -> int:
     lines = Counter({file: code_lines(text) for file, text in texts.items()})
     limited = [  # a file not yet written has 0 lines
         ("core", sum(lines[file] for file in lines if is_core(file)), CORE_LINES),
+        ("kernels", sum(lines[file] for file in lines if is_kernel(file)), KERNEL_LINES),
         ("catalogue", sum(lines[Path(PACKAGE, name)] for name in CATALOGUE), CATALOGUE_LINES),
         ("one-hour path", sum(lines[Path(PACKAGE, name)] for name in ONE_HOUR_PATH), PATH_LINES),
     ]
