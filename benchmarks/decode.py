@@ -15,45 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import resource
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from mmap import PAGESIZE, mmap
 from pathlib import Path
 from typing import Any
 
+from copy_bandwidth import disk_bandwidth
 from limits import drop_from_page_cache, run_limited
 
 TEXT = Path(__file__).resolve().parents[1] / "docs" / "experiments.md"
 NUM_PROMPT = 32
-DISK_S = 2.0  # to measure the disk for
-
-
-def disk_bandwidth(folder: Path, block_bytes: int, num_threads: int = 4) -> float:
-    """Bytes per second of random reads past the page cache."""
-    files = [file for file in folder.glob("*.safetensors") if file.stat().st_size > block_bytes]
-    block_bytes -= block_bytes % PAGESIZE
-    stop_at = time.perf_counter() + DISK_S
-
-    def read(seed: int) -> int:
-        rng, done, buffer = random.Random(seed), 0, mmap(-1, block_bytes)
-        descriptors = [os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files]
-        while time.perf_counter() < stop_at:
-            at = rng.randrange(len(files))
-            pages = (files[at].stat().st_size - block_bytes) // PAGESIZE
-            done += os.preadv(descriptors[at], [buffer], rng.randrange(pages + 1) * PAGESIZE)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return done
-
-    started = time.perf_counter()
-    with ThreadPoolExecutor(num_threads) as pool:
-        done = sum(pool.map(read, range(num_threads)))
-    return done / (time.perf_counter() - started)
 
 
 def decode(model: str, num_tokens: int, options: dict[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from moe_infinity.prefetch.predictors import FACTORS
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
-# The last two are those of transformers whose arithmetic we reproduce bit for bit. "auto" is
-# grouped_mm for weights as they are; packed ones are multiplied without unpacking them.
-EXPERTS_IMPLEMENTATIONS = ("auto", "grouped_mm", "eager")
+# The last two are those of transformers whose arithmetic we reproduce bit for bit. "fast" is our
+# own kernels, summing in float32, where there are some; "auto" is that for packed weights, and
+# grouped_mm for others.
+EXPERTS_IMPLEMENTATIONS = ("auto", "fast", "grouped_mm", "eager")
 EXPERT_DTYPES = ("int4", "int8", "fp8")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -73,7 +74,7 @@ class OffloadConfig:
     expert_dtype: str | None = None  # pack experts into one of EXPERT_DTYPES as they are loaded
     experts_implementation: str = "auto"  # how experts compute, see EXPERTS_IMPLEMENTATIONS
     trust_remote_code: bool = False  # run Python code that the checkpoint brings with it
-    num_read_threads: int = 2  # concurrent disk reads
+    num_read_threads: int = 4  # concurrent disk reads
 
     def __post_init__(self) -> None:
         self._require_one_of("policy", POLICIES)

@@ -72,6 +72,7 @@ class MoE:
             dtype=self.config.dtype,
             experts_implementation=experts_backend.BACKEND,
             trust_remote_code=self.config.trust_remote_code,
+            num_read_threads=self.config.num_read_threads,
         )
         self.model: Any = loaded.model
         self.model.save_pretrained = self._refuse_saving

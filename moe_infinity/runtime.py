@@ -25,12 +25,12 @@ from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ClosedError
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
 from moe_infinity.memory.host import HostSlots, num_host_slots
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.prefetcher import Prefetcher
 from moe_infinity.memory.reader import Reader
+from moe_infinity.models.computing import RowComputer
 from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.planning import Plan
 from moe_infinity.prefetch.predictors import Predictor
@@ -71,14 +71,12 @@ class ExpertRuntime:
         self._is_closed = False
         self._reader = reader
         self._recipes = plan.recipes
-        self._views = [self.slots.views(recipes.layout) for recipes in plan.recipes]
-        multiplies = config.experts_implementation == "auto" and has_packed_kernels()
-        self._mlps = [
-            recipes.computing(row.compute, is_transposed=row.is_transposed if multiplies else None)
+        self._computers = [
+            RowComputer(row, recipes, self.slots, config.experts_implementation)
             for row, recipes in zip(rows, plan.recipes, strict=True)
         ]
-        computed = "read by kernels" if multiplies else "unpacked when they compute"
-        self.experts = "as stored" if plan.packing is None else f"{plan.packing}, {computed}"
+        ways = sorted({computer.how for computer in self._computers})
+        self.experts = f"{plan.packing or 'as stored'}, {' or '.join(ways)}"  # for the report
         self._bytes_per_expert = [recipes.bytes_per_expert() for recipes in plan.recipes]
         own = {
             id(r): len(k) * r.bytes_per_expert()
@@ -86,7 +84,12 @@ class ExpertRuntime:
         }
         self.total_expert_bytes = sum(own.values())  # on disk; tied ones once
         self._is_eager = config.experts_implementation == "eager"
-        self._mover = Mover(self.table, self._read_expert, num_threads=config.num_read_threads)
+        self._mover = Mover(
+            self.table,
+            self._read_expert,
+            num_threads=config.num_read_threads,
+            read_ahead=self._read_expert_ahead,
+        )
         self._prefetcher: Prefetcher | None = None
         if config.prefetch:
             exists_RE = np.array([[e < r.num_experts for e in range(num_experts)] for r in rows])
@@ -143,7 +146,7 @@ class ExpertRuntime:
         self._learn(moe_row, index_TK, work)
         if self._prefetcher is not None:
             self._prefetcher.begin_row(phase, self.counters)
-        keys, mlp = self._keys[moe_row], self._mlps[moe_row]
+        keys = self._keys[moe_row]
         waiting = [keys[expert_idx] for expert_idx in work.activated]
         counters = self.counters.of(phase)
         counters.add_lookups(*self.table.census(waiting))
@@ -156,9 +159,8 @@ class ExpertRuntime:
                     counters.bytes_read += len(held.absent) * self._bytes_per_expert[moe_row]
                 if self._prefetcher is not None and phase is Phase.DECODE and is_first_wave:
                     self._load_ahead(self._prefetcher, moe_row)
-                for key in self._mover.arrivals(wave, counters):
-                    weights = self._views[moe_row][held.slot_ids[key]]
-                    work.compute(key.expert_idx, mlp, weights)
+                for arrived in self._mover.arrivals(wave, counters):
+                    self._computers[moe_row].run(work, arrived, held.slot_ids)
             waiting = [key for key in waiting if key not in held.slot_ids]
             is_first_wave = False
         self._is_moving = False
@@ -204,6 +206,10 @@ class ExpertRuntime:
     def _read_expert(self, key: ExpertKey, slot_id: int) -> None:
         """Fill a slot; runs in a read thread."""
         self._recipes[key.moe_row].load(key.expert_idx, self._reader, self.slots.bytes_of(slot_id))
+
+    def _read_expert_ahead(self, key: ExpertKey, slot_id: int) -> None:
+        with self._reader.giving_way():
+            self._read_expert(key, slot_id)
 
     def close(self) -> None:
         self._is_closed = True

@@ -21,9 +21,10 @@ from tests import conftest
 from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.test_architectures import SMALL
 
-kernels = pytest.importorskip(
-    "moe_infinity.kernels.packed_cpu", reason="numba is not installed", exc_type=ImportError
-)
+pytest.importorskip("numba", reason="numba is not installed")
+from moe_infinity.kernels import experts_cpu
+from moe_infinity.kernels import packed_cpu as kernels
+from moe_infinity.kernels.dispatch import RoutedRows
 
 IDS = torch.arange(3, 3 + 12).view(1, 12) * 4 % 128
 WIDE = {"hidden_size": 256, "num_attention_heads": 4}  # as many columns as the kernels need
@@ -70,17 +71,18 @@ def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
 ):
     expected = token_by_token(folder, experts_implementation="grouped_mm")
     called = Counter[str]()
-    for function in ("fp8", "mxfp4", "int4_rows", "gptq", "awq"):
-        stock = getattr(kernels, function)
+    owners = dict.fromkeys(("mxfp4", "gptq", "awq"), kernels)
+    for function, owner in (owners | {"__call__": experts_cpu.FusedExperts}).items():
+        stock = getattr(owner, function)
 
         def counted(*args: Any, _stock: Any = stock, _name: str = function, **kwargs: Any) -> Any:
             called[_name] += 1
             return _stock(*args, **kwargs)
 
-        monkeypatch.setattr(kernels, function, counted)
+        monkeypatch.setattr(owner, function, counted)
     tolerance = TOLERANCE[kind_of(name)]
     assert distance(token_by_token(folder), expected) < tolerance
-    assert [*called] == ["int4_rows" if kind_of(name) == "int4" else kind_of(name)]
+    assert [*called] == [kind_of(name) if kind_of(name) in owners else "__call__"]
 
     extents = Recipe.extents
 
@@ -168,3 +170,30 @@ def test_what_cannot_be_packed_on_load_is_refused(folder, tiny_checkpoint, tmp_p
     conftest.make_model(hidden_size=36, moe_intermediate_size=20).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="no expert has a weight that int4 fits"):
         MoE(tmp_path, expert_dtype="int4")
+
+
+# weights as they are
+
+
+@torch.no_grad()
+def test_fast_is_near_the_bits_of_stock_and_wrong_experts_are_not(source, monkeypatch):
+    for dtype, tolerance in {"float32": 1e-5, "bfloat16": 0.05}.items():
+        expected = token_by_token(source, dtype=dtype).float()
+        assert (
+            distance(token_by_token(source, dtype=dtype, experts_implementation="fast"), expected)
+            < tolerance
+        )
+    with MoE(source, dtype="float32", experts_implementation="fast", host_memory="20%") as moe:
+        ids = torch.arange(3, 3 + 24).view(6, 4)
+        few = moe.generate(ids, max_new_tokens=8, do_sample=False)
+        assert moe.report().experts == "as stored, fast"
+    with MoE(source, dtype="float32", host_memory="20%") as moe:
+        assert torch.equal(moe.generate(ids, max_new_tokens=8, do_sample=False), few)
+    compute = RoutedRows.compute_together
+
+    def exchanged(self: Any, expert_idxs: list[int], fused: Any, addresses: list[int]) -> None:
+        compute(self, expert_idxs, fused, addresses[::-1])
+
+    monkeypatch.setattr(RoutedRows, "compute_together", exchanged)
+    wrong = token_by_token(source, experts_implementation="fast")
+    assert distance(wrong, token_by_token(source)) > 0.1

@@ -31,12 +31,10 @@ from torch import Tensor
 from moe_infinity.kernels import unpack
 
 try:
-    from numba import njit
-
     from moe_infinity.kernels import packed_rows, packed_words
-    from moe_infinity.kernels.packed_rows import Step
     from moe_infinity.kernels.packed_words import AWQ_ROWS, BLOCK_ROWS
-    from moe_infinity.kernels.vectors import LANES, NIBBLES
+    from moe_infinity.kernels.row_steps import NIBBLE_UNITS, arranged, fixed_for, step_for
+    from moe_infinity.kernels.vectors import NIBBLES
 except ImportError as error:
     raise ImportError(
         "moe_infinity.kernels.packed_cpu needs numba, which is not installed\n"
@@ -44,7 +42,6 @@ except ImportError as error:
     ) from error
 
 PIECES = 4  # per thread, so that one that starts late finds less left to do
-NIBBLE_UNITS = np.array([*(16.0**-k for k in range(NIBBLES - 1)), 1.0], np.float32)
 AWQ_PLACES = [AWQ_ROWS.index(row) for row in range(NIBBLES)]
 MIN_SHARED_BYTES = 4 << 20  # a weight of 1.5 MB took longer shared: 0.33 ms instead of 0.29
 Call = Callable[[int, int], None]
@@ -52,10 +49,10 @@ Call = Callable[[int, int], None]
 
 def int8(x_TC: Tensor, weight_RC: Tensor, scales_R1: Tensor) -> Tensor:
     """compressed-tensors int-quantized, symmetric, one scale per row."""
-    columns = weight_RC.shape[1]
-    if (num_vectors := _byte_vectors(columns, columns)) is None:
+    out_TR = _rows("int8", x_TC, weight_RC, scales_R1, (1, weight_RC.shape[1]))
+    if out_TR is None:
         return _plain(x_TC, weight_RC.to(torch.float32) * scales_R1.to(torch.float32))
-    return _rows("int8", num_vectors, x_TC, weight_RC, scales_R1, (1, columns))
+    return out_TR
 
 
 def fp8(x_TC: Tensor, weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, int]) -> Tensor:
@@ -64,43 +61,30 @@ def fp8(x_TC: Tensor, weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, in
         scales_rc = scales_rc.view(torch.uint8)
     if scales_rc.dim() != 2:
         scales_rc = scales_rc.reshape(1, 1)
-    columns = weight_RC.shape[1]
-    if (num_vectors := _byte_vectors(columns, min(block[1], columns))) is None:
+    out_TR = _rows("fp8", x_TC, weight_RC, scales_rc, block)
+    if out_TR is None:
         return _plain(x_TC, unpack.fp8(weight_RC, scales_rc, block, torch.float32))
-    return _rows("fp8", num_vectors, x_TC, weight_RC, scales_rc, block)
+    return out_TR
 
 
 def int4_rows(
     x_TC: Tensor, packed_RW: Tensor, scales_RG: Tensor, zeros_WG: Tensor | None = None
 ) -> Tensor:
     """compressed-tensors pack-quantized; see unpack.int4_rows. Not rounded to the scale's dtype."""
-    if not _fits_words(NIBBLES * packed_RW.shape[1], scales_RG.shape[1]):
+    group = NIBBLES * packed_RW.shape[1] // scales_RG.shape[1]
+    out_TR = _rows("nibbles", x_TC, packed_RW, scales_RG, (1, group), zeros_WG)
+    if out_TR is None:
         weight_RC = unpack.int4_rows(packed_RW, scales_RG.float(), zeros_WG, torch.float32)
         return _plain(x_TC, weight_RC)
-    group = NIBBLES * packed_RW.shape[1] // scales_RG.shape[1]
-    return _rows("nibbles", NIBBLES, x_TC, packed_RW, scales_RG, (1, group), zeros_WG)
+    return out_TR
 
 
 def mxfp4(x_TC: Tensor, blocks_RGB: Tensor, scales_RG: Tensor) -> Tensor:
     """gpt-oss: x_TC times unpack.mxfp4, which is [C, R] already."""
-    if scales_RG.shape[1] < 2:
+    out_TR = _rows("mxfp4", x_TC, blocks_RGB.flatten(1), scales_RG, (1, 32))
+    if out_TR is None:
         return _plain(x_TC, unpack.mxfp4(blocks_RGB, scales_RG, torch.float32).t())
-    return _rows("mxfp4", 4, x_TC, blocks_RGB.flatten(1), scales_RG, (1, 32))
-
-
-def _byte_vectors(num_columns: int, group: int) -> int | None:
-    """The most vectors of bytes, up to 8, that fit a row and of which no two groups share one."""
-    for num_vectors in (8, 4, 2):
-        width = num_vectors * LANES
-        if width <= num_columns and (group == num_columns or group % width == 0):
-            return num_vectors
-    return None
-
-
-def _fits_words(num_columns: int, num_groups: int) -> bool:
-    """A step is in one group, or has 2 or 4 whole ones."""
-    group, width = num_columns // num_groups, LANES * NIBBLES
-    return num_columns >= width and (num_groups == 1 or group in (32, 64) or group % width == 0)
+    return out_TR
 
 
 def _plain(x_TC: Tensor, weight_RC: Tensor) -> Tensor:
@@ -112,46 +96,38 @@ def _plain(x_TC: Tensor, weight_RC: Tensor) -> Tensor:
 
 def _rows(
     kind: str,
-    num_vectors: int,
     x_TC: Tensor,
     weight: Tensor,
     scales: Tensor,
     block: tuple[int, int],
     zeros_WG: Tensor | None = None,
-) -> Tensor:
-    if scales.dtype not in (torch.bfloat16, torch.uint8):
-        scales = scales.to(torch.float32)
+) -> Tensor | None:
+    """None: the shape fits no step."""
+    step = step_for(
+        kind, x_TC.shape[1], group=block[1], scale=scales.dtype, has_zeros=zeros_WG is not None
+    )
+    if step is None:
+        return None
     weight, scales = weight.contiguous(), scales.contiguous()
     zeros_WG = None if zeros_WG is None else zeros_WG.contiguous()
-    num_rows, num_groups = len(weight), scales.shape[1]
-    num_scales = max(1, num_vectors * LANES // block[1]) if num_groups > 1 else 1
-    step = Step(kind, num_vectors, num_scales, scales.dtype, zeros_WG is not None, 1)
-    x = _arranged(x_TC, step)
-    per_scale = num_scales * block[1] // step.num_columns if num_groups > 1 else x.shape[1]
-    out_TR = np.empty((len(x), num_rows), np.float32)
+    x = arranged(_floats(x_TC), step)
+    out_TR = np.empty((len(x), len(weight)), np.float32)
     x_at, out_at = x.ctypes.data, out_TR.ctypes.data
     kernels = [
         (t, packed_rows.row_kernel(step._replace(num_tokens=count))) for t, count in _portions(x)
     ]
-    fixed = packed_rows.Fixed(
+    fixed = fixed_for(step, (len(weight), x_TC.shape[1]), block, len(scales))._replace(
         weight=weight.data_ptr(),
         scales=scales.data_ptr(),
         zeros=0 if zeros_WG is None else zeros_WG.data_ptr(),
-        row_bytes=weight.stride(0) * weight.itemsize,
-        x_bytes=x.strides[0],
         out_bytes=out_TR.strides[0],
-        scales_bytes=scales.stride(0) * scales.itemsize,
-        block_rows=block[0] if len(scales) > 1 else num_rows,
-        num_steps=x.shape[1],
-        inverse=(1 << 32) // per_scale + 1,
-        last_scale=num_groups - num_scales,
     )
 
     def call(first: int, last: int) -> None:
         for t, kernel in kernels:
             kernel(first, last, x_at + t * fixed.x_bytes, out_at + t * fixed.out_bytes, fixed)
 
-    _share(call, num_rows, 1, weight.numel() * weight.itemsize)
+    _share(call, len(weight), 1, weight.numel() * weight.itemsize)
     return torch.from_numpy(out_TR).to(x_TC.dtype)
 
 
@@ -160,48 +136,8 @@ def _portions(x: NDArray[np.float32]) -> list[tuple[int, int]]:
     return [(t, min(2, len(x) - t)) for t in range(0, len(x), 2)]
 
 
-def _arranged(x_TC: Tensor, step: Step) -> NDArray[np.float32]:
-    """[T, steps, vectors, LANES] in float32, as the weights come out of decoding; where the last
-    step overlaps the one before, what has been counted is 0.
-    """
-    num_steps = -(-x_TC.shape[1] // step.num_columns)
-    out = np.zeros((len(x_TC), num_steps, step.num_x, LANES), np.float32)
-    strides = (1, step.num_vectors) if step.is_nibbles else (LANES, 1)
-    zero = 1.0 if step.has_zeros else unpack.ZERO_OF_SYMMETRIC
-    _arrange(_floats(x_TC), out, _factors(step), *strides, np.float32(zero))
-    return out
-
-
 def _floats(x_TC: Tensor) -> NDArray[np.float32]:
     return x_TC.to(torch.float32).contiguous().numpy()
-
-
-@cache
-def _factors(step: Step) -> NDArray[np.float32]:
-    """What decoding leaves out, by vector."""
-    if step.kind == "nibbles":
-        return NIBBLE_UNITS
-    factor = {"int8": 1.0, "fp8": 2.0**8, "mxfp4": 2.0**14}[step.kind]
-    return np.full(step.num_vectors, factor, np.float32)
-
-
-@njit(nogil=True)
-def _arrange(x, out, factors, vector_stride, lane_stride, zero):  # type: ignore[no-untyped-def]
-    num_vectors, num_columns = len(factors), x.shape[1]
-    width = num_vectors * LANES
-    for t in range(len(x)):
-        for step in range(out.shape[1]):
-            counted = step * width
-            start = min(counted, num_columns - width)
-            for lane in range(LANES):
-                total = np.float32(0)
-                for k in range(num_vectors):
-                    column = start + k * vector_stride + lane * lane_stride
-                    if column >= counted:
-                        out[t, step, k, lane] = x[t, column] * factors[k]
-                        total += x[t, column]
-                if out.shape[2] > num_vectors:
-                    out[t, step, num_vectors, lane] = -zero * total
 
 
 # Word formats

@@ -1,22 +1,23 @@
-"""The inner loop of packed_cpu.py's row formats, as vector instructions. LLVM finds
-worse ones by itself: with sums across lanes at every group, or scales spread in memory.
+"""The inner loop of weights that lie row by row, for packed_cpu.py and experts_cpu.py, as vector
+instructions. LLVM finds worse ones by itself: with sums across lanes at every group, or scales
+spread in memory.
 
     for each row    for each step of 64 bytes or so    values x x, times scale, onto 16 sums
 
-A step is `num_vectors` vectors of LANES weights, and x comes arranged as they do. The last step of
-a row may overlap the one before: x is 0 where it does.
+row_steps.py says what a step is and how x lies.
 """
 
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from moe_infinity.kernels.row_steps import BITS, Fixed, Step
 from moe_infinity.kernels.vectors import (
     F32,
     FLOATS,
@@ -27,6 +28,8 @@ from moe_infinity.kernels.vectors import (
     LANES,
     all_lanes,
     fma,
+    from_bfloat,
+    from_exponent,
     from_half,
     load,
     nibbles_of,
@@ -38,59 +41,16 @@ from moe_infinity.kernels.vectors import (
     vector_of,
 )  # fmt: skip
 
-PREFETCH_BYTES = 1024  # ahead; the machine's own prefetching stops at every page
-
-
-class Step(NamedTuple):
-    """What the inner loop of a row format does; a kernel is compiled for each that occurs."""
-
-    kind: str  # int8, fp8, nibbles or mxfp4
-    num_vectors: int  # decoded at a step
-    num_scales: int  # loaded at a step: more than one where groups are shorter than a step
-    scale: torch.dtype  # float32, bfloat16, or uint8 for an exponent
-    has_zeros: bool
-    num_tokens: int
-
-    @property
-    def num_columns(self) -> int:
-        return self.num_vectors * LANES
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_columns // (2 if self.is_nibbles else 1)
-
-    @property
-    def is_nibbles(self) -> bool:
-        return self.kind in ("nibbles", "mxfp4")
-
-    @property
-    def num_x(self) -> int:
-        """Vectors of x at a step; nibbles have their sum, too."""
-        return self.num_vectors + (self.kind == "nibbles")
-
-
-class Fixed(NamedTuple):
-    """What a kernel is told beside its rows, x and out: integers; in its code, LLVM's values.
-    Without a unit, an address.
-    """
-
-    weight: Any
-    scales: Any
-    zeros: Any  # words [rows / 8, groups]; 0 if there are none
-    row_bytes: Any  # of weight
-    x_bytes: Any  # of a token
-    out_bytes: Any  # of a token
-    scales_bytes: Any  # of a row of scales
-    block_rows: Any  # that share a row of scales
-    num_steps: Any
-    inverse: Any  # 2 ** 32 over the steps that share a scale, and 1
-    last_scale: Any  # the scale, or first of the scales, of the last step
+# Ahead, of nibbles: 13 GB/s instead of 7 to 12, one thread. All others come faster if nothing but
+# the machine itself prefetches: int8 24 GB/s instead of 15, bf16 23 instead of 15.
+PREFETCH_BYTES = 1024
+NUM_FIXED = len(Fixed._fields)
 
 
 @cache
 def row_kernel(step: Step) -> Any:
     """Machine code for rows [first, last); x and out are addresses."""
-    fixed = types.NamedUniTuple(types.int64, len(Fixed._fields), Fixed)
+    fixed = types.NamedUniTuple(types.int64, NUM_FIXED, Fixed)
     signature = types.void(types.int64, types.int64, types.int64, types.int64, fixed)
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -104,36 +64,73 @@ def row_kernel(step: Step) -> Any:
     return kernel
 
 
+@cache
+def row_function(step: Step) -> Any:
+    """The same as a C function: its `address` takes first, last, x, out, the address of a Fixed in
+    memory, and what to add to its addresses.
+    """
+    signature = types.void(*[types.int64] * 6)
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def rows(_: Any, first: Any, last: Any, x: Any, out: Any, fixed: Any, slot: Any) -> Any:
+        return signature, partial(_emit_rows_of_slot, step)
+
+    @cfunc(signature)  # type: ignore[untyped-decorator]
+    def function(first: int, last: int, x: int, out: int, fixed: int, slot: int) -> None:
+        rows(first, last, x, out, fixed, slot)
+
+    return function
+
+
+def _emit_rows_of_slot(step: Step, context: Any, b: Any, _: Any, args: Any) -> Any:
+    first, last, x, out, fixed, slot = args
+    a = Fixed(
+        *(b.load(b.inttoptr(b.add(fixed, I64(8 * k)), I64.as_pointer())) for k in range(NUM_FIXED))
+    )
+    a = a._replace(
+        weight=b.add(a.weight, slot), scales=b.add(a.scales, slot), zeros=b.add(a.zeros, slot)
+    )
+    _emit_loop(step, b, first, last, x, out, a)
+    return context.get_dummy_value()
+
+
 def _emit_rows(step: Step, context: Any, b: Any, _: Any, args: Any) -> Any:
+    first, last, x, out, fixed = args
+    _emit_loop(step, b, first, last, x, out, Fixed(*cgutils.unpack_tuple(b, fixed)))
+    return context.get_dummy_value()
+
+
+def _emit_loop(step: Step, b: Any, first: Any, last: Any, x: Any, out: Any, a: Fixed) -> None:
     """out[t, row] = the sum over steps of scale x (values x x[t]), for rows [first, last)."""
-    (first, last, x, out), tokens = args[:4], step.num_tokens
-    a = Fixed(*cgutils.unpack_tuple(b, args[4]))
+    tokens = range(step.num_tokens)
     last_offset = b.sub(a.row_bytes, I64(step.num_bytes))
     with cgutils.for_range_slice(b, first, last, I64(1), intp=I64) as (row, _):
-        sums = [cgutils.alloca_once_value(b, FLOATS(None)) for _ in range(tokens)]
+        sums = [cgutils.alloca_once_value(b, FLOATS(None)) for _ in tokens]
         with cgutils.for_range(b, a.num_steps, intp=I64) as loop:
             offset = smaller(b, b.mul(loop.index, I64(step.num_bytes)), last_offset)
             scale_idx = b.lshr(b.mul(loop.index, a.inverse), I64(32))
             scale_idx = smaller(b, b.mul(scale_idx, I64(step.num_scales)), a.last_scale)
             values = _values(b, step, a, row, offset, scale_idx)
-            scale = spread(b, _scales(b, step, a, row, scale_idx))
+            scale = None if step.scale is None else spread(b, _scales(b, step, a, row, scale_idx))
             x_at = b.add(x, b.mul(loop.index, I64(step.num_x * 4 * LANES)))
             for total in sums:
-                part = _dot(
-                    b, values, [load(b, x_at, 4 * LANES * k, F32) for k in range(step.num_x)]
-                )
-                b.store(fma(b, part, scale, b.load(total)), total)
+                x_of_step = [load(b, x_at, 4 * LANES * k, F32) for k in range(step.num_x)]
+                part = _dot(b, values, x_of_step)
+                if scale is None:
+                    b.store(b.fadd(part, b.load(total)), total)
+                else:
+                    b.store(fma(b, part, scale, b.load(total)), total)
                 x_at = b.add(x_at, a.x_bytes)
         for t, total in enumerate(sums):
             out_at = b.add(b.add(out, b.mul(a.out_bytes, I64(t))), b.mul(row, I64(4)))
             b.store(sum_of_lanes(b, b.load(total)), b.inttoptr(out_at, F32.as_pointer()))
-    return context.get_dummy_value()
 
 
 def _values(b: Any, step: Step, a: Fixed, row: Any, offset: Any, scale_idx: Any) -> list[Any]:
     """What a step multiplies by x: the weights of a row, then its zeros if any are stored."""
     at = b.add(b.add(a.weight, b.mul(row, a.row_bytes)), offset)
-    prefetch(b, b.add(at, I64(PREFETCH_BYTES)))
+    if BITS[step.kind] == 4:
+        prefetch(b, b.add(at, I64(PREFETCH_BYTES)))
     return [*_weights(b, step, at), *_zeros(b, step, a, row, scale_idx)]
 
 
@@ -147,6 +144,8 @@ def _weights(b: Any, step: Step, at: Any) -> list[Any]:
             b.ashr(b.shl(halves, all_lanes(I16, 12 - 4 * k)), all_lanes(I16, 3)) for k in range(4)
         ]
         return [from_half(b, b.and_(v, all_lanes(I16, 0x8E00))) for v in tops]
+    if BITS[step.kind] >= 16:
+        return _floats(b, step, at)
     loaded = [load(b, at, k * LANES, I8) for k in range(step.num_vectors)]
     if step.kind == "int8":
         return [b.sitofp(b.sext(v, vector_of(I32)), FLOATS) for v in loaded]
@@ -154,6 +153,13 @@ def _weights(b: Any, step: Step, at: Any) -> list[Any]:
         b.shl(b.sext(v, vector_of(I16)), all_lanes(I16, 7)) for v in loaded
     ]  # float16 / 2 ** 8
     return [from_half(b, b.and_(v, all_lanes(I16, 0xBF80))) for v in halves]
+
+
+def _floats(b: Any, step: Step, at: Any) -> list[Any]:
+    if step.kind == "f32":
+        return [load(b, at, 4 * LANES * k, F32) for k in range(step.num_vectors)]
+    loaded = [load(b, at, 2 * LANES * k, I16) for k in range(step.num_vectors)]
+    return [from_half(b, v) if step.kind == "f16" else from_bfloat(b, v) for v in loaded]
 
 
 def _dot(b: Any, values: list[Any], x: list[Any]) -> Any:
@@ -166,16 +172,15 @@ def _dot(b: Any, values: list[Any], x: list[Any]) -> Any:
 
 def _scales(b: Any, step: Step, a: Fixed, row: Any, scale_idx: Any) -> Any:
     at = b.add(a.scales, b.mul(b.udiv(row, a.block_rows), a.scales_bytes))
-    stored = {torch.float32: F32, torch.bfloat16: I16, torch.uint8: I8}[step.scale]
+    assert step.scale is not None, step
     at = b.add(at, b.mul(scale_idx, I64(step.scale.itemsize)))
+    stored = {4: F32, 2: I16, 1: I8}[step.scale.itemsize]
     scales = load(b, at, 0, stored, step.num_scales)
-    if stored is F32:
+    if step.scale == torch.float32:
         return scales
-    shift = 16 if stored is I16 else 23  # bfloat16, or the exponent alone
-    bits = b.shl(
-        b.zext(scales, vector_of(I32, step.num_scales)), all_lanes(I32, shift, step.num_scales)
-    )
-    return b.bitcast(bits, vector_of(F32, step.num_scales))
+    if step.scale == torch.float16:
+        return from_half(b, scales)
+    return from_bfloat(b, scales) if step.scale == torch.bfloat16 else from_exponent(b, scales)
 
 
 def _zeros(b: Any, step: Step, a: Fixed, row: Any, scale_idx: Any) -> list[Any]:

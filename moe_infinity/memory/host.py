@@ -9,6 +9,7 @@ from moe_infinity.config import parse_size
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertLayout
 from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
+from moe_infinity.memory.pages import huge_pages
 
 # Without a named budget, this share of what is free when the dense weights are loaded goes to
 # experts. The rest is for the KV cache, activations and everybody else; a convention, not a
@@ -25,8 +26,8 @@ class HostSlots:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         try:
-            self._buffer = torch.empty(num_slots * slot_bytes, dtype=torch.uint8)
-        except RuntimeError as error:  # how torch reports that an allocation failed
+            self._buffer = torch.frombuffer(huge_pages(num_slots * slot_bytes), dtype=torch.uint8)
+        except (OSError, OverflowError, ValueError) as error:  # how an allocation fails
             raise ConfigError(
                 f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated\n"
                 "hint: lower host_memory"
@@ -38,6 +39,10 @@ class HostSlots:
         have it.
         """
         return self._views.setdefault(layout, SlotViews(self._buffer, self.slot_bytes, layout))
+
+    def address_of(self, slot_id: int) -> int:
+        """In memory, of the first byte of the slot."""
+        return self._buffer.data_ptr() + slot_id * self.slot_bytes
 
     def bytes_of(self, slot_id: int) -> memoryview:
         """The slot as writable bytes."""

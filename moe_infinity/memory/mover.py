@@ -27,14 +27,20 @@ logger = logging.getLogger(__name__)
 
 class Mover:
     """DISK -> HOST for one residency table. `read` fills a slot with an expert's bytes, in any
-    thread.
+    thread; `read_ahead` does so giving way to it.
     """
 
     def __init__(
-        self, table: ResidencyTable, read: Callable[[ExpertKey, int], None], *, num_threads: int
+        self,
+        table: ResidencyTable,
+        read: Callable[[ExpertKey, int], None],
+        *,
+        num_threads: int,
+        read_ahead: Callable[[ExpertKey, int], None] | None = None,  # None: as `read` does
     ) -> None:
         self._table = table
         self._read = read
+        self._read_ahead = read_ahead or read
         self._num_threads = num_threads
         self._pool, self._ahead_pool = self._make_pools()
         self._loading: dict[ExpertKey, Future[None]] = {}
@@ -55,7 +61,7 @@ class Mover:
 
     def _read_timed(self, key: ExpertKey, slot_id: int) -> None:
         started = time.perf_counter()
-        self._read(key, slot_id)
+        self._read_ahead(key, slot_id)
         took_s = time.perf_counter() - started
         self.load_s += (took_s - self.load_s) * (LOAD_TIME_RATE if self.load_s else 1)
 
@@ -72,27 +78,27 @@ class Mover:
                 logger.warning("prefetch of %s failed: %s", key, error)
         return len(self._ahead) * self.load_s
 
-    def arrivals(self, keys: Sequence[ExpertKey], counters: PhaseCounters) -> Iterator[ExpertKey]:
-        """Every key as its expert is there: residents at once, the others as they arrive.
+    def arrivals(
+        self, keys: Sequence[ExpertKey], counters: PhaseCounters
+    ) -> Iterator[Sequence[ExpertKey]]:
+        """Every key as its expert is there: residents at once, the others as they arrive, those
+        together that arrived together.
 
         Raises what a failed read raised (its slot is free again), or LoadTimeout.
         """
         if not self._loading:  # every one a hit
             assert self._table.num_loading == 0, self._table.loading_keys()
-            yield from keys
+            yield keys
             return
         for key in self._ahead.keys() & keys:  # those still in the queue become demand loads
             slot_id = self._ahead.pop(key)
             if self._loading[key].cancel():
                 self._loading[key] = self._pool.submit(self._read, key, slot_id)
-        waiting: dict[Future[None], ExpertKey] = {}
-        for key in keys:
-            future = self._loading.get(key)
-            if future is None:
-                assert self._table.lookup(key) is Residency.RESIDENT, key
-                yield key
-            else:
-                waiting[future] = key
+        waiting = {self._loading[key]: key for key in keys if key in self._loading}
+        resident = [key for key in keys if key not in self._loading]
+        assert all(self._table.lookup(key) is Residency.RESIDENT for key in resident), resident
+        if resident:
+            yield resident
         while waiting:
             started = time.perf_counter()
             done, _ = wait(waiting, timeout=LOAD_TIMEOUT_S, return_when=FIRST_COMPLETED)
@@ -101,10 +107,10 @@ class Mover:
                 raise LoadTimeout(
                     f"{len(waiting)} experts did not arrive within {LOAD_TIMEOUT_S:.0f} s"
                 )
-            for future in done:
-                key = waiting.pop(future)
+            arrived = [waiting.pop(future) for future in done]
+            for key in arrived:
                 self._finish(key)
-                yield key
+            yield arrived
 
     def recover(self) -> None:
         """After a step was interrupted: wait for its reads, those included that were begun but not

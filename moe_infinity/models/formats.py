@@ -121,8 +121,17 @@ def _fp8_scheme(
         block = find_block(tuple(weight.shape), tuple(scales.shape), blocks)
         return _multiply("fp8", x_TC, weight, scales, block)
 
-    parts = (Part("weight", "", FLOAT8), Part("scale", suffix, scale_dtypes))
-    return Scheme(name, "", parts, 2, OF_ACTIVATIONS, find_shape, unpack_one, multiply)
+    return Scheme(
+        name,
+        "",
+        (Part("weight", "", FLOAT8), Part("scale", suffix, scale_dtypes)),
+        2,
+        OF_ACTIVATIONS,
+        find_shape,
+        unpack_one,
+        multiply,
+        find_block=lambda shapes: find_block(shapes["weight"], shapes["scale"], blocks),
+    )
 
 
 def find_block(shape: Shape, grid: Shape, configured: list[Block]) -> Block | None:

@@ -81,7 +81,12 @@ class StoredSlice:
 
 
 def load_without_experts(
-    checkpoint: str, *, dtype: str, experts_implementation: str, trust_remote_code: bool
+    checkpoint: str,
+    *,
+    dtype: str,
+    experts_implementation: str,
+    trust_remote_code: bool,
+    num_read_threads: int,
 ) -> LoadedModel:
     """The model of a folder or hub id with dense weights in memory and experts on disk.
 
@@ -90,7 +95,7 @@ def load_without_experts(
     kind = find_kind(checkpoint, trust_remote_code=trust_remote_code)
     if Path(checkpoint).is_dir():
         checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
-    reader = Reader()
+    reader = Reader(num_threads=num_read_threads)
     plans: list[Plan] = []
     try:
         model, info = _offloading_class(kind, reader, plans).from_pretrained(

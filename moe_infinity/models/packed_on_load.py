@@ -21,7 +21,7 @@ from moe_infinity.models.adapters import ExpertsModule
 from moe_infinity.models.formats import SCHEME_OF
 from moe_infinity.models.packing import PackedRows, Scheme
 from moe_infinity.models.planning import Plan
-from moe_infinity.models.recipes import Recipe, RowRecipes, Shapes
+from moe_infinity.models.recipes import PieceInSlot, Recipe, RowRecipes, Shapes
 
 GROUP_SIZE = 32  # columns of int4 that share a scale; `moe-infinity pack` has the same default
 
@@ -91,6 +91,9 @@ class PackedRecipe(Recipe):
         (role,) = [part.role for part in self._scheme.parts if part.suffix == suffix]
         return role
 
+    def pieces(self, expert_idx: int, slot: memoryview) -> None:
+        return None
+
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
         scratch = torch.empty(self._scratch.slot_bytes, dtype=torch.uint8)
         self._recipe.load(expert_idx, reader, scratch.numpy().data)
@@ -128,6 +131,17 @@ class PackedRecipe(Recipe):
 
     def is_multiplied(self, *, is_transposed: bool) -> bool:
         return self._packed == self.targets.keys() and len(self.targets) == 1
+
+    def pieces_in_slot(self) -> list[PieceInSlot]:
+        if self._is_transposed or not self.is_multiplied(is_transposed=False):
+            return []
+        (spec,) = self.targets.values()
+        places = {place.name: place for place in self.stored}
+        parts = {}
+        for suffix in self._precision.layout(self._shape_RC(spec)):
+            place = places[f"{spec.name} {self._role(suffix)}"]
+            parts[self._role(suffix)] = place, place.shape
+        return [PieceInSlot(self._scheme, spec.shape, parts)]
 
     def rows(self, slot: dict[str, Tensor]) -> PackedRows:
         (spec,) = self.targets.values()

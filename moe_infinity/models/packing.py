@@ -48,6 +48,8 @@ class Scheme:
     unpack: Callable[[Parts, torch.dtype], Tensor]
     multiply: Callable[[Tensor, Parts], Tensor]  # [T, C], parts -> [T, R]; needs numba
     is_transposed: bool = False  # the weight is [C, R]
+    # Rows and columns that share a scale, where shapes alone do not tell.
+    find_block: Callable[[Shapes], tuple[int, int] | None] | None = None
 
     def base_of(self, tensor: StoredTensor) -> str | None:
         """What the names of all parts begin with, if `tensor` is a first part."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -26,9 +27,10 @@ from torch import Tensor
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertLayout, ParamSpec
+from moe_infinity.memory.chunks import Piece
 from moe_infinity.memory.extents import Extent, StoredTensor
 from moe_infinity.memory.reader import Reader
-from moe_infinity.models.packing import PackedRows, PackedTensor, Parts
+from moe_infinity.models.packing import PackedRows, PackedTensor, Parts, Scheme
 
 # Unpacking costs as much as so many rows multiplied one by one (benchmarks/kernel_cpu.py).
 MULTIPLIED_ROWS = 16
@@ -96,6 +98,22 @@ class OneExpertModel:
     get_parameter_or_buffer = get_parameter
 
 
+@dataclass(frozen=True, slots=True)
+class PieceInSlot:
+    """A packed weight of one expert and where its parts are."""
+
+    scheme: Scheme
+    shape: tuple[int, ...]  # of the weight
+    parts: dict[str, tuple[ParamSpec, tuple[int, ...]]]  # by role: the place, the shape there
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None: equal parts."""
+        if self.scheme.find_block is None:
+            return None
+        return self.scheme.find_block({role: shape for role, (_, shape) in self.parts.items()})
+
+
 @dataclass(slots=True)
 class Recipe:
     """Fills `targets` (full parameter name -> the parameter of one expert) from `sources`."""
@@ -137,24 +155,31 @@ class Recipe:
     def extents(self, expert_idx: int) -> list[Extent]:
         return [extent for source in self.sources for extent in source.extents(expert_idx)]
 
-    def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
-        """Bring what `slot` holds of this expert. Raises CheckpointError."""
+    def pieces(self, expert_idx: int, slot: memoryview) -> list[Piece] | None:
+        """Which bytes of files go where in a slot; None if they are converted on the way."""
         extents = self.extents(expert_idx)
         if self.is_packed:
-            for spec, extent in zip(self.stored, extents, strict=True):
-                reader.read_into(extent, slot[spec.offset : spec.offset + extent.num_bytes])
+            offsets = [spec.offset for spec in self.stored]
         elif self.only_concatenates:
-            offset = self.stored[0].offset
-            for extent in extents:
-                reader.read_into(extent, slot[offset : offset + extent.num_bytes])
-                offset += extent.num_bytes
+            sizes = [extent.num_bytes for extent in extents[:-1]]
+            offsets = list(accumulate(sizes, initial=self.stored[0].offset))
         else:
-            values = self._convert(
-                [self._read(source, expert_idx, reader) for source in self.sources]
-            )
-            for name, spec in zip(self.targets, self.stored, strict=True):
-                flat = values[name].contiguous().view(torch.uint8).flatten().numpy()
-                slot[spec.offset : spec.offset + spec.num_bytes] = flat.data
+            return None
+        return [
+            (extent, slot[offset : offset + extent.num_bytes])
+            for extent, offset in zip(extents, offsets, strict=True)
+        ]
+
+    def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
+        """Bring what `slot` holds of this expert. Raises CheckpointError."""
+        pieces = self.pieces(expert_idx, slot)
+        if pieces is not None:
+            reader.read(pieces)
+            return
+        values = self._convert([self._read(source, expert_idx, reader) for source in self.sources])
+        for name, spec in zip(self.targets, self.stored, strict=True):
+            flat = values[name].contiguous().view(torch.uint8).flatten().numpy()
+            slot[spec.offset : spec.offset + spec.num_bytes] = flat.data
 
     def _read(self, source: Source, expert_idx: int, reader: Reader) -> Tensor:
         ((shape, dtype),) = source.stored_shapes().values()
@@ -190,6 +215,21 @@ class Recipe:
             and len(schemes) == len(self.sources)
             and all(scheme.is_transposed == is_transposed for scheme in schemes)
         )
+
+    def pieces_in_slot(self) -> list[PieceInSlot]:
+        """Where the packed weights are that lie one below the other; empty if they do not."""
+        if not self.is_multiplied(is_transposed=False):
+            return []
+        specs, found = iter(self.stored), []
+        for source in self.sources:
+            assert source.packed is not None, source  # see is_multiplied
+            skipped = int(source.packed.is_stacked)
+            parts = {
+                role: (next(specs), shape[skipped:])
+                for role, (shape, _) in source.stored_shapes().items()
+            }
+            found.append(PieceInSlot(source.packed.scheme, source.shape[skipped:], parts))
+        return found
 
     def rows(self, slot: dict[str, Tensor]) -> PackedRows:
         """The weight as kernels read it."""
@@ -305,8 +345,14 @@ class RowRecipes:
         return sum(extent.num_bytes for recipe in self.recipes for extent in recipe.extents(0))
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
-        for recipe in self.recipes:
-            recipe.load(expert_idx, reader, slot)
+        """Fill a slot. What only is to be read is read at once: its parts are neighbours in the
+        file, as a rule. Raises CheckpointError.
+        """
+        pieces = [recipe.pieces(expert_idx, slot) for recipe in self.recipes]
+        reader.read([piece for found in pieces if found is not None for piece in found])
+        for recipe, found in zip(self.recipes, pieces, strict=True):
+            if found is None:
+                recipe.load(expert_idx, reader, slot)
 
     def computing(
         self, compute: Callable[..., Tensor], *, is_transposed: bool | None = None

@@ -48,7 +48,7 @@ class Bench:
     def load(self, *keys: ExpertKey) -> list[ExpertKey]:
         with self.table.holding(list(keys), Phase.DECODE) as held:
             self.mover.load_now(held.absent, held.slot_ids)
-            return list(self.mover.arrivals(keys, self.counters))
+            return [key for keys in self.mover.arrivals(keys, self.counters) for key in keys]
 
     def wait_until_settled(self) -> None:
         while self.mover.settle() or self.table.num_loading:

@@ -1,0 +1,260 @@
+"""The MLPs of all activated experts of one layer in one call, from the slots they lie in: for the
+few rows of a decode step, where calls from Python would cost more than they compute.
+
+    FusedExperts(inputs, starts, addresses)
+      up      x times gate and up     float32    blocks of rows of all experts, handed out to
+      act     act(gate) * up          float32    torch's number of threads; experts_work.py
+      down    hidden times down       float32
+      ->      rounded once, to the dtype of the inputs
+
+reference.expert_mlp rounds to the model's dtype after each of the three; this does not. What a row
+gives depends on nothing but the row and its expert: not on the threads, the other rows or experts.
+
+Legend: P rows of all experts, sorted by expert, D model width, F expert width, R rows (outputs), C
+columns (inputs) of a weight.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+try:
+    from moe_infinity.kernels import experts_work
+    from moe_infinity.kernels.experts_work import LINE, OF_EXPERTS, Call, Job, Weights
+    from moe_infinity.kernels.packed_rows import row_function
+    from moe_infinity.kernels.row_steps import (
+        Arrangement,
+        Fixed,
+        Step,
+        arrange,
+        arrangement_for,
+        fixed_for,
+        step_for,
+    )
+    from moe_infinity.kernels.vectors import NIBBLES
+except ImportError as error:
+    raise ImportError(
+        "moe_infinity.kernels.experts_cpu needs numba, which is not installed\n"
+        "hint: pip install 'moe-infinity[cpu]'"
+    ) from error
+
+BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
+ACTIVATIONS = {
+    "silu": experts_work.SILU,
+    "gelu": experts_work.GELU,
+    "gelu_tanh": experts_work.GELU_TANH,
+    "relu": experts_work.RELU,
+}
+PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+SCALES = (torch.float32, torch.bfloat16, torch.float16)
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+MAX_STEPS = 1 << 16  # of a row, for which Fixed.inverse divides exactly
+Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by role
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """One tensor of a weight, without gaps and without the expert dimension."""
+
+    offset: int  # bytes from the start of the slot
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight [R, C] as it lies in a slot; parts by role as in models/formats.py."""
+
+    kind: str  # bf16, f16, f32 (role ""), int8, fp8 (weight, scale), int4 (packed, scale, ...)
+    shape: tuple[int, int]
+    parts: Mapping[str, StoredPart]
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: equal parts
+
+    @property
+    def stored(self) -> Stored:
+        return {role: (part.dtype, part.shape) for role, part in self.parts.items()}
+
+
+def fused_experts(
+    up: Sequence[StoredWeight],
+    down: Sequence[StoredWeight],
+    *,
+    activation: str,
+    is_gated: bool = True,
+) -> FusedExperts | None:
+    """Weights lie one below the other: of `up`, gate's rows come before up's. None: it cannot be
+    computed here. Compiles: 2 s of processor time for the first, then 0.3 s for each new kind.
+    """
+    up_steps, down_steps = (_steps(weights) for weights in (up, down))
+    if activation not in ACTIVATIONS or up_steps is None or down_steps is None:
+        return None
+    columns = {weight.shape[1] for weight in up}, {weight.shape[1] for weight in down}
+    up_rows, width = (sum(weight.shape[0] for weight in weights) for weights in (up, down))
+    if columns != ({width}, {up_rows // 2 if is_gated else up_rows}):
+        return None
+    if is_gated and up_rows % 2:
+        return None
+    return FusedExperts(
+        _Side.of(up, up_steps, up_rows),
+        _Side.of(down, down_steps, width),
+        ACTIVATIONS[activation],
+        is_gated=is_gated,
+    )
+
+
+def _steps(weights: Sequence[StoredWeight]) -> list[Step] | None:
+    """By weight; None unless all can be computed and want x in the same arrangement."""
+    steps = [step for weight in weights if (step := _step(weight)) is not None]
+    if not steps or len(steps) < len(weights):
+        return None
+    first = steps[0]
+    same = all(
+        (step.num_vectors, step.has_zeros) == (first.num_vectors, first.has_zeros)
+        and weight.kind == weights[0].kind
+        for step, weight in zip(steps, weights, strict=True)
+    )
+    return steps if same else None
+
+
+def _step(weight: StoredWeight) -> Step | None:
+    (rows, columns), stored = weight.shape, weight.stored
+    if min(rows, columns) < 1:
+        return None
+    step = None
+    if weight.kind in PLAIN:
+        if stored == {"": (PLAIN[weight.kind], (rows, columns))}:
+            step = step_for(weight.kind, columns, group=columns, scale=None)
+    elif (block := _block(weight)) is not None:
+        scale, has_zeros = weight.parts["scale"].dtype, "zero_point" in stored
+        scale = torch.uint8 if scale in EXPONENTS else scale
+        kind = "nibbles" if weight.kind == "int4" else weight.kind
+        step = step_for(kind, columns, group=block[1], scale=scale, has_zeros=has_zeros)
+    return step if step is not None and columns <= MAX_STEPS * step.num_columns else None
+
+
+def _block(weight: StoredWeight) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None if the parts are not what kernels read."""
+    (rows, columns), stored = weight.shape, weight.stored
+    dtype, grid = stored.get("scale", (None, ()))
+    if dtype not in SCALES + (EXPONENTS if weight.kind == "fp8" else ()):
+        return None
+    if len(grid) != 2:
+        grid = (1, 1) if prod(grid) == 1 else (0, 0)
+    block = weight.block or (rows // max(1, grid[0]), columns // max(1, grid[1]))
+    if 0 in block or grid != (-(-rows // block[0]), -(-columns // block[1])):
+        return None
+    wanted: Stored = {"scale": stored["scale"]}
+    if weight.kind in ("int8", "fp8"):
+        bytes_of = torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn
+        wanted["weight"] = bytes_of, (rows, columns)
+    elif weight.kind == "int4" and grid[0] == rows and columns % (NIBBLES * grid[1]) == 0:
+        wanted["packed"] = torch.int32, (rows, columns // NIBBLES)
+        if "zero_point" in stored:
+            wanted["zero_point"] = torch.int32, (-(-rows // NIBBLES), grid[1])
+    return block if stored == wanted else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Up or down, ready for machine code."""
+
+    num_rows: int  # of all weights
+    places: Arrangement  # of x
+    fixed: NDArray[np.int64]  # by weight; blocks point here
+    blocks: NDArray[np.int64]  # see experts_work.Weights
+
+    @classmethod
+    def of(cls, weights: Sequence[StoredWeight], steps: Sequence[Step], num_rows: int) -> _Side:
+        places = arrangement_for(steps[0], weights[0].shape[1])
+        fixed = np.zeros((len(weights), len(Fixed._fields)), np.int64)
+        blocks, offset = [], 0
+        for weight, step, row in zip(weights, steps, fixed, strict=True):
+            told = _fixed(weight, step)._replace(out_bytes=4 * num_rows)
+            row[:] = told
+            functions = [row_function(step._replace(num_tokens=n)).address for n in (1, 2)]
+            at_once = max(1, BLOCK_BYTES // told.row_bytes)
+            for first in range(0, weight.shape[0], at_once):
+                last = min(first + at_once, weight.shape[0])
+                at = row.ctypes.data
+                blocks.append((*functions, at, first, last, offset, places.row_bytes))
+            offset += 4 * weight.shape[0]
+        return cls(num_rows, places, fixed, np.array(blocks, np.int64))
+
+
+def _fixed(weight: StoredWeight, step: Step) -> Fixed:
+    """Addresses from the start of a slot."""
+    block, num_scale_rows = (1, weight.shape[1]), 1
+    if step.scale is not None:
+        found = _block(weight)
+        assert found is not None, weight  # _step has seen it
+        block, num_scale_rows = found, -(-weight.shape[0] // found[0])
+    at = {role: part.offset for role, part in weight.parts.items()}
+    (first,) = [at[role] for role in ("", "weight", "packed") if role in at]
+    return fixed_for(step, weight.shape, block, num_scale_rows)._replace(
+        weight=first, scales=at.get("scale", 0), zeros=at.get("zero_point", 0)
+    )
+
+
+class FusedExperts:
+    """The MLPs of one MoE row; `fused_experts` makes them. Any number of threads may call."""
+
+    def __init__(self, up: _Side, down: _Side, activation: int, *, is_gated: bool) -> None:
+        self._up = up
+        self._down = down
+        self._weights = Weights(
+            up_blocks=up.blocks.ctypes.data,
+            num_up=len(up.blocks),
+            down_blocks=down.blocks.ctypes.data,
+            num_down=len(down.blocks),
+            up_bytes=4 * up.num_rows,
+            out_bytes=4 * down.num_rows,
+            activation=activation,
+            is_gated=int(is_gated),
+        )
+        self._x_bytes = up.places.row_bytes
+        self._up_bytes = -(-4 * up.num_rows // 64) * 64  # so that no vector crosses a cache line
+        self._row_bytes = self._up_bytes + down.places.row_bytes
+        self(torch.empty(0, down.num_rows), [0], [])  # compiles
+
+    def __call__(
+        self, inputs_PD: Tensor, starts: Sequence[int], addresses: Sequence[int]
+    ) -> Tensor:
+        """[P, D] -> [P, D]. Expert i has the rows from starts[i] to starts[i + 1], and its slot
+        begins at addresses[i], where it has to stay until this returns. One row for experts that
+        have one each may come expanded: it is read once.
+        """
+        num_rows, num_experts = inputs_PD.shape[0], len(addresses)
+        is_shared = num_rows == num_experts > 1 and inputs_PD.stride(0) == 0
+        x = (inputs_PD[:1] if is_shared else inputs_PD).to(torch.float32).contiguous()
+        num_x = x.shape[0]
+        state = OF_EXPERTS + LINE * num_experts
+        ints = array("q", bytes(8 * state))
+        ints.extend(starts)
+        ints.extend(addresses)
+        scratch = torch.empty(num_x * self._x_bytes + num_rows * self._row_bytes, dtype=torch.uint8)
+        out_PD = torch.empty(num_rows, self._down.num_rows)
+        ints_at, x_at = ints.buffer_info()[0], scratch.data_ptr()
+        up_at = x_at + num_x * self._x_bytes
+        job = Job(
+            state=ints_at,
+            starts=ints_at + 8 * state,
+            slots=ints_at + 8 * (state + len(starts)),
+            num_experts=num_experts,
+            x=x_at,
+            x_is_shared=int(is_shared),
+            up=up_at,
+            hidden=up_at + num_rows * self._up_bytes,
+            out=out_PD.data_ptr(),
+        )
+        arrange(x.data_ptr(), 4 * x.shape[1], x_at, num_x, self._up.places)
+        call = Call(self._weights, self._down.places, job, (ints, scratch, out_PD))
+        call.run(torch.get_num_threads())
+        return out_PD.to(inputs_PD.dtype)

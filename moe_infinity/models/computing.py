@@ -1,0 +1,127 @@
+"""How the experts of one MoE row compute once they are in their slots.
+
+    all that arrived together, in one call     kernels/experts_cpu.py, for few rows
+    one by one, packed                         kernels/packed_cpu.py, for few rows
+    one by one, unpacked if they are packed    as the class does, kernels/reference.py
+
+The first is for classes of transformers' experts interface with a gate and nothing special about
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.integrations import moe
+
+from moe_infinity.experts import ExpertKey, ParamSpec
+from moe_infinity.kernels import has_packed_kernels
+from moe_infinity.kernels.dispatch import ExpertWork, RoutedRows
+from moe_infinity.memory.host import HostSlots
+from moe_infinity.models.adapters import INTERFACE, ExpertsModule
+from moe_infinity.models.recipes import Recipe, RowRecipes
+
+if TYPE_CHECKING:
+    from moe_infinity.kernels.experts_cpu import FusedExperts, StoredWeight
+
+FUSED_ROWS = 8  # of one expert; for more torch's matrix product is faster
+ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu"}  # by class
+PLAIN = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+PACKED = {  # by name of the scheme
+    "fp8": "fp8", "mxfp8": "fp8", "float-quantized": "fp8", "pack-quantized": "int4",
+    "int-quantized": "int8",
+}  # fmt: skip
+
+
+class RowComputer:
+    """Computes experts of one row from their slots, as `experts_implementation` tells."""
+
+    def __init__(
+        self,
+        row: ExpertsModule,
+        recipes: RowRecipes,
+        slots: HostSlots,
+        experts_implementation: str,
+    ) -> None:
+        self._slots = slots
+        self._views = slots.views(recipes.layout)
+        has_kernels = experts_implementation in ("auto", "fast") and has_packed_kernels()
+        self._mlp = recipes.computing(
+            row.compute, is_transposed=row.is_transposed if has_kernels else None
+        )
+        # With weights as they are, the bits would not be those of transformers.
+        is_fused = has_kernels and (recipes.is_packed or experts_implementation == "fast")
+        self._fused = fused_row(row, recipes) if is_fused else None
+        packed = "read by kernels" if has_kernels else "unpacked when they compute"
+        plain = "fast" if self._fused is not None else "exact"
+        self.how = packed if recipes.is_packed else plain
+
+    def run(
+        self, work: ExpertWork, keys: Sequence[ExpertKey], slot_ids: Mapping[ExpertKey, int]
+    ) -> None:
+        """Do the part of the work that these experts have."""
+        fused = self._fused
+        if fused is not None and isinstance(work, RoutedRows) and work.most_rows <= FUSED_ROWS:
+            addresses = [self._slots.address_of(slot_ids[key]) for key in keys]
+            work.compute_together([key.expert_idx for key in keys], fused, addresses)
+            return
+        for key in keys:
+            work.compute(key.expert_idx, self._mlp, self._views[slot_ids[key]])
+
+
+def fused_row(row: ExpertsModule, recipes: RowRecipes) -> FusedExperts | None:
+    """None if its experts can only be computed one by one."""
+    if not _is_plain_gate(row):
+        return None
+    from moe_infinity.kernels.experts_cpu import fused_experts
+
+    by_name: dict[str, list[StoredWeight] | None] = {}
+    for recipe in recipes.recipes:
+        for spec in recipe.targets.values():
+            by_name[spec.name] = _stored(recipe)
+    up, down = by_name.get("gate_up_proj"), by_name.get("down_proj")
+    if len(by_name) != 2 or up is None or down is None:
+        return None
+    activation = ACTIVATIONS[type(row.module.act_fn).__name__]
+    return fused_experts(up, down, activation=activation)
+
+
+def _is_plain_gate(row: ExpertsModule) -> bool:
+    module, known = row.module, vars(row.module)
+    return (
+        row.adapter is INTERFACE
+        and known["has_gate"]
+        and known["is_concatenated"]
+        and not known["has_bias"]
+        and not known["is_transposed"]
+        and not known.get("has_post_expert_norm")
+        and getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
+        and type(getattr(module, "act_fn", None)).__name__ in ACTIVATIONS
+    )
+
+
+def _stored(recipe: Recipe) -> list[StoredWeight] | None:
+    """How the one parameter that a recipe fills lies in a slot."""
+    from moe_infinity.kernels.experts_cpu import StoredPart, StoredWeight
+
+    def part(spec: ParamSpec, shape: tuple[int, ...]) -> StoredPart:
+        return StoredPart(spec.offset, getattr(torch, spec.dtype), shape)
+
+    if len(recipe.targets) != 1:
+        return None
+    if not recipe.is_packed:
+        (spec,) = recipe.stored
+        kind = PLAIN.get(spec.dtype)
+        if kind is None or len(spec.shape) != 2:
+            return None
+        return [StoredWeight(kind, (spec.shape[0], spec.shape[1]), {"": part(spec, spec.shape)})]
+    weights = []
+    for piece in recipe.pieces_in_slot():
+        kind, (num_rows, num_columns) = PACKED.get(piece.scheme.name), piece.shape
+        if kind is None:
+            return None
+        parts = {role: part(spec, shape) for role, (spec, shape) in piece.parts.items()}
+        weights.append(StoredWeight(kind, (num_rows, num_columns), parts, piece.block))
+    return weights or None

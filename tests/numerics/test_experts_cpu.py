@@ -1,0 +1,249 @@
+"""Experts computed in one call against the plain way: weights of kernels/unpack.py in float32,
+multiplied in float64.
+
+Legend: P rows of all experts, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("numba", reason="experts_cpu needs the extra `cpu`")
+
+from moe_infinity.experts import ExpertLayout
+from moe_infinity.kernels import experts_work, unpack
+from moe_infinity.kernels.experts_cpu import StoredPart, StoredWeight, fused_experts
+
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+KINDS = [
+    *PLAIN,
+    "int8",
+    "int4 32",
+    "int4 64",
+    "int4 zeros 32",
+    "int4 None",
+    "fp8 blocks",
+    "fp8 rows",
+]
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@pytest.fixture(autouse=True, params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Its parts; the weight; and the size at which its values are rounded: beyond |w| where zeros
+    are subtracted later.
+    """
+    name, *options = kind.split()
+    if name in PLAIN:
+        weight = torch.randn(rows, columns).to(PLAIN[name]) / columns**0.5
+        return {"": weight}, weight.float(), weight.float().abs()
+    if name == "int8":
+        bytes_RC = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
+        scales = (torch.rand(rows, 1) / 1000).half()
+        weight = bytes_RC.float() * scales.float()
+        return {"weight": bytes_RC, "scale": scales}, weight, weight.abs()
+    if name == "fp8":
+        grid = (rows, 1) if options == ["rows"] else (-(-rows // 16), columns // 32)
+        numbers = torch.randint(0, 0x58, (rows, columns)) + 128 * torch.randint(0, 2, (rows, 1))
+        bytes_RC = numbers.to(torch.uint8).view(torch.float8_e4m3fn)
+        scales, block = torch.rand(grid) / 50, (1, columns) if options == ["rows"] else (16, 32)
+        weight = unpack.fp8(bytes_RC, scales, block, torch.float32)
+        return {"weight": bytes_RC, "scale": scales}, weight, weight.abs()
+    group = columns if options[-1] == "None" else int(options[-1])
+    parts = {"packed": torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32)}
+    parts["scale"] = ((torch.rand(rows, columns // group) + 0.1) / 200).bfloat16()
+    if "zeros" in options:
+        parts["zero_point"] = parts["packed"][: -(-rows // 8), : columns // group].clone()
+    weight = unpack.int4_rows(
+        parts["packed"], parts["scale"].float(), parts.get("zero_point"), torch.float32
+    )
+    return parts, weight, 31 * parts["scale"].float().repeat_interleave(group, 1)
+
+
+class Experts:
+    """Some experts in slots, and their weights: `up` one above the other, then down."""
+
+    def __init__(self, kind, width, expert_width, *, act="silu", is_gated=True, splits=False):
+        self.act, self.is_gated = ACTS[act], is_gated
+        up_rows = 2 * expert_width if is_gated else expert_width
+        shapes = [(expert_width, width)] * 2 if splits else [(up_rows, width)]
+        shapes.append((width, expert_width))
+        made = [[make_weight(kind, *shape) for shape in shapes] for _ in range(4)]
+        named = [
+            {
+                f"{i} {role}": part
+                for i, (parts, _, _) in enumerate(one)
+                for role, part in parts.items()
+            }
+            for one in made
+        ]
+        self.layout = ExpertLayout.of(
+            {name: (tuple(t.shape), str(t.dtype)[6:]) for name, t in named[0].items()}
+        )
+        self.slots = torch.empty(len(made), self.layout.slot_bytes, dtype=torch.uint8)
+        for slot, parts in zip(self.slots, named, strict=True):
+            for spec in self.layout.params:
+                slot[spec.offset :][: spec.num_bytes] = parts[spec.name].view(torch.uint8).flatten()
+        self.weights = [(torch.cat([w for _, w, _ in one[:-1]]), one[-1][1]) for one in made]
+        self.sizes = [(torch.cat([s for _, _, s in one[:-1]]), one[-1][2]) for one in made]
+        stored: list[dict[str, StoredPart]] = [{} for _ in shapes]
+        for spec in self.layout.params:
+            i, role = spec.name.split(" ")
+            part = StoredPart(spec.offset, getattr(torch, spec.dtype), spec.shape)
+            stored[int(i)][role] = part
+        block = (16, 32) if kind == "fp8 blocks" else None
+        self.described = [
+            StoredWeight(kind.split()[0], shape, parts, block)
+            for shape, parts in zip(shapes, stored, strict=True)
+        ]
+        self.fused = fused_experts(
+            self.described[:-1], self.described[-1:], activation=act, is_gated=is_gated
+        )
+
+    def compute(self, x_PD: Tensor, starts: list[int], order=(0, 1, 2, 3)) -> Tensor:
+        assert self.fused is not None
+        return self.fused(
+            x_PD, starts, [self.slots[i].data_ptr() for i in order[: len(starts) - 1]]
+        )
+
+    def largest_error(self, found_PD: Tensor, x_PD: Tensor, starts: list[int]) -> float:
+        """As a share of the bound: as in test_packed_cpu.py, for each product; an error of what
+        activations give reaches the output through |down|. No activation here is steeper than 1.2,
+        and each rounds less than 8 times.
+        """
+        largest = 0.0
+        for i in range(len(starts) - 1):
+            rows = slice(starts[i], starts[i + 1])
+            x, (up, down), (up_sizes, down_sizes) = (
+                x_PD[rows].double(),
+                self.weights[i],
+                self.sizes[i],
+            )
+            inner = x @ up.double().t()
+            bound = (x.shape[1] / 8 + 16) * EPS[torch.float32] * (x.abs() @ up_sizes.double().t())
+            if self.is_gated:
+                (gate, other), (gate_bound, other_bound) = inner.chunk(2, 1), bound.chunk(2, 1)
+                hidden = self.act(gate) * other
+                bound = 1.2 * gate_bound * other.abs() + gate.abs() * other_bound
+                bound += 8 * EPS[torch.float32] * gate.abs() * other.abs()
+            else:
+                hidden = self.act(inner)
+                bound = 1.2 * bound + 8 * EPS[torch.float32] * inner.abs()
+            exact = hidden @ down.double().t()
+            bound = bound @ down.double().abs().t()
+            steps = hidden.shape[1] / 8 + 16
+            bound += steps * EPS[torch.float32] * (hidden.abs() @ down_sizes.double().t())
+            bound += EPS[found_PD.dtype] * exact.abs()
+            error = ((found_PD[rows].double() - exact).abs() / bound.clamp(min=1e-30)).max().item()
+            largest = max(largest, error)
+        return largest
+
+
+STARTS = [0, 1, 3, 6, 11]  # experts of 1, 2, 3 and 5 rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_row_gets_what_its_expert_gives(kind):
+    width = 256 if "64" in kind else 160
+    experts = Experts(kind, width, 192, splits=kind in ("bf16", "int4 zeros 32"))
+    x = torch.randn(11, width).to(PLAIN.get(kind, torch.float32))
+    found = experts.compute(x, STARTS)
+    assert found.dtype == x.dtype
+    assert experts.largest_error(found, x, STARTS) < 1
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_activations_are_those_of_torch(act, is_gated):
+    experts = Experts("f32", 40, 24, act=act, is_gated=is_gated)
+    x = 20 * torch.randn(11, 40)
+    assert experts.largest_error(experts.compute(x, STARTS), x, STARTS) < 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "expert_width"),
+    [("bf16", 200, 72), ("bf16", 33, 17), ("f16", 1000, 40), ("int8", 200, 72), ("int8", 1000, 40)],
+)
+def test_rows_of_a_weight_may_have_any_length(kind, width, expert_width):
+    experts = Experts(kind, width, expert_width)
+    x = torch.randn(11, width).bfloat16()
+    assert experts.largest_error(experts.compute(x, STARTS), x, STARTS) < 1
+
+
+def test_many_blocks_give_what_one_thread_gives_bit_for_bit(monkeypatch):
+    """And rows give the same alone, in other company, and as one row that all experts share."""
+    monkeypatch.setattr("moe_infinity.kernels.experts_cpu.BLOCK_BYTES", 1 << 10)
+    experts = Experts("bf16", 160, 192)
+    x = torch.randn(1, 160).expand(4, -1)
+    shared = experts.compute(x, [0, 1, 2, 3, 4])
+    assert torch.equal(experts.compute(x.clone(), [0, 1, 2, 3, 4]), shared)
+    torch.set_num_threads(1)
+    assert torch.equal(
+        experts.compute(torch.cat([x, x]), [0, 2, 4, 6, 8]), shared.repeat_interleave(2, 0)
+    )
+    for i in range(4):
+        assert torch.equal(experts.compute(x[:1], [0, 1], (i,)), shared[i : i + 1])
+
+
+def test_the_tolerance_rejects_swapped_experts_and_rows_and_gate_for_up():
+    experts = Experts("int4 32", 160, 192, splits=True)
+    x = torch.randn(11, 160)
+    found = experts.compute(x, STARTS)
+    other = experts.compute(x, STARTS, (1, 0, 2, 3))
+    rows = found[[0, 2, 1, *range(3, 11)]]
+    gate, up, down = experts.described
+    experts.fused = fused_experts([up, gate], [down], activation="silu")
+    for wrong in (other, rows, experts.compute(x, STARTS)):
+        assert experts.largest_error(wrong, x, STARTS) > 1
+
+
+def test_two_callers_at_once_compute_as_if_alone():
+    experts = Experts("int8", 160, 192)
+    x = torch.randn(11, 160)
+    alone = experts.compute(x, STARTS)
+    with ThreadPoolExecutor(2) as callers:
+        results = list(callers.map(lambda _: experts.compute(x, STARTS), range(200)))
+    assert all(torch.equal(result, alone) for result in results)
+
+
+def test_an_error_of_a_helper_reaches_the_caller_that_waits_for_it(monkeypatch):
+    """0 stands for the item that the caller finds not ready, ever."""
+    state, unused = [0], cast(Any, None)
+    call = experts_work.Call(unused, unused, unused, (state,))
+    monkeypatch.setattr(experts_work, "worker", lambda: lambda *_: 1 // 0)
+    call.help()
+    monkeypatch.setattr(experts_work, "worker", lambda: lambda *_: 0)
+    with pytest.raises(ZeroDivisionError):
+        call.run(1)
+    assert state == [experts_work.STOPPED]
+
+
+def test_what_kernels_do_not_read_is_refused():
+    gate_up, down = Experts("bf16", 160, 192).described
+    other = StoredWeight("bf16", (384, 160), {"": StoredPart(0, torch.float32, (384, 160))})
+    assert fused_experts([gate_up], [down], activation="swiglu_oai") is None
+    for up in (other, down):
+        assert fused_experts([up], [down], activation="silu") is None
+    assert fused_experts([gate_up], [gate_up], activation="silu") is None
+    assert Experts("bf16", 8, 8).fused is None
