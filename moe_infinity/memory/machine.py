@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -18,31 +20,46 @@ def machine_memory_bytes() -> int:
 
 def available_memory_bytes() -> int:
     """What can be allocated without pushing anything out, by the kernel's own estimate; within the
-    group's limit.
+    limits of our control groups.
     """
     available = machine_memory_bytes()
     if MEMINFO.exists():
         for line in MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = min(available, int(line.split()[1]) * 1024)
-    limit = _cgroup_limit_bytes()
-    if limit is not None:
-        available = min(available, limit - _cgroup_used_bytes())
+    for folder in _groups():
+        if (limit := _limit_bytes(folder)) is not None:
+            available = min(available, limit - _used_bytes(folder))
     return max(available, 0)
 
 
+def _groups() -> Iterator[Path]:
+    """Our memory control group and those it is in, v2 or v1. A container may see but the last."""
+    for line in [*_read(OWN_GROUPS).splitlines(), "::/", ":memory:/"]:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            top = CGROUP / controllers
+            own = top / path.strip("/")
+            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top))
+
+
 def _cgroup_limit_bytes() -> int | None:
-    """The limit of our control group, v2 or v1; None without one."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        text = _read(CGROUP / name)
+    """The least limit of our control groups; None without one."""
+    limits = [limit for folder in _groups() if (limit := _limit_bytes(folder)) is not None]
+    return min(limits, default=None)
+
+
+def _limit_bytes(folder: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        text = _read(folder / name)
         if text.isdigit() and int(text) < 1 << 60:  # v1 writes a huge number for "no limit"
             return int(text)
     return None
 
 
-def _cgroup_used_bytes() -> int:
-    """What our control group cannot give back: its usage without the page cache it can drop."""
-    for folder, name in ((CGROUP, "memory.current"), (CGROUP / "memory", "memory.usage_in_bytes")):
+def _used_bytes(folder: Path) -> int:
+    """What a control group cannot give back: its usage without the page cache it can drop."""
+    for name in ("memory.current", "memory.usage_in_bytes"):
         text = _read(folder / name)
         if text.isdigit():
             fields = dict(line.split() for line in _read(folder / "memory.stat").splitlines())

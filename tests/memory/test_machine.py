@@ -17,10 +17,11 @@ def proc(tmp_path, monkeypatch):
     """proc({name: text}) -> a machine whose /proc and control group hold only these files."""
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own groups")
 
     def write(files: dict[str, str]) -> None:
         for name, text in files.items():
-            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
 
     return write
@@ -47,6 +48,28 @@ def test_the_older_control_groups_are_understood_too(proc):
     assert machine.machine_memory_bytes() == min(GIB, PHYSICAL)
     proc({"memory/memory.limit_in_bytes": "9223372036854771712\n"})  # how v1 writes "no limit"
     assert machine.machine_memory_bytes() == PHYSICAL
+
+
+@pytest.mark.parametrize(
+    ("line", "group", "name", "usage"),
+    [
+        ("0::/user/job", "user", "memory.max", "memory.current"),
+        ("4:memory:/user/job", "memory/user", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_the_least_limit_of_nested_groups_counts(proc, line, group, name, usage):
+    proc({"own groups": f"9:pids:/elsewhere\n{line}\n", f"{group}/job/{name}": str(3 * GIB)})
+    assert machine.machine_memory_bytes() == min(3 * GIB, PHYSICAL)
+    proc({f"{group}/{name}": str(2 * GIB), f"{group}/{usage}": str(2 * GIB - 7000)})
+    assert machine.machine_memory_bytes() == min(2 * GIB, PHYSICAL)
+    assert machine.available_memory_bytes() == 7000
+    proc({f"{group}/job/{usage}": str(3 * GIB - 6000)})
+    assert machine.available_memory_bytes() == 6000
+
+
+def test_a_group_that_a_container_does_not_see_is_passed_over(proc):
+    proc({"own groups": "4:memory:/host/job\n", "memory/memory.limit_in_bytes": str(GIB)})
+    assert machine.machine_memory_bytes() == min(GIB, PHYSICAL)
 
 
 def test_available_is_what_the_kernel_estimates(proc):
