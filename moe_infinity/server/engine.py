@@ -8,13 +8,10 @@ A step of the engine is a chunk of the oldest prompt alone, then one token of ev
 sequence together: nobody waits for more than a chunk, and nobody is passed by. A *seat* is what the
 recorder and the predictor know a sequence by while its row in the batch changes; so each sequence
 has its own EAM, and the plan of a step is the union over its sequences.
-
-With one seat, what the model is called with is what generate() calls it with, and so are the bits.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import time
@@ -23,15 +20,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from transformers.cache_utils import DynamicCache
-
-from moe_infinity.errors import ConfigError, UnsupportedModelError
-from moe_infinity.experts import Phase
+from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
-from moe_infinity.server.batch import DecodeBatch, has_recurrent_layers, layers_that_cannot_join
+from moe_infinity.server.batch import DecodeBatch
+from moe_infinity.server.passes import Passes
 from moe_infinity.server.sequences import (
     Cancelled,
     DeadlineExceeded,
@@ -42,7 +34,6 @@ from moe_infinity.server.sequences import (
     Request,
     Running,
 )
-from moe_infinity.trace.recorder import Step
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 120.0  # a step may have to wait for a slow disk
@@ -74,12 +65,7 @@ class Engine:
         self.counts = EngineCounts()
         self.death: BaseException | None = None  # what ended the thread, if it was not close()
         self._moe = moe
-        self._end_ids = end_ids_of(moe.model)
-        self._accepts = set(inspect.signature(moe.model.forward).parameters)
-        self._require_servable()
-        # One seat: in one step, as generate() does. Recurrent layers begin anew with each chunk.
-        is_recurrent = has_recurrent_layers(moe.model.config)
-        self._is_chunked = self.config.max_batch > 1 and not is_recurrent
+        self._passes = Passes(moe, self.config)
         self._changed = threading.Condition()
         self._waiting: deque[Running] = deque()  # this and the next two: under the condition
         self._is_draining = False
@@ -88,18 +74,8 @@ class Engine:
         self._prefilling: deque[Running] = deque()
         self._decoding: list[Running] = []  # row by row of the batch
         self._batch = DecodeBatch()
+        self._step_began: float | None = None
         self._thread: threading.Thread | None = None
-
-    def _require_servable(self) -> None:
-        model = self._moe.model
-        if model.config.is_encoder_decoder:
-            raise UnsupportedModelError("encoder-decoder models are not served; use generate()")
-        apart = layers_that_cannot_join(model.config)
-        if apart and self.config.max_batch > 1:
-            raise UnsupportedModelError(
-                f"the caches of this model cannot be put together ({', '.join(apart)}); "
-                "serve one request at a time with --max-batch 1"
-            )
 
     # called by any thread
 
@@ -157,7 +133,19 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
+        """Its thread runs, be it for what is left."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_ready(self) -> bool:
+        """It takes requests."""
+        return self.is_alive and not self._is_draining
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the current step has been running; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.perf_counter() - began
 
     def state(self) -> dict[str, Any]:
         """How many are where, and the counts."""
@@ -189,11 +177,12 @@ class Engine:
 
     def step(self) -> None:
         """One chunk of one prompt, then one token of every running sequence."""
-        began = time.perf_counter()
+        began = self._step_began = time.perf_counter()
         self._let_go()
         self._admit()
         self._prefill()
         self._decode()
+        self._step_began = None
         self.counts.steps += 1
         self.counts.stepping_s += time.perf_counter() - began
         if not (self._prefilling or self._decoding):
@@ -226,8 +215,10 @@ class Engine:
             return
         sequence = self._prefilling[0]
         try:
-            logits_V = self._prefill_chunk(sequence)
-            is_last = sequence.is_prefilled and sequence.add(logits_V, self._end_ids)
+            before = sequence.num_prefilled
+            logits_V = self._passes.prefill(sequence)
+            self.counts.prompt_tokens += sequence.num_prefilled - before
+            is_last = sequence.is_prefilled and sequence.add(logits_V, self._passes.end_ids)
         except Exception as error:
             self._fail(sequence, error)
             return
@@ -243,34 +234,13 @@ class Engine:
         sequence.cache = None
         self._decoding.append(sequence)
 
-    def _prefill_chunk(self, sequence: Running) -> Tensor:
-        prompt_ids, start = sequence.request.prompt_ids, sequence.num_prefilled
-        end = start + self.config.prefill_chunk if self._is_chunked else None
-        chunk = prompt_ids[start:end]
-        if sequence.cache is None:
-            sequence.cache = DynamicCache(config=self._moe.model.config)
-        inputs = {
-            "input_ids": torch.tensor([chunk]),
-            "attention_mask": torch.ones((1, start + len(chunk)), dtype=torch.long),
-            "position_ids": torch.arange(start, start + len(chunk))[None],
-            "past_key_values": sequence.cache,
-        }
-        step = self._step_of(Phase.PREFILL, [sequence] * len(chunk), chunk, begins=start == 0)
-        logits_1V = self._forward(step, inputs)
-        sequence.num_prefilled += len(chunk)
-        self.counts.prompt_tokens += len(chunk)
-        return logits_1V[0]
-
     def _decode(self) -> None:
         """An error of the forward pass is that of all who took part; any other is one request's."""
         sequences = self._decoding
         if not sequences:
             return
-        token_ids = [sequence.last_id for sequence in sequences]
-        step = self._step_of(Phase.DECODE, sequences, token_ids, begins=False)
         try:
-            logits_BV = self._forward(step, self._batch.inputs(token_ids))
-            self._batch.grow()
+            logits_BV = self._passes.decode(sequences, self._batch)
         except Exception as error:
             self._decoding = []
             self._batch.clear()
@@ -280,34 +250,10 @@ class Engine:
         for sequence, logits_V in zip(list(sequences), logits_BV, strict=True):
             self.counts.generated_tokens += 1
             try:
-                if sequence.add(logits_V, self._end_ids):
+                if sequence.add(logits_V, self._passes.end_ids):
                     self._finish(sequence)
             except Exception as error:
                 self._fail(sequence, error)
-
-    def _forward(self, step: Step, inputs: dict[str, Any]) -> Tensor:
-        """[B, V] float32 logits of the last token."""
-        inputs |= {"use_cache": True, "logits_to_keep": 1}
-        accepted = {name: value for name, value in inputs.items() if name in self._accepts}
-        output = self._moe.forward(step, **accepted)
-        logits_BV: Tensor = output.logits[:, -1].to(copy=True, dtype=torch.float32)
-        return logits_BV
-
-    def _step_of(
-        self, phase: Phase, owners: Sequence[Running], token_ids: Sequence[int], *, begins: bool
-    ) -> Step:
-        """A step of the model; `owners` says whose each token is."""
-        sequence_T = np.array([owner.seat for owner in owners])
-        begins_B = np.zeros(self.config.max_batch, dtype=bool)
-        begins_B[sequence_T] = begins
-        return Step(
-            phase=phase,
-            num_sequences=self.config.max_batch,
-            tokens_per_sequence=1,
-            begins_B=begins_B,
-            token_ids_T=np.array(token_ids),
-            sequence_T=sequence_T,
-        )
 
     def _finish(self, sequence: Running) -> None:
         self.counts.finished += 1
@@ -349,13 +295,3 @@ class Engine:
         assert seats == list(range(self.config.max_batch)), (seated, self._free_seats)
         assert len(self._batch) == len(self._decoding), (len(self._batch), len(self._decoding))
         self._moe.check_invariants()
-
-
-def end_ids_of(model: Any) -> frozenset[int]:
-    """The tokens that end a sequence."""
-    ends = model.generation_config.eos_token_id
-    if ends is None:
-        ends = model.config.get_text_config().eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)

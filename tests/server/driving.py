@@ -21,8 +21,8 @@ class Client:
     def __init__(self, engine: Engine, prompt_ids: list[int], **wishes: Any) -> None:
         self.outputs: list[Output] = []
         self.prompt_ids = prompt_ids
-        wishes = {"max_new_tokens": 12, "sampling": IDS} | wishes
-        request = Request(prompt_ids=prompt_ids, **wishes)
+        settings: dict[str, Any] = {"max_new_tokens": 12, "sampling": IDS} | wishes
+        request = Request(prompt_ids=prompt_ids, **settings)
         self.running: Running = engine.submit([request], [self.outputs.append])[0]
 
     @property
@@ -30,8 +30,9 @@ class Client:
         return [token.chosen.token_id for output in self.outputs for token in output.tokens]
 
     @property
-    def logprobs(self) -> list[float | None]:
-        return [token.chosen.logprob for output in self.outputs for token in output.tokens]
+    def logprobs(self) -> list[float]:
+        tokens = [token for output in self.outputs for token in output.tokens]
+        return [t.chosen.logprob for t in tokens if t.chosen.logprob is not None]
 
     @property
     def text(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -40,13 +42,14 @@ def test_without_batching_logits_are_those_of_generate_to_the_bit(moe):
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     engine, seen = make_engine(moe, max_batch=1), []
-    forward = engine._forward
+    passes: Any = engine._passes
+    forward = passes._forward
 
     def watched(step, inputs):
         seen.append(forward(step, inputs))
         return seen[-1].clone()
 
-    engine._forward = watched
+    passes._forward = watched
     run_all(engine, Client(engine, prompt))
     assert len(seen) == len(out.logits) == 12
     assert all(torch.equal(a, b) for a, b in zip(seen, out.logits, strict=True))
@@ -272,7 +275,7 @@ def test_an_expert_that_cannot_be_read_fails_a_step_and_the_next_request_works(
 
 def test_the_death_of_the_thread_is_told_to_all_and_remembered(moe):
     engine = make_engine(moe)
-    engine._admit = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    engine._admit = lambda: 1 / 0  # type: ignore[method-assign,assignment]
     client = Client(engine, PROMPTS[0])
     engine.start()
     assert engine._thread is not None
