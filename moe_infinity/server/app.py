@@ -58,10 +58,11 @@ def create_app(moe: MoE, engine: Engine, reader: PromptReader, config: ApiConfig
     """The application; the engine is started and stopped by whoever runs it."""
     api = Api(moe, engine, reader, config)
     app = FastAPI(title="MoE-Infinity", docs_url=None, redoc_url=None, openapi_url=None)
-    for path, handler in api.get_routes().items():
+    for path, handler in api.open_routes().items():
         app.add_route(path, handler, methods=["GET"])
-    for path, handler in api.post_routes().items():
-        app.add_route(path, handler, methods=["POST"])
+    for method, routes in (("GET", api.get_routes()), ("POST", api.post_routes())):
+        for path, handler in routes.items():
+            app.add_route(path, api.guarded(path, handler), methods=[method])
     app.add_exception_handler(HTTPException, _http_error)
     return app
 
@@ -80,27 +81,32 @@ class Api:
         self._metrics = Metrics(moe, engine)
         self._created = int(time.time())
 
-    def get_routes(self) -> dict[str, Handler]:
+    def open_routes(self) -> dict[str, Handler]:
+        """Without a key: they tell nothing of what is asked or answered."""
         return {
             "/": self.page,
             "/health": self.health,
             "/health/live": self.live,
             "/health/ready": self.ready,
-            "/metrics": self._guarded(self.metrics),
-            "/stats": self._guarded(self.stats),
-            "/v1/models": self._guarded(self.models),
-            "/v1/models/{name:path}": self._guarded(self.model),
+        }
+
+    def get_routes(self) -> dict[str, Handler]:
+        return {
+            "/metrics": self.metrics,
+            "/stats": self.stats,
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
         }
 
     def post_routes(self) -> dict[str, Handler]:
         return {
-            "/v1/completions": self._guarded(self.completions),
-            "/v1/chat/completions": self._guarded(self.chat_completions),
-            "/tokenize": self._guarded(self.tokenize),
-            "/detokenize": self._guarded(self.detokenize),
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat_completions,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
         }
 
-    def _guarded(self, handler: Handler) -> Handler:
+    def guarded(self, path: str, handler: Handler) -> Handler:
         """The key first; what goes wrong becomes an answer, and is counted."""
 
         async def guarded(request: HttpRequest) -> Response:
@@ -114,8 +120,7 @@ class Api:
                 if refused.status == 500:
                     logger.exception("%s failed", request.url.path)
                 response = refused.response()
-            route = request.scope["route"].path
-            self._metrics.responses.labels(route, response.status_code).inc()
+            self._metrics.responses.labels(path, response.status_code).inc()
             return response
 
         return guarded

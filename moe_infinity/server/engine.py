@@ -147,6 +147,11 @@ class Engine:
         began = self._step_began
         return 0.0 if began is None else time.perf_counter() - began
 
+    @property
+    def num_sequences(self) -> int:
+        """That have come and not yet gone."""
+        return len(self._waiting) + self.config.max_batch - len(self._free_seats)
+
     def state(self) -> dict[str, Any]:
         """How many are where, and the counts."""
         return {
@@ -265,7 +270,9 @@ class Engine:
         self._leave(sequence, error)
 
     def _leave(self, sequence: Running, error: BaseException | None) -> None:
-        """Wherever the sequence is: its seat and its part of the cache are free again."""
+        """Wherever the sequence is: its seat and its part of the cache are free before it is told
+        that it has ended.
+        """
         with self._changed:
             if sequence in self._waiting:
                 self._waiting.remove(sequence)
@@ -279,8 +286,7 @@ class Engine:
             self._free_seats.append(sequence.seat)
             sequence.seat = None
         sequence.cache = None
-        if error is not None:
-            sequence.fail(error)
+        sequence.end(error)
 
     def _fail_all(self, error: BaseException) -> None:
         with self._changed:

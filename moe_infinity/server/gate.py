@@ -45,9 +45,10 @@ def refused_by(error: BaseException) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, BadRequest):
-        return refuse(400, str(error), param=error.param, code=error.code)
+        message = f"{error.param}: {error}" if error.param else str(error)
+        return refuse(400, message, param=error.param, code=error.code)
     if isinstance(error, ConfigError):
-        return refuse(400, str(error), param="n")
+        return refuse(400, f"n times prompts: {error}", param="n")
     if isinstance(error, QueueFull):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         kind = "rate_limit_error"
@@ -82,7 +83,8 @@ def require_key(request: HttpRequest, api_key: str | None) -> None:
     if api_key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    is_right = hmac.compare_digest(given.strip().encode(), api_key.encode())
+    # Headers are read as Latin-1: that gives back the bytes that were sent.
+    is_right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
     if scheme.lower() != "bearer" or not is_right:
         raise refuse(
             401,

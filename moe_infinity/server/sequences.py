@@ -108,13 +108,16 @@ class Running:
         self._num_generated = 0
         self._decoded = self._shown = 0  # characters
         self._tokens: deque[TokenText] = deque()  # not yet shown
+        self._last: Output | None = None
 
     @property
     def is_prefilled(self) -> bool:
         return self.num_prefilled == len(self.request.prompt_ids)
 
     def add(self, logits_V: Tensor, end_ids: frozenset[int]) -> bool:
-        """Choose the next token and deliver what it adds; True if it was the last."""
+        """Choose the next token and deliver what it adds, unless it was the last: then True, and
+        `end()` delivers the rest once nothing is left of the sequence.
+        """
         chosen = self._sampler.choose(logits_V)
         self.last_id = chosen.token_id
         self._num_generated += 1
@@ -135,8 +138,12 @@ class Running:
         self._show(text)
         return False
 
-    def fail(self, error: BaseException) -> None:
-        self._deliver(Output(num_generated=self._num_generated, error=error))
+    def end(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            self._deliver(Output(num_generated=self._num_generated, error=error))
+        else:
+            assert self._last is not None
+            self._deliver(self._last)
 
     def _finish(self, reason: FinishReason, text: str = "") -> None:
         text += self._stops.add(self._detokenizer.finish())
@@ -152,5 +159,8 @@ class Running:
         is_all = finish is not None and not is_cut
         while self._tokens and (is_all or self._tokens[0].offset < self._shown):
             tokens.append(self._tokens.popleft())
-        if text or tokens or finish:
-            self._deliver(Output(text, tuple(tokens), self._num_generated, finish))
+        output = Output(text, tuple(tokens), self._num_generated, finish)
+        if finish:
+            self._last = output
+        elif text or tokens:
+            self._deliver(output)

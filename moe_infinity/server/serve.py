@@ -81,7 +81,12 @@ def serve_model(moe: MoE, config: ServeConfig) -> None:
         logger.warning("anyone who reaches %s can use this model: no API key", config.host)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     settings = uvicorn.Config(
-        app, host=config.host, port=config.port, log_level="info", access_log=False
+        app,
+        host=config.host,
+        port=config.port,
+        log_level="info",
+        access_log=False,
+        lifespan="off",
     )
     server = Server(settings, on_exit=engine.drain)
     engine.start()
