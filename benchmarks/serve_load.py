@@ -31,7 +31,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from socket import create_server
 from typing import Any
@@ -231,8 +230,7 @@ def gaps_of(arrivals: Path | None) -> list[float]:
     gaps = [random.Random(1).expovariate(1.0) for _ in range(1000)]
     if arrivals is not None:
         with arrivals.open() as file:
-            stamps = [row["TIMESTAMP"][:26] for row in csv.DictReader(file)][:5000]
-        times = [datetime.fromisoformat(stamp).timestamp() for stamp in stamps]
+            times = [float(row["arrival_s"]) for row in csv.DictReader(file)][:5000]
         gaps = [max(b - a, 0.0) for a, b in zip(times, times[1:], strict=False)]
     mean = statistics.mean(gaps)
     return [0.5 * gap / mean for gap in gaps]
@@ -290,7 +288,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--host-memory", default="50%")
-    parser.add_argument("--arrivals", type=Path, help="CSV with a TIMESTAMP column")
+    parser.add_argument("--arrivals", type=Path, help="CSV with a column arrival_s")
     parser.add_argument("--rounds", type=int, default=3, help="of the comparison of batch sizes")
     given = parser.parse_args()
     result: dict[str, Any] = {"seconds": given.seconds, "clients": NUM_CLIENTS}

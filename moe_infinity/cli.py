@@ -35,7 +35,7 @@ from moe_infinity.cli_options import (
 )
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.prefetch.predictors import FACTORS
-from moe_infinity.server.command import serve
+from moe_infinity.server.command import require_extra, serve
 
 app = typer.Typer(
     add_completion=False,
@@ -124,6 +124,7 @@ def chat(
     if (model is None) == (url is None):
         raise typer.BadParameter("give one of MODEL and --url")
     if url is not None:
+        require_extra(["httpx"])
         from moe_infinity.server.client import ChatClient
 
         client = ChatClient(url, api_key, max_new_tokens, temperature, top_p, seed)

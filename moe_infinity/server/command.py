@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -94,10 +95,8 @@ def serve(
         serve_model(moe, config)
 
 
-def require_extra() -> None:
-    """Raises ConfigError when what only the server needs is not installed."""
-    missing = [name for name in NEEDS if find_spec(name) is None]
+def require_extra(needs: Sequence[str] = NEEDS) -> None:
+    """Raises ConfigError when what only server and client need is not installed."""
+    missing = [name for name in needs if find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"the server needs {', '.join(missing)}: pip install 'moe-infinity[serve]'"
-        )
+        raise ConfigError(f"this needs {', '.join(missing)}: pip install 'moe-infinity[serve]'")
