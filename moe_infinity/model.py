@@ -204,7 +204,7 @@ class MoE:
 
     def expert_states(self) -> NDArray[np.int8]:
         """[MoE rows, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
-        loading, 2 resident, 3 activated by the last step.
+        loading, 2 resident, 3 resident and activated by the last step.
         """
         runtime = self._runtime
         states_RE = np.where(runtime.exists_RE, 0, -1).astype(np.int8)
@@ -212,7 +212,8 @@ class MoE:
         for key in runtime.table.loading_keys():
             states_RE[key] = 1
         for moe_row, activated in enumerate(runtime.activated):
-            states_RE[moe_row, activated] = 3
+            here = states_RE[moe_row, activated] == 2
+            states_RE[moe_row, np.array(activated, dtype=int)[here]] = 3
         return states_RE
 
     def check_invariants(self) -> None:

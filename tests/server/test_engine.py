@@ -160,7 +160,9 @@ def test_a_step_looks_up_the_union_of_its_sequences_once(moe):
     assert [int(u.sum()) for u in used] == [6, 6, 6, 0]  # 3 rows of 2 experts per sequence
     assert after.lookups - before.lookups == (sum(used) > 0).sum() < 18
     assert after.tokens - before.tokens == 3
-    np.testing.assert_array_equal(moe.expert_states() == 3, sum(used) > 0)
+    states = moe.expert_states()
+    assert ((states == 3) <= (sum(used) > 0)).all()
+    assert (states >= 2).sum() == moe.report().tiers[0].experts
 
 
 # fairness and bounds
