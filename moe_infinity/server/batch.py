@@ -17,10 +17,20 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
-JOINABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+# Not DynamicIndexedLayer: sparse attention picks its places among those of the padding, too, so a
+# sequence's tokens change with its neighbours (DeepSeek-V3.2 and GLM-5, tiny and random).
+JOINABLE = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 
 def layers_that_cannot_join(config: Any) -> list[str]:
@@ -94,11 +104,23 @@ class DecodeBatch:
         return sum(t.nbytes for layer in layers for t in _tensors(layer))
 
 
+def _recurrent_states(layer: Any) -> list[dict[int, Tensor | None]]:
+    is_recurrent = isinstance(layer, LinearAttentionLayer)
+    return [layer.conv_states, layer.recurrent_states] if is_recurrent else []
+
+
+def _growing(layer: Any) -> tuple[str, ...]:
+    """Attributes that grow with the sequence; none of a layer without attention, or of one that
+    shares another one's keys and values.
+    """
+    is_growing = isinstance(layer, DynamicLayer) and layer.is_initialized
+    return ("keys", "values") if is_growing else ()
+
+
 def _tensors(layer: Any) -> list[Tensor]:
-    if isinstance(layer, LinearAttentionLayer):
-        states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-        return [state for state in states if state is not None]
-    return [layer.keys, layer.values] if layer.is_initialized else []
+    states = [state for states in _recurrent_states(layer) for state in states.values()]
+    growing = [getattr(layer, name) for name in _growing(layer)]
+    return [tensor for tensor in (*states, *growing) if tensor is not None]
 
 
 def _width(layer: Any, total: int) -> int:
@@ -109,39 +131,32 @@ def _width(layer: Any, total: int) -> int:
 
 
 def _join_layer(layer: Any, other: Any, total: int) -> None:
-    if isinstance(layer, LinearAttentionLayer):
-        for states, more in (
-            (layer.conv_states, other.conv_states),
-            (layer.recurrent_states, other.recurrent_states),
-        ):
-            for idx, state in states.items():
-                if state is not None:
-                    states[idx] = torch.cat([state, more[idx]])
-        return
-    if not layer.is_initialized:  # a layer that shares another one's keys and values
-        return
+    for states, more in zip(_recurrent_states(layer), _recurrent_states(other), strict=True):
+        for idx, state in states.items():
+            if state is not None:
+                states[idx] = torch.cat([state, more[idx]])  # type: ignore[list-item]
     width = _width(layer, total)
-    layer.keys = torch.cat([_widened(layer.keys, width), _widened(other.keys, width)])
-    layer.values = torch.cat([_widened(layer.values, width), _widened(other.values, width)])
+    for name in _growing(layer):
+        both = [_widened(getattr(one, name), width) for one in (layer, other)]
+        setattr(layer, name, torch.cat(both))
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = total
 
 
 def _widened(x_BHTD: Tensor, width: int) -> Tensor:
+    """With zeros before the beginning, where the mask hides them."""
     return pad(x_BHTD, (0, 0, width - x_BHTD.shape[2], 0))
 
 
 def _keep_rows(layer: Any, rows_B: Tensor, total: int) -> None:
-    if isinstance(layer, LinearAttentionLayer):
-        for states in (layer.conv_states, layer.recurrent_states):
-            for idx, state in states.items():
-                if state is not None:
-                    states[idx] = state[rows_B]
-        return
-    if not layer.is_initialized:
-        return
+    for states in _recurrent_states(layer):
+        for idx, state in states.items():
+            if state is not None:
+                states[idx] = state[rows_B]
     width = _width(layer, total)
-    at_end = slice(layer.keys.shape[2] - width, None)
-    layer.keys, layer.values = layer.keys[rows_B, :, at_end], layer.values[rows_B, :, at_end]
+    for name in _growing(layer):
+        x_BHTD = getattr(layer, name)
+        at_end = slice(x_BHTD.shape[2] - width, None)
+        setattr(layer, name, x_BHTD[rows_B, :, at_end])  # a copy: nothing of the others stays
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = total

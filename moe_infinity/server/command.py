@@ -26,31 +26,41 @@ from moe_infinity.errors import ConfigError
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
 
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")]
+ServedName = Annotated[
+    str | None, typer.Option(help="What clients call the model. Default: its name.")
+]
+MaxBatch = Annotated[
+    int, typer.Option(min=1, help="Sequences that decode together; 1: as generate(), bitwise.")
+]
+MaxQueue = Annotated[int, typer.Option(min=1, help="Sequences that may wait; then 429.")]
+MaxContext = Annotated[
+    int | None, typer.Option(min=2, help="Tokens of prompt and answer. Default: the model's.")
+]
+AnswerTokens = Annotated[
+    int, typer.Option(min=1, help="Of a chat answer whose request does not say.")
+]
+PrefillChunk = Annotated[int, typer.Option(min=1, help="Tokens of a prompt that others wait for.")]
+Deadline = Annotated[
+    float, typer.Option(min=0.001, help="Seconds a request may take, waiting included.")
+]
+MaxBody = Annotated[int, typer.Option(min=1, help="Bytes of a request.")]
+
+
 def serve(
     model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     api_key: ApiKey = None,
-    served_name: Annotated[
-        str | None, typer.Option(help="What clients call the model. Default: its name.")
-    ] = None,
-    max_batch: Annotated[
-        int, typer.Option(min=1, help="Sequences that decode together; 1: as generate(), bitwise.")
-    ] = 8,
-    max_queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait; then 429.")] = 64,
-    max_context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of prompt and answer. Default: the model's.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Of a chat answer whose request does not say.")
-    ] = 512,
-    prefill_chunk: Annotated[
-        int, typer.Option(min=1, help="Tokens of a prompt that others wait for.")
-    ] = 512,
-    deadline: Annotated[
-        float, typer.Option(min=0.001, help="Seconds a request may take, waiting included.")
-    ] = 600.0,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 4 << 20,
+    served_name: ServedName = None,
+    max_batch: MaxBatch = 8,
+    max_queue: MaxQueue = 64,
+    max_context: MaxContext = None,
+    max_new_tokens: AnswerTokens = 512,
+    prefill_chunk: PrefillChunk = 512,
+    deadline: Deadline = 600.0,
+    max_body: MaxBody = 4 << 20,
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
     prefetch: Prefetch = False,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from moe_infinity.errors import UnsupportedModelError
@@ -39,6 +40,12 @@ class Passes:
         model = self._moe.model
         if model.config.is_encoder_decoder:
             raise UnsupportedModelError("encoder-decoder models are not served; use generate()")
+        if type(model).generate is not GenerationMixin.generate:
+            raise UnsupportedModelError(
+                "a model with a generate() of its own is not served; use it"
+            )
+        if not model._supports_default_dynamic_cache():
+            raise UnsupportedModelError("a model with a cache of its own is not served")
         apart = layers_that_cannot_join(model.config)
         if apart and self._num_seats > 1:
             raise UnsupportedModelError(

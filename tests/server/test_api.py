@@ -135,6 +135,15 @@ def test_top_k_of_one_is_greedy_at_any_temperature(client, expected):
     assert answer.choices[0].text == words(expected)
 
 
+def test_what_a_request_leaves_out_is_the_checkpoints(client, moe, monkeypatch):
+    own = {"repetition_penalty": 1.5, "top_k": 1}
+    for name, value in own.items():
+        monkeypatch.setattr(moe.model.generation_config, name, value)
+    answer = client.completions.create(prompt=PROMPT, model="tiny", max_tokens=12)
+    expected = generated(moe, PROMPT_IDS, **own, do_sample=True)
+    assert answer.choices[0].text == words([t for t in expected if t > 2])  # no special ones
+
+
 # chat
 
 
