@@ -111,6 +111,7 @@ class Api:
 
         async def guarded(request: HttpRequest) -> Response:
             try:
+                gate.refuse_other_sites(request)
                 gate.require_key(request, self._config.api_key)
                 response = await handler(request)
             except ValidationError as error:

@@ -87,15 +87,9 @@ class Engine:
             raise ConfigError(
                 f"{len(requests)} sequences, at most {self.config.max_queue} may wait"
             )
-        running = [
-            Running(
-                request,
-                deliver,
-                tokenizer=self._moe.tokenizer,
-                deadline_s=self.config.deadline_s,
-            )
-            for request, deliver in zip(requests, delivers, strict=True)
-        ]
+        settings = {"tokenizer": self._moe.tokenizer, "deadline_s": self.config.deadline_s}
+        pairs = zip(requests, delivers, strict=True)
+        running = [Running(request, deliver, **settings) for request, deliver in pairs]
         with self._changed:
             if self._is_draining or self.death is not None:
                 raise EngineStopped("the server takes no more requests")
@@ -289,10 +283,16 @@ class Engine:
         sequence.end(error)
 
     def _fail_all(self, error: BaseException) -> None:
+        """Whatever state an error left things in."""
         with self._changed:
             everyone = [*self._waiting, *self._prefilling, *self._decoding]
+            self._waiting.clear()
+        self._prefilling.clear()
+        self._decoding = []
+        self._batch.clear()
+        self._free_seats = list(range(self.config.max_batch))[::-1]
         for sequence in everyone:
-            self._leave(sequence, error)
+            sequence.end(error)
 
     def check_invariants(self) -> None:
         """Assert that every seat is taken once or free, and the batch has a row per sequence."""

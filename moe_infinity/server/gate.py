@@ -78,6 +78,14 @@ def refused_by_fields(error: ValidationError) -> Refused:
     )
 
 
+def refuse_other_sites(request: HttpRequest) -> None:
+    """A page of another site, open in a browser on this machine, could ask without being able to
+    read the answer. Raises Refused.
+    """
+    if request.headers.get("sec-fetch-site") == "cross-site":
+        raise refuse(403, "requests from pages of other sites are refused", code="cross_site")
+
+
 def require_key(request: HttpRequest, api_key: str | None) -> None:
     """Raises Refused. Compared in constant time."""
     if api_key is None:

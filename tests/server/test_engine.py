@@ -77,6 +77,27 @@ def test_neighbours_do_not_change_a_request(moe):
     assert [client.token_ids for client in clients] == expected
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "lru"},
+        {"policy": "request-lfu"},
+        {"policy": "moe-infinity-v3"},
+        {"prefetch": True},
+        {"prefetch": True, "early_gate": True},
+    ],
+)
+@pytest.mark.parametrize("host_memory", ["5%", "40%"])
+def test_neither_budget_nor_policy_nor_prefetch_change_a_batch(
+    tiny_checkpoint, moe, options, host_memory
+):
+    with MoE(tiny_checkpoint, host_memory=host_memory, dtype="float32", **options) as other:
+        engine = make_engine(other, max_batch=3, prefill_chunk=4)
+        clients = [Client(engine, prompt) for prompt in PROMPTS]
+        run_all(engine, *clients)
+    assert [client.token_ids for client in clients] == [generated(moe, p) for p in PROMPTS]
+
+
 def test_requests_join_and_leave_at_any_step_and_lengths(moe):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 128, rng.integers(1, 30)).tolist() for _ in range(20)]

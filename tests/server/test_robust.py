@@ -136,6 +136,8 @@ def test_other_sites_are_told_nothing(server):
         httpx.options(f"{server.url}/v1/completions", headers=headers),
     ):
         assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert post(server, SHORT, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
+    assert post(server, SHORT, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
 
 
 def test_logs_have_sizes_and_no_prompts(server, caplog):
