@@ -334,3 +334,21 @@ def test_a_streamed_chunk_is_one_ascii_line_whatever_the_text(demo):
     pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]]
     assert "".join(pieces) == text
     assert not any("�" in piece for piece in pieces)
+
+
+def test_bodies_and_chunks_are_of_the_types_openai_publishes(client):
+    """The client takes what it gets; here its own models check it."""
+    ask: Any = {"stream_options": {"include_usage": True}, "stream": True}
+    answers = [
+        client.completions.create(prompt=PROMPT, logprobs=2, **GREEDY),
+        ask_chat(client, logprobs=True, top_logprobs=2),
+        *client.completions.create(prompt=PROMPT, logprobs=2, **ask, **GREEDY),
+        *ask_chat(client, logprobs=True, top_logprobs=2, **ask),
+        *client.models.list().data,
+    ]
+    assert len(answers) > 20
+    for answer in answers:
+        raw = answer.to_dict()
+        if raw["object"] == "text_completion" and raw["choices"]:  # no type of a stream's own:
+            raw["choices"][0]["finish_reason"] = raw["choices"][0]["finish_reason"] or "stop"
+        type(answer).model_validate(raw)
