@@ -1,12 +1,12 @@
-"""The command line: run | chat | inspect | pack | trace | simulate. Text goes to stdout, progress
-and logs to stderr; exit codes 0, 1, 2; 130 after Ctrl-C.
+"""The command line: run | chat | serve | inspect | pack | trace | simulate. Text goes to stdout,
+progress and logs to stderr; exit codes 0, 1, 2; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +17,25 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
+from moe_infinity.cli_options import (
+    ApiKey,
+    Dtype,
+    EarlyGate,
+    History,
+    HostMemory,
+    Implementation,
+    MaxNewTokens,
+    Model,
+    Policy,
+    Prefetch,
+    Seed,
+    Temperature,
+    TopP,
+    TrustRemoteCode,
+)
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.prefetch.predictors import FACTORS
+from moe_infinity.server.command import require_extra, serve
 
 app = typer.Typer(
     add_completion=False,
@@ -27,44 +44,6 @@ app = typer.Typer(
     help="Run Mixture-of-Experts models that do not fit in memory.",
 )
 stderr = Console(stderr=True, highlight=False, emoji=False)
-
-Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", metavar="MODEL")]
-HostMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="Memory for experts: '8GiB', bytes, or '25%' of all experts. "
-        "Default: 70% of what is free."
-    ),
-]
-Policy = Annotated[str, typer.Option(help=f"Which expert leaves first: {', '.join(POLICIES)}.")]
-Prefetch = Annotated[bool, typer.Option("--prefetch", help="Load experts ahead of their layer.")]
-EarlyGate = Annotated[
-    bool, typer.Option("--early-gate", help="With --prefetch: ask the next layer's router early.")
-]
-History = Annotated[
-    Path | None,
-    typer.Option(help="File to go on learning from and to write at the end.", dir_okay=False),
-]
-Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")]
-Implementation = Annotated[
-    str,
-    typer.Option(
-        "--experts-implementation",
-        help="How experts compute: auto, or grouped_mm or eager exactly.",
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings with it."),
-]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
-Temperature = Annotated[
-    float, typer.Option(min=0.0, help="0 takes the likeliest token, above 0 samples.")
-]
-TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")
-]
-Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed for sampling.")]
 
 
 @app.command()
@@ -121,7 +100,13 @@ def run(
 
 @app.command()
 def chat(
-    model: Model,
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder or hub id.", metavar="[MODEL]")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A server to talk to, instead of loading MODEL here.")
+    ] = None,
+    api_key: ApiKey = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -135,7 +120,17 @@ def chat(
     implementation: Implementation = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Talk to a model; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
+    """Talk to a model or a server; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
+    if (model is None) == (url is None):
+        raise typer.BadParameter("give one of MODEL and --url")
+    if url is not None:
+        require_extra(["httpx"])
+        from moe_infinity.server.client import ChatClient
+
+        client = ChatClient(url, api_key, max_new_tokens, temperature, top_p, seed)
+        talk(client.stream)
+        return
+    assert model is not None
     with open_model(
         model,
         host_memory=host_memory,
@@ -151,22 +146,18 @@ def chat(
             raise MoEInfinityError(
                 f"{model} has no chat template; use `moe-infinity run` with a prompt"
             )
-        messages: list[dict[str, str]] = []
-        for line in user_lines():
-            messages.append({"role": "user", "content": line})
+        settings = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, seed)}
+
+        def answer(messages: list[dict[str, str]]) -> Iterator[str]:
             inputs = moe.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-            stream = moe.stream(
-                inputs, max_new_tokens=max_new_tokens, **sampling(temperature, top_p, seed)
-            )
-            try:
-                for piece in stream:
-                    write(piece)
-            except KeyboardInterrupt:
-                stderr.print("(stopped)")
-            write("\n")
-            messages.append({"role": "assistant", "content": stream.text.strip()})
+            return iter(moe.stream(inputs, **settings))
+
+        talk(answer)
+
+
+app.command()(serve)
 
 
 @app.command()
@@ -344,6 +335,22 @@ def result_of(stream: Any, moe: Any) -> dict[str, Any]:
         "tpot_s": stream.tpot_s,
         "report": moe.report().as_dict(),
     }
+
+
+def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]]) -> None:
+    """A conversation on the terminal; `answer` gives pieces of text for the messages so far."""
+    messages: list[dict[str, str]] = []
+    for line in user_lines():
+        messages.append({"role": "user", "content": line})
+        text = ""
+        try:
+            for piece in answer(messages):
+                write(piece)
+                text += piece
+        except KeyboardInterrupt:
+            stderr.print("(stopped)")
+        write("\n")
+        messages.append({"role": "assistant", "content": text.strip()})
 
 
 def user_lines() -> Iterator[str]:

@@ -24,7 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import torch
 import transformers
+from numpy.typing import NDArray
 
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import (
@@ -44,6 +47,7 @@ from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.runtime import ExpertRuntime
 from moe_infinity.streaming import TextStream
 from moe_infinity.trace.eam import RequestEam
+from moe_infinity.trace.recorder import Step
 from moe_infinity.trace.tracefile import SequenceTrace
 
 
@@ -119,6 +123,18 @@ class MoE:
             finally:
                 self._steps.end_ids = self._steps.prompt_mask = None
 
+    def forward(self, step: Step, **inputs: Any) -> Any:
+        """One forward pass of the model, for a caller who batches requests himself: `step` says
+        which sequence each token belongs to. Nothing is kept for gradients.
+        """
+        with self._lock, torch.no_grad():
+            self._require_open()
+            self._steps.named = step
+            try:
+                return self.model(**inputs)
+            finally:
+                self._steps.named = None
+
     def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
         """Generate from text, or from what the tokenizer returned; iterate the result for pieces of
         text.
@@ -186,6 +202,20 @@ class MoE:
             evictions=runtime.table.evictions,
             tiers=(host, disk),
         )
+
+    def expert_states(self) -> NDArray[np.int8]:
+        """[MoE rows, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
+        loading, 2 resident, 3 resident and activated by the last step.
+        """
+        runtime = self._runtime
+        states_RE = np.where(runtime.exists_RE, 0, -1).astype(np.int8)
+        states_RE[runtime.table.cells()] = 2
+        for key in runtime.table.loading_keys():
+            states_RE[key] = 1
+        for moe_row, activated in enumerate(runtime.activated):
+            here = states_RE[moe_row, activated] == 2
+            states_RE[moe_row, np.array(activated, dtype=int)[here]] = 3
+        return states_RE
 
     def check_invariants(self) -> None:
         """Assert that the bookkeeping of slots is consistent; for tests and for doubt."""

@@ -65,6 +65,8 @@ class ExpertRuntime:
         self.table = ResidencyTable(num_slots, self.policy)
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
+        self.activated: list[list[int]] = [[] for _ in rows]  # by each row's last step
+        self.exists_RE = np.array([[e < r.num_experts for e in range(num_experts)] for r in rows])
         self._keys = [[ExpertKey(i, e) for e in range(r.num_experts)] for i, r in enumerate(rows)]
         self._is_moving = False  # the table and the mover may disagree while this is set
         self._last_row = -1
@@ -92,8 +94,7 @@ class ExpertRuntime:
         )
         self._prefetcher: Prefetcher | None = None
         if config.prefetch:
-            exists_RE = np.array([[e < r.num_experts for e in range(num_experts)] for r in rows])
-            self._prefetcher = Prefetcher(self.table, self.policy, self._mover, exists_RE)
+            self._prefetcher = Prefetcher(self.table, self.policy, self._mover, self.exists_RE)
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
@@ -148,6 +149,7 @@ class ExpertRuntime:
             self._prefetcher.begin_row(phase, self.counters)
         keys = self._keys[moe_row]
         waiting = [keys[expert_idx] for expert_idx in work.activated]
+        self.activated[moe_row] = work.activated
         counters = self.counters.of(phase)
         counters.add_lookups(*self.table.census(waiting))
         is_first_wave = True

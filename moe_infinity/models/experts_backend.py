@@ -85,6 +85,8 @@ class StepReader:
         # the mask of the prompt.
         self.end_ids: Any = None
         self.prompt_mask: Tensor | None = None
+        # Of the running forward(): the step as its caller names it.
+        self.named: Step | None = None
         self._model = model
         self._runtime = runtime
         self._finished_B: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -100,7 +102,7 @@ class StepReader:
     def _before_forward(
         self, read: Callable[..., Step | None], module: Any, args: Any, kwargs: dict[str, Any]
     ) -> None:
-        step = read(args, kwargs)
+        step = self.named or read(args, kwargs)
         if step is not None:
             self._runtime.begin_step(step)
 

@@ -3,7 +3,9 @@ token by token.
 
 Every sequence of a batch is a request of its own. It begins with a step that finds its KV cache
 empty; a step with another number of sequences than the one before begins all of them. Padding is
-left out, and so is what a finished sequence of a batch is fed while the others go on.
+left out, and so is what a finished sequence of a batch is fed while the others go on. A server
+whose sequences come and go names them: a sequence is then a seat, taken by one request after
+another, and a step has tokens of some seats only.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Step:
     """One forward pass as the model was called: B sequences of S new tokens, flattened to T = B *
-    S.
+    S; or, with `sequence_T`, T tokens of some of B sequences.
     """
 
     phase: Phase
@@ -34,9 +36,12 @@ class Step:
     begins_B: NDArray[np.bool_]  # this step is the first of the sequence's request
     counted_T: NDArray[np.bool_] | None = None  # False for padding; None: every token counts
     token_ids_T: Ints | None = None  # None when the model was called with embeddings
+    sequence_T: Ints | None = None  # which sequence each token belongs to; None: S tokens of each
 
     @property
     def num_tokens(self) -> int:
+        if self.sequence_T is not None:
+            return len(self.sequence_T)
         return self.num_sequences * self.tokens_per_sequence
 
     @property
@@ -55,7 +60,9 @@ class Step:
     @property
     def sequence_of_token_T(self) -> Ints:
         """Which sequence each counted token belongs to."""
-        sequence_T = np.repeat(np.arange(self.num_sequences), self.tokens_per_sequence)
+        sequence_T = self.sequence_T
+        if sequence_T is None:
+            sequence_T = np.repeat(np.arange(self.num_sequences), self.tokens_per_sequence)
         return sequence_T if self.counted_T is None else sequence_T[self.counted_T]
 
 
@@ -162,6 +169,8 @@ class TokenRecorder:
         for idx, parts in enumerate(self._running):
             mine = sequence_T == idx
             num_tokens = int(mine.sum())
+            if not num_tokens:
+                continue
             parts.append(
                 SequenceTrace(
                     experts_TLK[mine],

@@ -1,0 +1,327 @@
+"""Does the server keep its promises under load, and what does batching bring?
+
+    python benchmarks/serve_load.py [--seconds 60] [--arrivals FILE.csv] [--host-memory 50%]
+
+A server process with a model in float32 (what neighbours change is then far from a tie, so that
+every greedy answer must be, word for word, the one given to the same prompt alone):
+
+1. 16 clients ask with random gaps, some stream; one request in five is dropped in midstream, one in
+   twenty has a bad body. Looked at: answers, /health meanwhile, the server's memory and files.
+2. Clients are killed in midstream. Looked at: what is left behind.
+3. Tokens per second, all experts resident, decoding one sequence at a time and eight together; by
+   the clock and by the CPU time of the server, which other work on the machine disturbs less.
+
+The last line is JSON; exit code 1 if an answer was wrong or anything was left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from socket import create_server
+from typing import Any
+
+import httpx
+
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+NUM_CLIENTS = 16
+NUM_KILLS = 30
+BEGINNINGS = (
+    "Once upon a time", "The old house stood at the edge of", "def sum_of_squares(", "What is a",
+    "Question: How many", "Le soir tombait sur", "In the morning the doctor", "Es war einmal",
+)  # fmt: skip
+PROMPTS = [f"{words} {number}" for number in range(4) for words in BEGINNINGS]
+BAD_BODIES: list[dict[str, Any]] = [
+    {}, {"prompt": 5}, {"prompt": "x", "temperature": "hot"}, {"prompt": "x", "colour": "red"},
+]  # fmt: skip
+
+
+class Server:
+    """A server process and what the kernel says of it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+        self.process, self.url = process, url
+
+    @property
+    def rss_bytes(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        (line,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
+        return int(line.split()[1]) * 1024
+
+    @property
+    def num_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    @property
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def stats(self) -> dict[str, Any]:
+        engine: dict[str, Any] = httpx.get(f"{self.url}/stats", timeout=30).json()["engine"]
+        return engine
+
+    def wait_until_idle(self) -> dict[str, Any]:
+        for _ in range(200):
+            stats = self.stats()
+            if not stats["waiting"] + stats["prefilling"] + stats["decoding"]:
+                break
+            time.sleep(0.05)
+        return stats
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[Server]:
+    with create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "moe_infinity.cli", "serve", str(model), "--port", str(port)]
+    process = subprocess.Popen(
+        [*command, "--dtype", "float32", *options], stderr=subprocess.DEVNULL
+    )
+    server = Server(process, f"http://127.0.0.1:{port}")
+    try:
+        while True:
+            try:
+                httpx.get(f"{server.url}/health").raise_for_status()
+                break
+            except httpx.HTTPError:
+                if process.poll() is not None:
+                    raise SystemExit("the server did not start") from None
+                time.sleep(0.2)
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def body_of(prompt: str, max_tokens: int) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+
+
+def answers_alone(server: Server, max_tokens: int) -> dict[str, str]:
+    url = f"{server.url}/v1/completions"
+    return {
+        prompt: httpx.post(url, json=body_of(prompt, max_tokens), timeout=60).json()["choices"][0][
+            "text"
+        ]
+        for prompt in PROMPTS
+    }
+
+
+class Load:
+    """16 clients for some seconds."""
+
+    def __init__(self, server: Server, expected: dict[str, str], gaps: list[float]) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._url = f"{server.url}/v1/completions"
+        self._expected, self._gaps = expected, gaps
+        self._random = random.Random(0)
+
+    async def run(self, seconds: float, max_tokens: int) -> None:
+        end = time.monotonic() + seconds
+        async with httpx.AsyncClient(timeout=120) as http:
+
+            async def client() -> None:
+                while time.monotonic() < end:
+                    await asyncio.sleep(self._random.choice(self._gaps))
+                    await self._ask(http, max_tokens)
+
+            await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
+
+    async def _ask(self, http: httpx.AsyncClient, max_tokens: int) -> None:
+        dice = self._random.random()
+        if dice < 0.05:
+            answer = await http.post(self._url, json=self._random.choice(BAD_BODIES))
+            self._note("bad body refused", answer.status_code == 400, answer.text)
+            return
+        prompt = self._random.choice(PROMPTS)
+        body = body_of(prompt, max_tokens)
+        if dice < 0.25:
+            await self._drop(http, body)
+        elif dice < 0.6:
+            answer = await http.post(self._url, json=body)
+            if answer.status_code == 429:
+                self.outcomes["busy"] += 1
+                await asyncio.sleep(float(answer.headers["retry-after"]))
+                return
+            text = answer.json()["choices"][0]["text"]
+            self._note("answered", text == self._expected[prompt], f"{prompt!r}: {text!r}")
+        else:
+            text = await self._stream(http, body)
+            self._note("streamed", text == self._expected[prompt], f"{prompt!r}: {text!r}")
+
+    async def _drop(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        pieces = self._random.randrange(0, 10)
+        async with http.stream("POST", self._url, json=body | {"stream": True}) as answer:
+            async for line in answer.aiter_lines():
+                pieces -= bool(line)
+                if pieces < 0:
+                    break
+        self.outcomes["dropped"] += 1
+
+    async def _stream(self, http: httpx.AsyncClient, body: dict[str, Any]) -> str:
+        text = ""
+        async with http.stream("POST", self._url, json=body | {"stream": True}) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    choices = json.loads(line[6:])["choices"]
+                    text += "".join(choice["text"] for choice in choices)
+        return text
+
+    def _note(self, outcome: str, is_right: bool, what: str) -> None:
+        self.outcomes[outcome] += 1
+        if not is_right:
+            self.wrong.append(what)
+
+
+class Watch(threading.Thread):
+    """Asks for /health and looks at the process, a few times a second."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.health_s: list[float] = []
+        self.rss_bytes: list[int] = []
+        self.num_files: list[int] = []
+        self._server, self._stop_asked = server, threading.Event()
+
+    def run(self) -> None:
+        with httpx.Client(timeout=30) as http:
+            while not self._stop_asked.wait(0.1):
+                began = time.perf_counter()
+                http.get(f"{self._server.url}/health")
+                self.health_s.append(time.perf_counter() - began)
+                self.rss_bytes.append(self._server.rss_bytes)
+                self.num_files.append(self._server.num_files)
+
+    def stop(self) -> dict[str, Any]:
+        self._stop_asked.set()
+        self.join()
+        quarter = len(self.rss_bytes) // 4
+        early = statistics.median(self.rss_bytes[quarter : 2 * quarter])
+        late = statistics.median(self.rss_bytes[-quarter:])
+        ranks = statistics.quantiles(self.health_s, n=100)
+        return {
+            "health_p50_ms": round(ranks[49] * 1e3, 1),
+            "health_p95_ms": round(ranks[94] * 1e3, 1),
+            "health_max_ms": round(max(self.health_s) * 1e3, 1),
+            "rss_mib": [round(early / 2**20, 1), round(late / 2**20, 1)],
+            "rss_growth_percent": round(100 * (late / early - 1), 2),
+            "files_most": max(self.num_files),
+        }
+
+
+def gaps_of(arrivals: Path | None) -> list[float]:
+    """Seconds between two requests of a client: recorded ones scaled to a mean of half a second."""
+    gaps = [random.Random(1).expovariate(1.0) for _ in range(1000)]
+    if arrivals is not None:
+        with arrivals.open() as file:
+            times = [float(row["arrival_s"]) for row in csv.DictReader(file)][:5000]
+        gaps = [max(b - a, 0.0) for a, b in zip(times, times[1:], strict=False)]
+    mean = statistics.mean(gaps)
+    return [0.5 * gap / mean for gap in gaps]
+
+
+def kill_clients(server: Server) -> dict[str, Any]:
+    files_before = server.num_files
+    raw = json.dumps(body_of("Once upon a time", 500) | {"stream": True, "logit_bias": {"0": -100}})
+    for turn in range(NUM_KILLS):
+        command = ["curl", "-sN", f"{server.url}/v1/completions", "-d", raw]
+        client = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        time.sleep(0.05 + 0.01 * turn)
+        client.kill()
+        client.wait()
+    stats = server.wait_until_idle()
+    time.sleep(0.5)
+    left = {name: stats[name] for name in ("waiting", "prefilling", "decoding", "kv_bytes")}
+    files_more = server.num_files - files_before
+    return {"kills": NUM_KILLS, "left": left, "files_more": files_more}
+
+
+def tokens_per_second(model: Path, max_batch: int, seconds: float) -> dict[str, float]:
+    """Eight clients that always have a request running."""
+    options = ["--host-memory", "100%", "--max-batch", str(max_batch)]
+    with serving(model, *options) as server:
+
+        async def clients() -> tuple[float, float, float]:
+            async with httpx.AsyncClient(timeout=300) as http:
+                url = f"{server.url}/v1/completions"
+
+                async def client(number: int) -> None:
+                    while True:
+                        body = body_of(PROMPTS[number], 200) | {"logit_bias": {"0": -100}}
+                        await http.post(url, json=body)
+
+                tasks = [asyncio.create_task(client(number)) for number in range(8)]
+                await asyncio.sleep(3)
+                first = await asyncio.to_thread(server.stats)
+                cpu_s, began = server.cpu_s, time.perf_counter()
+                await asyncio.sleep(seconds)
+                last = await asyncio.to_thread(server.stats)
+                measured = time.perf_counter() - began, server.cpu_s - cpu_s
+                for task in tasks:
+                    task.cancel()
+                tokens = last["generated_tokens"] - first["generated_tokens"]
+                return tokens, *measured
+
+        tokens, wall_s, cpu_s = asyncio.run(clients())
+    return {"per_s": round(tokens / wall_s, 1), "per_cpu_s": round(tokens / cpu_s, 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--host-memory", default="50%")
+    parser.add_argument("--arrivals", type=Path, help="CSV with a column arrival_s")
+    parser.add_argument("--rounds", type=int, default=3, help="of the comparison of batch sizes")
+    given = parser.parse_args()
+    result: dict[str, Any] = {"seconds": given.seconds, "clients": NUM_CLIENTS}
+    with serving(given.model, "--host-memory", given.host_memory) as server:
+        expected = answers_alone(server, given.max_tokens)
+        asyncio.run(Load(server, expected, [0.1]).run(10, given.max_tokens))  # warm-up
+        server.wait_until_idle()
+        load, watch = Load(server, expected, gaps_of(given.arrivals)), Watch(server)
+        before, files_before = server.stats(), server.num_files
+        watch.start()
+        asyncio.run(load.run(given.seconds, given.max_tokens))
+        result |= watch.stop()
+        after = server.wait_until_idle()
+        time.sleep(0.5)
+        result["outcomes"] = dict(load.outcomes)
+        result["wrong"] = len(load.wrong)
+        result["files_more"] = server.num_files - files_before
+        result["tokens"] = after["generated_tokens"] - before["generated_tokens"]
+        result["killed"] = kill_clients(server)
+    for what in load.wrong[:5]:
+        print("wrong:", what)
+    rates: dict[int, list[dict[str, float]]] = {1: [], 8: []}
+    for _ in range(given.rounds):
+        for max_batch, measured in rates.items():
+            measured.append(tokens_per_second(given.model, max_batch, 8.0))
+    for kind in ("per_s", "per_cpu_s"):
+        one, eight = (statistics.median(r[kind] for r in rates[b]) for b in (1, 8))
+        result[f"tokens_{kind}"] = {"batch 1": one, "batch 8": eight}
+        result[f"ratio_{kind}"] = round(eight / one, 2)
+    print(json.dumps(result))
+    left = result["killed"]
+    return int(bool(load.wrong or any(left["left"].values()) or left["files_more"] > 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""A small agent: the model may call a tool, whose answer goes back into the conversation.
+
+    moe-infinity serve MODEL &        # one whose chat template knows tools, such as Qwen3
+    python examples/agent.py "What is 17 times 23?" [URL]
+
+The server hands tools and tool messages to the chat template and gives back text; how a model
+writes a call is its own. Here: Qwen's way, a JSON object between <tool_call> tags. A model that
+calls nothing, as the bundled one, just answers.
+"""
+
+import ast
+import json
+import operator
+import re
+import sys
+from typing import Any
+
+import openai
+
+MOST_TURNS = 5
+CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculate",
+            "description": "The value of an arithmetic expression",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
+        },
+    }
+]
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def calculate(expression: str) -> float:
+    """Numbers and + - * / only: what a model writes is not run as code."""
+
+    def value(node: ast.expr) -> float:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return float(OPERATORS[type(node.op)](value(node.left), value(node.right)))
+        raise ValueError(f"not arithmetic: {ast.unparse(node)}")
+
+    return value(ast.parse(expression, mode="eval").body)
+
+
+def run(call: dict[str, Any]) -> str:
+    try:
+        if call["name"] != "calculate":
+            return f"error: no tool {call['name']!r}"
+        return str(calculate(**call["arguments"]))
+    except (KeyError, TypeError, ValueError, SyntaxError, ZeroDivisionError) as error:
+        return f"error: {error}"
+
+
+def main() -> None:
+    question = sys.argv[1] if len(sys.argv) > 1 else "What is 17 times 23?"
+    url = sys.argv[2] if len(sys.argv) > 2 else "http://127.0.0.1:8000"
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5)  # 429: try again
+    model = client.models.list().data[0].id
+    messages: list[Any] = [{"role": "user", "content": question}]
+    for _ in range(MOST_TURNS):
+        answer = client.chat.completions.create(
+            model=model, messages=messages, tools=TOOLS, temperature=0, max_tokens=256
+        )
+        text = answer.choices[0].message.content or ""
+        messages.append({"role": "assistant", "content": text})
+        calls = CALL.findall(text)
+        if not calls:
+            break
+        for call in calls:
+            result = run(json.loads(call))
+            print(f"[{call} -> {result}]", file=sys.stderr)
+            messages.append({"role": "tool", "content": result})
+    print(messages[-1]["content"])
+
+
+if __name__ == "__main__":
+    main()

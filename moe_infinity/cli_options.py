@@ -1,0 +1,55 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_infinity.cache.policies import POLICIES
+
+Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", metavar="MODEL")]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory for experts: '8GiB', bytes, or '25%' of all experts. "
+        "Default: 70% of what is free."
+    ),
+]
+Policy = Annotated[str, typer.Option(help=f"Which expert leaves first: {', '.join(POLICIES)}.")]
+Prefetch = Annotated[bool, typer.Option("--prefetch", help="Load experts ahead of their layer.")]
+EarlyGate = Annotated[
+    bool, typer.Option("--early-gate", help="With --prefetch: ask the next layer's router early.")
+]
+History = Annotated[
+    Path | None,
+    typer.Option(help="File to go on learning from and to write at the end.", dir_okay=False),
+]
+Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")]
+Implementation = Annotated[
+    str,
+    typer.Option(
+        "--experts-implementation",
+        help="How experts compute: auto, or grouped_mm or eager exactly.",
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings with it."),
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, help="0 takes the likeliest token, above 0 samples.")
+]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")
+]
+Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed for sampling.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        help="Key that requests must bring; better given by the environment, which `ps` hides.",
+        envvar="MOE_INFINITY_API_KEY",
+    ),
+]

@@ -1,0 +1,1 @@
+"""The server, where it used to be started from."""

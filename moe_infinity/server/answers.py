@@ -1,0 +1,194 @@
+"""The outputs of the engine as OpenAI's bodies: one at the end, or a stream of chunks.
+
+engine's thread --Mailbox--> event loop --> chunks (SSE) or one body
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_infinity.server.sequences import Deliver, Output, Request, TokenText
+
+DONE = "data: [DONE]\n\n"
+
+
+class Mailbox:
+    """Outputs of the choices of one HTTP request, in the order they came."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+        self._num_open = num_choices
+
+    def deliver_to(self, index: int) -> Deliver:
+        def deliver(output: Output) -> None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, output))
+
+        return deliver
+
+    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+        """(choice, output) until every choice has ended. Raises the error of the first to fail."""
+        while self._num_open:
+            index, output = await self._queue.get()
+            if output.error is not None:
+                raise output.error
+            self._num_open -= output.is_last
+            yield index, output
+
+
+@dataclass(slots=True)
+class Choice:
+    """What became of one choice so far."""
+
+    text: str = ""
+    tokens: list[TokenText] = field(default_factory=list)
+    num_generated: int = 0
+    finish: str | None = None
+
+    def add(self, output: Output) -> None:
+        self.text += output.text
+        self.tokens += output.tokens
+        self.num_generated, self.finish = output.num_generated, output.finish
+
+
+class Answer:
+    """One HTTP request's answer. Subclasses know the shape of their kind of body."""
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+
+    def __init__(
+        self, requests: Sequence[Request], *, model: str, tokenizer: Any, wants_usage: bool
+    ) -> None:
+        self._choices = [Choice() for _ in requests]
+        prompts = {id(request.prompt_ids): len(request.prompt_ids) for request in requests}
+        self._prompt_tokens = sum(prompts.values())
+        self._has_logprobs = requests[0].sampling.num_logprobs is not None
+        self._wants_usage = wants_usage
+        self._tokenizer = tokenizer
+        self._head = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def add(self, index: int, output: Output) -> None:
+        self._choices[index].add(output)
+
+    def usage(self) -> dict[str, int]:
+        generated = sum(choice.num_generated for choice in self._choices)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": self._prompt_tokens + generated,
+        }
+
+    def body(self) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "finish_reason": choice.finish,
+                "logprobs": self._logprobs(choice.tokens),
+                **self._content(choice.text),
+            }
+            for index, choice in enumerate(self._choices)
+        ]
+        return {**self._head, "object": self.object, "choices": choices, "usage": self.usage()}
+
+    def first_chunks(self) -> list[str]:
+        return []
+
+    def chunk(self, index: int, output: Output) -> str:
+        return self._chunk(index, self._delta(output.text), output)
+
+    def last_chunks(self) -> list[str]:
+        if not self._wants_usage:
+            return [DONE]
+        return [self._event({"choices": [], "usage": self.usage()}), DONE]
+
+    def _chunk(self, index: int, content: dict[str, Any], output: Output) -> str:
+        logprobs = self._logprobs(output.tokens) if output.tokens else None
+        choice = {"index": index, "finish_reason": output.finish, "logprobs": logprobs, **content}
+        usage = {"usage": None} if self._wants_usage else {}
+        return self._event({"choices": [choice], **usage})
+
+    def _event(self, rest: dict[str, Any]) -> str:
+        return sse({**self._head, "object": self.chunk_object, **rest})
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
+        return self._shape_logprobs(tokens) if self._has_logprobs else None
+
+    def _text_of(self, token_id: int) -> str:
+        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        return text
+
+    def _content(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _shape_logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class CompletionAnswer(Answer):
+    id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    _delta = _content
+
+    def _shape_logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        return {
+            "tokens": [self._text_of(token.chosen.token_id) for token in tokens],
+            "token_logprobs": [token.chosen.logprob for token in tokens],
+            "top_logprobs": [
+                {self._text_of(id_): logprob for id_, logprob in token.chosen.alternatives}
+                for token in tokens
+            ],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+
+class ChatAnswer(Answer):
+    id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def first_chunks(self) -> list[str]:
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(index, role, Output()) for index in range(len(self._choices))]
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def _shape_logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        content = []
+        for token in tokens:
+            chosen = token.chosen
+            assert chosen.logprob is not None
+            best = [self._entry(id_, logprob) for id_, logprob in chosen.alternatives]
+            content.append(self._entry(chosen.token_id, chosen.logprob) | {"top_logprobs": best})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._text_of(token_id)
+        # Part of a character has no text of its own, and so no bytes that could be told.
+        as_bytes = None if "�" in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": as_bytes}
+
+
+def sse(payload: dict[str, Any]) -> str:
+    """One event. In ASCII: some clients take the line separators of Unicode for ends of lines."""
+    return f"data: {json.dumps(payload)}\n\n"

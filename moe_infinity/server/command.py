@@ -1,0 +1,112 @@
+"""`moe-infinity serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from moe_infinity.cache.policies import ACTIVATION_AWARE
+from moe_infinity.cli_options import (
+    ApiKey,
+    Dtype,
+    EarlyGate,
+    History,
+    HostMemory,
+    Implementation,
+    Model,
+    Policy,
+    Prefetch,
+    TrustRemoteCode,
+)
+from moe_infinity.errors import ConfigError
+
+NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+
+
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")]
+ServedName = Annotated[
+    str | None, typer.Option(help="What clients call the model. Default: its name.")
+]
+MaxBatch = Annotated[
+    int, typer.Option(min=1, help="Sequences that decode together; 1: as generate(), bitwise.")
+]
+MaxQueue = Annotated[int, typer.Option(min=1, help="Sequences that may wait; then 429.")]
+MaxContext = Annotated[
+    int | None, typer.Option(min=2, help="Tokens of prompt and answer. Default: the model's.")
+]
+AnswerTokens = Annotated[
+    int, typer.Option(min=1, help="Of a chat answer whose request does not say.")
+]
+PrefillChunk = Annotated[int, typer.Option(min=1, help="Tokens of a prompt that others wait for.")]
+Deadline = Annotated[
+    float, typer.Option(min=0.001, help="Seconds a request may take, waiting included.")
+]
+MaxBody = Annotated[int, typer.Option(min=1, help="Bytes of a request.")]
+
+
+def serve(
+    model: Model,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: ApiKey = None,
+    served_name: ServedName = None,
+    max_batch: MaxBatch = 8,
+    max_queue: MaxQueue = 64,
+    max_context: MaxContext = None,
+    max_new_tokens: AnswerTokens = 512,
+    prefill_chunk: PrefillChunk = 512,
+    deadline: Deadline = 600.0,
+    max_body: MaxBody = 4 << 20,
+    host_memory: HostMemory = None,
+    policy: Policy = ACTIVATION_AWARE,
+    prefetch: Prefetch = False,
+    early_gate: EarlyGate = False,
+    history: History = None,
+    dtype: Dtype = "auto",
+    implementation: Implementation = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Serve a model to several users over OpenAI's API, with a page at /."""
+    require_extra()
+    from moe_infinity.cli import open_model
+    from moe_infinity.server.sequences import EngineConfig
+    from moe_infinity.server.serve import ServeConfig, serve_model
+
+    config = ServeConfig(
+        host=host,
+        port=port,
+        api_key=api_key,
+        model_name=served_name,
+        max_context=max_context,
+        max_new_tokens=max_new_tokens,
+        max_body_bytes=max_body,
+        engine=EngineConfig(
+            max_batch=max_batch,
+            max_queue=max_queue,
+            prefill_chunk=prefill_chunk,
+            deadline_s=deadline,
+        ),
+    )
+    with open_model(
+        model,
+        host_memory=host_memory,
+        policy=policy,
+        prefetch=prefetch,
+        early_gate=early_gate,
+        history=history,
+        dtype=dtype,
+        experts_implementation=implementation,
+        trust_remote_code=trust_remote_code,
+    ) as moe:
+        serve_model(moe, config)
+
+
+def require_extra(needs: Sequence[str] = NEEDS) -> None:
+    """Raises ConfigError when what only server and client need is not installed."""
+    missing = [name for name in needs if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"this needs {', '.join(missing)}: pip install 'moe-infinity[serve]'")

@@ -1,0 +1,303 @@
+"""The step loop: one thread owns the model, requests join and leave between steps.
+
+    submit --> waiting --admit--> prefilling --prompt done--> decoding --last token--> gone
+               (bounded)  a seat   one chunk of one prompt     all of them, one token each
+                                   a step, in order of arrival a step
+
+A step of the engine is a chunk of the oldest prompt alone, then one token of every running
+sequence together: nobody waits for more than a chunk, and nobody is passed by. A *seat* is what the
+recorder and the predictor know a sequence by while its row in the batch changes; so each sequence
+has its own EAM, and the plan of a step is the union over its sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moe_infinity.errors import ConfigError
+from moe_infinity.model import MoE
+from moe_infinity.server.batch import DecodeBatch
+from moe_infinity.server.passes import Passes
+from moe_infinity.server.sequences import (
+    Cancelled,
+    DeadlineExceeded,
+    Deliver,
+    EngineConfig,
+    EngineStopped,
+    QueueFull,
+    Request,
+    Running,
+)
+
+logger = logging.getLogger(__name__)
+JOIN_TIMEOUT_S = 120.0  # a step may have to wait for a slow disk
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """Since the start."""
+
+    finished: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    failed: int = 0
+    refused: int = 0  # the queue was full
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    stepping_s: float = 0.0
+
+
+class Engine:
+    """Generates for several requests at once. `start()` gives it its thread; tests call `step()`.
+
+    Raises UnsupportedModelError for a model that cannot be served, or not in batches.
+    """
+
+    def __init__(self, moe: MoE, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.counts = EngineCounts()
+        self.death: BaseException | None = None  # what ended the thread, if it was not close()
+        self._moe = moe
+        self._passes = Passes(moe, self.config)
+        self._changed = threading.Condition()
+        self._waiting: deque[Running] = deque()  # this and the next two: under the condition
+        self._is_draining = False
+        self._is_closing = False
+        self._free_seats = list(range(self.config.max_batch))[::-1]
+        self._prefilling: deque[Running] = deque()
+        self._decoding: list[Running] = []  # row by row of the batch
+        self._batch = DecodeBatch()
+        self._step_began: float | None = None
+        self._thread: threading.Thread | None = None
+
+    # called by any thread
+
+    def submit(self, requests: Sequence[Request], delivers: Sequence[Deliver]) -> list[Running]:
+        """Let requests wait for their turn, all of them or none. Raises QueueFull, EngineStopped,
+        ConfigError for more than could ever wait.
+        """
+        if len(requests) > self.config.max_queue:
+            raise ConfigError(
+                f"{len(requests)} sequences, at most {self.config.max_queue} may wait"
+            )
+        settings = {"tokenizer": self._moe.tokenizer, "deadline_s": self.config.deadline_s}
+        pairs = zip(requests, delivers, strict=True)
+        running = [Running(request, deliver, **settings) for request, deliver in pairs]
+        with self._changed:
+            if self._is_draining or self.death is not None:
+                raise EngineStopped("the server takes no more requests")
+            if len(self._waiting) + len(running) > self.config.max_queue:
+                self.counts.refused += len(running)
+                raise QueueFull(f"{len(self._waiting)} sequences are waiting")
+            self._waiting += running
+            self._changed.notify()
+        return running
+
+    def cancel(self, sequences: Sequence[Running]) -> None:
+        """Stop generating these; before the next step they are gone. Again is harmless."""
+        for sequence in sequences:
+            sequence.is_cancelled = True
+        with self._changed:
+            self._changed.notify()
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="moe-infinity-engine", daemon=True)
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Take no more requests; those that are here go on."""
+        with self._changed:
+            self._is_draining = True
+
+    def close(self) -> None:
+        """Stop after the current step; what is not finished fails with EngineStopped."""
+        with self._changed:
+            self._is_draining = self._is_closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(JOIN_TIMEOUT_S)
+        self._fail_all(EngineStopped("the server was stopped"))
+
+    @property
+    def is_alive(self) -> bool:
+        """Its thread runs, be it for what is left."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_ready(self) -> bool:
+        """It takes requests."""
+        return self.is_alive and not self._is_draining
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the current step has been running; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.perf_counter() - began
+
+    @property
+    def num_sequences(self) -> int:
+        """That have come and not yet gone."""
+        return len(self._waiting) + self.config.max_batch - len(self._free_seats)
+
+    def state(self) -> dict[str, Any]:
+        """How many are where, and the counts."""
+        return {
+            "waiting": len(self._waiting),
+            "prefilling": len(self._prefilling),
+            "decoding": len(self._decoding),
+            "kv_bytes": self._batch.num_bytes,
+            **asdict(self.counts),
+        }
+
+    # the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self.step()
+        except BaseException as error:
+            logger.exception("the engine died")
+            self.death = error
+            self._fail_all(EngineStopped(f"the engine died: {error!r}"))
+
+    def _wait_for_work(self) -> bool:
+        """False when there will be none."""
+        with self._changed:
+            while not (self._waiting or self._prefilling or self._decoding or self._is_closing):
+                self._changed.wait()
+            return not self._is_closing
+
+    def step(self) -> None:
+        """One chunk of one prompt, then one token of every running sequence."""
+        began = self._step_began = time.perf_counter()
+        self._let_go()
+        self._admit()
+        self._prefill()
+        self._decode()
+        self._step_began = None
+        self.counts.steps += 1
+        self.counts.stepping_s += time.perf_counter() - began
+        if not (self._prefilling or self._decoding):
+            self.check_invariants()
+
+    def _let_go(self) -> None:
+        """Of those nobody waits for any more, and those who took too long."""
+        now = time.monotonic()
+        with self._changed:
+            everyone = [*self._waiting, *self._prefilling, *self._decoding]
+        for sequence in everyone:
+            if sequence.is_cancelled:
+                self.counts.cancelled += 1
+                self._leave(sequence, Cancelled("the request was cancelled"))
+            elif sequence.deadline < now:
+                self.counts.expired += 1
+                allowed = f"{self.config.deadline_s:g} s"
+                self._leave(sequence, DeadlineExceeded(f"the request took more than {allowed}"))
+
+    def _admit(self) -> None:
+        with self._changed:
+            while self._waiting and self._free_seats:
+                sequence = self._waiting.popleft()
+                sequence.seat = self._free_seats.pop()
+                self._prefilling.append(sequence)
+
+    def _prefill(self) -> None:
+        """A chunk of the oldest prompt. An error is that request's alone."""
+        if not self._prefilling:
+            return
+        sequence = self._prefilling[0]
+        try:
+            before = sequence.num_prefilled
+            logits_V = self._passes.prefill(sequence)
+            self.counts.prompt_tokens += sequence.num_prefilled - before
+            is_last = sequence.is_prefilled and sequence.add(logits_V, self._passes.end_ids)
+        except Exception as error:
+            self._fail(sequence, error)
+            return
+        if not sequence.is_prefilled:
+            return
+        self.counts.generated_tokens += 1
+        if is_last:
+            self._finish(sequence)
+            return
+        self._prefilling.popleft()
+        assert sequence.cache is not None
+        self._batch.join(sequence.cache, len(sequence.request.prompt_ids))
+        sequence.cache = None
+        self._decoding.append(sequence)
+
+    def _decode(self) -> None:
+        """An error of the forward pass is that of all who took part; any other is one request's."""
+        sequences = self._decoding
+        if not sequences:
+            return
+        try:
+            logits_BV = self._passes.decode(sequences, self._batch)
+        except Exception as error:
+            self._decoding = []
+            self._batch.clear()
+            for sequence in sequences:
+                self._fail(sequence, error)
+            return
+        for sequence, logits_V in zip(list(sequences), logits_BV, strict=True):
+            self.counts.generated_tokens += 1
+            try:
+                if sequence.add(logits_V, self._passes.end_ids):
+                    self._finish(sequence)
+            except Exception as error:
+                self._fail(sequence, error)
+
+    def _finish(self, sequence: Running) -> None:
+        self.counts.finished += 1
+        self._leave(sequence, None)
+
+    def _fail(self, sequence: Running, error: Exception) -> None:
+        logger.warning("a request failed: %s", type(error).__name__)
+        self.counts.failed += 1
+        self._leave(sequence, error)
+
+    def _leave(self, sequence: Running, error: BaseException | None) -> None:
+        """Wherever the sequence is: its seat and its part of the cache are free before it is told
+        that it has ended.
+        """
+        with self._changed:
+            if sequence in self._waiting:
+                self._waiting.remove(sequence)
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        if sequence in self._decoding:
+            rows = [row for row, other in enumerate(self._decoding) if other is not sequence]
+            self._batch.keep(rows)
+            self._decoding.remove(sequence)
+        if sequence.seat is not None:
+            self._free_seats.append(sequence.seat)
+            sequence.seat = None
+        sequence.cache = None
+        sequence.end(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Whatever state an error left things in."""
+        with self._changed:
+            everyone = [*self._waiting, *self._prefilling, *self._decoding]
+            self._waiting.clear()
+        self._prefilling.clear()
+        self._decoding = []
+        self._batch.clear()
+        self._free_seats = list(range(self.config.max_batch))[::-1]
+        for sequence in everyone:
+            sequence.end(error)
+
+    def check_invariants(self) -> None:
+        """Assert that every seat is taken once or free, and the batch has a row per sequence."""
+        seated = [s.seat for s in (*self._prefilling, *self._decoding)]
+        seats = sorted(seat for seat in (*seated, *self._free_seats) if seat is not None)
+        assert seats == list(range(self.config.max_batch)), (seated, self._free_seats)
+        assert len(self._batch) == len(self._decoding), (len(self._batch), len(self._decoding))
+        self._moe.check_invariants()

@@ -1,0 +1,116 @@
+"""One generating HTTP request: its sequences in the engine, its answer, and who waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from moe_infinity.server import gate
+from moe_infinity.server.answers import Answer, Mailbox, sse
+from moe_infinity.server.engine import Engine
+from moe_infinity.server.metrics import Metrics
+from moe_infinity.server.sequences import Output, Request
+
+logger = logging.getLogger(__name__)
+
+
+class Exchange:
+    """Raises what `Engine.submit` raises. However it ends, nothing is generated for it after."""
+
+    def __init__(
+        self, engine: Engine, metrics: Metrics, answer: Answer, requests: Sequence[Request]
+    ) -> None:
+        self._engine, self._metrics, self._answer = engine, metrics, answer
+        self._mailbox = Mailbox(len(requests))
+        delivers = [self._mailbox.deliver_to(index) for index in range(len(requests))]
+        self._running = engine.submit(requests, delivers)
+
+    def cancel(self) -> None:
+        self._engine.cancel(self._running)
+
+    def stream(self) -> Response:
+        """Chunks as they come."""
+        return ExchangeStream(self)
+
+    async def body(self, request: HttpRequest) -> Response:
+        """All at the end, unless the client goes away. Raises the error of a choice."""
+        work = asyncio.create_task(self._exhaust())
+        watch = asyncio.create_task(_gone(request))
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise gate.refuse(499, "the client has gone", code="cancelled")
+            work.result()
+        finally:
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+            self.cancel()
+        return JSONResponse(self._answer.body())
+
+    async def chunks(self) -> AsyncGenerator[str, None]:
+        for chunk in self._answer.first_chunks():
+            yield chunk
+        try:
+            async with aclosing(self._outputs()) as outputs:
+                async for index, output in outputs:
+                    yield self._answer.chunk(index, output)
+        except Exception as error:
+            refused = gate.refused_by(error)
+            if refused.status == 500:
+                logger.exception("a stream failed")
+            yield sse({"error": refused.error})
+            return
+        for chunk in self._answer.last_chunks():
+            yield chunk
+
+    async def _exhaust(self) -> None:
+        async for _ in self._outputs():
+            pass
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
+        """Each is added to the answer; times and sizes go to metrics and log."""
+        began = time.monotonic()
+        is_first, outcome = True, "ended early"
+        try:
+            async for index, output in self._mailbox.outputs():
+                if is_first:
+                    is_first = False
+                    self._metrics.ttft_s.observe(time.monotonic() - began)
+                self._answer.add(index, output)
+                yield index, output
+            outcome = "done"
+        finally:
+            seconds = time.monotonic() - began
+            self._metrics.request_s.observe(seconds)
+            usage = self._answer.usage()
+            sizes = usage["prompt_tokens"], usage["completion_tokens"]
+            logger.info("%s: %d + %d tokens in %.2f s", outcome, *sizes, seconds)
+
+
+class ExchangeStream(StreamingResponse):
+    """Cancels its exchange even if it ends before its first byte, when no generator has begun."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._chunks = exchange, exchange.chunks()
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._chunks, media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._exchange.cancel()
+            await self._chunks.aclose()
+
+
+async def _gone(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,118 @@
+"""What every request passes first, and how a refusal is worded: OpenAI's error object."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+
+from moe_infinity.errors import ConfigError
+from moe_infinity.server.prompts import BadRequest
+from moe_infinity.server.sequences import Cancelled, DeadlineExceeded, EngineStopped, QueueFull
+
+RETRY_AFTER_S = 2  # about what one of a batch's answers takes; any number would do
+
+
+class Refused(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, error: dict[str, Any], headers: dict[str, str]) -> None:
+        super().__init__(error["message"])
+        self.status, self.error, self.headers = status, error, headers
+
+    def response(self) -> JSONResponse:
+        return JSONResponse({"error": self.error}, self.status, headers=self.headers)
+
+
+def refuse(
+    status: int,
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> Refused:
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return Refused(status, error, headers or {})
+
+
+def refused_by(error: BaseException) -> Refused:
+    """The answer to an error of a layer below. What we did not expect is not told in detail."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, BadRequest):
+        message = f"{error.param}: {error}" if error.param else str(error)
+        return refuse(400, message, param=error.param, code=error.code)
+    if isinstance(error, ConfigError):
+        return refuse(400, f"n times prompts: {error}", param="n")
+    if isinstance(error, QueueFull):
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        kind = "rate_limit_error"
+        return refuse(429, f"busy: {error}", kind=kind, code="queue_full", headers=headers)
+    if isinstance(error, EngineStopped):
+        return refuse(503, str(error), kind="server_error", code="stopped")
+    if isinstance(error, DeadlineExceeded):
+        return refuse(504, str(error), kind="server_error", code="deadline_exceeded")
+    if isinstance(error, Cancelled):
+        return refuse(499, str(error), kind="server_error", code="cancelled")
+    what = f"generation failed: {type(error).__name__}"
+    return refuse(500, what, kind="server_error", code="internal_error")
+
+
+def refused_by_fields(error: ValidationError) -> Refused:
+    """400, naming the first field that is wrong."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = [str(part) for part in first["loc"]]
+    param = ".".join(place) or None
+    message = first["msg"]
+    if first["type"] == "extra_forbidden":
+        message = "this field is not supported"
+    elif first["type"] == "literal_error":
+        message = f"not supported with this value: {message}"
+    return refuse(
+        400, f"{param}: {message}" if param else message, param=place[0] if place else None
+    )
+
+
+def refuse_other_sites(request: HttpRequest) -> None:
+    """A page of another site, open in a browser on this machine, could ask without being able to
+    read the answer. Raises Refused.
+    """
+    if request.headers.get("sec-fetch-site") == "cross-site":
+        raise refuse(403, "requests from pages of other sites are refused", code="cross_site")
+
+
+def require_key(request: HttpRequest, api_key: str | None) -> None:
+    """Raises Refused. Compared in constant time."""
+    if api_key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Headers are read as Latin-1: that gives back the bytes that were sent.
+    is_right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
+    if scheme.lower() != "bearer" or not is_right:
+        raise refuse(
+            401,
+            "this server wants an API key: Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+async def read_body(request: HttpRequest, max_bytes: int) -> bytes:
+    """Raises Refused once there is more than allowed, whatever the header says."""
+    too_large = refuse(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    num_bytes = 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)

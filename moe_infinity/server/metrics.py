@@ -1,0 +1,113 @@
+"""What Prometheus is told at /metrics, and the page at / through /stats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from moe_infinity.model import MoE
+from moe_infinity.server.engine import Engine
+
+PREFIX = "moe_infinity"
+SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+LETTERS = {-1: " ", 0: ".", 1: "l", 2: "r", 3: "a"}  # of MoE.expert_states()
+
+
+class Metrics:
+    """One registry per server: several may live in a process, as in tests."""
+
+    def __init__(self, moe: MoE, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(Snapshot(moe, engine))
+        self.ttft_s = Histogram(
+            f"{PREFIX}_ttft_seconds",
+            "From a request's arrival to its first output",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.request_s = Histogram(
+            f"{PREFIX}_request_seconds",
+            "From a request's arrival to its last output",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.responses = Counter(
+            f"{PREFIX}_http_responses",
+            "Answers by route and status",
+            ["route", "status"],
+            registry=self.registry,
+        )
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class Snapshot(Collector):
+    """Read when asked for, so that steps pay nothing for being counted."""
+
+    def __init__(self, moe: MoE, engine: Engine) -> None:
+        self._moe, self._engine = moe, engine
+
+    def collect(self) -> Iterator[Any]:
+        yield from engine_metrics(self._engine.state())
+        yield from cache_metrics(self._moe.report())
+
+
+def engine_metrics(state: dict[str, Any]) -> Iterator[Any]:
+    gauge = GaugeMetricFamily(f"{PREFIX}_sequences", "Sequences now", labels=["state"])
+    for name in ("waiting", "prefilling", "decoding"):
+        gauge.add_metric([name], state[name])
+    yield gauge
+    yield GaugeMetricFamily(f"{PREFIX}_kv_bytes", "Cache of decoding", value=state["kv_bytes"])
+    ended = CounterMetricFamily(f"{PREFIX}_sequences_ended", "By outcome", labels=["outcome"])
+    for name in ("finished", "cancelled", "expired", "failed", "refused"):
+        ended.add_metric([name], state[name])
+    yield ended
+    tokens = CounterMetricFamily(f"{PREFIX}_tokens", "Tokens", labels=["kind"])
+    tokens.add_metric(["prompt"], state["prompt_tokens"])
+    tokens.add_metric(["generated"], state["generated_tokens"])
+    yield tokens
+    yield CounterMetricFamily(f"{PREFIX}_steps", "Steps of the engine", value=state["steps"])
+    yield CounterMetricFamily(f"{PREFIX}_step_seconds", "Time in them", value=state["stepping_s"])
+
+
+def cache_metrics(report: Any) -> Iterator[Any]:
+    lookups = CounterMetricFamily(
+        f"{PREFIX}_expert_lookups", "Activated experts per layer and step", labels=["phase", "kind"]
+    )
+    read = CounterMetricFamily(
+        f"{PREFIX}_expert_read_bytes", "Expert bytes read from disk", labels=["phase"]
+    )
+    stall = CounterMetricFamily(
+        f"{PREFIX}_stall_seconds", "Compute waited for experts", labels=["phase"]
+    )
+    for phase in ("prefill", "decode"):
+        counters = getattr(report, phase)
+        lookups.add_metric([phase, "hit"], counters.hits)
+        lookups.add_metric([phase, "late_hit"], counters.late_hits)
+        lookups.add_metric([phase, "miss"], counters.misses)
+        read.add_metric([phase], counters.bytes_read)
+        stall.add_metric([phase], counters.stall_s)
+    yield from (lookups, read, stall)
+    yield CounterMetricFamily(f"{PREFIX}_evictions", "Experts evicted", value=report.evictions)
+    experts = GaugeMetricFamily(f"{PREFIX}_tier_experts", "Experts in a tier", labels=["tier"])
+    room = GaugeMetricFamily(f"{PREFIX}_tier_capacity", "Experts it can hold", labels=["tier"])
+    for tier in report.tiers:
+        experts.add_metric([tier.tier], tier.experts)
+        room.add_metric([tier.tier], tier.capacity)
+    yield from (experts, room)
+
+
+def stats_of(moe: MoE, engine: Engine, *, model: str) -> dict[str, Any]:
+    """What the page draws: counts, and one letter per expert, row by row."""
+    rows = ["".join(LETTERS[state] for state in row) for row in moe.expert_states().tolist()]
+    return {
+        "model": model,
+        "engine": engine.state() | {"max_batch": engine.config.max_batch},
+        "report": moe.report().as_dict(),
+        "experts": rows,
+    }

@@ -1,0 +1,160 @@
+"""From a body to what the engine takes: prompts to token ids, wishes to sampling, defaults filled
+in, every bound checked.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from moe_infinity.errors import CheckpointError
+from moe_infinity.model import MoE
+from moe_infinity.server.protocol import ChatBody, CompletionBody, GenerationBody, Message
+from moe_infinity.server.sampling import Sampling
+from moe_infinity.server.sequences import Request
+
+COMPLETION_TOKENS = 16  # when /v1/completions does not say, as in OpenAI's
+
+
+class BadRequest(Exception):
+    """A field asks for what cannot be; the answer names it."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Of the server, where a request says nothing."""
+
+    max_new_tokens: int  # of a chat answer
+    max_context: int  # tokens of prompt and answer together
+
+
+class PromptReader:
+    """The model's tokenizer and chat template. One thread at a time tokenizes."""
+
+    def __init__(self, moe: MoE, defaults: Defaults) -> None:
+        self.tokenizer = moe.tokenizer
+        self.defaults = defaults
+        self._generation_config = moe.model.generation_config
+        self._vocab_size = moe.model.config.get_text_config().vocab_size
+        self._lock = threading.Lock()
+
+    def completion(self, body: CompletionBody) -> list[Request]:
+        """A request per prompt and choice, the choices of a prompt side by side."""
+        if not body.prompts:
+            raise BadRequest("there is no prompt", param="prompt")
+        max_tokens = body.max_tokens or COMPLETION_TOKENS
+        return [
+            request
+            for prompt in body.prompts
+            for request in self._requests(self._ids_of(prompt), body, max_tokens, "prompt")
+        ]
+
+    def chat(self, body: ChatBody) -> list[Request]:
+        """A request per choice."""
+        ids = self.chat_ids(body.messages, body.template_tools)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        if max_tokens is None:
+            room = max(self.defaults.max_context - len(ids), 1)
+            max_tokens = min(self.defaults.max_new_tokens, room)
+        return self._requests(ids, body, max_tokens, "messages")
+
+    def text_ids(self, text: str) -> list[int]:
+        with self._lock:
+            ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    def chat_ids(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Raises BadRequest for a model without a template, or messages it does not take."""
+        if self.tokenizer.chat_template is None:
+            raise BadRequest("this model has no chat template: use /v1/completions", code="no_chat")
+        try:
+            with self._lock:
+                encoded = self.tokenizer.apply_chat_template(
+                    [message.for_template() for message in messages],
+                    tools=tools,
+                    add_generation_prompt=True,
+                    return_dict=True,
+                )
+        except Exception as error:  # a template raises what it likes
+            message = f"the chat template does not take these messages: {error}"
+            raise BadRequest(message, param="messages") from error
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def text_of(self, token_ids: list[int]) -> str:
+        self._require_known(token_ids, "tokens")
+        text: str = self.tokenizer.decode(token_ids)
+        return text
+
+    def _ids_of(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.text_ids(prompt)
+        self._require_known(prompt, "prompt")
+        return prompt
+
+    def _require_known(self, token_ids: list[int], param: str) -> None:
+        if token_ids and max(token_ids) >= self._vocab_size:
+            message = f"token id {max(token_ids)} of a vocabulary of {self._vocab_size}"
+            raise BadRequest(message, param=param)
+
+    def _requests(
+        self, ids: list[int], body: GenerationBody, max_tokens: int, param: str
+    ) -> list[Request]:
+        if not ids:
+            raise BadRequest("the prompt is empty: there is nothing to continue", param=param)
+        if len(ids) + max_tokens > self.defaults.max_context:
+            raise BadRequest(
+                f"{len(ids)} tokens of prompt and {max_tokens} of answer are more than "
+                f"the {self.defaults.max_context} this server takes",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return [
+            Request(
+                prompt_ids=ids,
+                max_new_tokens=max_tokens,
+                sampling=self._sampling(body, choice),
+                stop=body.stops,
+            )
+            for choice in range(body.num_choices)
+        ]
+
+    def _sampling(self, body: GenerationBody, choice: int) -> Sampling:
+        """What the body says, else what the checkpoint says, else temperature 1 and all tokens."""
+        bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
+        self._require_known(list(bias), "logit_bias")
+        top_k = self._or_default(body.top_k, "top_k", 0)
+        seed = None if body.seed is None else (body.seed + choice) % 2**64
+        return Sampling(
+            temperature=self._or_default(body.temperature, "temperature", 1.0),
+            top_p=self._or_default(body.top_p, "top_p", 1.0),
+            top_k=max(top_k, 0),
+            min_p=self._or_default(None, "min_p", 0.0),
+            repetition_penalty=self._or_default(None, "repetition_penalty", 1.0),
+            seed=seed,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            logit_bias=bias,
+            num_logprobs=body.num_logprobs,
+        )
+
+    def _or_default(self, asked: Any, name: str, default: Any) -> Any:
+        if asked is not None:
+            return asked
+        own = getattr(self._generation_config, name, None)
+        return default if own is None else own
+
+
+def context_of(moe: MoE, wanted: int | None) -> int:
+    """Tokens of prompt and answer the server takes. Raises CheckpointError if nobody says."""
+    trained = getattr(moe.model.config.get_text_config(), "max_position_embeddings", None)
+    if wanted is None and trained is None:
+        raise CheckpointError("the model does not say how long a context it takes: --max-context")
+    return min(n for n in (wanted, trained) if n is not None)

@@ -1,0 +1,171 @@
+"""What clients ask, in the words of OpenAI's API: a field is honoured, or refused by its name.
+
+A field with a single allowed value is one that clients send with its default; any other value of
+it asks for something this server does not do.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_STOPS = 16
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
+
+TokenId = Annotated[int, Field(ge=0)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class GenerationBody(Body):
+    """What both kinds of completion have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)  # 0 or -1: all
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Bias] | None = None
+    user: str | None = None  # who asks, for the caller's own books; nothing depends on it
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _keys_are_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for key in bias or {}:
+            if not key.isascii() or not key.isdigit():
+                raise ValueError(f"{key!r} is not a token id")
+        return bias
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for stream=true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """As a last chunk of a stream."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]
+        return prompt  # type: ignore[return-value]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """As the chat template gets it; what a template does not know, it passes by."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        message = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            message["content"] = "".join(part.text for part in self.content)
+        message.setdefault("content", "")
+        return message
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class ChatBody(GenerationBody):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _logprobs_belong_together(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens are the same: give one of them")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give one of prompt and messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,129 @@
+"""The next token of one sequence, as its request wants it: transformers' processors, one generator
+per request. V tokens in the vocabulary.
+
+The same seed and settings give the tokens that `set_seed(seed)` and `generate()` give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+Processor = Callable[[Tensor, Tensor], Tensor]  # ids [1, T], scores [1, V] -> scores [1, V]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a request wants its tokens chosen. Temperature 0 takes the likeliest."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    seed: int | None = None  # None: another one each time
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    num_logprobs: int | None = None  # alternatives to tell with each token; None: not even its own
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """One token and how likely the model itself found it, penalties, bias, temperature apart."""
+
+    token_id: int
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), the likeliest first
+
+
+class Sampler:
+    """Chooses the tokens of one sequence, one after another."""
+
+    def __init__(self, sampling: Sampling, prompt_ids: Sequence[int]) -> None:
+        self._sampling = sampling
+        self._generated: dict[int, int] = {}  # token id -> how often
+        self._ids_T: Tensor | None = None  # prompt and output, if a processor looks at them
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+        self._processors: list[Processor] = []
+        if sampling.repetition_penalty != 1.0:
+            self._add(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+            self._ids_T = torch.tensor(prompt_ids)
+        if sampling.temperature > 0:
+            self._add_warpers()
+
+    def _add_warpers(self) -> None:
+        """In the order in which generate() applies them."""
+        sampling = self._sampling
+        if sampling.temperature != 1.0:
+            self._add(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k > 0:
+            self._add(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1.0:
+            self._add(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p > 0:
+            self._add(MinPLogitsWarper(sampling.min_p))
+
+    def _add(self, processor: Any) -> None:
+        self._processors.append(processor)
+
+    def choose(self, logits_V: Tensor) -> Chosen:
+        """The next token; changes `logits_V`."""
+        logits_V = logits_V.to(dtype=torch.float32)
+        logprobs_V = None
+        if self._sampling.num_logprobs is not None:
+            logprobs_V = logits_V.log_softmax(dim=-1)
+        self._penalise(logits_V)
+        scores_1V = logits_V[None]
+        ids_1T = torch.empty((1, 0), dtype=torch.long) if self._ids_T is None else self._ids_T[None]
+        for processor in self._processors:
+            scores_1V = processor(ids_1T, scores_1V)
+        if self._sampling.temperature > 0:
+            chances_1V = scores_1V.softmax(dim=-1)
+            token_id = int(torch.multinomial(chances_1V, 1, generator=self._generator))
+        else:
+            token_id = int(scores_1V.argmax(dim=-1))
+        self._remember(token_id)
+        return self._with_logprobs(token_id, logprobs_V)
+
+    def _penalise(self, logits_V: Tensor) -> None:
+        sampling = self._sampling
+        for token_id, bias in sampling.logit_bias.items():
+            logits_V[token_id] += bias
+        if (sampling.frequency_penalty or sampling.presence_penalty) and self._generated:
+            ids = torch.tensor(list(self._generated))
+            times = torch.tensor(list(self._generated.values()), dtype=torch.float32)
+            logits_V[ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
+
+    def _remember(self, token_id: int) -> None:
+        self._generated[token_id] = self._generated.get(token_id, 0) + 1
+        if self._ids_T is not None:
+            self._ids_T = torch.cat([self._ids_T, torch.tensor([token_id])])
+
+    def _with_logprobs(self, token_id: int, logprobs_V: Tensor | None) -> Chosen:
+        if logprobs_V is None:
+            return Chosen(token_id)
+        best = logprobs_V.topk(self._sampling.num_logprobs or 0)
+        pairs = zip(best.indices.tolist(), map(finite, best.values.tolist()), strict=True)
+        return Chosen(token_id, finite(float(logprobs_V[token_id])), tuple(pairs))
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; -9999 is what OpenAI's API says for a token that cannot be."""
+    return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0

@@ -1,0 +1,166 @@
+"""What a user of the engine hands in and gets back, and the sequence that is made of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from moe_infinity.errors import ConfigError, MoEInfinityError
+from moe_infinity.server.sampling import Chosen, Sampler, Sampling
+from moe_infinity.server.text import Detokenizer, StopStrings
+
+FinishReason = Literal["stop", "length"]
+
+
+class QueueFull(MoEInfinityError):
+    """As many requests wait as may wait; a later try may succeed."""
+
+
+class EngineStopped(MoEInfinityError):
+    """The engine takes no more requests: it drains, was closed, or died."""
+
+
+class DeadlineExceeded(MoEInfinityError):
+    """The request did not finish in the time a request may take."""
+
+
+class Cancelled(MoEInfinityError):
+    """Whoever asked for it has gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Bounds of the engine. Raises ConfigError."""
+
+    max_batch: int = 8  # sequences that decode together
+    max_queue: int = 64  # sequences that may wait for a place among them
+    deadline_s: float = 600.0  # from arrival to the last token
+    prefill_chunk: int = 512  # tokens of a prompt per step, so that others wait for no more
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_queue", "prefill_chunk"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} must be a whole number above 0, got {value!r}")
+        if not self.deadline_s > 0:
+            raise ConfigError(f"deadline_s must be above 0, got {self.deadline_s!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate."""
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token as a logprob entry shows it."""
+
+    chosen: Chosen
+    offset: int  # in the generated text
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step added to a sequence; the last one says why it ended, or which error ended it."""
+
+    text: str = ""
+    tokens: tuple[TokenText, ...] = ()
+    num_generated: int = 0  # tokens so far
+    finish: FinishReason | None = None
+    error: BaseException | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+Deliver = Callable[[Output], None]  # called by the engine's thread: must neither block nor raise
+
+
+class Running:
+    """One sequence, from arrival to its last output."""
+
+    def __init__(
+        self, request: Request, deliver: Deliver, *, tokenizer: Any, deadline_s: float
+    ) -> None:
+        self.request = request
+        self.deadline = time.monotonic() + deadline_s
+        self.is_cancelled = False  # set by any thread
+        self.seat: int | None = None
+        self.cache: DynamicCache | None = None  # its own, until it joins the batch
+        self.num_prefilled = 0
+        self.last_id = -1
+        self._deliver = deliver
+        self._sampler = Sampler(request.sampling, request.prompt_ids)
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(request.stop)
+        self._num_generated = 0
+        self._decoded = self._shown = 0  # characters
+        self._tokens: deque[TokenText] = deque()  # not yet shown
+        self._last: Output | None = None
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.num_prefilled == len(self.request.prompt_ids)
+
+    def add(self, logits_V: Tensor, end_ids: frozenset[int]) -> bool:
+        """Choose the next token and deliver what it adds, unless it was the last: then True, and
+        `end()` delivers the rest once nothing is left of the sequence.
+        """
+        chosen = self._sampler.choose(logits_V)
+        self.last_id = chosen.token_id
+        self._num_generated += 1
+        if chosen.token_id in end_ids:
+            self._finish("stop")
+            return True
+        if chosen.logprob is not None:
+            self._tokens.append(TokenText(chosen, self._decoded))
+        piece = self._detokenizer.add(chosen.token_id)
+        self._decoded += len(piece)
+        text = self._stops.add(piece)
+        if self._stops.has_stopped:
+            self._show(text, finish="stop", is_cut=True)
+            return True
+        if self._num_generated == self.request.max_new_tokens:
+            self._finish("length", text)
+            return True
+        self._show(text)
+        return False
+
+    def end(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            self._deliver(Output(num_generated=self._num_generated, error=error))
+        else:
+            assert self._last is not None
+            self._deliver(self._last)
+
+    def _finish(self, reason: FinishReason, text: str = "") -> None:
+        text += self._stops.add(self._detokenizer.finish())
+        if self._stops.has_stopped:
+            self._show(text, finish="stop", is_cut=True)
+        else:
+            self._show(text + self._stops.finish(), finish=reason)
+
+    def _show(self, text: str, finish: FinishReason | None = None, *, is_cut: bool = False) -> None:
+        """Deliver text, and the tokens that begin in it; after it, at the end."""
+        self._shown += len(text)
+        tokens: list[TokenText] = []
+        is_all = finish is not None and not is_cut
+        while self._tokens and (is_all or self._tokens[0].offset < self._shown):
+            tokens.append(self._tokens.popleft())
+        output = Output(text, tuple(tokens), self._num_generated, finish)
+        if finish:
+            self._last = output
+        elif text or tokens:
+            self._deliver(output)

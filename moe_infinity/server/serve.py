@@ -1,0 +1,96 @@
+"""Start, drain, stop: a model, its engine and the HTTP server around it.
+
+SIGTERM or Ctrl-C: no more requests are taken, those that run are finished. A second one stops them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from moe_infinity.errors import ConfigError
+from moe_infinity.model import MoE
+from moe_infinity.server.app import ApiConfig, create_app
+from moe_infinity.server.engine import Engine
+from moe_infinity.server.prompts import Defaults, PromptReader, context_of
+from moe_infinity.server.sequences import EngineConfig
+
+# The engine's thread computes in Python between torch's calls. Waiting for its turn at the usual
+# 5 ms, several times per request, the event loop answered /health late.
+SWITCH_INTERVAL_S = 0.001
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """What `moe-infinity serve` is told beside the model's options."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    model_name: str | None = None  # None: the folder's name, or the hub id
+    max_context: int | None = None  # None: what the model was trained for
+    max_new_tokens: int = 512  # of a chat answer whose request does not say
+    max_body_bytes: int = 4 << 20
+    engine: EngineConfig = EngineConfig()
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("the API key is empty")
+        if self.max_body_bytes < 1 or self.max_new_tokens < 1:
+            raise ConfigError("max_body_bytes and max_new_tokens must be above 0")
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, but that a second SIGTERM stops too, and none kills before the model is closed."""
+
+    def __init__(self, config: uvicorn.Config, *, on_exit: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_exit = on_exit
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._on_exit()
+
+
+def name_of(checkpoint: str) -> str:
+    """A hub id as it is; of a folder its name, since clients need not know where it lies."""
+    path = Path(checkpoint)
+    return path.resolve().name if path.exists() else checkpoint
+
+
+def serve_model(moe: MoE, config: ServeConfig) -> None:
+    """Serve until told to stop. Raises MoEInfinityError for a model that cannot be served."""
+    engine = Engine(moe, config.engine)
+    defaults = Defaults(config.max_new_tokens, context_of(moe, config.max_context))
+    api_config = ApiConfig(
+        model_name=config.model_name or name_of(moe.checkpoint),
+        api_key=config.api_key,
+        max_body_bytes=config.max_body_bytes,
+    )
+    app = create_app(moe, engine, PromptReader(moe, defaults), api_config)
+    if config.host not in LOOPBACK and config.api_key is None:
+        logger.warning("anyone who reaches %s can use this model: no API key", config.host)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    settings = uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        log_level="info",
+        access_log=False,
+        lifespan="off",
+    )
+    server = Server(settings, on_exit=engine.drain)
+    engine.start()
+    try:
+        server.run()
+    finally:
+        engine.close()

@@ -1,0 +1,38 @@
+"""A model the server's tests share, in float32: what neighbours do to it is then far from a tie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_infinity import MoE
+from tests.server.serving import Serving, serving
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+
+
+@pytest.fixture(scope="module")
+def moe(tiny_checkpoint: Path) -> Iterator[MoE]:
+    with MoE(tiny_checkpoint, host_memory="50%", dtype="float32") as moe:
+        yield moe
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[MoE]:
+    with MoE(DEMO, host_memory="100%", dtype="float32") as moe:
+        yield moe
+
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
+    "{% for m in messages %}{{ m['content'] }} {% endfor %}w77"
+)
+
+
+@pytest.fixture(scope="module")
+def server(moe: MoE) -> Iterator[Serving]:
+    moe.tokenizer.chat_template = TEMPLATE
+    with serving(moe, max_batch=4, max_queue=20) as server:
+        yield server

@@ -1,0 +1,73 @@
+"""Engines stepped by hand, and what their requests were delivered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_infinity import MoE
+from moe_infinity.server.engine import Engine
+from moe_infinity.server.sampling import Sampling
+from moe_infinity.server.sequences import EngineConfig, Output, Request, Running
+
+GREEDY = Sampling(temperature=0.0)
+IDS = Sampling(temperature=0.0, num_logprobs=2)  # with logprobs, so that outputs carry token ids
+
+
+class Client:
+    """One request and everything it was delivered."""
+
+    def __init__(self, engine: Engine, prompt_ids: list[int], **wishes: Any) -> None:
+        self.outputs: list[Output] = []
+        self.prompt_ids = prompt_ids
+        settings: dict[str, Any] = {"max_new_tokens": 12, "sampling": IDS} | wishes
+        request = Request(prompt_ids=prompt_ids, **settings)
+        self.running: Running = engine.submit([request], [self.outputs.append])[0]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.chosen.token_id for output in self.outputs for token in output.tokens]
+
+    @property
+    def logprobs(self) -> list[float]:
+        tokens = [token for output in self.outputs for token in output.tokens]
+        return [t.chosen.logprob for t in tokens if t.chosen.logprob is not None]
+
+    @property
+    def text(self) -> str:
+        return "".join(output.text for output in self.outputs)
+
+    @property
+    def finish(self) -> str | None:
+        return self.outputs[-1].finish if self.outputs else None
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.outputs[-1].error if self.outputs else None
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.outputs) and self.outputs[-1].is_last
+
+
+def make_engine(moe: MoE, **bounds: Any) -> Engine:
+    return Engine(moe, EngineConfig(**bounds))
+
+
+def run_all(engine: Engine, *clients: Client) -> None:
+    for _ in range(10_000):
+        if all(client.is_done for client in clients):
+            engine.check_invariants()
+            return
+        engine.step()
+    raise AssertionError("requests that do not end")
+
+
+def generated(moe: MoE, prompt_ids: list[int], **kwargs: Any) -> list[int]:
+    """What generate() continues with, the end token left out."""
+    kwargs = {"max_new_tokens": 12, "do_sample": False} | kwargs
+    ids = torch.tensor([prompt_ids])
+    out = moe.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **kwargs)
+    tokens: list[int] = out[0, len(prompt_ids) :].tolist()
+    return [t for t in tokens if t != moe.model.generation_config.eos_token_id]

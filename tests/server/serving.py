@@ -1,0 +1,71 @@
+"""A server on a real socket, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import uvicorn
+
+from moe_infinity import MoE
+from moe_infinity.server.app import ApiConfig, create_app
+from moe_infinity.server.engine import Engine
+from moe_infinity.server.prompts import Defaults, PromptReader, context_of
+from moe_infinity.server.sequences import EngineConfig
+from moe_infinity.server.serve import Server
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    url: str
+    engine: Engine
+    moe: MoE
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        settings: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 30} | options
+        return openai.OpenAI(base_url=f"{self.url}/v1", **settings)
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, self.engine.state()
+            time.sleep(0.005)
+
+    def wait_until_idle(self) -> None:
+        self.wait_until(lambda: self.engine.num_sequences == 0)
+
+
+@contextmanager
+def serving(
+    moe: MoE,
+    *,
+    model_name: str = "tiny",
+    max_new_tokens: int = 64,
+    max_context: int | None = None,
+    api_key: str | None = None,
+    max_body_bytes: int = 1 << 20,
+    **bounds: Any,
+) -> Iterator[Serving]:
+    engine = Engine(moe, EngineConfig(**bounds))
+    reader = PromptReader(moe, Defaults(max_new_tokens, context_of(moe, max_context)))
+    config = ApiConfig(model_name=model_name, api_key=api_key, max_body_bytes=max_body_bytes)
+    app = create_app(moe, engine, reader, config)
+    settings = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+    server = Server(settings, on_exit=engine.drain)
+    thread = threading.Thread(target=server.run)
+    engine.start()
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Serving(f"http://127.0.0.1:{port}", engine, moe)
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(20)
+        engine.close()

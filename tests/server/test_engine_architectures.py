@@ -1,0 +1,70 @@
+"""What joins a batch and leaves it: attention caches that slide, recurrent states, latent ones.
+
+Every architecture the README names, tiny and random: alone in the engine a sequence has the tokens
+of generate(); among others, the logits it has alone, to a float tolerance.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moe_infinity import MoE, UnsupportedModelError
+from tests.conftest import save_tokenizer
+from tests.server.driving import Client, generated, make_engine, run_all
+from tests.sweep import discover, tiny
+
+NAMED = {
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "GptOssForCausalLM": "gpt_oss",
+    "Llama4ForCausalLM": "llama4",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "OlmoeForCausalLM": "olmoe",
+    "DbrxForCausalLM": "dbrx",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "InklingForCausalLM": "inkling",
+}
+PROMPTS = [[7, 20, 33, 46], list(range(5, 45)), [99], list(range(60, 80))]
+LENGTHS = [30, 9, 25, 17]  # the window of those that slide is 16
+TOLERANCE = 1e-4  # of log-probabilities; the largest seen, over all architectures: 2e-5
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_sequence_has_the_same_tokens_alone_and_among_others(name, tmp_path):
+    (architecture,) = [a for a in discover.architectures_in(NAMED[name]) if a.name == name]
+    tiny.tiny_model(architecture).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    with MoE(tmp_path, host_memory="50%", dtype="float32") as moe:
+        alone, together = make_engine(moe, max_batch=1), make_engine(moe, max_batch=3)
+        singles, clients = [], []
+        for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
+            singles.append(Client(alone, prompt, max_new_tokens=length))
+            clients.append(Client(together, prompt, max_new_tokens=length))
+            together.step()
+            together.step()
+        run_all(alone, *singles)
+        run_all(together, *clients)
+        for single, client, length in zip(singles, clients, LENGTHS, strict=True):
+            expected = generated(moe, single.prompt_ids, max_new_tokens=length)
+            assert single.token_ids == expected == client.token_ids
+            np.testing.assert_allclose(client.logprobs, single.logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "reason"),
+    [
+        ("DeepseekV32ForCausalLM", "deepseek_v32", "--max-batch 1"),
+        ("MiniMaxForCausalLM", "minimax", "cache of its own"),
+        ("DiffusionGemmaForBlockDiffusion", "diffusion_gemma", "generate\\(\\) of its own"),
+    ],
+)
+def test_a_model_whose_sequences_cannot_run_together_is_refused(name, folder, reason, tmp_path):
+    (architecture,) = [a for a in discover.architectures_in(folder) if a.name == name]
+    tiny.tiny_model(architecture).save_pretrained(tmp_path)
+    with (
+        MoE(tmp_path, host_memory="50%", dtype="float32") as moe,
+        pytest.raises(UnsupportedModelError, match=reason),
+    ):
+        make_engine(moe)
