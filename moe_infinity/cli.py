@@ -21,6 +21,7 @@ from moe_infinity.cli_options import (
     ApiKey,
     Dtype,
     EarlyGate,
+    ExpertDtype,
     History,
     HostMemory,
     Implementation,
@@ -62,6 +63,7 @@ def run(
     early_gate: EarlyGate = False,
     history: History = None,
     dtype: Dtype = "auto",
+    expert_dtype: ExpertDtype = None,
     implementation: Implementation = "auto",
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
@@ -81,6 +83,7 @@ def run(
         early_gate=early_gate,
         history=history,
         dtype=dtype,
+        expert_dtype=expert_dtype,
         experts_implementation=implementation,
         trust_remote_code=trust_remote_code,
     ) as moe:
@@ -117,6 +120,7 @@ def chat(
     early_gate: EarlyGate = False,
     history: History = None,
     dtype: Dtype = "auto",
+    expert_dtype: ExpertDtype = None,
     implementation: Implementation = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -139,6 +143,7 @@ def chat(
         early_gate=early_gate,
         history=history,
         dtype=dtype,
+        expert_dtype=expert_dtype,
         experts_implementation=implementation,
         trust_remote_code=trust_remote_code,
     ) as moe:

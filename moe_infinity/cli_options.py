@@ -27,11 +27,15 @@ History = Annotated[
     typer.Option(help="File to go on learning from and to write at the end.", dir_okay=False),
 ]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")]
+ExpertDtype = Annotated[
+    str | None,
+    typer.Option(help="Pack experts as they are loaded: int4, int8 or fp8. Changes results."),
+]
 Implementation = Annotated[
     str,
     typer.Option(
         "--experts-implementation",
-        help="How experts compute: auto, or grouped_mm or eager exactly.",
+        help="How experts compute: auto, fast, or exactly as grouped_mm or eager.",
     ),
 ]
 TrustRemoteCode = Annotated[

@@ -13,6 +13,7 @@ from moe_infinity.cli_options import (
     ApiKey,
     Dtype,
     EarlyGate,
+    ExpertDtype,
     History,
     HostMemory,
     Implementation,
@@ -67,6 +68,7 @@ def serve(
     early_gate: EarlyGate = False,
     history: History = None,
     dtype: Dtype = "auto",
+    expert_dtype: ExpertDtype = None,
     implementation: Implementation = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -99,6 +101,7 @@ def serve(
         early_gate=early_gate,
         history=history,
         dtype=dtype,
+        expert_dtype=expert_dtype,
         experts_implementation=implementation,
         trust_remote_code=trust_remote_code,
     ) as moe:
