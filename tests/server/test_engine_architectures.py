@@ -31,7 +31,11 @@ LENGTHS = [30, 9, 25, 17]  # the window of those that slide is 16
 TOLERANCE = 1e-4  # of log-probabilities; the largest seen, over all architectures: 2e-5
 
 
-@pytest.mark.parametrize("name", NAMED)
+FAST = ("MixtralForCausalLM", "Qwen3NextForCausalLM", "GptOssForCausalLM")
+ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMED]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_a_sequence_has_the_same_tokens_alone_and_among_others(name, tmp_path):
     (architecture,) = [a for a in discover.architectures_in(NAMED[name]) if a.name == name]
     tiny.tiny_model(architecture).save_pretrained(tmp_path)
