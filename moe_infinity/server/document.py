@@ -79,7 +79,7 @@ def _post(path: str) -> dict[str, Any]:
     is_generating = path.startswith("/v1/")
     answer = _json({"type": "object", "required": list(KEYS[path])})
     if is_generating:
-        answer["text/event-stream"] = {"schema": {"type": "string"}}
+        answer["text/event-stream"] = {}
     return {
         "security": [{}, {"key": []}],
         "requestBody": {"required": True, "content": _json(schema)},
