@@ -8,11 +8,12 @@ every greedy answer must be, word for word, the one given to the same prompt alo
 
 1. 16 clients ask with random gaps, some stream; one request in five is dropped in midstream, one in
    twenty has a bad body. Looked at: answers, /health meanwhile, the server's memory and files.
-2. Client processes are killed (SIGKILL) in midstream, four at a time. Looked at: what is left behind.
+2. Client processes get SIGKILL in midstream, four at a time. Looked at: what is left behind.
 3. Tokens per second, all experts resident, decoding one sequence at a time and eight together; by
    the clock and by the CPU time of the server, which other work on the machine disturbs less.
 
-0 for seconds, kills or rounds leaves that part out. The last line is JSON; exit code 1 if an answer was wrong or anything was left behind.
+0 for seconds, kills or rounds leaves that part out. The last line is JSON; exit code 1 if an answer
+was wrong or anything was left behind.
 """
 
 from __future__ import annotations
@@ -239,7 +240,6 @@ def gaps_of(arrivals: Path | None) -> list[float]:
 
 
 def kill_clients(server: Server, num_kills: int) -> dict[str, Any]:
-    """The first tenth is the warm-up of the memory figure."""
     raw = json.dumps(body_of("Once upon a time", 500) | {"stream": True, "logit_bias": {"0": -100}})
     command = ["curl", "-sN", f"{server.url}/v1/completions", "-d", raw]
 
@@ -256,14 +256,13 @@ def kill_clients(server: Server, num_kills: int) -> dict[str, Any]:
     rss_bytes = []
     with ThreadPoolExecutor(NUM_KILLERS) as killers:
         midstream = 0
-        for turn, is_midstream in enumerate(killers.map(kill_one, range(num_kills))):
+        for is_midstream in killers.map(kill_one, range(num_kills)):
             midstream += is_midstream
-            if turn >= num_kills // 10:
-                rss_bytes.append(server.rss_bytes)
+            rss_bytes.append(server.rss_bytes)
     seconds = time.monotonic() - began
     stats = server.wait_until_idle()
     time.sleep(0.5)
-    quarter = max(len(rss_bytes) // 4, 1)
+    fifth = max(num_kills // 5, 1)
     return {
         "kills": num_kills,
         "in_midstream": midstream,
@@ -271,9 +270,9 @@ def kill_clients(server: Server, num_kills: int) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "left": {name: stats[name] for name in ("waiting", "prefilling", "decoding", "kv_bytes")},
         "files_more": server.num_files - files_before,
-        "rss_mib": [
-            round(statistics.median(part) / 2**20, 1)
-            for part in (rss_bytes[:quarter], rss_bytes[-quarter:])
+        "rss_mib_by_fifths": [
+            round(statistics.median(rss_bytes[first : first + fifth]) / 2**20, 1)
+            for first in range(0, num_kills, fifth)
         ],
     }
 

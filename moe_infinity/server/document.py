@@ -123,9 +123,7 @@ def _get(
 
 def _refusals(refusals: dict[str, str]) -> dict[str, Any]:
     content = _json({"$ref": REF.format(model="Error")})
-    return {
-        status: {"description": what, "content": content} for status, what in refusals.items()
-    }
+    return {status: {"description": what, "content": content} for status, what in refusals.items()}
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

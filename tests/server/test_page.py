@@ -34,7 +34,7 @@ CELLS = """() => {
   return rows; }"""
 # Text of each kind on what lies behind it: [what, colour, background].
 TEXTS = """() => [...document.querySelectorAll(
-    "h1, h2, h3, #state, dt, dd, #map-text, li, .tier, #talk b, #talk span, .error, textarea, button"
+    "h1, h2, h3, #state, dt, dd, #map-text, li, .tier, #talk b, #talk span, textarea, button"
   )].filter((one) => one.textContent.trim() || one.placeholder).map((one) => {
     let behind = one, paint;
     while ((paint = getComputedStyle(behind).backgroundColor) === "rgba(0, 0, 0, 0)")
