@@ -20,7 +20,7 @@ demo: $(INSTALLED) ## generate text with the bundled model, a quarter of its exp
 
 test: export HF_HUB_OFFLINE = 1
 test: $(INSTALLED) ## fast tests, then the coverage gate of the parts without torch
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not network and not weights" --cov --cov-report=
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not network and not weights and not browser" --cov --cov-report=
 	$(BIN)/python -m coverage report --fail-under=100
 
 test-all: $(INSTALLED) ## every test that needs no GPU

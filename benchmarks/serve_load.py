@@ -1,17 +1,19 @@
 """Does the server keep its promises under load, and what does batching bring?
 
     python benchmarks/serve_load.py [--seconds 60] [--arrivals FILE.csv] [--host-memory 50%]
+                                    [--kills 30] [--rounds 3] [--experts-implementation auto]
 
 A server process with a model in float32 (what neighbours change is then far from a tie, so that
 every greedy answer must be, word for word, the one given to the same prompt alone):
 
 1. 16 clients ask with random gaps, some stream; one request in five is dropped in midstream, one in
    twenty has a bad body. Looked at: answers, /health meanwhile, the server's memory and files.
-2. Clients are killed in midstream. Looked at: what is left behind.
+2. Client processes get SIGKILL in midstream, four at a time. Looked at: what is left behind.
 3. Tokens per second, all experts resident, decoding one sequence at a time and eight together; by
    the clock and by the CPU time of the server, which other work on the machine disturbs less.
 
-The last line is JSON; exit code 1 if an answer was wrong or anything was left behind.
+0 for seconds, kills or rounds leaves that part out. The last line is JSON; exit code 1 if an answer
+was wrong or anything was left behind.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from socket import create_server
@@ -39,7 +42,7 @@ import httpx
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 NUM_CLIENTS = 16
-NUM_KILLS = 30
+NUM_KILLERS = 4
 BEGINNINGS = (
     "Once upon a time", "The old house stood at the edge of", "def sum_of_squares(", "What is a",
     "Question: How many", "Le soir tombait sur", "In the morning the doctor", "Es war einmal",
@@ -236,25 +239,50 @@ def gaps_of(arrivals: Path | None) -> list[float]:
     return [0.5 * gap / mean for gap in gaps]
 
 
-def kill_clients(server: Server) -> dict[str, Any]:
-    files_before = server.num_files
+def kill_clients(server: Server, num_kills: int) -> dict[str, Any]:
     raw = json.dumps(body_of("Once upon a time", 500) | {"stream": True, "logit_bias": {"0": -100}})
-    for turn in range(NUM_KILLS):
-        command = ["curl", "-sN", f"{server.url}/v1/completions", "-d", raw]
-        client = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        time.sleep(0.05 + 0.01 * turn)
+    command = ["curl", "-sN", f"{server.url}/v1/completions", "-d", raw]
+
+    def kill_one(turn: int) -> bool:
+        client = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert client.stdout is not None
+        is_midstream = client.stdout.read(1 + turn % 500) != b""
         client.kill()
         client.wait()
+        client.stdout.close()
+        return is_midstream
+
+    before, files_before, began = server.stats(), server.num_files, time.monotonic()
+    rss_bytes = []
+    with ThreadPoolExecutor(NUM_KILLERS) as killers:
+        midstream = 0
+        for is_midstream in killers.map(kill_one, range(num_kills)):
+            midstream += is_midstream
+            rss_bytes.append(server.rss_bytes)
+    seconds = time.monotonic() - began
     stats = server.wait_until_idle()
     time.sleep(0.5)
-    left = {name: stats[name] for name in ("waiting", "prefilling", "decoding", "kv_bytes")}
-    files_more = server.num_files - files_before
-    return {"kills": NUM_KILLS, "left": left, "files_more": files_more}
+    fifth = max(num_kills // 5, 1)
+    return {
+        "kills": num_kills,
+        "in_midstream": midstream,
+        "cancelled": stats["cancelled"] - before["cancelled"],
+        "seconds": round(seconds, 1),
+        "left": {name: stats[name] for name in ("waiting", "prefilling", "decoding", "kv_bytes")},
+        "files_more": server.num_files - files_before,
+        "rss_mib_by_fifths": [
+            round(statistics.median(rss_bytes[first : first + fifth]) / 2**20, 1)
+            for first in range(0, num_kills, fifth)
+        ],
+    }
 
 
-def tokens_per_second(model: Path, max_batch: int, seconds: float) -> dict[str, float]:
+def tokens_per_second(
+    model: Path, max_batch: int, seconds: float, implementation: str
+) -> dict[str, float]:
     """Eight clients that always have a request running."""
     options = ["--host-memory", "100%", "--max-batch", str(max_batch)]
+    options += ["--experts-implementation", implementation]
     with serving(model, *options) as server:
 
         async def clients() -> tuple[float, float, float]:
@@ -282,6 +310,46 @@ def tokens_per_second(model: Path, max_batch: int, seconds: float) -> dict[str, 
     return {"per_s": round(tokens / wall_s, 1), "per_cpu_s": round(tokens / cpu_s, 1)}
 
 
+def load_figures(server: Server, given: argparse.Namespace) -> dict[str, Any]:
+    expected = answers_alone(server, given.max_tokens)
+    asyncio.run(Load(server, expected, [0.1]).run(10, given.max_tokens))  # warm-up
+    server.wait_until_idle()
+    load, watch = Load(server, expected, gaps_of(given.arrivals)), Watch(server)
+    before, files_before, began = server.stats(), server.num_files, time.monotonic()
+    watch.start()
+    asyncio.run(load.run(given.seconds, given.max_tokens))
+    seconds = time.monotonic() - began
+    figures = watch.stop()
+    after = server.wait_until_idle()
+    time.sleep(0.5)
+    for what in load.wrong[:5]:
+        print("wrong:", what)
+    return figures | {
+        "seconds": round(seconds, 1),
+        "clients": NUM_CLIENTS,
+        "outcomes": dict(load.outcomes),
+        "wrong": len(load.wrong),
+        "left": {name: after[name] for name in ("waiting", "prefilling", "decoding", "kv_bytes")},
+        "files_more": server.num_files - files_before,
+        "tokens": after["generated_tokens"] - before["generated_tokens"],
+    }
+
+
+def speed_figures(given: argparse.Namespace) -> dict[str, Any]:
+    rates: dict[int, list[dict[str, float]]] = {1: [], 8: []}
+    for _ in range(given.rounds):
+        for max_batch, measured in rates.items():
+            rate = tokens_per_second(given.model, max_batch, 8.0, given.experts_implementation)
+            measured.append(rate)
+    figures: dict[str, Any] = {}
+    for kind in ("per_s", "per_cpu_s"):
+        one, eight = ([r[kind] for r in rates[b]] for b in (1, 8))
+        figures[f"tokens_{kind}"] = {"batch 1": one, "batch 8": eight}
+        ratio = statistics.median(eight) / statistics.median(one)
+        figures[f"ratio_{kind}"] = round(ratio, 2)
+    return figures
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO)
@@ -289,38 +357,24 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--host-memory", default="50%")
     parser.add_argument("--arrivals", type=Path, help="CSV with a column arrival_s")
+    parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3, help="of the comparison of batch sizes")
+    parser.add_argument("--experts-implementation", default="auto")
     given = parser.parse_args()
-    result: dict[str, Any] = {"seconds": given.seconds, "clients": NUM_CLIENTS}
-    with serving(given.model, "--host-memory", given.host_memory) as server:
-        expected = answers_alone(server, given.max_tokens)
-        asyncio.run(Load(server, expected, [0.1]).run(10, given.max_tokens))  # warm-up
-        server.wait_until_idle()
-        load, watch = Load(server, expected, gaps_of(given.arrivals)), Watch(server)
-        before, files_before = server.stats(), server.num_files
-        watch.start()
-        asyncio.run(load.run(given.seconds, given.max_tokens))
-        result |= watch.stop()
-        after = server.wait_until_idle()
-        time.sleep(0.5)
-        result["outcomes"] = dict(load.outcomes)
-        result["wrong"] = len(load.wrong)
-        result["files_more"] = server.num_files - files_before
-        result["tokens"] = after["generated_tokens"] - before["generated_tokens"]
-        result["killed"] = kill_clients(server)
-    for what in load.wrong[:5]:
-        print("wrong:", what)
-    rates: dict[int, list[dict[str, float]]] = {1: [], 8: []}
-    for _ in range(given.rounds):
-        for max_batch, measured in rates.items():
-            measured.append(tokens_per_second(given.model, max_batch, 8.0))
-    for kind in ("per_s", "per_cpu_s"):
-        one, eight = (statistics.median(r[kind] for r in rates[b]) for b in (1, 8))
-        result[f"tokens_{kind}"] = {"batch 1": one, "batch 8": eight}
-        result[f"ratio_{kind}"] = round(eight / one, 2)
+    result: dict[str, Any] = {"experts_implementation": given.experts_implementation}
+    options = ["--host-memory", given.host_memory]
+    options += ["--experts-implementation", given.experts_implementation]
+    with serving(given.model, *options) as server:
+        if given.seconds:
+            result["load"] = load_figures(server, given)
+        if given.kills:
+            result["killed"] = kill_clients(server, given.kills)
+    if given.rounds:
+        result |= speed_figures(given)
     print(json.dumps(result))
-    left = result["killed"]
-    return int(bool(load.wrong or any(left["left"].values()) or left["files_more"] > 0))
+    parts = [result[name] for name in ("load", "killed") if name in result]
+    has_left = any(any(part["left"].values()) or part["files_more"] > 0 for part in parts)
+    return int(has_left or result.get("load", {}).get("wrong", 0) > 0)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from moe_infinity.model import MoE
 from moe_infinity.server import gate
 from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
+from moe_infinity.server.document import document_of
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange
 from moe_infinity.server.metrics import Metrics, stats_of
@@ -93,6 +94,7 @@ class Api:
     def get_routes(self) -> dict[str, Handler]:
         return {
             "/metrics": self.metrics,
+            "/openapi.json": self.document,
             "/stats": self.stats,
             "/v1/models": self.models,
             "/v1/models/{name:path}": self.model,
@@ -155,6 +157,9 @@ class Api:
 
     async def stats(self, request: HttpRequest) -> Response:
         return JSONResponse(stats_of(self._moe, self._engine, model=self._config.model_name))
+
+    async def document(self, request: HttpRequest) -> Response:
+        return JSONResponse(document_of(self._config.model_name))
 
     async def models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})

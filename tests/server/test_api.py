@@ -238,6 +238,7 @@ def test_tokenize_and_back(server):
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"w5": 1}}, "logit_bias"),
         ({"logit_bias": {"128": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),

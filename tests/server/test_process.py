@@ -21,6 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 OLD = [sys.executable, "-m", "moe_infinity.entrypoints.openai.api_server"]
 NEW = [sys.executable, "-m", "moe_infinity.cli", "serve"]
+# Stays where the history is written but not yet in its place.
+STUCK = "import os, time; os.fsync = lambda _: time.sleep(60); "
+STUCK += "from moe_infinity.cli import main; main()"
 
 
 def free_port() -> int:
@@ -87,6 +90,30 @@ def test_a_second_sigterm_stops_what_runs():
         assert process.wait(20) == 0
         with suppress(httpx.TransportError):  # it may also go without an answer
             assert running.result().status_code == 500
+
+
+def test_sigkill_while_the_history_is_written_leaves_the_old_one(tmp_path):
+    history = tmp_path / "history.npz"
+    with started(*NEW, DEMO, "--history", history) as (url, process):
+        assert ask(url, 20).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    before = history.read_bytes()
+    stuck = [sys.executable, "-c", STUCK, "serve", DEMO, "--history", history]
+    with started(*stuck) as (url, process):
+        assert ask(url, 20).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        while not list(tmp_path.glob("*.partial")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+        assert process.wait(20) == -signal.SIGKILL
+    assert history.read_bytes() == before
+    with started(*NEW, DEMO, "--history", history) as (url, process):
+        assert ask(url, 20).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert history.read_bytes() != before
 
 
 def test_chat_talks_to_a_server(tmp_path):
