@@ -58,9 +58,9 @@ def run_limited(file: str, cell: dict[str, Any], limit_bytes: int | None) -> dic
         return run(group)
 
 
-def drop_from_page_cache(folder: Path) -> None:
-    """The next reads of its files come from the disk."""
-    for file in folder.iterdir():
+def drop_from_page_cache(path: Path) -> None:
+    """The next reads of this file, or of the files of this folder, come from the disk."""
+    for file in path.iterdir() if path.is_dir() else [path]:
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -102,7 +102,7 @@ def cells_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.accelerate:
         more = {"folder": str(args.accelerate), "memory": args.host_memory}
         cells.append({"runner": "accelerate", **common, **more})
-    return cells
+    return [cell for cell in cells if not args.only or cell["runner"] in args.only.split(",")]
 
 
 def main() -> None:
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--accelerate", type=Path, help="its folder for what is on disk")
     parser.add_argument("--limit", help="of memory, page cache included, e.g. 2GiB")
     parser.add_argument("--host-memory", default="900MiB")
+    parser.add_argument("--only", default="", help="runners, comma-separated")
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -122,8 +123,8 @@ def main() -> None:
     results: list[list[dict[str, Any]]] = [[] for _ in cells]
     for _ in range(args.rounds):
         for cell, found in zip(cells, results, strict=True):
-            for folder in {args.model, *(path.parent for path in [args.gguf] if path)}:
-                drop_from_page_cache(folder)
+            for path in filter(None, (args.model, args.gguf, args.accelerate)):
+                drop_from_page_cache(path)
             found.append(run_limited(__file__, cell, limit_bytes))
     for cell, found in zip(cells, results, strict=True):
         shown = {k: v for k, v in cell.items() if k in ("runner", "options")}
