@@ -107,12 +107,17 @@ class Answer:
         return []
 
     def chunk(self, index: int, output: Output) -> str:
+        """Empty if there is nothing to tell."""
         return self._chunk(index, self._delta(output.text), output)
 
     def last_chunks(self) -> list[str]:
         if not self._wants_usage:
             return [DONE]
         return [self._event({"choices": [], "usage": self.usage()}), DONE]
+
+    def error_chunk(self, error: dict[str, Any]) -> str:
+        """The last one of a stream that fails."""
+        return sse({"error": error})
 
     def _chunk(self, index: int, content: dict[str, Any], output: Output) -> str:
         logprobs = self._logprobs(output.tokens) if output.tokens else None

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from moe_infinity.server.document import document_of
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange
 from moe_infinity.server.metrics import Metrics, stats_of
-from moe_infinity.server.prompts import PromptReader
+from moe_infinity.server.prompts import BadRequest, PromptReader
 from moe_infinity.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -33,6 +34,7 @@ from moe_infinity.server.protocol import (
     GenerationBody,
     TokenizeBody,
 )
+from moe_infinity.server.responses import ResponseAnswer, ResponsesBody
 from moe_infinity.server.sequences import Request
 
 logger = logging.getLogger(__name__)
@@ -104,6 +106,7 @@ class Api:
         return {
             "/v1/completions": self.completions,
             "/v1/chat/completions": self.chat_completions,
+            "/v1/responses": self.responses,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }
@@ -187,6 +190,16 @@ class Api:
         requests = await run_in_threadpool(self._reader.chat, body)
         return await self._generate(request, body, requests, ChatAnswer)
 
+    async def responses(self, request: HttpRequest) -> Response:
+        asked = await self._read(request, ResponsesBody)
+        body = asked.for_chat()
+        try:
+            requests = await run_in_threadpool(self._reader.chat, body)
+        except BadRequest as error:
+            error.param = "input" if error.param == "messages" else error.param
+            raise
+        return await self._generate(request, body, requests, partial(ResponseAnswer, asked=asked))
+
     async def tokenize(self, request: HttpRequest) -> Response:
         body = await self._read(request, TokenizeBody)
         if body.messages is not None:
@@ -224,9 +237,9 @@ class Api:
         request: HttpRequest,
         body: GenerationBody,
         requests: Sequence[Request],
-        kind: type[Answer],
+        answer_to: Callable[..., Answer],
     ) -> Response:
-        answer = kind(
+        answer = answer_to(
             requests,
             model=self._config.model_name,
             tokenizer=self._reader.tokenizer,

@@ -1,5 +1,5 @@
-"""What /openapi.json says. Bodies are the models of protocol.py; the routes read them themselves,
-after key and size, so FastAPI would not know of them.
+"""What /openapi.json says. Bodies are the models of protocol.py and responses.py; the routes
+read them themselves, after key and size, so FastAPI would not know of them.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from pydantic.json_schema import models_json_schema
 
 from moe_infinity import __version__
 from moe_infinity.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from moe_infinity.server.responses import ResponsesBody
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
 KEYS = {  # of what a POST answers
     "/v1/completions": ("id", "object", "created", "model", "choices", "usage"),
     "/v1/chat/completions": ("id", "object", "created", "model", "choices", "usage"),
+    "/v1/responses": ("id", "object", "created_at", "model", "status", "output", "usage"),
     "/tokenize": ("tokens", "count", "max_model_len"),
     "/detokenize": ("prompt",),
 }

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from moe_infinity.server import gate
-from moe_infinity.server.answers import Answer, Mailbox, sse
+from moe_infinity.server.answers import Answer, Mailbox
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.metrics import Metrics
 from moe_infinity.server.sequences import Output, Request
@@ -61,12 +61,13 @@ class Exchange:
         try:
             async with aclosing(self._outputs()) as outputs:
                 async for index, output in outputs:
-                    yield self._answer.chunk(index, output)
+                    if chunk := self._answer.chunk(index, output):
+                        yield chunk
         except Exception as error:
             refused = gate.refused_by(error)
             if refused.status == 500:
                 logger.exception("a stream failed")
-            yield sse({"error": refused.error})
+            yield self._answer.error_chunk(refused.error)
             return
         for chunk in self._answer.last_chunks():
             yield chunk

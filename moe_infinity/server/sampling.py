@@ -24,6 +24,9 @@ from transformers import (
 Processor = Callable[[Tensor, Tensor], Tensor]  # ids [1, T], scores [1, V] -> scores [1, V]
 
 
+COLDEST = 1e-28  # dividing logits by less overflows; long before, one token has all the chances
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a request wants its tokens chosen. Temperature 0 takes the likeliest."""
@@ -38,6 +41,10 @@ class Sampling:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     num_logprobs: int | None = None  # alternatives to tell with each token; None: not even its own
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < COLDEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ class Sampler:
         if sampling.repetition_penalty != 1.0:
             self._add(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
             self._ids_T = torch.tensor(prompt_ids)
-        if sampling.temperature > 0:
+        if not sampling.is_greedy:
             self._add_warpers()
 
     def _add_warpers(self) -> None:
@@ -94,7 +101,7 @@ class Sampler:
         ids_1T = torch.empty((1, 0), dtype=torch.long) if self._ids_T is None else self._ids_T[None]
         for processor in self._processors:
             scores_1V = processor(ids_1T, scores_1V)
-        if self._sampling.temperature > 0:
+        if not self._sampling.is_greedy:
             chances_1V = scores_1V.softmax(dim=-1)
             token_id = int(torch.multinomial(chances_1V, 1, generator=self._generator))
         else:

@@ -135,6 +135,12 @@ def test_top_k_of_one_is_greedy_at_any_temperature(client, expected):
     assert answer.choices[0].text == words(expected)
 
 
+def test_a_temperature_next_to_zero_is_greedy(client, expected):
+    for temperature in (1e-20, 1e-40, 5e-324):
+        answer = client.completions.create(prompt=PROMPT, **(GREEDY | {"temperature": temperature}))
+        assert answer.choices[0].text == words(expected)
+
+
 def test_what_a_request_leaves_out_is_the_checkpoints(client, moe, monkeypatch):
     own = {"repetition_penalty": 1.5, "top_k": 1}
     for name, value in own.items():

@@ -19,7 +19,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
 openapi_checks = pytest.importorskip("schemathesis.specs.openapi.checks")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_CASES = 300
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     openapi_checks.status_code_conformance,

@@ -1,0 +1,250 @@
+"""OpenAI's Responses API, of text and without memory: a conversation comes whole with each request,
+and nothing is kept for a later one. A request is a chat request in other words; its answer has a
+shape of its own, and its stream is events with names and numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from moe_infinity.server.answers import ChatAnswer
+from moe_infinity.server.protocol import MAX_LOGPROBS, Body, ChatBody, Message
+from moe_infinity.server.sequences import Output, Request, TokenText
+
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+class InputPart(Body):
+    type: Literal["input_text", "output_text"]
+    text: str
+    # An earlier answer may come back as it was given; only its text is read.
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(Body):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: list[InputPart] | str
+    id: str | None = None  # this and the next: of an earlier answer, as above
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: None = None
+
+    def for_chat(self) -> Message:
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return Message(role=self.role, content=text)
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        function = self.model_dump(exclude={"type", "strict"}, exclude_none=True)
+        return {"type": "function", "function": {"parameters": {}} | function}
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
+
+
+class EventOptions(Body):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesBody(Body):
+    """The list comes before the string: what is wrong in a message is then told of the message."""
+
+    model: str | None = None
+    input: Annotated[list[InputMessage], Field(min_length=1)] | str
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    stream: bool | None = None
+    stream_options: EventOptions | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    user: str | None = None
+    background: Literal[False] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    text: TextConfig | None = None
+    truncation: Literal["disabled"] | None = None
+
+    def for_chat(self) -> ChatBody:
+        messages = []
+        if self.instructions is not None:
+            messages.append(Message(role="system", content=self.instructions))
+        if isinstance(self.input, str):
+            messages.append(Message(role="user", content=self.input))
+        else:
+            messages += [message.for_chat() for message in self.input]
+        has_logprobs = bool(self.include or self.top_logprobs)
+        chat = {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "logprobs": has_logprobs,
+            "top_logprobs": self.top_logprobs if has_logprobs else None,
+            "tools": [tool.for_chat() for tool in self.tools] if self.tools else None,
+            "tool_choice": self.tool_choice,
+            "stream": self.stream,
+        }
+        return ChatBody.model_validate(chat)
+
+    def told_back(self) -> dict[str, Any]:
+        """What an answer repeats of its request."""
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "service_tier": "default",
+            "store": False,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in self.tools or []],
+            "top_logprobs": self.top_logprobs or 0,
+            "truncation": "disabled",
+            "user": self.user,
+        }
+
+
+class ResponseAnswer(ChatAnswer):
+    """One message with one part of text.
+
+    created, in_progress; item added, part added; delta...; text, part, item done; completed
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        *,
+        model: str,
+        tokenizer: Any,
+        wants_usage: bool,
+        asked: ResponsesBody,
+    ) -> None:
+        super().__init__(requests, model=model, tokenizer=tokenizer, wants_usage=wants_usage)
+        sampling = requests[0].sampling
+        self._told_back = asked.told_back() | {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+        self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._num_events = 0
+
+    def body(self) -> dict[str, Any]:
+        status, usage = self._status, self.usage()
+        is_cut = status == "incomplete"
+        return self._response(
+            status,
+            output=[self._item(status)],
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            usage={
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        )
+
+    def first_chunks(self) -> list[str]:
+        begun = self._response("in_progress")
+        item = self._item("in_progress") | {"content": []}
+        return [
+            self._named("response.created", response=begun),
+            self._named("response.in_progress", response=begun),
+            self._named("response.output_item.added", output_index=0, item=item),
+            self._of_part("content_part.added", part=self._part()),
+        ]
+
+    def chunk(self, index: int, output: Output) -> str:
+        if not output.text and not output.tokens:
+            return ""
+        logprobs = self._entries(output.tokens)
+        return self._of_part("output_text.delta", delta=output.text, logprobs=logprobs)
+
+    def last_chunks(self) -> list[str]:
+        part, body = self._part(), self.body()
+        text_done = {"text": part["text"], "logprobs": part["logprobs"]}
+        item = body["output"][0]
+        return [
+            self._of_part("output_text.done", **text_done),
+            self._of_part("content_part.done", part=part),
+            self._named("response.output_item.done", output_index=0, item=item),
+            self._named(f"response.{body['status']}", response=body),
+        ]
+
+    def error_chunk(self, error: dict[str, Any]) -> str:
+        """Flat as documented, and nested as in every other answer: clients raise on that."""
+        told = {key: error[key] for key in ("code", "message", "param")}
+        return self._named("error", **told, error=error)
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._choices[0].finish == "length" else "completed"
+
+    def _response(self, status: str, **rest: Any) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._head["created"],
+            "model": self._head["model"],
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+            **self._told_back,
+            **rest,
+        }
+
+    def _item(self, status: str) -> dict[str, Any]:
+        item = {"id": self._item_id, "type": "message", "role": "assistant", "status": status}
+        return item | {"content": [self._part()]}
+
+    def _part(self) -> dict[str, Any]:
+        choice = self._choices[0]
+        part = {"type": "output_text", "text": choice.text, "annotations": []}
+        return part | {"logprobs": self._entries(choice.tokens)}
+
+    def _entries(self, tokens: Sequence[TokenText]) -> list[dict[str, Any]]:
+        shaped = self._logprobs(tokens)
+        return [] if shaped is None else shaped["content"]
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        entry = super()._entry(token_id, logprob)
+        return entry | {"bytes": entry["bytes"] or []}  # here, no bytes are an empty list
+
+    def _of_part(self, kind: str, **rest: Any) -> str:
+        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        return self._named(f"response.{kind}", **place, **rest)
+
+    def _named(self, kind: str, **rest: Any) -> str:
+        event = {"type": kind, "sequence_number": self._num_events, **rest}
+        self._num_events += 1
+        return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
