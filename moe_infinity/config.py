@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES, PREDICTING
 from moe_infinity.errors import ConfigError
-from moe_infinity.memory.machine import machine_memory_bytes
+from moe_infinity.memory.machine import device_memory_bytes, machine_memory_bytes
 from moe_infinity.prefetch.predictors import FACTORS
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -27,12 +27,12 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # grouped_mm for others.
 EXPERTS_IMPLEMENTATIONS = ("auto", "fast", "grouped_mm", "eager")
 EXPERT_DTYPES = ("int4", "int8", "fp8")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 # Options of the MoE-Infinity that was published with the paper -> what to tell its user.
 LEGACY_IGNORED = {
     "offload_path": "experts are read in place from the checkpoint, no copy is kept; remove it",
-    "device_memory_ratio": "the device tier is not built yet, experts run on the CPU; remove it",
     "trace_capacity": "the collection of earlier requests keeps 120; remove it",
     "trace_path": "use `history`, a file that is made when the model is closed",
     "num_threads": "use `num_read_threads` for disk reads and torch.set_num_threads() for compute",
@@ -62,6 +62,10 @@ class OffloadConfig:
 
     host_memory: int | str | None = (
         None  # for expert slots: bytes, "8GiB", "25%" of all experts; None: what is free
+    )
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto": a GPU if there is one
+    device_memory: int | str | None = (
+        None  # for expert slots on it, as host_memory; None: see README
     )
     policy: str = ACTIVATION_AWARE  # which expert leaves first, one of POLICIES
     prefetch: bool = False  # load experts ahead of their layer; needs a policy that predicts
@@ -101,8 +105,15 @@ class OffloadConfig:
             )
         if self.early_gate and not (self.prefetch and self.policy == ACTIVATION_AWARE):
             raise ConfigError(f"early_gate serves prefetch=True with policy {ACTIVATION_AWARE}")
-        if self.host_memory is not None:
-            parse_size(self.host_memory, whole_bytes=0)
+        for size in (self.host_memory, self.device_memory):
+            if size is not None:
+                parse_size(size, whole_bytes=0)
+        if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
+            raise ConfigError(
+                f"unknown device {self.device!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:1'"
+            )
+        if self.device == "cpu" and self.device_memory is not None:
+            raise ConfigError("device_memory is for a GPU; with device='cpu' use host_memory")
         threads = self.num_read_threads
         if type(threads) is not int or threads < 1:
             raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")
@@ -160,13 +171,29 @@ def _translate_legacy(options: dict[str, Any]) -> dict[str, Any]:
                 f"option {name!r} has no effect: {LEGACY_IGNORED[name]}", UserWarning, stacklevel=4
             )
         elif name == "host_memory_ratio":
-            kept["host_memory"] = _share_of_machine(value)
+            kept["host_memory"] = int(_ratio(name, value) * machine_memory_bytes())
+        elif name == "device_memory_ratio":
+            kept |= _share_of_device(_ratio(name, value), options.get("device", "auto"))
         else:
             kept[name] = value
     return kept
 
 
-def _share_of_machine(ratio: Any) -> int:
+def _ratio(name: str, ratio: Any) -> float:
     if type(ratio) not in (int, float) or not 0 < ratio <= 1:
-        raise ConfigError(f"host_memory_ratio must be above 0 and at most 1, got {ratio!r}")
-    return int(ratio * machine_memory_bytes())
+        raise ConfigError(f"{name} must be above 0 and at most 1, got {ratio!r}")
+    return float(ratio)
+
+
+def _share_of_device(ratio: float, device: Any) -> dict[str, int]:
+    """device_memory, if there is a device."""
+    num_bytes = device_memory_bytes(str(device))
+    if num_bytes is None:
+        warnings.warn(
+            "option 'device_memory_ratio' has no effect: experts run on the CPU, where torch finds "
+            "no CUDA device; remove it",
+            UserWarning,
+            stacklevel=5,
+        )
+        return {}
+    return {"device_memory": int(ratio * num_bytes)}

@@ -7,6 +7,7 @@ what to change.
     ├── UnsupportedModelError  a model this library cannot serve           (also a ValueError)
     ├── TraceError             a trace that cannot be written or read      (also an OSError)
     ├── LoadTimeout            an expert did not arrive in bounded time    (also a TimeoutError)
+    ├── OutOfMemory            the device has no room for a cache or for activations (a MemoryError)
     ├── OutOfSlots             every slot is held or loading
     └── ClosedError            the model was used after close()
 """
@@ -34,6 +35,10 @@ class TraceError(MoEInfinityError, OSError):
 
 class LoadTimeout(MoEInfinityError, TimeoutError):
     """An expert did not arrive within the bound every wait has."""
+
+
+class OutOfMemory(MoEInfinityError, MemoryError):
+    """The device has no room left for what a forward pass needs beside the experts."""
 
 
 class OutOfSlots(MoEInfinityError):

@@ -3,7 +3,7 @@
     router (transformers, untouched) -> top_k_index, top_k_weights
     moe_layer   1 record    the routing, learn, predict           trace, prefetch
                 2 look up   every activated expert, and hold it   cache.residency
-                3 load      the absent ones                       memory.mover
+                3 load      the absent ones                       memory.mover, device_mover
                 4 plan      the layers ahead                      prefetch.planner
                 5 compute   residents first, others on arrival    kernels
                 6 release   the holds
@@ -15,26 +15,30 @@ first.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.cache.counters import Counters
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
-from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ClosedError
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
-from moe_infinity.memory.host import HostSlots, num_host_slots
-from moe_infinity.memory.mover import Mover
+from moe_infinity.memory.device import DeviceSlots
+from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.prefetcher import Prefetcher
 from moe_infinity.memory.reader import Reader
+from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.models.computing import RowComputer
 from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.planning import Plan
 from moe_infinity.prefetch.predictors import Predictor
 from moe_infinity.trace.recorder import Recorder, Step
+
+STREAMED_SHARE = 0.75  # of a row's experts activated by a prompt: then it will need the next row's
 
 
 class ExpertRuntime:
@@ -42,27 +46,39 @@ class ExpertRuntime:
     time.
     """
 
-    def __init__(self, plan: Plan, reader: Reader, config: OffloadConfig) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        reader: Reader,
+        config: OffloadConfig,
+        device_slots: DeviceSlots | None = None,  # None: experts compute on the CPU
+    ) -> None:
         rows = self._rows = plan.rows
         num_experts = max(row.num_experts for row in rows)
         self.total_experts = sum(row.num_experts for row in rows)
-        slot_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
-        num_slots = num_host_slots(
-            config.host_memory, slot_bytes=slot_bytes, num_experts=self.total_experts
-        )
-        self.slots = HostSlots(num_slots, slot_bytes)
         self.predictor: Predictor | None = None
         if config.policy == ACTIVATION_AWARE:
             self.predictor = Predictor(len(rows), num_experts, without=config.without)
-        self.policy = make_policy(
-            config.policy,
-            num_rows=len(rows),
-            num_experts=num_experts,
-            num_slots=num_slots,
-            chances=self.predictor,
+        self._reader = reader
+        self._recipes = plan.recipes
+        self.tiers = make_tiers(
+            config,
+            device_slots,
+            row_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
+            num_experts=self.total_experts,
+            make_policy=partial(
+                make_policy,
+                config.policy,
+                num_rows=len(rows),
+                num_experts=num_experts,
+                chances=self.predictor,
+            ),
+            fills=(self._read_expert, self._read_expert_ahead),
         )
+        compute_tier = self.tiers[0]
+        self.slots, self.table = compute_tier.slots, compute_tier.table
+        self._mover, self._policies = compute_tier.mover, [tier.policy for tier in self.tiers]
         self.early_gate: EarlyGate | None = None  # set by whoever has the model
-        self.table = ResidencyTable(num_slots, self.policy)
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
         self.activated: list[list[int]] = [[] for _ in rows]  # by each row's last step
@@ -71,8 +87,6 @@ class ExpertRuntime:
         self._is_moving = False  # the table and the mover may disagree while this is set
         self._last_row = -1
         self._is_closed = False
-        self._reader = reader
-        self._recipes = plan.recipes
         self._computers = [
             RowComputer(row, recipes, self.slots, config.experts_implementation)
             for row, recipes in zip(rows, plan.recipes, strict=True)
@@ -86,15 +100,11 @@ class ExpertRuntime:
         }
         self.total_expert_bytes = sum(own.values())  # on disk; tied ones once
         self._is_eager = config.experts_implementation == "eager"
-        self._mover = Mover(
-            self.table,
-            self._read_expert,
-            num_threads=config.num_read_threads,
-            read_ahead=self._read_expert_ahead,
-        )
         self._prefetcher: Prefetcher | None = None
         if config.prefetch:
-            self._prefetcher = Prefetcher(self.table, self.policy, self._mover, self.exists_RE)
+            self._prefetcher = Prefetcher(
+                self.table, compute_tier.policy, self._mover, self.exists_RE
+            )
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
@@ -103,7 +113,8 @@ class ExpertRuntime:
         ended = self.recorder.begin_step(step)
         if self.predictor is not None:
             self.predictor.begin_step(self.recorder.step, ended)
-        self.policy.begin_step(self.recorder.step)
+        for policy in self._policies:
+            policy.begin_step(self.recorder.step)
         self._last_row = -1
         if self._prefetcher is not None and step.phase is Phase.DECODE:
             self._settle_interrupted()
@@ -158,13 +169,16 @@ class ExpertRuntime:
             with self.table.holding(wave, phase) as held:
                 if held.absent:
                     self._mover.load_now(held.absent, held.slot_ids)
-                    counters.bytes_read += len(held.absent) * self._bytes_per_expert[moe_row]
+                    num_read = self._mover.num_read(held.absent)
+                    counters.bytes_read += num_read * self._bytes_per_expert[moe_row]
                 if self._prefetcher is not None and phase is Phase.DECODE and is_first_wave:
                     self._load_ahead(self._prefetcher, moe_row)
                 for arrived in self._mover.arrivals(wave, counters):
                     self._computers[moe_row].run(work, arrived, held.slot_ids)
             waiting = [key for key in waiting if key not in held.slot_ids]
             is_first_wave = False
+        if phase is Phase.PREFILL and isinstance(self._mover, DeviceMover):
+            self._stream_next_row(self._mover, moe_row)
         self._is_moving = False
 
     def _begin_row(self, moe_row: int, num_tokens: int) -> None:
@@ -182,7 +196,15 @@ class ExpertRuntime:
             counted_TK = self.recorder.record(moe_row, index_TK)
             if self.predictor is not None:
                 self.predictor.observe(moe_row, counted_TK)
-        self.policy.touch(moe_row, work.activated, work.counts)
+        for policy in self._policies:
+            policy.touch(moe_row, work.activated, work.counts)
+
+    def _stream_next_row(self, mover: DeviceMover, moe_row: int) -> None:
+        """After a long prompt's row: keep the link busy until the next one is routed."""
+        is_long = len(self.activated[moe_row]) >= STREAMED_SHARE * len(self._keys[moe_row])
+        if is_long and moe_row + 1 < len(self._keys):
+            num_read = mover.num_read(mover.stream(self._keys[moe_row + 1]))
+            self.counters.prefill.bytes_read += num_read * self._bytes_per_expert[moe_row + 1]
 
     def _settle_interrupted(self) -> None:
         """If the last layer or plan was cut short, by an error or by Ctrl-C: make order."""
@@ -202,16 +224,18 @@ class ExpertRuntime:
                 counted_T = self.recorder.step.counted_T
                 counted_TK = index_TK if counted_T is None else index_TK[counted_T]
                 self.predictor.hint(moe_row + 1, counted_TK)
-        for key in prefetcher.begin_loads(moe_row):
-            self.counters.decode.bytes_read += self._bytes_per_expert[key.moe_row]
+        keys = prefetcher.begin_loads(moe_row)
+        for key in keys:
+            num_read = self._mover.num_read([key])
+            self.counters.decode.bytes_read += num_read * self._bytes_per_expert[key.moe_row]
 
-    def _read_expert(self, key: ExpertKey, slot_id: int) -> None:
-        """Fill a slot; runs in a read thread."""
-        self._recipes[key.moe_row].load(key.expert_idx, self._reader, self.slots.bytes_of(slot_id))
+    def _read_expert(self, key: ExpertKey, slot: memoryview) -> None:
+        """Fill a HOST slot; runs in a read thread."""
+        self._recipes[key.moe_row].load(key.expert_idx, self._reader, slot)
 
-    def _read_expert_ahead(self, key: ExpertKey, slot_id: int) -> None:
+    def _read_expert_ahead(self, key: ExpertKey, slot: memoryview) -> None:
         with self._reader.giving_way():
-            self._read_expert(key, slot_id)
+            self._read_expert(key, slot)
 
     def close(self) -> None:
         self._is_closed = True

@@ -56,7 +56,7 @@ def test_the_defaults_are_valid_and_frozen():
         config.policy = "lfu"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("given", [{"polcy": "lfu"}, {"device": "cuda"}, {"Policy": "lru"}])
+@pytest.mark.parametrize("given", [{"polcy": "lfu"}, {"gpu": "cuda"}, {"Policy": "lru"}])
 def test_an_unknown_option_is_named_with_those_that_exist(given):
     with pytest.raises(ConfigError, match=rf"{next(iter(given))}.*host_memory.*policy"):
         options(**given)

@@ -76,6 +76,10 @@ class ResidencyTable:
     def is_loading(self, key: ExpertKey) -> bool:
         return key in self._loading
 
+    def is_transient(self, key: ExpertKey) -> bool:
+        """Brought in by prefill and not yet used by a decode step; of one that is not absent."""
+        return self._entries[key].is_transient
+
     def slot_of(self, key: ExpertKey) -> int:
         """The slot of an expert that is not absent."""
         return self._entries[key].slot_id

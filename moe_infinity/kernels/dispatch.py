@@ -78,7 +78,7 @@ class RoutedRows:
         order = self._order
         if self._is_eager:  # its pairs are counted k first
             order = order % num_tokens * top_k + order // num_tokens
-        self._pairs_P = torch.from_numpy(order)
+        self._pairs_P = torch.from_numpy(order).to(x_TD.device)
         self._inputs_PD = x_TD[self._pairs_P // top_k]
         self._weights_P1: Tensor | None = top_k_weights_TK.reshape(-1, 1)
         if weighs_input:

@@ -17,21 +17,14 @@ from moe_infinity.memory.pages import huge_pages
 AUTOMATIC_SHARE = 0.7
 
 
-class HostSlots:
-    """`num_slots` slots of `slot_bytes` bytes. Memory is taken by the kernel as slots are first
-    filled.
-    """
+class Slots:
+    """`num_slots` slots of `slot_bytes` bytes in one buffer, in whatever memory it is."""
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, buffer: Tensor, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        try:
-            self._buffer = torch.frombuffer(huge_pages(num_slots * slot_bytes), dtype=torch.uint8)
-        except (OSError, OverflowError, ValueError) as error:  # how an allocation fails
-            raise ConfigError(
-                f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated\n"
-                "hint: lower host_memory"
-            ) from error
+        self.device = buffer.device
+        self._buffer = buffer
         self._views: dict[ExpertLayout, SlotViews] = {}
 
     def views(self, layout: ExpertLayout) -> SlotViews:
@@ -44,8 +37,26 @@ class HostSlots:
         """In memory, of the first byte of the slot."""
         return self._buffer.data_ptr() + slot_id * self.slot_bytes
 
+    def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
+        """The first bytes of the slot."""
+        return self._buffer[slot_id * self.slot_bytes :][:num_bytes]
+
+
+class HostSlots(Slots):
+    """Slots in DRAM. Memory is taken by the kernel as slots are first filled."""
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        try:
+            buffer = torch.frombuffer(huge_pages(num_slots * slot_bytes), dtype=torch.uint8)
+        except (OSError, OverflowError, ValueError) as error:  # how an allocation fails
+            raise ConfigError(
+                f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated\n"
+                "hint: lower host_memory"
+            ) from error
+        super().__init__(buffer, num_slots, slot_bytes)
+
     def bytes_of(self, slot_id: int) -> memoryview:
-        """The slot as writable bytes."""
+        """The slot as bytes that may be written now."""
         start = slot_id * self.slot_bytes
         return self._buffer[start : start + self.slot_bytes].numpy().data
 

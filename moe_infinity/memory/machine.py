@@ -18,6 +18,15 @@ def machine_memory_bytes() -> int:
     return physical if limit is None else min(physical, limit)
 
 
+def device_memory_bytes(device: str) -> int | None:
+    """All the memory of the CUDA device that "cuda", "cuda:1" or "auto" names; None without."""
+    import torch  # takes seconds, and only the config of an older MoE-Infinity asks
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.mem_get_info(0 if device == "auto" else device)[1]
+
+
 def available_memory_bytes() -> int:
     """What can be allocated without pushing anything out, by the kernel's own estimate; within the
     limits of our control groups.

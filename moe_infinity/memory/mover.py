@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from moe_infinity.cache.counters import PhaseCounters
@@ -58,6 +58,10 @@ class Mover:
         for key, slot_id in slot_ids.items():
             self._loading[key] = self._ahead_pool.submit(self._read_timed, key, slot_id)
             self._ahead[key] = slot_id
+
+    def num_read(self, keys: Collection[ExpertKey]) -> int:
+        """How many of these loads, just begun, read from disk."""
+        return len(keys)
 
     def _read_timed(self, key: ExpertKey, slot_id: int) -> None:
         started = time.perf_counter()

@@ -11,6 +11,7 @@ from moe_infinity.cache.counters import Counters
 from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.mover import Mover
 from moe_infinity.prefetch.planner import Planner
 
@@ -24,7 +25,7 @@ class Prefetcher:
         self,
         table: ResidencyTable,
         policy: EvictionPolicy,
-        mover: Mover,
+        mover: Mover | DeviceMover,
         exists_RE: NDArray[np.bool_],
     ) -> None:
         self._table = table

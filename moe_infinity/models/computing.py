@@ -19,7 +19,7 @@ from transformers.integrations import moe
 from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.kernels.dispatch import ExpertWork, RoutedRows
-from moe_infinity.memory.host import HostSlots
+from moe_infinity.memory.host import Slots
 from moe_infinity.models.adapters import INTERFACE, ExpertsModule
 from moe_infinity.models.recipes import Recipe, RowRecipes
 
@@ -42,12 +42,13 @@ class RowComputer:
         self,
         row: ExpertsModule,
         recipes: RowRecipes,
-        slots: HostSlots,
+        slots: Slots,
         experts_implementation: str,
     ) -> None:
         self._slots = slots
         self._views = slots.views(recipes.layout)
         has_kernels = experts_implementation in ("auto", "fast") and has_packed_kernels()
+        has_kernels &= slots.device.type == "cpu"
         self._mlp = recipes.computing(
             row.compute, is_transposed=row.is_transposed if has_kernels else None
         )

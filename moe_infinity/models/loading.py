@@ -12,6 +12,7 @@ Private names of transformers used here: `_load_pretrained_model`, `_from_config
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -33,6 +34,7 @@ from moe_infinity.models.packing import PackedTensor
 from moe_infinity.models.planning import Plan, plan_experts
 from moe_infinity.models.recipes import parts_of
 
+CPU = torch.device("cpu")
 STORED_NAMES = {name: stored for stored, (name, _) in STORED_DTYPES.items()}
 
 
@@ -87,10 +89,13 @@ def load_without_experts(
     experts_implementation: str,
     trust_remote_code: bool,
     num_read_threads: int,
+    device: torch.device = CPU,
+    prepare: Callable[[Plan, int], Plan] = lambda plan, dense_bytes: plan,
 ) -> LoadedModel:
-    """The model of a folder or hub id with dense weights in memory and experts on disk.
+    """The model of a folder or hub id with dense weights on `device` and experts on disk.
 
-    Raises UnsupportedModelError, CheckpointError.
+    `prepare` hears the plan, and the bytes of the dense weights in memory, before these are read;
+    it may give another plan. Raises UnsupportedModelError, CheckpointError.
     """
     kind = find_kind(checkpoint, trust_remote_code=trust_remote_code)
     if Path(checkpoint).is_dir():
@@ -98,7 +103,7 @@ def load_without_experts(
     reader = Reader(num_threads=num_read_threads)
     plans: list[Plan] = []
     try:
-        model, info = _offloading_class(kind, reader, plans).from_pretrained(
+        model, info = _offloading_class(kind, reader, plans, prepare).from_pretrained(
             checkpoint,
             config=kind.config,
             dtype=kind.compute_dtype(dtype),
@@ -108,6 +113,8 @@ def load_without_experts(
             trust_remote_code=trust_remote_code,
         )
         _refuse_made_up_weights(checkpoint, info)
+        if device != CPU:
+            model.to(device)
     except (SafetensorError, UnpicklingError) as error:  # it opened a broken file before we could
         reader.close()
         raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from error
@@ -119,7 +126,9 @@ def load_without_experts(
     return LoadedModel(model, plan, reader, plan.header_bytes + reader.bytes_read)
 
 
-def _offloading_class(kind: Kind, reader: Reader, plans: list[Plan]) -> Any:
+def _offloading_class(
+    kind: Kind, reader: Reader, plans: list[Plan], prepare: Callable[[Plan, int], Plan]
+) -> Any:
     """The stock class with a load hook that leaves the experts on disk and appends its plan."""
     stock_class = kind.model_class
 
@@ -133,9 +142,9 @@ def _offloading_class(kind: Kind, reader: Reader, plans: list[Plan]) -> Any:
     ) -> Any:
         headers = read_headers(Path(file) for file in files or [])
         plan = plan_experts(model, headers, kind.packing, load_config.weight_mapping or [])
-        plans.append(plan)
         for row in plan.rows:
             _take_out(model, row)
+        plans.append(prepare(plan, sum(param.nbytes for param in model.parameters())))
         dense = {
             name: StoredSlice(weight, reader, load_config.dtype or torch.float32)
             for name, weight in plan.dense.items()

@@ -80,11 +80,11 @@ class Passes:
         return logits_BV
 
     def _forward(self, step: Step, inputs: dict[str, Any]) -> Tensor:
-        """[B, V] float32 logits of the last token."""
+        """[B, V] float32 logits of the last token, where tokens are chosen: on the CPU."""
         inputs |= {"use_cache": True, "logits_to_keep": 1}
         accepted = {name: value for name, value in inputs.items() if name in self._accepts}
         output = self._moe.forward(step, **accepted)
-        logits_BV: Tensor = output.logits[:, -1].to(copy=True, dtype=torch.float32)
+        logits_BV: Tensor = output.logits[:, -1].to("cpu", copy=True, dtype=torch.float32)
         return logits_BV
 
     def _step(

@@ -1,0 +1,218 @@
+"""DEVICE slots in one slab, the HOST slots they are filled from, and the budget that both must fit.
+
+    HOST slot, page-locked ────────────────────────copy──> DEVICE slot
+    HOST slot, not page-locked ──> page-locked ring ─copy──> DEVICE slot
+
+A slot is overwritten only after what reads it has finished: DEVICE slots are read by kernels, HOST
+slots by copies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from moe_infinity.config import parse_size
+from moe_infinity.errors import ConfigError, OutOfMemory
+from moe_infinity.memory.host import HostSlots, Slots, format_bytes
+from moe_infinity.memory.link import Copy, Event, Link
+
+# Of what is free beside the dense weights, without a named budget. The rest is for the KV cache and
+# activations; a convention, not a measurement.
+AUTOMATIC_SHARE = 0.8
+LEAST_ROOM_SHARE = 0.05  # of the device, that a named budget must leave for them
+SLOT_ALIGNMENT = 256  # bytes; what CUDA aligns its own allocations to
+PAGE_BYTES = 4096  # what is page-locked begins and ends at pages
+LOCKED_CHUNK_BYTES = 256 << 20  # of HOST slots, page-locked together when the first is filled
+RING_BUFFERS = 4
+
+
+def round_up(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
+
+
+class DeviceSlots(Slots):
+    """One allocation on a device, cut into equal slots."""
+
+    def __init__(self, link: Link, num_slots: int, slot_bytes: int) -> None:
+        try:
+            buffer = link.empty(num_slots * slot_bytes)
+        except torch.OutOfMemoryError as error:
+            free, total = link.memory_bytes()
+            raise ConfigError(
+                f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated on "
+                f"{link.device}: {format_bytes(free)} of {format_bytes(total)} are free\\n"
+                "hint: lower device_memory"
+            ) from error
+        super().__init__(buffer, num_slots, slot_bytes)
+        self.link = link
+        self._ring = Ring(link, slot_bytes)
+        self._read_by: dict[int, Event] = {}  # the last kernels of each slot
+
+    def fill(self, slot_id: int, source: Tensor, *, is_locked: bool) -> Copy:
+        """Begin to copy an expert's bytes into a slot, once the kernels that read it have ended."""
+        if not is_locked:
+            return self._ring.copy(source, lambda staged: self._copy(slot_id, staged))
+        return self._copy(slot_id, source)
+
+    def _copy(self, slot_id: int, source: Tensor) -> Copy:
+        destination = self.tensor_of(slot_id, source.numel())
+        return self.link.copy(source, destination, self._read_by.get(slot_id))
+
+    def mark_read(self, slot_ids: Sequence[int]) -> None:
+        """Kernels that read these slots were launched."""
+        mark = self.link.mark()
+        for slot_id in slot_ids:
+            self._read_by[slot_id] = mark
+
+
+class Ring:
+    """A few page-locked buffers that take turns."""
+
+    def __init__(self, link: Link, buffer_bytes: int) -> None:
+        self._link = link
+        self._buffer_bytes = buffer_bytes
+        self._buffers: list[tuple[Tensor, Copy]] = []  # the longest in use first
+
+    def copy(self, source: Tensor, begin: Callable[[Tensor], Copy]) -> Copy:
+        """`begin` copies from a buffer that has the bytes of `source`."""
+        if len(self._buffers) < RING_BUFFERS:
+            buffer = self._link.page_locked(self._buffer_bytes)
+        else:
+            buffer, last = self._buffers.pop(0)
+            last.wait()
+        staged = buffer[: source.numel()].copy_(source)
+        copy = begin(staged)
+        self._buffers.append((buffer, copy))
+        return copy
+
+
+class SourceSlots(HostSlots):
+    """HOST slots that a device copies from. Their pages are locked in chunks, as they are filled;
+    if the machine will not lock more, the ring takes the others.
+    """
+
+    def __init__(self, link: Link, num_slots: int, slot_bytes: int) -> None:
+        super().__init__(num_slots, slot_bytes)
+        assert slot_bytes % PAGE_BYTES == 0, slot_bytes
+        self._link = link
+        self._chunk_slots = max(1, LOCKED_CHUNK_BYTES // slot_bytes)
+        self._is_locked: dict[int, bool] = {}  # by chunk, once tried
+        self._lock = threading.Lock()
+        self._copied_by: dict[int, Copy] = {}  # the last copy out of each slot
+
+    def bytes_of(self, slot_id: int) -> memoryview:
+        """As ever; waits until copies have left the slot. In any thread."""
+        copy = self._copied_by.pop(slot_id, None)
+        if copy is not None:
+            copy.wait()
+        self._lock_chunk(slot_id // self._chunk_slots)
+        return super().bytes_of(slot_id)
+
+    def note_copy(self, slot_id: int, copy: Copy) -> None:
+        """The slot keeps its bytes until this is over."""
+        self._copied_by[slot_id] = copy
+
+    def is_locked(self, slot_id: int) -> bool:
+        return self._is_locked.get(slot_id // self._chunk_slots, False)
+
+    def _lock_chunk(self, chunk: int) -> None:
+        with self._lock:
+            if chunk not in self._is_locked:
+                has_failed = not all(self._is_locked.values())
+                self._is_locked[chunk] = not has_failed and self._link.page_lock(self._chunk(chunk))
+
+    def _chunk(self, chunk: int) -> Tensor:
+        first = chunk * self._chunk_slots
+        num_slots = min(self._chunk_slots, self.num_slots - first)
+        return self.tensor_of(first, num_slots * self.slot_bytes)
+
+    def close(self) -> None:
+        """Nothing copies any more."""
+        for chunk, is_locked in self._is_locked.items():
+            if is_locked:
+                self._link.page_unlock(self._chunk(chunk))
+        self._is_locked.clear()
+
+
+@contextmanager
+def explaining_out_of_memory(slots: Callable[[], DeviceSlots | None]) -> Iterator[None]:
+    """Torch's error, where there is a device, becomes one with our numbers in it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        there = slots()
+        if there is None:
+            raise
+        free, total = there.link.memory_bytes()
+        raise OutOfMemory(
+            f"out of memory on {there.device}: {format_bytes(free)} of {format_bytes(total)} are "
+            f"free, {there.num_slots} expert slots take "
+            f"{format_bytes(there.num_slots * there.slot_bytes)}\n"
+            "hint: lower device_memory, or give shorter prompts, fewer sequences, or "
+            f"prefill_chunk_size ({error})"
+        ) from error
+
+
+def make_device_slots(
+    device_memory: int | str | None,
+    link: Link,
+    *,
+    expert_bytes: int,
+    num_experts: int,
+    dense_bytes: int,
+) -> DeviceSlots:
+    """As many as the budget allows. Raises ConfigError."""
+    slot_bytes = round_up(expert_bytes, SLOT_ALIGNMENT)
+    num_slots = num_device_slots(
+        device_memory,
+        link,
+        slot_bytes=slot_bytes,
+        num_experts=num_experts,
+        dense_bytes=dense_bytes,
+    )
+    return DeviceSlots(link, num_slots, slot_bytes)
+
+
+def num_device_slots(
+    device_memory: int | str | None,
+    link: Link,
+    *,
+    slot_bytes: int,
+    num_experts: int,
+    dense_bytes: int,
+) -> int:
+    """How many slots the budget allows beside the dense weights that are still to come, at most one
+    per expert. Raises ConfigError if it is too small, or leaves no room for anything else.
+    """
+    free, total = link.memory_bytes()
+    everything = slot_bytes * num_experts
+    here = (
+        f"{link.device} has {format_bytes(free)} free of {format_bytes(total)}, dense weights take "
+        f"{format_bytes(dense_bytes)}, all {num_experts} experts {format_bytes(everything)}"
+    )
+    beside_dense = max(free - dense_bytes, 0)
+    if device_memory is None:
+        budget = int(beside_dense * AUTOMATIC_SHARE)
+    else:
+        budget = parse_size(device_memory, whole_bytes=everything)
+    num_slots = min(budget // slot_bytes, num_experts)
+    if num_slots < 1:
+        raise ConfigError(
+            f"device_memory of {format_bytes(budget)} holds no expert: one takes "
+            f"{format_bytes(slot_bytes)}\\n"
+            f"hint: raise device_memory, or use device='cpu'; {here}"
+        )
+    room = beside_dense - num_slots * slot_bytes
+    least = int(total * LEAST_ROOM_SHARE)
+    if room < least:
+        raise ConfigError(
+            f"device_memory of {format_bytes(budget)} leaves {format_bytes(max(room, 0))} for the "
+            f"KV cache and activations, less than {format_bytes(least)}\\n"
+            f"hint: lower device_memory; {here}"
+        )
+    return num_slots
