@@ -45,10 +45,10 @@ class RealClock:
 class FakeMark:
     """CPU kernels have finished when they return."""
 
-    def is_over(self) -> bool:
+    def query(self) -> bool:
         return True
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """There is nothing to wait for."""
 
 
@@ -63,11 +63,11 @@ class FakeCopy:
         self.took_s = link.load_s(source.nbytes)
         self.is_made = False
 
-    def is_over(self) -> bool:
+    def query(self) -> bool:
         self._link.make_copies()
         return self.is_made
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._link.make_copies(until=self)
 
 
@@ -142,7 +142,7 @@ class FakeLink:
 
     def let_kernels_wait(self, copy: Copy) -> None:
         started_s = self.clock.now_s
-        copy.wait()
+        copy.synchronize()
         self._stall_s += self.clock.now_s - started_s
 
     def take_stall_s(self) -> float:

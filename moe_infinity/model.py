@@ -37,17 +37,10 @@ from moe_infinity.errors import (
     TraceError,
     UnsupportedModelError,
 )
-from moe_infinity.memory.device import (
-    DeviceSlots,
-    explaining_out_of_memory,
-    make_device_slots,
-)
-from moe_infinity.memory.link import open_link
 from moe_infinity.models import experts_backend
+from moe_infinity.models.device import ComputeDevice
 from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.loading import load_without_experts
-from moe_infinity.models.packed_on_load import packed_on_load
-from moe_infinity.models.planning import Plan
 from moe_infinity.models.signature import signature_of
 from moe_infinity.prefetch.history import load_history, save_history
 from moe_infinity.report import Report, TierOccupancy
@@ -77,23 +70,17 @@ class MoE:
         """
         self.checkpoint = str(checkpoint)
         self.config = OffloadConfig.from_options(config, options)
-        self._link = open_link(self.config.device)
-        if self._link is None and self.config.device_memory is not None:
-            raise ConfigError(
-                "device_memory needs a CUDA device, torch finds none\nhint: use host_memory"
-            )
-        self.device = torch.device("cpu") if self._link is None else self._link.device
-        self._device_slots: DeviceSlots | None = None
+        self._device = ComputeDevice(self.config)
         experts_backend.register()
-        with explaining_out_of_memory(lambda: self._device_slots):
+        with self._device.explaining():
             loaded = load_without_experts(
                 self.checkpoint,
                 dtype=self.config.dtype,
                 experts_implementation=experts_backend.BACKEND,
                 trust_remote_code=self.config.trust_remote_code,
                 num_read_threads=self.config.num_read_threads,
-                device=self.device,
-                prepare=self._prepare,
+                device=self._device.device,
+                prepare=self._device.prepare,
             )
         self.model: Any = loaded.model
         self.model.save_pretrained = self._refuse_saving
@@ -102,7 +89,7 @@ class MoE:
         self._startup_bytes_read = loaded.startup_bytes_read
         try:
             plan = loaded.plan
-            self._runtime = ExpertRuntime(plan, loaded.reader, self.config, self._device_slots)
+            self._runtime = ExpertRuntime(plan, loaded.reader, self.config, self._device.slots)
         except BaseException:
             loaded.reader.close()
             raise
@@ -116,22 +103,6 @@ class MoE:
             raise
         self._steps = experts_backend.attach(self.model, plan.rows, self._runtime)
 
-    def _prepare(self, plan: Plan, dense_bytes: int) -> Plan:
-        """Before anything large is read: how experts lie in slots, and room for them on the device.
-        Raises ConfigError.
-        """
-        if self.config.expert_dtype is not None:
-            plan = packed_on_load(plan, self.config.expert_dtype)
-        if self._link is not None:
-            self._device_slots = make_device_slots(
-                self.config.device_memory,
-                self._link,
-                expert_bytes=max(recipes.layout.slot_bytes for recipes in plan.recipes),
-                num_experts=sum(row.num_experts for row in plan.rows),
-                dense_bytes=dense_bytes,
-            )
-        return plan
-
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, as transformers gives it. Raises CheckpointError."""
@@ -144,11 +115,12 @@ class MoE:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate()`: same arguments, same result. Tensors may be anywhere; the
-        result is on `device`.
+        result is where the model computes.
         """
-        with self._lock, explaining_out_of_memory(lambda: self._device_slots):
+        with self._lock, self._device.explaining():
             self._require_open()
-            args, kwargs = self._on_device(args), self._on_device(kwargs)
+            args = tuple(map(self._device.move, args))
+            kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
             config = kwargs.get("generation_config")
             self._steps.end_ids = kwargs.get("eos_token_id", config and config.eos_token_id)
             self._steps.prompt_mask = kwargs.get("attention_mask")
@@ -161,13 +133,11 @@ class MoE:
         """One forward pass of the model, for a caller who batches requests himself: `step` says
         which sequence each token belongs to. Nothing is kept for gradients.
         """
-        with (
-            self._lock, torch.no_grad(), explaining_out_of_memory(lambda: self._device_slots),
-        ):  # fmt: skip
+        with self._lock, torch.no_grad(), self._device.explaining():
             self._require_open()
             self._steps.named = step
             try:
-                return self.model(**self._on_device(inputs))
+                return self.model(**{k: self._device.move(v) for k, v in inputs.items()})
             finally:
                 self._steps.named = None
 
@@ -293,16 +263,6 @@ class MoE:
         if file is not None and predictor is not None:
             predictor.finish(self._runtime.recorder.request_eams())
             save_history(Path(file), predictor, signature=self._signature)
-
-    def _on_device(self, arguments: Any) -> Any:
-        """A tuple or a dict, its tensors where the model computes."""
-        if self._link is None:
-            return arguments
-        if isinstance(arguments, tuple):
-            return tuple(self._on_device(list(arguments)))
-        if isinstance(arguments, list):
-            return [a.to(self.device) if isinstance(a, torch.Tensor) else a for a in arguments]
-        return dict(zip(arguments, self._on_device(list(arguments.values())), strict=True))
 
     def _refuse_saving(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedModelError(

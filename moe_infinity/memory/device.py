@@ -10,14 +10,13 @@ slots by copies.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from moe_infinity.config import parse_size
-from moe_infinity.errors import ConfigError, OutOfMemory
+from moe_infinity.errors import ConfigError
 from moe_infinity.memory.host import HostSlots, Slots, format_bytes
 from moe_infinity.memory.link import Copy, Event, Link
 
@@ -84,7 +83,7 @@ class Ring:
             buffer = self._link.page_locked(self._buffer_bytes)
         else:
             buffer, last = self._buffers.pop(0)
-            last.wait()
+            last.synchronize()
         staged = buffer[: source.numel()].copy_(source)
         copy = begin(staged)
         self._buffers.append((buffer, copy))
@@ -109,7 +108,7 @@ class SourceSlots(HostSlots):
         """As ever; waits until copies have left the slot. In any thread."""
         copy = self._copied_by.pop(slot_id, None)
         if copy is not None:
-            copy.wait()
+            copy.synchronize()
         self._lock_chunk(slot_id // self._chunk_slots)
         return super().bytes_of(slot_id)
 
@@ -137,45 +136,6 @@ class SourceSlots(HostSlots):
             if is_locked:
                 self._link.page_unlock(self._chunk(chunk))
         self._is_locked.clear()
-
-
-@contextmanager
-def explaining_out_of_memory(slots: Callable[[], DeviceSlots | None]) -> Iterator[None]:
-    """Torch's error, where there is a device, becomes one with our numbers in it."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        there = slots()
-        if there is None:
-            raise
-        free, total = there.link.memory_bytes()
-        raise OutOfMemory(
-            f"out of memory on {there.device}: {format_bytes(free)} of {format_bytes(total)} are "
-            f"free, {there.num_slots} expert slots take "
-            f"{format_bytes(there.num_slots * there.slot_bytes)}\n"
-            "hint: lower device_memory, or give shorter prompts, fewer sequences, or "
-            f"prefill_chunk_size ({error})"
-        ) from error
-
-
-def make_device_slots(
-    device_memory: int | str | None,
-    link: Link,
-    *,
-    expert_bytes: int,
-    num_experts: int,
-    dense_bytes: int,
-) -> DeviceSlots:
-    """As many as the budget allows. Raises ConfigError."""
-    slot_bytes = round_up(expert_bytes, SLOT_ALIGNMENT)
-    num_slots = num_device_slots(
-        device_memory,
-        link,
-        slot_bytes=slot_bytes,
-        num_experts=num_experts,
-        dense_bytes=dense_bytes,
-    )
-    return DeviceSlots(link, num_slots, slot_bytes)
 
 
 def num_device_slots(

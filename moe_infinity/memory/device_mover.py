@@ -99,7 +99,7 @@ class DeviceMover:
                 self.failed.add(key)
                 self._cancel(key)
         for key in [key for key in self._ahead if key in self._copies]:
-            if self._copies[key].is_over():
+            if self._copies[key].query():
                 self._note_time(self._copies[key].took_s)
                 self._finish(key)
         return queued_s + len(self._ahead & self._copies.keys()) * self.load_s
@@ -186,7 +186,7 @@ class DeviceMover:
     def _finish(self, key: ExpertKey) -> None:
         """Kernels launched from now on see the expert."""
         copy = self._copies.pop(key)
-        if not copy.is_over():
+        if not copy.query():
             self._link.let_kernels_wait(copy)
         self._table.finish_load(key)
         self._ahead.discard(key)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
-    """Over when everything begun before it, on its stream, has happened."""
+    """Over when everything begun before it, on its stream, has happened. As torch's events are."""
 
-    def is_over(self) -> bool: ...
+    def query(self) -> bool:
+        """Whether it is over."""
 
-    def wait(self) -> None:
-        """The calling thread waits."""
+    def synchronize(self) -> None:
+        """The calling thread waits until it is."""
 
 
 class Copy(Event, Protocol):
@@ -101,29 +102,15 @@ class CudaCopy:
         self.begun = torch.cuda.Event(enable_timing=True)
         self.done = torch.cuda.Event(enable_timing=True)
 
-    def is_over(self) -> bool:
+    def query(self) -> bool:
         return bool(self.done.query())
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.done.synchronize()
 
     @property
     def took_s(self) -> float:
         return float(self.begun.elapsed_time(self.done)) / 1e3
-
-
-class CudaMark:
-    """An event of the compute stream."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event()
-        self.event.record(stream)
-
-    def is_over(self) -> bool:
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        self.event.synchronize()
 
 
 class CudaLink:
@@ -166,15 +153,15 @@ class CudaLink:
         copy = CudaCopy()
         with torch.cuda.stream(self._stream):
             if after is not None:
-                assert isinstance(after, CudaMark), after
-                self._stream.wait_event(after.event)
+                self._stream.wait_event(cast(torch.cuda.Event, after))
             copy.begun.record(self._stream)
             destination.copy_(source, non_blocking=True)
             copy.done.record(self._stream)
         return copy
 
-    def mark(self) -> CudaMark:
-        return CudaMark(torch.cuda.current_stream(self.device))
+    def mark(self) -> Event:
+        event: Event = torch.cuda.current_stream(self.device).record_event()
+        return event
 
     def let_kernels_wait(self, copy: Copy) -> None:
         assert isinstance(copy, CudaCopy), copy

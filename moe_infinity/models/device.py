@@ -1,0 +1,71 @@
+"""Where a model computes: the CPU, or a device with slots for experts beside its dense weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from moe_infinity.config import OffloadConfig
+from moe_infinity.errors import ConfigError, OutOfMemory
+from moe_infinity.memory.device import SLOT_ALIGNMENT, DeviceSlots, num_device_slots, round_up
+from moe_infinity.memory.host import format_bytes
+from moe_infinity.memory.link import open_link
+from moe_infinity.models.packed_on_load import packed_on_load
+from moe_infinity.models.planning import Plan
+
+
+class ComputeDevice:
+    """Raises ConfigError if the configured device is not there."""
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self._config = config
+        self._link = open_link(config.device)
+        if self._link is None and config.device_memory is not None:
+            raise ConfigError(
+                "device_memory needs a CUDA device, torch finds none\nhint: use host_memory"
+            )
+        self.device = torch.device("cpu") if self._link is None else self._link.device
+        self.slots: DeviceSlots | None = None  # of a device, once the plan is known
+
+    def prepare(self, plan: Plan, dense_bytes: int) -> Plan:
+        """Before anything large is read: how experts lie in slots, and the slots of the device.
+        Raises ConfigError.
+        """
+        if self._config.expert_dtype is not None:
+            plan = packed_on_load(plan, self._config.expert_dtype)
+        if self._link is not None:
+            expert_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
+            slot_bytes = round_up(expert_bytes, SLOT_ALIGNMENT)
+            num_slots = num_device_slots(
+                self._config.device_memory,
+                self._link,
+                slot_bytes=slot_bytes,
+                num_experts=sum(row.num_experts for row in plan.rows),
+                dense_bytes=dense_bytes,
+            )
+            self.slots = DeviceSlots(self._link, num_slots, slot_bytes)
+        return plan
+
+    def move(self, value: Any) -> Any:
+        """An argument of the model: a tensor goes where the model computes."""
+        return value.to(self.device) if isinstance(value, torch.Tensor) else value
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Torch's error, when a device has no more memory, becomes one with our numbers in it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.slots is None:
+                raise
+            free, total = self.slots.link.memory_bytes()
+            slots_bytes = self.slots.num_slots * self.slots.slot_bytes
+            raise OutOfMemory(
+                f"out of memory on {self.device}: {format_bytes(free)} of {format_bytes(total)} "
+                f"are free, {self.slots.num_slots} expert slots take {format_bytes(slots_bytes)}\n"
+                "hint: lower device_memory, or give shorter prompts, fewer sequences, or "
+                f"prefill_chunk_size ({error})"
+            ) from error
