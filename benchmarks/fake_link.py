@@ -17,8 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from moe_infinity import model as model_module
 from moe_infinity.memory.link import Copy, Event
+from moe_infinity.models import device as device_module
 
 
 class VirtualClock:
@@ -167,9 +167,9 @@ class FakeLink:
 @contextmanager
 def fake_device(link: FakeLink) -> Iterator[FakeLink]:
     """Models opened inside have a device, and this is the way to it."""
-    open_link = model_module.open_link
-    model_module.open_link = lambda device: link
+    open_link = device_module.open_link
+    device_module.open_link = lambda device: link
     try:
         yield link
     finally:
-        model_module.open_link = open_link
+        device_module.open_link = open_link

@@ -44,7 +44,7 @@ class DeviceSlots(Slots):
             free, total = link.memory_bytes()
             raise ConfigError(
                 f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated on "
-                f"{link.device}: {format_bytes(free)} of {format_bytes(total)} are free\\n"
+                f"{link.device}: {format_bytes(free)} of {format_bytes(total)} are free\n"
                 "hint: lower device_memory"
             ) from error
         super().__init__(buffer, num_slots, slot_bytes)
@@ -164,7 +164,7 @@ def num_device_slots(
     if num_slots < 1:
         raise ConfigError(
             f"device_memory of {format_bytes(budget)} holds no expert: one takes "
-            f"{format_bytes(slot_bytes)}\\n"
+            f"{format_bytes(slot_bytes)}\n"
             f"hint: raise device_memory, or use device='cpu'; {here}"
         )
     room = beside_dense - num_slots * slot_bytes
@@ -172,7 +172,7 @@ def num_device_slots(
     if room < least:
         raise ConfigError(
             f"device_memory of {format_bytes(budget)} leaves {format_bytes(max(room, 0))} for the "
-            f"KV cache and activations, less than {format_bytes(least)}\\n"
+            f"KV cache and activations, less than {format_bytes(least)}\n"
             f"hint: lower device_memory; {here}"
         )
     return num_slots
