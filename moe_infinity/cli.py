@@ -19,6 +19,8 @@ from rich.progress import Progress
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.cli_options import (
     ApiKey,
+    Device,
+    DeviceMemory,
     Dtype,
     EarlyGate,
     ExpertDtype,
@@ -57,6 +59,8 @@ def run(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
+    device: Device = "auto",
+    device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
     prefetch: Prefetch = False,
@@ -77,6 +81,8 @@ def run(
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_model(
         model,
+        device=device,
+        device_memory=device_memory,
         host_memory=host_memory,
         policy=policy,
         prefetch=prefetch,
@@ -114,6 +120,8 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
+    device: Device = "auto",
+    device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
     prefetch: Prefetch = False,
@@ -137,6 +145,8 @@ def chat(
     assert model is not None
     with open_model(
         model,
+        device=device,
+        device_memory=device_memory,
         host_memory=host_memory,
         policy=policy,
         prefetch=prefetch,
@@ -220,6 +230,8 @@ def trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="The .npz to write.")],
     max_new_tokens: MaxNewTokens = 64,
     limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
+    device: Device = "auto",
+    device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
     dtype: Dtype = "auto",
@@ -232,6 +244,8 @@ def trace(
     with (
         open_model(
             model,
+            device=device,
+            device_memory=device_memory,
             host_memory=host_memory,
             policy=policy,
             dtype=dtype,

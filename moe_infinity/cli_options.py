@@ -10,6 +10,16 @@ import typer
 from moe_infinity.cache.policies import POLICIES
 
 Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", metavar="MODEL")]
+Device = Annotated[
+    str, typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:1.")
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="GPU memory for experts: '8GiB', bytes, or '25%' of all experts. "
+        "Default: 80% of what is free beside the other weights."
+    ),
+]
 HostMemory = Annotated[
     str | None,
     typer.Option(

@@ -11,6 +11,8 @@ import typer
 from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.cli_options import (
     ApiKey,
+    Device,
+    DeviceMemory,
     Dtype,
     EarlyGate,
     ExpertDtype,
@@ -62,6 +64,8 @@ def serve(
     prefill_chunk: PrefillChunk = 512,
     deadline: Deadline = 600.0,
     max_body: MaxBody = 4 << 20,
+    device: Device = "auto",
+    device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
     prefetch: Prefetch = False,
@@ -95,6 +99,8 @@ def serve(
     )
     with open_model(
         model,
+        device=device,
+        device_memory=device_memory,
         host_memory=host_memory,
         policy=policy,
         prefetch=prefetch,
