@@ -26,9 +26,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from moe_infinity import MoE, runtime
+from moe_infinity import MoE
 from moe_infinity.experts import Phase
 from moe_infinity.kernels.dispatch import RoutedRows
+from moe_infinity.models import computing
 from moe_infinity.trace.recorder import Step
 
 TARGET_US = 50.0
@@ -62,7 +63,7 @@ class NoArithmetic(RoutedRows):
 def measure(moe: MoE, *, layers: int, experts: int, top_k: int) -> dict[str, list[float]]:
     """Microseconds per layer of every round, without and with arithmetic."""
     moe_runtime = moe._runtime
-    variants = {"own": NoArithmetic, "layer": runtime.RoutedRows}
+    variants = {"own": NoArithmetic, "layer": computing.RoutedRows}
     for row in range(layers):  # bring everything in
         moe_runtime.begin_step(Step(Phase.DECODE, 1, experts, begins_B=np.zeros(1, dtype=bool)))
         x_TD = torch.randn(experts, 32, dtype=torch.bfloat16)
@@ -72,7 +73,7 @@ def measure(moe: MoE, *, layers: int, experts: int, top_k: int) -> dict[str, lis
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS):
         routing = [torch.randperm(experts)[None, :top_k] for _ in range(layers)]
-        for name, runtime.RoutedRows in variants.items():
+        for name, computing.RoutedRows in variants.items():
             moe_runtime.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.zeros(1, dtype=bool)))
             started = time.perf_counter()
             for row in range(layers):

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from moe_infinity.errors import (
     TraceError,
     UnsupportedModelError,
 )
+from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.models import experts_backend
 from moe_infinity.models.device import ComputeDevice
 from moe_infinity.models.early_gate import EarlyGate
@@ -49,6 +50,9 @@ from moe_infinity.streaming import TextStream
 from moe_infinity.trace.eam import RequestEam
 from moe_infinity.trace.recorder import Step
 from moe_infinity.trace.tracefile import SequenceTrace
+
+if TYPE_CHECKING:
+    from moe_infinity.models.lean import LeanSteps
 
 
 class MoE:
@@ -102,6 +106,7 @@ class MoE:
             self._runtime.close()
             raise
         self._steps = experts_backend.attach(self.model, plan.rows, self._runtime)
+        self._lean = self._make_lean()
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -244,8 +249,18 @@ class MoE:
                 return
             self._is_closed = True
             self._steps.close()
+            if self._lean is not None:
+                self._lean.close()
             self._runtime.close()
             self._save_history()
+
+    def _make_lean(self) -> LeanSteps | None:
+        is_on_cpu = self._device.device.type == "cpu"
+        if self.config.experts_implementation != "fast" or not (is_on_cpu and has_packed_kernels()):
+            return None
+        from moe_infinity.models.lean import LeanSteps  # needs numba
+
+        return LeanSteps(self.model)
 
     def _load_history(self) -> None:
         """Go on from what earlier runs learned, if there were any. Raises TraceError."""

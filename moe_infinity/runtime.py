@@ -26,13 +26,13 @@ from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ClosedError
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
+from moe_infinity.kernels.dispatch import NO_EXPERT
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.prefetcher import Prefetcher
 from moe_infinity.memory.reader import Reader
 from moe_infinity.memory.tiers import make_tiers
-from moe_infinity.models.computing import RowComputer
+from moe_infinity.models.computing import RowComputer, Work
 from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.planning import Plan
 from moe_infinity.prefetch.predictors import Predictor
@@ -99,7 +99,6 @@ class ExpertRuntime:
             for r, k in zip(plan.recipes, self._keys, strict=True)
         }
         self.total_expert_bytes = sum(own.values())  # on disk; tied ones once
-        self._is_eager = config.experts_implementation == "eager"
         self._prefetcher: Prefetcher | None = None
         if config.prefetch:
             self._prefetcher = Prefetcher(
@@ -133,10 +132,7 @@ class ExpertRuntime:
         cannot be read.
         """
         index_TK = top_k_index_TK.cpu().numpy()
-        adapter = self._rows[moe_row].adapter
-        is_eager = self._is_eager if adapter.is_eager is None else adapter.is_eager
-        rows = RoutedRows(index_TK, is_eager=is_eager)
-        rows.gather(x_TD, top_k_weights_TK, weighs_input=adapter.weighs_input)
+        rows = self._computers[moe_row].work(index_TK, x_TD, top_k_weights_TK)
         if NO_EXPERT in index_TK:  # to those who keep account: another one of the token's, or 0
             another_T1 = index_TK.max(axis=1, keepdims=True).clip(0)
             index_TK = np.where(index_TK == NO_EXPERT, another_T1, index_TK)
@@ -146,7 +142,7 @@ class ExpertRuntime:
     def compute(
         self,
         moe_row: int,
-        work: ExpertWork,
+        work: Work,
         index_TK: NDArray[np.int64] | None,
         num_tokens: int,
     ) -> None:
@@ -190,7 +186,7 @@ class ExpertRuntime:
         self._settle_interrupted()
         self._is_moving, self._last_row = True, moe_row
 
-    def _learn(self, moe_row: int, index_TK: NDArray[np.int64] | None, work: ExpertWork) -> None:
+    def _learn(self, moe_row: int, index_TK: NDArray[np.int64] | None, work: Work) -> None:
         """Tell everyone who keeps account what this row was routed to."""
         if index_TK is not None:
             counted_TK = self.recorder.record(moe_row, index_TK)

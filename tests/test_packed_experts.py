@@ -24,7 +24,7 @@ from tests.test_architectures import SMALL
 pytest.importorskip("numba", reason="numba is not installed")
 from moe_infinity.kernels import experts_cpu
 from moe_infinity.kernels import packed_cpu as kernels
-from moe_infinity.kernels.dispatch import RoutedRows
+from moe_infinity.kernels.fused_rows import FusedRows
 
 IDS = torch.arange(3, 3 + 12).view(1, 12) * 4 % 128
 WIDE = {"hidden_size": 256, "num_attention_heads": 4}  # as many columns as the kernels need
@@ -72,7 +72,7 @@ def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
     expected = token_by_token(folder, experts_implementation="grouped_mm")
     called = Counter[str]()
     owners = dict.fromkeys(("mxfp4", "gptq", "awq"), kernels)
-    for function, owner in (owners | {"__call__": experts_cpu.FusedExperts}).items():
+    for function, owner in (owners | {"compute": experts_cpu.Rows}).items():
         stock = getattr(owner, function)
 
         def counted(*args: Any, _stock: Any = stock, _name: str = function, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
         monkeypatch.setattr(owner, function, counted)
     tolerance = TOLERANCE[kind_of(name)]
     assert distance(token_by_token(folder), expected) < tolerance
-    assert [*called] == [kind_of(name) if kind_of(name) in owners else "__call__"]
+    assert [*called] == [kind_of(name) if kind_of(name) in owners else "compute"]
 
     extents = Recipe.extents
 
@@ -189,11 +189,11 @@ def test_fast_is_near_the_bits_of_stock_and_wrong_experts_are_not(source, monkey
         assert moe.report().experts == "as stored, fast"
     with MoE(source, dtype="float32", host_memory="20%") as moe:
         assert torch.equal(moe.generate(ids, max_new_tokens=8, do_sample=False), few)
-    compute = RoutedRows.compute_together
+    add = FusedRows.add
 
-    def exchanged(self: Any, expert_idxs: list[int], fused: Any, addresses: list[int]) -> None:
-        compute(self, expert_idxs, fused, addresses[::-1])
+    def exchanged(self: Any, expert_idxs: list[int], addresses: list[int]) -> None:
+        add(self, expert_idxs, addresses[::-1])
 
-    monkeypatch.setattr(RoutedRows, "compute_together", exchanged)
+    monkeypatch.setattr(FusedRows, "add", exchanged)
     wrong = token_by_token(source, experts_implementation="fast")
     assert distance(wrong, token_by_token(source)) > 0.1

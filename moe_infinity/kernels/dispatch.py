@@ -13,7 +13,6 @@ T tokens, K experts per token, P = T * K (token, k) pairs, D model width, R rows
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,8 +23,6 @@ from torch import Tensor
 Ints = NDArray[np.int64]
 NO_EXPERT = -1  # in place of an expert id: the pair has none
 ExpertMlp = Callable[..., Tensor]  # (weights of one expert by name, its rows [R, D]) -> [R, D]
-# (rows of several experts [R, D], where each expert's begin and end, addresses) -> [R, D]
-FusedMlps = Callable[[Tensor, list[int], list[int]], Tensor]
 
 
 class ExpertWork(Protocol):
@@ -93,29 +90,9 @@ class RoutedRows:
         """Run this expert on its rows and keep the output."""
         self.add(expert_idx, mlp(weights, self.inputs_of(expert_idx)))
 
-    @property
-    def most_rows(self) -> int:
-        """Of any one expert."""
-        return int(np.max(self.counts, initial=0))
-
-    def compute_together(
-        self, expert_idxs: list[int], fused: FusedMlps, addresses: list[int]
-    ) -> None:
-        """Run these experts, in any order, in one call. They lie at `addresses`."""
-        slices = [self._rows[expert_idx] for expert_idx in expert_idxs]
-        starts = [0, *accumulate(rows.stop - rows.start for rows in slices)]
-        if len(self._index_TK) == 1 and self._weights_P1 is not None:  # every one has the one row
-            inputs_RD = self._inputs_PD[:1].expand(len(slices), -1)
-        else:
-            inputs_RD = torch.cat([self._inputs_PD[rows] for rows in slices])
-        pairs_R = torch.cat([self._pairs_P[rows] for rows in slices])
-        self._keep(pairs_R, fused(inputs_RD, starts, addresses))
-
     def add(self, expert_idx: int, out_RD: Tensor) -> None:
         """Keep an expert's output, weighted, at the places of its (token, k) pairs."""
-        self._keep(self._pairs_P[self._rows[expert_idx]], out_RD)
-
-    def _keep(self, pairs_R: Tensor, out_RD: Tensor) -> None:
+        pairs_R = self._pairs_P[self._rows[expert_idx]]
         if self._weights_P1 is not None:
             out_RD = out_RD * self._weights_P1[pairs_R]
         if self._outputs_PD is None:

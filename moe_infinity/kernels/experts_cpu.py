@@ -39,6 +39,7 @@ try:
         fixed_for,
         step_for,
     )
+    from moe_infinity.kernels.threads import num_threads
     from moe_infinity.kernels.vectors import NIBBLES
 except ImportError as error:
     raise ImportError(
@@ -93,7 +94,7 @@ def fused_experts(
     """Weights lie one below the other: of `up`, gate's rows come before up's. None: it cannot be
     computed here. Compiles: 2 s of processor time for the first, then 0.3 s for each new kind.
     """
-    up_steps, down_steps = (_steps(weights) for weights in (up, down))
+    up_steps, down_steps = (steps_of(weights) for weights in (up, down))
     if activation not in ACTIVATIONS or up_steps is None or down_steps is None:
         return None
     columns = {weight.shape[1] for weight in up}, {weight.shape[1] for weight in down}
@@ -103,14 +104,14 @@ def fused_experts(
     if is_gated and up_rows % 2:
         return None
     return FusedExperts(
-        _Side.of(up, up_steps, up_rows),
-        _Side.of(down, down_steps, width),
+        Side.of(up, up_steps, up_rows),
+        Side.of(down, down_steps, width),
         ACTIVATIONS[activation],
         is_gated=is_gated,
     )
 
 
-def _steps(weights: Sequence[StoredWeight]) -> list[Step] | None:
+def steps_of(weights: Sequence[StoredWeight]) -> list[Step] | None:
     """By weight; None unless all can be computed and want x in the same arrangement."""
     steps = [step for weight in weights if (step := _step(weight)) is not None]
     if not steps or len(steps) < len(weights):
@@ -163,7 +164,7 @@ def _block(weight: StoredWeight) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class Side:
     """Up or down, ready for machine code."""
 
     num_rows: int  # of all weights
@@ -172,7 +173,7 @@ class _Side:
     blocks: NDArray[np.int64]  # see experts_work.Weights
 
     @classmethod
-    def of(cls, weights: Sequence[StoredWeight], steps: Sequence[Step], num_rows: int) -> _Side:
+    def of(cls, weights: Sequence[StoredWeight], steps: Sequence[Step], num_rows: int) -> Side:
         places = arrangement_for(steps[0], weights[0].shape[1])
         fixed = np.zeros((len(weights), len(Fixed._fields)), np.int64)
         blocks, offset = [], 0
@@ -206,10 +207,12 @@ def _fixed(weight: StoredWeight, step: Step) -> Fixed:
 class FusedExperts:
     """The MLPs of one MoE row; `fused_experts` makes them. Any number of threads may call."""
 
-    def __init__(self, up: _Side, down: _Side, activation: int, *, is_gated: bool) -> None:
-        self._up = up
-        self._down = down
-        self._weights = Weights(
+    def __init__(self, up: Side, down: Side, activation: int, *, is_gated: bool) -> None:
+        self.up = up
+        self.down = down
+        self.up_bytes = -(-4 * up.num_rows // 64) * 64  # so that no vector crosses a cache line
+        self.row_bytes = self.up_bytes + down.places.row_bytes
+        self.weights = Weights(
             up_blocks=up.blocks.ctypes.data,
             num_up=len(up.blocks),
             down_blocks=down.blocks.ctypes.data,
@@ -219,42 +222,74 @@ class FusedExperts:
             activation=activation,
             is_gated=int(is_gated),
         )
-        self._x_bytes = up.places.row_bytes
-        self._up_bytes = -(-4 * up.num_rows // 64) * 64  # so that no vector crosses a cache line
-        self._row_bytes = self._up_bytes + down.places.row_bytes
         self(torch.empty(0, down.num_rows), [0], [])  # compiles
 
     def __call__(
         self, inputs_PD: Tensor, starts: Sequence[int], addresses: Sequence[int]
     ) -> Tensor:
         """[P, D] -> [P, D]. Expert i has the rows from starts[i] to starts[i + 1], and its slot
-        begins at addresses[i], where it has to stay until this returns. One row for experts that
-        have one each may come expanded: it is read once.
+        begins at addresses[i].
         """
-        num_rows, num_experts = inputs_PD.shape[0], len(addresses)
-        is_shared = num_rows == num_experts > 1 and inputs_PD.stride(0) == 0
-        x = (inputs_PD[:1] if is_shared else inputs_PD).to(torch.float32).contiguous()
-        num_x = x.shape[0]
+        rows = self.begin(inputs_PD, len(inputs_PD))
+        rows.compute(starts[:-1], starts[1:], addresses)
+        return rows.out_PD.to(inputs_PD.dtype)
+
+    def begin(self, inputs_PD: Tensor, num_rows: int) -> Rows:
+        """Make ready to compute `num_rows` rows; one input may be that of all, for experts that
+        have one row each.
+        """
+        return Rows(self, inputs_PD, num_rows)
+
+
+class Rows:
+    """Rows of all experts of a layer, whose experts come in any number of calls."""
+
+    def __init__(self, experts: FusedExperts, inputs_PD: Tensor, num_rows: int) -> None:
+        x, places = inputs_PD.to(torch.float32).contiguous(), experts.up.places
+        num_x = len(x)
+        self._experts = experts
+        self._is_shared = num_x < num_rows
+        # arranged x, and of each row what comes out of up and what goes into down
+        self._scratch = torch.empty(
+            num_x * places.row_bytes + num_rows * experts.row_bytes, dtype=torch.uint8
+        )
+        self._up_at = self._scratch.data_ptr() + num_x * places.row_bytes
+        self._hidden_at = self._up_at + num_rows * experts.up_bytes
+        self.out_PD = torch.empty(num_rows, experts.down.num_rows)  # float32
+        arrange(x.data_ptr(), 4 * x.shape[1], self._scratch.data_ptr(), num_x, places)
+
+    def compute(
+        self, starts: Sequence[int], stops: Sequence[int], addresses: Sequence[int]
+    ) -> None:
+        """Fill `out_PD` from starts[i] to stops[i] for the expert whose slot begins at
+        addresses[i], where it has to stay until this returns.
+        """
+        num_experts = len(addresses)
         state = OF_EXPERTS + LINE * num_experts
         ints = array("q", bytes(8 * state))
-        ints.extend(starts)
-        ints.extend(addresses)
-        scratch = torch.empty(num_x * self._x_bytes + num_rows * self._row_bytes, dtype=torch.uint8)
-        out_PD = torch.empty(num_rows, self._down.num_rows)
-        ints_at, x_at = ints.buffer_info()[0], scratch.data_ptr()
-        up_at = x_at + num_x * self._x_bytes
+        for values in (starts, stops, addresses):
+            ints.extend(values)
+        at = ints.buffer_info()[0]
         job = Job(
-            state=ints_at,
-            starts=ints_at + 8 * state,
-            slots=ints_at + 8 * (state + len(starts)),
+            state=at,
+            starts=at + 8 * state,
+            stops=at + 8 * (state + num_experts),
+            slots=at + 8 * (state + 2 * num_experts),
             num_experts=num_experts,
-            x=x_at,
-            x_is_shared=int(is_shared),
-            up=up_at,
-            hidden=up_at + num_rows * self._up_bytes,
-            out=out_PD.data_ptr(),
+            x=self._scratch.data_ptr(),
+            x_is_shared=int(self._is_shared),
+            up=self._up_at,
+            hidden=self._hidden_at,
+            out=self.out_PD.data_ptr(),
         )
-        arrange(x.data_ptr(), 4 * x.shape[1], x_at, num_x, self._up.places)
-        call = Call(self._weights, self._down.places, job, (ints, scratch, out_PD))
-        call.run(torch.get_num_threads())
-        return out_PD.to(inputs_PD.dtype)
+        experts = self._experts
+        buffers = ints, self._scratch, self.out_PD
+        Call(experts.weights, experts.down.places, job, buffers).run(num_threads())
+
+    def sum(self, place_TK: NDArray[np.int64], weights_TK: NDArray[np.float32]) -> Tensor:
+        """[T, D]: each token's weighted rows, in the order of k; pair (t, k) is row
+        place_TK[t, k].
+        """
+        total_TD: NDArray[np.float32] = np.zeros((len(place_TK), self.out_PD.shape[1]), np.float32)
+        experts_work.add_weighted(self.out_PD.numpy(), place_TK, weights_TK, total_TD)
+        return torch.from_numpy(total_TD)

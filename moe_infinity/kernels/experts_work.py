@@ -48,7 +48,7 @@ class Weights(NamedTuple):
     up_blocks: int  # address
     num_up: int
     down_blocks: int  # address
-    num_down: int
+    num_down: int  # none for a single product, whose out is up
     up_bytes: int  # of a row of up's outputs
     out_bytes: int  # of a row of down's outputs
     activation: int
@@ -59,7 +59,8 @@ class Job(NamedTuple):
     """What one call computes: integers, for numba. Without a unit, an address."""
 
     state: int  # next item; items done; by expert: blocks of up done, and whether hidden is ready
-    starts: int  # of the rows of each expert, and their end
+    starts: int  # first row of each expert
+    stops: int  # one more than its last
     slots: int  # of each expert
     num_experts: int
     x: int  # float32 [P, ...], arranged
@@ -125,7 +126,7 @@ def _work(weights, places, job, item, waits_for_all):  # type: ignore[no-untyped
             block = weights.up_blocks + 8 * BLOCK * (item % weights.num_up)
             x_bytes = 0 if job.x_is_shared else int_at(block, 6)
             _multiply(job, block, expert, job.x, x_bytes, job.up, weights.up_bytes)
-            if _fetch_add(counter, 1) == weights.num_up - 1:
+            if _fetch_add(counter, 1) == weights.num_up - 1 and weights.num_down:
                 _activate(weights, places, job, expert)
                 _fetch_add(counter + 8, 1)
         else:
@@ -152,7 +153,7 @@ def _spin(address, value):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def _multiply(job, block, expert, x, x_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
     """A block of rows of a weight with all rows of x that are routed to the expert."""
-    p, stop = int_at(job.starts, expert), int_at(job.starts, expert + 1)
+    p, stop = int_at(job.starts, expert), int_at(job.stops, expert)
     slot = int_at(job.slots, expert)
     fixed, first, last = int_at(block, 2), int_at(block, 3), int_at(block, 4)
     while p < stop:
@@ -165,7 +166,7 @@ def _multiply(job, block, expert, x, x_bytes, out, out_bytes):  # type: ignore[n
 @njit(nogil=True)
 def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
     """What goes into down, of an expert whose up is complete."""
-    first, stop = int_at(job.starts, expert), int_at(job.starts, expert + 1)
+    first, stop = int_at(job.starts, expert), int_at(job.stops, expert)
     at = job.up + first * weights.up_bytes
     hidden = job.hidden + first * places.num_steps * places.num_vectors * LANES * 4
     for p in range(stop - first):
@@ -189,6 +190,15 @@ def _activated(x, activation):  # type: ignore[no-untyped-def]
         inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
         return half * x * (one + math.tanh(inner))
     return max(x, np.float32(0))
+
+
+@njit("void(float32[:, ::1], int64[:, ::1], float32[:, ::1], float32[:, ::1])", nogil=True)
+def add_weighted(rows_PD, place_TK, weights_TK, total_TD):  # type: ignore[no-untyped-def]
+    for t in range(place_TK.shape[0]):
+        for k in range(place_TK.shape[1]):
+            row, weight = rows_PD[place_TK[t, k]], weights_TK[t, k]
+            for d in range(total_TD.shape[1]):
+                total_TD[t, d] += weight * row[d]
 
 
 class Call:

@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from transformers.integrations import moe
 
 from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.kernels import has_packed_kernels
-from moe_infinity.kernels.dispatch import ExpertWork, RoutedRows
+from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
+from moe_infinity.kernels.fused_rows import FusedRows
 from moe_infinity.memory.host import Slots
 from moe_infinity.models.adapters import INTERFACE, ExpertsModule
 from moe_infinity.models.recipes import Recipe, RowRecipes
@@ -35,6 +39,9 @@ PACKED = {  # by name of the scheme
 }  # fmt: skip
 
 
+Work = ExpertWork | FusedRows
+
+
 class RowComputer:
     """Computes experts of one row from their slots, as `experts_implementation` tells."""
 
@@ -47,6 +54,10 @@ class RowComputer:
     ) -> None:
         self._slots = slots
         self._views = slots.views(recipes.layout)
+        self._weighs_input = row.adapter.weighs_input
+        self._is_eager = row.adapter.is_eager
+        if self._is_eager is None:
+            self._is_eager = experts_implementation == "eager"
         has_kernels = experts_implementation in ("auto", "fast") and has_packed_kernels()
         has_kernels &= slots.device.type == "cpu"
         self._mlp = recipes.computing(
@@ -59,17 +70,31 @@ class RowComputer:
         plain = "fast" if self._fused is not None else "exact"
         self.how = packed if recipes.is_packed else plain
 
-    def run(
-        self, work: ExpertWork, keys: Sequence[ExpertKey], slot_ids: Mapping[ExpertKey, int]
-    ) -> None:
+    def work(
+        self, index_TK: NDArray[np.int64], x_TD: Tensor, top_k_weights_TK: Tensor
+    ) -> RoutedRows | FusedRows:
+        """What the experts of this row have to do for T tokens of K experts each."""
+        if self._fused is not None and has_few_rows(index_TK):
+            return FusedRows(self._fused, index_TK, x_TD, top_k_weights_TK)
+        rows = RoutedRows(index_TK, is_eager=bool(self._is_eager))
+        rows.gather(x_TD, top_k_weights_TK, weighs_input=self._weighs_input)
+        return rows
+
+    def run(self, work: Work, keys: Sequence[ExpertKey], slot_ids: Mapping[ExpertKey, int]) -> None:
         """Do the part of the work that these experts have."""
-        fused = self._fused
-        if fused is not None and isinstance(work, RoutedRows) and work.most_rows <= FUSED_ROWS:
+        if isinstance(work, FusedRows):
             addresses = [self._slots.address_of(slot_ids[key]) for key in keys]
-            work.compute_together([key.expert_idx for key in keys], fused, addresses)
+            work.add([key.expert_idx for key in keys], addresses)
             return
         for key in keys:
             work.compute(key.expert_idx, self._mlp, self._views[slot_ids[key]])
+
+
+def has_few_rows(index_TK: NDArray[np.int64]) -> bool:
+    """Whether no expert has more than kernels are good for, and no pair is without one."""
+    if not len(index_TK) or NO_EXPERT in index_TK:
+        return False
+    return len(index_TK) <= FUSED_ROWS or np.bincount(index_TK.ravel()).max() <= FUSED_ROWS
 
 
 def fused_row(row: ExpertsModule, recipes: RowRecipes) -> FusedExperts | None:
