@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.fake_link import FakeLink
+from benchmarks.fake_link import FakeLink, FakeMark
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.device import (
     PAGE_BYTES,
@@ -99,8 +99,9 @@ def test_a_copy_starts_after_the_last_kernels_that_read_its_slot(monkeypatch):
         return copy(source, destination, after)
 
     monkeypatch.setattr(link, "copy", noting)
-    marks = []
-    monkeypatch.setattr(link, "mark", lambda: marks.append(object()) or marks[-1])
+    marks = [FakeMark(), FakeMark()]
+    coming = iter(marks)
+    monkeypatch.setattr(link, "mark", lambda: next(coming))
     bench = Bench(link)
     bench.write(0, 1)
     bench.copy(0, 0)

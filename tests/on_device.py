@@ -1,0 +1,32 @@
+"""What tests of models on a fake device share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_infinity import MoE
+
+PROMPT = torch.tensor([[3, 17, 5, 9, 40, 2, 77, 31]])
+LONG_PROMPT = (torch.arange(3, 99) * 7 % 125 + 3)[None]
+BUDGETS = ["5%", "30%", "100%"]  # of 24 experts: 1, 7, 24 slots
+
+
+def greedy(moe: Any, prompt: Tensor = PROMPT, num_tokens: int = 16, **kwargs: Any) -> Tensor:
+    ids: Tensor = moe.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        **kwargs,
+    )
+    return ids
+
+
+def assert_same_tokens(moe: MoE, expected: tuple[Tensor, Tensor], rounds: int = 1) -> None:
+    for _ in range(rounds):
+        for prompt, tokens in zip((PROMPT, LONG_PROMPT), expected, strict=True):
+            assert torch.equal(greedy(moe, prompt), tokens)
+            moe.check_invariants()
