@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.fake_link import FakeLink, RealClock, fake_device
 from moe_infinity import MoE
@@ -170,7 +171,7 @@ def test_a_long_prompt_streams_the_next_row_before_it_is_routed(tiny_checkpoint,
                 greedy(moe, LONG_PROMPT, num_tokens=1)
             assert (moe.report().prefill.late_hits > 0) == is_streaming
         took_s.append(link.clock.now_s)
-    assert took_s[0] < 0.9 * took_s[1]
+    assert took_s[0] < 0.95 * took_s[1]
 
 
 def test_a_short_prompt_loads_only_what_it_activates(tiny_checkpoint):

@@ -118,6 +118,7 @@ class CudaLink:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        torch.cuda.empty_cache()  # or what an earlier model left would count as taken
         self._stream = torch.cuda.Stream(device)
         self._lock = threading.Lock()
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()

@@ -1,0 +1,99 @@
+"""Does the CUDA engine give the right tokens on this machine, and how near does it come to what the
+machine allows?
+
+    python benchmarks/gpu_check.py --out RESULTS          # with a GPU; under 9 minutes
+    python benchmarks/gpu_check.py --fake --out RESULTS   # the same logic, tiny, on a fake device
+
+Needs torch, transformers and numpy; nothing is installed or fetched. Models are random, in the
+shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite, with 8 of their 48 and 26 MoE layers; budgets are the
+shares of all experts that 8, 12 and 24 GB are of the whole model. Every row names its ceiling.
+Rows are written after each stage to RESULTS/gpu_check.json; a stage that fails is a row, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import torch  # noqa: E402
+from gpu_models import (  # noqa: E402
+    Shape,
+    deepseek_v2_lite,
+    qwen3,
+    scratch_folder,
+    write_checkpoint,
+)
+from gpu_rows import (  # noqa: E402
+    ablation,
+    accelerate_offload,
+    capped,
+    correctness,
+    link,
+    machine,
+    prefill,
+    resident,
+)
+from gpu_stage import Check  # noqa: E402
+
+
+def shapes(*, is_fake: bool) -> list[tuple[Shape, float]]:
+    """And the GB of all experts of the real model."""
+    tiny = partial(partial, is_tiny=True) if is_fake else lambda make: make
+    layers = 3 if is_fake else 8
+    return [
+        (Shape("qwen3-30b-a3b", 48, layers, tiny(qwen3)), 58.0),
+        (Shape("deepseek-v2-lite", 26, layers, tiny(deepseek_v2_lite)), 28.8),
+    ]
+
+
+def run_checks(check: Check) -> None:
+    check.stage("machine", 5, partial(machine, check))
+    check.stage("link", 5, partial(link, check))
+    for make in (qwen3, deepseek_v2_lite):
+        with scratch_folder(1 << 20) as scratch:
+            write_checkpoint(scratch / "tiny", make(3, is_tiny=True))
+            check.stage(
+                f"correctness, {make.__name__}", 30, partial(correctness, check, scratch / "tiny")
+            )
+    for shape, total_gb in shapes(is_fake=check.is_fake):
+        folder_bytes = int(total_gb * 1e9 * shape.layers / shape.full_layers)
+        with scratch_folder(folder_bytes) as scratch:
+            folder, scale = scratch / shape.name, 0.1 if check.is_fake else 1.0
+            writing = partial(write_checkpoint, folder, shape.config)
+            check.stage(f"{shape.name}: write", 20 * scale, writing)
+            cell = check, folder, shape
+            for run, needs_s in ((resident, 45), (capped, 60), (prefill, 40), (ablation, 80)):
+                args = cell if run is resident else (*cell, total_gb)
+                name = f"{shape.name}: {run.__name__}"
+                check.stage(name, needs_s * scale, partial(run, *args))  # type: ignore[operator]
+            name = f"{shape.name}: accelerate"
+            check.stage(name, 60 * scale, partial(accelerate_offload, *cell, total_gb))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
+    parser.add_argument("--fake", action="store_true", help="tiny, on the CPU: checks the script")
+    parser.add_argument("--minutes", type=float, default=8.5, help="stages begin within this time")
+    args = parser.parse_args()
+    if not args.fake and not torch.cuda.is_available():
+        raise SystemExit(
+            f"torch {torch.__version__} finds no CUDA device; --fake checks the script without one"
+        )
+    check = Check(args.out, is_fake=args.fake, minutes=args.minutes)
+    run_checks(check)
+    is_wrong = [row for row in check.rows if row["value"] is False]
+    is_failed = [row for row in check.rows if str(row["value"]).startswith("failed")]
+    print(json.dumps({"rows": len(check.rows), "wrong": is_wrong, "failed": is_failed}))
+    if is_wrong or is_failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

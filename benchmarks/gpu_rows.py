@@ -1,0 +1,267 @@
+"""The stages of gpu_check.py: what is measured, and beside which ceiling."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from fake_link import FakeLink
+from gpu_models import Shape, token_ids
+from gpu_stage import Check
+from machinery import NoArithmetic
+
+from moe_infinity import MoE
+from moe_infinity.experts import Phase
+from moe_infinity.memory.device_mover import DeviceMover
+from moe_infinity.memory.link import CudaLink, Link
+from moe_infinity.models import computing
+from moe_infinity.trace.recorder import Step
+
+CAPS_GB = (8, 12, 24)
+COPY_BYTES = 64 << 20
+WARM_UP, TOKENS = 8, 32  # of a decode measurement
+
+
+def machine(check: Check) -> None:
+    check.add("torch", torch.__version__, transformers=transformers.__version__)
+    check.add("machine", platform.processor() or platform.machine())
+    if check.is_fake:
+        return
+    properties = torch.cuda.get_device_properties(0)
+    check.add("gpu", properties.name, memory_gb=properties.total_memory / 1e9)
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    took_s = check.seconds(lambda: source.view(torch.int64).sum())
+    check.add("device memory, read", source.nbytes / took_s / 1e9, "GB/s")
+
+
+def link(check: Check) -> None:
+    """Copies of experts: right bytes, asynchronous, and how fast."""
+    way: Link = FakeLink() if check.is_fake else CudaLink(torch.device("cuda", 0))
+    num_bytes = COPY_BYTES >> 6 if check.is_fake else COPY_BYTES
+    host = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8)
+    check.add("pages can be locked", way.page_lock(host))
+    destination = way.empty(num_bytes)
+    copy = way.copy(host, destination, way.mark())
+    check.add("copy is asynchronous", not copy.query())
+    way.let_kernels_wait(copy)
+    check.add("kernels see the copied bytes", bool(torch.equal(destination.cpu(), host)))
+    for name, size in (
+        ("64 MiB", num_bytes),
+        ("9.4 MB", num_bytes // 7),
+        ("2.6 MB", num_bytes // 25),
+    ):
+        copies = [way.copy(host[:size], destination[:size], None) for _ in range(20)]
+        copies[-1].synchronize()
+        took_s = statistics.median(copy.took_s for copy in copies)
+        check.add(f"host to device, {name}", size / took_s / 1e9, "GB/s")
+        if check.h2d_gbps is None:
+            check.h2d_gbps = size / took_s / 1e9
+    way.page_unlock(host)
+
+
+def tokens_of(model: Any, ids: torch.Tensor, num_tokens: int, **options: Any) -> list[int]:
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens,
+        do_sample=False, pad_token_id=0, **options,
+    )  # fmt: skip
+    found: list[int] = out[0].tolist()
+    return found
+
+
+def correctness(check: Check, folder: Path) -> None:
+    """The tokens of the run with all experts on the device, whatever the budgets."""
+    ids = token_ids(256, 48)
+    expected: dict[str, list[int]] = {}
+    for experts in ("grouped_mm", "eager"):
+        with check.model(folder, device_memory="100%", experts_implementation=experts) as moe:
+            expected[experts] = tokens_of(moe, ids, 48)
+        for device_memory in ("3%", "25%", "60%"):
+            for host_memory, prefetch in (("5%", False), ("100%", False), ("40%", True)):
+                budgets = {"device_memory": device_memory, "host_memory": host_memory}
+                with check.model(
+                    folder, prefetch=prefetch, experts_implementation=experts, **budgets
+                ) as moe:
+                    found = [tokens_of(moe, ids, 48) for _ in range(2)]
+                    moe.check_invariants()
+                same = found == [expected[experts]] * 2
+                check.add("same tokens", same, experts=experts, prefetch=str(prefetch), **budgets)
+    stock = stock_model(check, folder)
+    found_ids = tokens_of(stock, ids.to(check.device), 48)
+    equal = sum(a == b for a, b in zip(found_ids[48:], expected["eager"][48:], strict=True))
+    check.add("tokens equal to transformers eager", float(equal), "of 48", ceiling=48.0)
+
+
+def stock_model(check: Check, folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, experts_implementation="eager", **options
+    ).to(check.device)
+
+
+def decode_ms(check: Check, model: Any, config: Any, *, seed: int = 1) -> float:
+    """Median milliseconds per token, given tokens one by one."""
+    num_prompt = 64
+    total = num_prompt + WARM_UP + TOKENS
+    ids = token_ids(config.vocab_size, total, seed=seed).to(check.device)
+    cache = transformers.DynamicCache(config=config)
+    times = []
+    with torch.inference_mode():
+        model(ids[:, :num_prompt], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for at in range(num_prompt, total):
+            started = time.perf_counter()
+            out = model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+            out.logits[0, -1].argmax().item()
+            times.append(time.perf_counter() - started)
+    return 1e3 * statistics.median(times[WARM_UP:])
+
+
+def resident(check: Check, folder: Path, shape: Shape) -> None:
+    """Everything in device memory: transformers, ours with hits only, and our bookkeeping."""
+    model = stock_model(check, folder)
+    eager_ms = decode_ms(check, model, shape.config)
+    check.add("transformers eager, resident", eager_ms, "ms", shape=shape.name, layers=shape.layers)
+    del model
+    with check.model(folder, device_memory="100%") as moe:
+        warm_every_expert(check, moe)
+        hit_ms = decode_ms(check, moe.model, shape.config)
+        decode = moe.report().decode
+        check.add(
+            "reference path, all hits", hit_ms, "ms", ceiling=eager_ms, shape=shape.name,
+            layers=shape.layers, hit_rate=decode.hit_rate,
+        )  # fmt: skip
+        machinery(check, moe, shape)
+
+
+def warm_every_expert(check: Check, moe: MoE) -> None:
+    """A prompt of every token id, so that all experts come in."""
+    ids = torch.randint(0, moe.model.config.vocab_size, (1, 4096 if not check.is_fake else 256))
+    with torch.inference_mode():
+        moe.model(ids.to(check.device), use_cache=False, logits_to_keep=1)
+
+
+def machinery(check: Check, moe: MoE, shape: Shape) -> None:
+    """Microseconds per MoE layer of everything that is not arithmetic, its wait for the routing
+    included.
+    """
+    config, runtime = shape.config, moe._runtime
+    x_TD = torch.randn(1, config.hidden_size, dtype=torch.bfloat16, device=check.device)
+    index_TK = torch.arange(config.num_experts_per_tok, device=check.device)[None]
+    weights_TK = torch.rand(index_TK.shape, device=check.device)
+    rows, arithmetic = len(runtime._keys), computing.RoutedRows
+
+    def step() -> None:
+        runtime.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.zeros(1, dtype=bool)))
+        for row in range(rows):
+            runtime.moe_layer(row, x_TD, index_TK, weights_TK)
+
+    try:
+        for name, computing.RoutedRows in (("machinery", NoArithmetic), ("MoE layer", arithmetic)):
+            took_us = 1e6 * check.seconds(step, rounds=20) / rows
+            check.add(f"{name}, per layer", took_us, "us", shape=shape.name)
+    finally:
+        computing.RoutedRows = arithmetic
+
+
+def expert_bytes(moe: MoE) -> int:
+    """Copied for one expert."""
+    return max(recipes.layout.slot_bytes for recipes in moe._runtime._recipes)
+
+
+def capped(check: Check, folder: Path, shape: Shape, total_gb: float) -> None:
+    """Decode with the share of experts that a smaller device would hold."""
+    for cap in CAPS_GB:
+        if cap < total_gb:
+            share = f"{100 * cap / total_gb:.1f}%"
+            offloaded(check, folder, shape, f"{cap} GB", device_memory=share)
+
+
+def offloaded(check: Check, folder: Path, shape: Shape, name: str, **options: Any) -> None:
+    """One cell: time per token, beside the time its copies take on the link."""
+    with check.model(folder, **options) as moe:
+        warm_every_expert(check, moe)  # into HOST
+        decode_ms(check, moe.model, shape.config, seed=3)
+        before = moe.report()
+        took_ms = decode_ms(check, moe.model, shape.config)
+        after = moe.report()
+        num_tokens = after.decode.steps - before.decode.steps
+        copies = after.decode.misses - before.decode.misses
+        copies += after.prefetches.begun - before.prefetches.begun
+        copied_mb = copies * expert_bytes(moe) / num_tokens / 1e6
+        assert check.h2d_gbps is not None
+        lookups = after.decode.lookups - before.decode.lookups
+        check.add(
+            f"decode, {name}", took_ms, "ms", ceiling=copied_mb / check.h2d_gbps, shape=shape.name,
+            layers=shape.layers, copied_mb_per_token=copied_mb,
+            h2d_share=copied_mb / took_ms / check.h2d_gbps,
+            hit_rate=(after.decode.hits - before.decode.hits) / lookups,
+            stall_ms=1e3 * (after.decode.stall_s - before.decode.stall_s) / num_tokens,
+            **{key: str(value) for key, value in options.items()},
+        )  # fmt: skip
+
+
+def prefill(check: Check, folder: Path, shape: Shape, total_gb: float) -> None:
+    """A long prompt against the time its copies take on the link."""
+    num_tokens = 512 if check.is_fake else 8192
+    share = f"{100 * 8 / total_gb:.1f}%"
+    for is_streaming in (True, False):
+        with check.model(folder, device_memory=share) as moe, torch.inference_mode():
+            mover = moe._runtime._mover
+            assert isinstance(mover, DeviceMover)
+            if not is_streaming:
+                mover.stream = lambda keys: []  # type: ignore[method-assign]
+            ids = token_ids(shape.config.vocab_size, num_tokens, seed=2).to(check.device)
+            run = partial(moe.model, ids, use_cache=False, logits_to_keep=1)
+            run()
+            before = moe.report().prefill
+            took_s = check.seconds(run, rounds=2)
+            after = moe.report().prefill
+            steps = after.steps - before.steps
+            copies = after.misses + after.late_hits - before.misses - before.late_hits
+            copied_gb = copies / steps * expert_bytes(moe) / 1e9
+            assert check.h2d_gbps is not None
+            check.add(
+                f"prefill, {num_tokens} tokens", 1e3 * took_s, "ms", shape=shape.name,
+                ceiling=1e3 * copied_gb / check.h2d_gbps, layers=shape.layers, copied_gb=copied_gb,
+                device_memory=share, streaming=str(is_streaming),
+            )  # fmt: skip
+
+
+def accelerate_offload(check: Check, folder: Path, shape: Shape, total_gb: float) -> None:
+    """transformers + accelerate on the same weights and the same share of device memory."""
+    try:
+        import accelerate
+    except ImportError:
+        check.add("transformers + accelerate", "left out: accelerate is not installed")
+        return
+    if check.is_fake:
+        check.add("transformers + accelerate", "left out: no GPU")
+        return
+    experts_gb = (folder / "model.safetensors").stat().st_size / 1e9
+    for cap in CAPS_GB[:1]:
+        memory = {0: int(1e9 * experts_gb * cap / total_gb), "cpu": int(100e9)}
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, device_map="auto", max_memory=memory
+        )
+        took_ms = decode_ms(check, model, shape.config)
+        check.add(
+            f"transformers + accelerate {accelerate.__version__}, {cap} GB", took_ms, "ms",
+            shape=shape.name, layers=shape.layers,
+        )  # fmt: skip
+
+
+def ablation(check: Check, folder: Path, shape: Shape, total_gb: float) -> None:
+    """What each part is worth at 12 GB."""
+    share = f"{100 * 12 / total_gb:.1f}%"
+    for name, options in {
+        "policy lru": {"policy": "lru"},
+        "prefetch": {"prefetch": True},
+        "prefetch, early gate": {"prefetch": True, "early_gate": True},
+        "half of HOST": {"host_memory": "50%"},
+    }.items():
+        offloaded(check, folder, shape, name, device_memory=share, **options)

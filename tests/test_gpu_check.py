@@ -1,0 +1,42 @@
+"""benchmarks/gpu_check.py: its logic on a fake device, and what it says without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu_check.py"
+
+
+def call(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *args], capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path):
+    done = call("--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "finds no CUDA device; --fake" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_on_a_fake_device_every_stage_runs_and_every_token_is_right(tmp_path):
+    done = call("--fake", "--out", str(tmp_path), "--minutes", "60")
+    rows = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert done.returncode == 0, done.stdout[-3000:]
+    same = [row["value"] for row in rows if row["name"] == "same tokens"]
+    assert len(same) == 2 * 2 * 9
+    assert all(same)
+    assert {"prefill, 512 tokens", "decode, 8 GB", "machinery, per layer"} <= {
+        row["name"] for row in rows
+    }
+    assert json.loads(done.stdout.splitlines()[-1])["failed"] == []
