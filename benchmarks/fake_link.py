@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -167,9 +168,5 @@ class FakeLink:
 @contextmanager
 def fake_device(link: FakeLink) -> Iterator[FakeLink]:
     """Models opened inside have a device, and this is the way to it."""
-    open_link = device_module.open_link
-    device_module.open_link = lambda device: link
-    try:
+    with mock.patch.object(device_module, "open_link", return_value=link):
         yield link
-    finally:
-        device_module.open_link = open_link

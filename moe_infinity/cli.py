@@ -19,6 +19,8 @@ from rich.progress import Progress
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.cli_options import (
     ApiKey,
+    AsJson,
+    ChatModel,
     Device,
     DeviceMemory,
     Dtype,
@@ -35,6 +37,7 @@ from moe_infinity.cli_options import (
     Temperature,
     TopP,
     TrustRemoteCode,
+    Url,
 )
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.prefetch.predictors import FACTORS
@@ -109,12 +112,8 @@ def run(
 
 @app.command()
 def chat(
-    model: Annotated[
-        str | None, typer.Argument(help="Checkpoint folder or hub id.", metavar="[MODEL]")
-    ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="A server to talk to, instead of loading MODEL here.")
-    ] = None,
+    model: ChatModel = None,
+    url: Url = None,
     api_key: ApiKey = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
@@ -180,9 +179,7 @@ def inspect(
     model: Model,
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of a table.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show layers, experts and bytes of a checkpoint, and what budgets hold. Reads headers only."""
     from moe_infinity.inspection import inspect_checkpoint
@@ -296,9 +293,7 @@ def simulate(
     without: Annotated[
         str, typer.Option(help=f"Factors not to predict from, with commas: {', '.join(FACTORS)}.")
     ] = "",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of a table.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Replay recorded routing with other policies and capacities, without the model."""
     from moe_infinity.simulator.laboratory import Experiment, run_experiment, table_of

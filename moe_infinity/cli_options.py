@@ -10,6 +10,13 @@ import typer
 from moe_infinity.cache.policies import POLICIES
 
 Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", metavar="MODEL")]
+ChatModel = Annotated[
+    str | None, typer.Argument(help="Checkpoint folder or hub id.", metavar="[MODEL]")
+]
+Url = Annotated[
+    str | None, typer.Option(help="A server to talk to, instead of loading MODEL here.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 Device = Annotated[
     str, typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:1.")
 ]

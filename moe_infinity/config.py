@@ -33,6 +33,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 # Options of the MoE-Infinity that was published with the paper -> what to tell its user.
 LEGACY_IGNORED = {
     "offload_path": "experts are read in place from the checkpoint, no copy is kept; remove it",
+    "device_memory_ratio": "torch finds no CUDA device, experts run on the CPU; remove it",
     "trace_capacity": "the collection of earlier requests keeps 120; remove it",
     "trace_path": "use `history`, a file that is made when the model is closed",
     "num_threads": "use `num_read_threads` for disk reads and torch.set_num_threads() for compute",
@@ -166,14 +167,17 @@ def _translate_legacy(options: dict[str, Any]) -> dict[str, Any]:
     """Honour or answer each key of the older config dict."""
     kept = {}
     for name, value in options.items():
-        if name in LEGACY_IGNORED:
+        device_bytes = None
+        if name == "device_memory_ratio":
+            device_bytes = device_memory_bytes(str(options.get("device", "auto")))
+        if device_bytes is not None:
+            kept["device_memory"] = int(_ratio(name, value) * device_bytes)
+        elif name in LEGACY_IGNORED:
             warnings.warn(
                 f"option {name!r} has no effect: {LEGACY_IGNORED[name]}", UserWarning, stacklevel=4
             )
         elif name == "host_memory_ratio":
             kept["host_memory"] = int(_ratio(name, value) * machine_memory_bytes())
-        elif name == "device_memory_ratio":
-            kept |= _share_of_device(_ratio(name, value), options.get("device", "auto"))
         else:
             kept[name] = value
     return kept
@@ -183,17 +187,3 @@ def _ratio(name: str, ratio: Any) -> float:
     if type(ratio) not in (int, float) or not 0 < ratio <= 1:
         raise ConfigError(f"{name} must be above 0 and at most 1, got {ratio!r}")
     return float(ratio)
-
-
-def _share_of_device(ratio: float, device: Any) -> dict[str, int]:
-    """device_memory, if there is a device."""
-    num_bytes = device_memory_bytes(str(device))
-    if num_bytes is None:
-        warnings.warn(
-            "option 'device_memory_ratio' has no effect: experts run on the CPU, where torch finds "
-            "no CUDA device; remove it",
-            UserWarning,
-            stacklevel=5,
-        )
-        return {}
-    return {"device_memory": int(ratio * num_bytes)}

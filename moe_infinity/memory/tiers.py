@@ -25,25 +25,14 @@ Fill = Callable[[ExpertKey, memoryview], None]  # bring an expert's bytes from d
 
 
 @dataclass(slots=True)
-class HostTier:
-    """Slots in DRAM."""
+class SlotTier:
+    """One tier of slots."""
 
-    slots: HostSlots
+    tier: Tier
+    slots: HostSlots | DeviceSlots
     policy: EvictionPolicy
     table: ResidencyTable
-    mover: Mover
-    tier: Tier = Tier.HOST
-
-
-@dataclass(slots=True)
-class DeviceTier:
-    """Slots on a device."""
-
-    slots: DeviceSlots
-    policy: EvictionPolicy
-    table: ResidencyTable
-    mover: DeviceMover
-    tier: Tier = Tier.DEVICE
+    mover: Mover | DeviceMover
 
 
 def make_tiers(
@@ -54,38 +43,30 @@ def make_tiers(
     num_experts: int,
     make_policy: Callable[..., EvictionPolicy],
     fills: tuple[Fill, Fill],  # for the second nobody waits yet
-) -> tuple[HostTier] | tuple[DeviceTier, HostTier]:
+) -> list[SlotTier]:
     """Raises ConfigError for a host_memory that is too small or too large."""
     slot_bytes = max(row_bytes)
     if device_slots is not None:
         slot_bytes = round_up(slot_bytes, PAGE_BYTES)
     num_slots = num_host_slots(config.host_memory, slot_bytes=slot_bytes, num_experts=num_experts)
+    slots = (
+        HostSlots(num_slots, slot_bytes)
+        if device_slots is None
+        else SourceSlots(device_slots.link, num_slots, slot_bytes)
+    )
     policy = make_policy(num_slots=num_slots)
     table = ResidencyTable(num_slots, policy)
-    if device_slots is None:
-        slots = HostSlots(num_slots, slot_bytes)
-        mover = _mover(table, slots, fills, config.num_read_threads)
-        return (HostTier(slots, policy, table, mover),)
-    sources = SourceSlots(device_slots.link, num_slots, slot_bytes)
-    mover = _mover(table, sources, fills, config.num_read_threads)
-    host = HostTier(sources, policy, table, mover)
-    policy = make_policy(num_slots=device_slots.num_slots)
-    table = ResidencyTable(device_slots.num_slots, policy)
-    above = DeviceMover(
-        table, device_slots, host.table, sources, host.mover, copied_bytes=row_bytes
-    )
-    return DeviceTier(device_slots, policy, table, above), host
+    read, read_ahead = (_into_slots(fill, slots) for fill in fills)
+    mover = Mover(table, read, num_threads=config.num_read_threads, read_ahead=read_ahead)
+    tiers = [SlotTier(Tier.HOST, slots, policy, table, mover)]
+    if device_slots is not None:
+        assert isinstance(slots, SourceSlots), slots
+        policy = make_policy(num_slots=device_slots.num_slots)
+        above = ResidencyTable(device_slots.num_slots, policy)
+        chain = DeviceMover(above, device_slots, table, slots, mover, copied_bytes=row_bytes)
+        tiers.insert(0, SlotTier(Tier.DEVICE, device_slots, policy, above, chain))
+    return tiers
 
 
-def _mover(
-    table: ResidencyTable, slots: HostSlots, fills: tuple[Fill, Fill], num_threads: int
-) -> Mover:
-    fill, fill_ahead = fills
-
-    def read(key: ExpertKey, slot_id: int) -> None:
-        fill(key, slots.bytes_of(slot_id))
-
-    def read_ahead(key: ExpertKey, slot_id: int) -> None:
-        fill_ahead(key, slots.bytes_of(slot_id))
-
-    return Mover(table, read, num_threads=num_threads, read_ahead=read_ahead)
+def _into_slots(fill: Fill, slots: HostSlots) -> Callable[[ExpertKey, int], None]:
+    return lambda key, slot_id: fill(key, slots.bytes_of(slot_id))

@@ -82,6 +82,9 @@ def serve(
     from moe_infinity.server.sequences import EngineConfig
     from moe_infinity.server.serve import ServeConfig, serve_model
 
+    engine = EngineConfig(
+        max_batch=max_batch, max_queue=max_queue, prefill_chunk=prefill_chunk, deadline_s=deadline
+    )
     config = ServeConfig(
         host=host,
         port=port,
@@ -90,12 +93,7 @@ def serve(
         max_context=max_context,
         max_new_tokens=max_new_tokens,
         max_body_bytes=max_body,
-        engine=EngineConfig(
-            max_batch=max_batch,
-            max_queue=max_queue,
-            prefill_chunk=prefill_chunk,
-            deadline_s=deadline,
-        ),
+        engine=engine,
     )
     with open_model(
         model,
