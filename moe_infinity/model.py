@@ -52,7 +52,7 @@ from moe_infinity.trace.recorder import Step
 from moe_infinity.trace.tracefile import SequenceTrace
 
 if TYPE_CHECKING:
-    from moe_infinity.models.lean import LeanSteps
+    from moe_infinity.kernels.lean import LeanSteps
 
 
 class MoE:
@@ -258,7 +258,7 @@ class MoE:
         is_on_cpu = self._device.device.type == "cpu"
         if self.config.experts_implementation != "fast" or not (is_on_cpu and has_packed_kernels()):
             return None
-        from moe_infinity.models.lean import LeanSteps  # needs numba
+        from moe_infinity.kernels.lean import LeanSteps  # needs numba
 
         return LeanSteps(self.model)
 

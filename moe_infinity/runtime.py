@@ -133,7 +133,7 @@ class ExpertRuntime:
         """
         index_TK = top_k_index_TK.cpu().numpy()
         rows = self._computers[moe_row].work(index_TK, x_TD, top_k_weights_TK)
-        if NO_EXPERT in index_TK:  # to those who keep account: another one of the token's, or 0
+        if rows.num_without:  # to those who keep account: another one of the token's, or 0
             another_T1 = index_TK.max(axis=1, keepdims=True).clip(0)
             index_TK = np.where(index_TK == NO_EXPERT, another_T1, index_TK)
         self.compute(moe_row, rows, index_TK, len(index_TK))

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "moe_infinity"
 FOLDERS = (PACKAGE, "tests", "benchmarks", "scripts", "tools")
 
-CORE_LINES = 4000  # the package without what is built around it: decision 0005
+CORE_LINES = 4550  # the package without what is built around it: decisions 0005 and 0010
 AROUND = (
     "server", "entrypoints", "simulator", "packer", "cli.py", "cli_options.py", "inspection.py",
     "streaming.py", "tracing.py",

@@ -48,7 +48,7 @@ class RoutedRows:
         self._order = flat.argsort(kind="stable") if is_eager else _order_of_stock(flat)
         by_expert = flat[self._order].tolist()
         self._stops = {expert: stop for stop, expert in enumerate(by_expert, start=1)}
-        self._num_without = self._stops.pop(NO_EXPERT, 0)  # they come first
+        self.num_without = self._stops.pop(NO_EXPERT, 0)  # pairs without an expert: they come first
         self.activated = list(self._stops)  # distinct expert ids, ascending
         # Set by gather(): the rows of each expert, their (token, k) pairs, their inputs, and the
         # weights of all pairs unless they went into the inputs.
@@ -62,7 +62,7 @@ class RoutedRows:
         """Tokens routed to each activated expert; 1 if to all of them."""
         if len(self._index_TK) == 1:
             return 1
-        return np.diff(list(self._stops.values()), prepend=self._num_without)
+        return np.diff(list(self._stops.values()), prepend=self.num_without)
 
     def gather(self, x_TD: Tensor, top_k_weights_TK: Tensor, *, weighs_input: bool = False) -> None:
         """Copy the rows of every expert next to each other. Weights scale what comes out of an
@@ -70,7 +70,7 @@ class RoutedRows:
         """
         num_tokens, top_k = self._index_TK.shape
         stops = self._stops.values()
-        starts = (self._num_without, *stops)
+        starts = (self.num_without, *stops)
         self._rows = dict(zip(self._stops, map(slice, starts, stops), strict=False))
         order = self._order
         if self._is_eager:  # its pairs are counted k first
@@ -96,7 +96,7 @@ class RoutedRows:
         if self._weights_P1 is not None:
             out_RD = out_RD * self._weights_P1[pairs_R]
         if self._outputs_PD is None:
-            make = out_RD.new_zeros if self._num_without else out_RD.new_empty
+            make = out_RD.new_zeros if self.num_without else out_RD.new_empty
             self._outputs_PD = make(len(self._pairs_P), out_RD.shape[1])
         self._outputs_PD[pairs_R] = out_RD
 

@@ -286,10 +286,14 @@ class Rows:
         buffers = ints, self._scratch, self.out_PD
         Call(experts.weights, experts.down.places, job, buffers).run(num_threads())
 
-    def sum(self, place_TK: NDArray[np.int64], weights_TK: NDArray[np.float32]) -> Tensor:
-        """[T, D]: each token's weighted rows, in the order of k; pair (t, k) is row
-        place_TK[t, k].
+    def sum(self, place_P: array[int], weights_TK: Tensor) -> Tensor:
+        """[T, D]: each token's weighted rows, in the order of k; its pairs are told by their rows,
+        token by token. Weights are float32 without gaps.
         """
-        total_TD: NDArray[np.float32] = np.zeros((len(place_TK), self.out_PD.shape[1]), np.float32)
-        experts_work.add_weighted(self.out_PD.numpy(), place_TK, weights_TK, total_TD)
-        return torch.from_numpy(total_TD)
+        num_tokens, top_k = weights_TK.shape
+        total_TD = torch.zeros(num_tokens, self.out_PD.shape[1])
+        experts_work.add_weighted(
+            self.out_PD.data_ptr(), self.out_PD.shape[1], place_P.buffer_info()[0],
+            weights_TK.data_ptr(), top_k, total_TD.data_ptr(), num_tokens,
+        )  # fmt: skip
+        return total_TD

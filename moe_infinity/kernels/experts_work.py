@@ -192,13 +192,14 @@ def _activated(x, activation):  # type: ignore[no-untyped-def]
     return max(x, np.float32(0))
 
 
-@njit("void(float32[:, ::1], int64[:, ::1], float32[:, ::1], float32[:, ::1])", nogil=True)
-def add_weighted(rows_PD, place_TK, weights_TK, total_TD):  # type: ignore[no-untyped-def]
-    for t in range(place_TK.shape[0]):
-        for k in range(place_TK.shape[1]):
-            row, weight = rows_PD[place_TK[t, k]], weights_TK[t, k]
-            for d in range(total_TD.shape[1]):
-                total_TD[t, d] += weight * row[d]
+@njit(types.void(*[types.int64] * 7), nogil=True)
+def add_weighted(rows, width, places, weights, top_k, total, num_tokens):  # type: ignore[no-untyped-def]
+    """Rows at `places` [T, K], times `weights` [T, K], onto `total` [T, D]: addresses."""
+    for pair in range(num_tokens * top_k):
+        row, weight = rows + 4 * width * int_at(places, pair), float_at(weights, pair)
+        onto = total + 4 * width * (pair // top_k)
+        for d in range(width):
+            put_float(onto, d, float_at(onto, d) + weight * float_at(row, d))
 
 
 class Call:
@@ -214,6 +215,7 @@ class Call:
     def run(self, num_threads: int) -> None:
         """Returns when all is computed, by helpers, too, if they come before it is."""
         try:
+            worker()  # compiled once, not by every helper
             if num_threads > 1:
                 calls = _waiting_calls(os.getpid(), num_threads - 1)
                 for _ in range(min(num_threads - 1, MAX_WAITING - calls.qsize())):

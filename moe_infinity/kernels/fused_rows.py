@@ -1,11 +1,15 @@
 """Which rows go to which expert where experts compute together (experts_cpu.py), and the sum over a
 token's experts: float32 throughout, rounded once. dispatch.py has the plain way.
 
+Lists and not arrays: after each layer's weights have passed through the caches, what little code
+there is costs most.
+
 T tokens, K experts per token, P = T * K (token, k) pairs, D model width.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,39 +21,44 @@ from torch import Tensor
 if TYPE_CHECKING:
     from moe_infinity.kernels.experts_cpu import FusedExperts
 
+FUSED_ROWS = 8  # of one expert; for more torch's matrix product is faster
+
 
 class FusedRows:
-    """The work of one layer in one step. Every pair has an expert."""
+    """The work of one layer in one step; `flat_P` are its expert ids, one for every pair."""
+
+    num_without = 0  # pairs without an expert
 
     def __init__(
-        self,
-        fused: FusedExperts,
-        index_TK: NDArray[np.int64],
-        x_TD: Tensor,
-        top_k_weights_TK: Tensor,
+        self, fused: FusedExperts, flat_P: list[int], x_TD: Tensor, top_k_weights_TK: Tensor
     ) -> None:
-        flat_P = index_TK.ravel()
-        order_P = flat_P.argsort(kind="stable")  # of pairs by expert
-        sorted_P = flat_P[order_P]
-        starts = np.flatnonzero(np.diff(sorted_P, prepend=-1))
-        self.activated: list[int] = sorted_P[starts].tolist()  # distinct expert ids, ascending
-        self.counts = np.diff(starts, append=len(flat_P))  # rows of each
-        stops = (starts + self.counts).tolist()
-        self._rows = dict(
-            zip(self.activated, zip(starts.tolist(), stops, strict=True), strict=True)
-        )
-        self._weights_TK = top_k_weights_TK.to(torch.float32).contiguous().numpy()
-        self._place_TK = np.empty(index_TK.shape, np.int64)  # among the rows, of each pair
-        self._place_TK.ravel()[order_P] = np.arange(len(flat_P))
-        if len(index_TK) > 1:
-            x_TD = x_TD[torch.from_numpy(order_P // index_TK.shape[1])]
+        order_P = sorted(range(len(flat_P)), key=flat_P.__getitem__)  # of pairs by expert
+        self._place_P = array("q", bytes(8 * len(flat_P)))  # among the rows, of each pair
+        self._starts: dict[int, int] = {}
+        self._stops: dict[int, int] = {}
+        for place, pair in enumerate(order_P):
+            self._place_P[pair] = place
+            self._starts.setdefault(flat_P[pair], place)
+            self._stops[flat_P[pair]] = place + 1
+        self.activated = list(self._starts)  # distinct expert ids, ascending
+        self._weights_TK = top_k_weights_TK.to(torch.float32).contiguous()
+        if len(x_TD) > 1:
+            x_TD = x_TD[[pair * len(x_TD) // len(flat_P) for pair in order_P]]
         self._fused_rows = fused.begin(x_TD, len(flat_P))
+
+    @property
+    def counts(self) -> NDArray[np.int64] | int:
+        """Tokens routed to each activated expert; 1 if to all of them."""
+        if len(self._weights_TK) == 1:
+            return 1
+        return np.array([self._stops[idx] - start for idx, start in self._starts.items()])
 
     def add(self, expert_idxs: Sequence[int], addresses: Sequence[int]) -> None:
         """Compute these experts, in any order. They lie at `addresses`."""
-        starts, stops = zip(*(self._rows[expert_idx] for expert_idx in expert_idxs), strict=True)
+        starts = [self._starts[expert_idx] for expert_idx in expert_idxs]
+        stops = [self._stops[expert_idx] for expert_idx in expert_idxs]
         self._fused_rows.compute(starts, stops, addresses)
 
     def sum(self, dtype: torch.dtype) -> Tensor:
         """[T, D]: in the order of k, so the same bits whatever the order of the `add` calls."""
-        return self._fused_rows.sum(self._place_TK, self._weights_TK).to(dtype)
+        return self._fused_rows.sum(self._place_P, self._weights_TK).to(dtype)

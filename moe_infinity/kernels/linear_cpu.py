@@ -1,5 +1,5 @@
-"""The product of a few rows with a dense weight, for decode steps: what experts_cpu.py does for
-experts, with a weight that stays where it is. Rounded once, to the dtype of the input.
+"""The product of a few rows with dense weights, for decode steps: what experts_cpu.py does for
+experts, with weights that stay where they are. Rounded once, to the dtype of the input.
 
 Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
 """
@@ -7,6 +7,7 @@ Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,27 +22,31 @@ KINDS = {dtype: kind for kind, dtype in PLAIN.items()}
 STATE = OF_EXPERTS + LINE  # int64s
 
 
-def fused_linear(weight_RC: Tensor) -> FusedLinear | None:
-    """None: not a weight that kernels read."""
-    kind = KINDS.get(weight_RC.dtype)
-    if kind is None or weight_RC.dim() != 2 or not weight_RC.is_contiguous():
+def fused_linear(weights: Sequence[Tensor]) -> FusedLinear | None:
+    """For weights [R, C] of equal C that are given one input. None: kernels do not read them."""
+    stored = []
+    for weight in weights:
+        kind = KINDS.get(weight.dtype)
+        if kind is None or weight.dim() != 2 or not weight.is_contiguous() or not weight.is_cpu:
+            return None
+        shape = weight.shape[0], weight.shape[1]
+        part = StoredPart(weight.data_ptr(), weight.dtype, shape)
+        stored.append(StoredWeight(kind, shape, {"": part}))
+    steps = steps_of(stored)
+    if steps is None or len({weight.shape[1] for weight in weights}) > 1:
         return None
-    if weight_RC.device.type != "cpu":
-        return None
-    shape = weight_RC.shape[0], weight_RC.shape[1]
-    weight = StoredWeight(kind, shape, {"": StoredPart(0, weight_RC.dtype, shape)})
-    steps = steps_of([weight])
-    return None if steps is None else FusedLinear(weight_RC, Side.of([weight], steps, shape[0]))
+    side = Side.of(stored, steps, sum(weight.shape[0] for weight in weights))
+    return FusedLinear([weight.detach() for weight in weights], side)
 
 
 class FusedLinear:
-    """Multiplies with `weight_RC`, which it keeps. Any number of threads may call."""
+    """Multiplies with `weights`, which it keeps. Any number of threads may call."""
 
-    def __init__(self, weight_RC: Tensor, side: Side) -> None:
-        self.weight_RC = weight_RC.detach()  # of a Parameter, what it holds now
+    def __init__(self, weights: list[Tensor], side: Side) -> None:
+        self.weights = weights
         self._places = side.places
-        self._side = side  # keeps what `_weights` points to
-        self._weights = Weights(
+        self._side = side  # keeps what `_told` points to
+        self._told = Weights(
             up_blocks=side.blocks.ctypes.data,
             num_up=len(side.blocks),
             down_blocks=0,
@@ -51,16 +56,17 @@ class FusedLinear:
             activation=0,
             is_gated=0,
         )
-        self._is_shared = weight_RC.numel() * weight_RC.itemsize >= MIN_SHARED_BYTES
+        num_bytes = sum(weight.numel() * weight.itemsize for weight in weights)
+        self._is_shared = num_bytes >= MIN_SHARED_BYTES
 
-    def __call__(self, x_TC: Tensor, bias_R: Tensor | None = None) -> Tensor:
-        """[T, C] -> [T, R]."""
+    def __call__(self, x_TC: Tensor) -> Tensor:
+        """[T, C] -> [T, R of all weights] in float32."""
         x = x_TC.to(torch.float32).contiguous()
         arranged = torch.empty(len(x) * self._places.row_bytes, dtype=torch.uint8)
         arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), self._places)
-        out_TR = torch.empty(len(x), len(self.weight_RC))
+        out_TR = torch.empty(len(x), self._side.num_rows)
         ints = array("q", bytes(8 * STATE))
-        ints.extend((0, len(x), self.weight_RC.data_ptr()))
+        ints.extend((0, len(x), 0))  # one "expert" with all rows, whose addresses are absolute
         at = ints.buffer_info()[0]
         job = Job(
             state=at,
@@ -74,8 +80,6 @@ class FusedLinear:
             hidden=0,
             out=0,
         )
-        call = Call(self._weights, self._places, job, (ints, arranged, out_TR))
+        call = Call(self._told, self._places, job, (ints, arranged, out_TR))
         call.run(num_threads() if self._is_shared else 1)
-        if bias_R is not None:
-            out_TR += bias_R
-        return out_TR.to(x_TC.dtype)
+        return out_TR

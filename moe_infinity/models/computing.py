@@ -10,6 +10,7 @@ it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from transformers.integrations import moe
 from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
-from moe_infinity.kernels.fused_rows import FusedRows
+from moe_infinity.kernels.fused_rows import FUSED_ROWS, FusedRows
 from moe_infinity.memory.host import Slots
 from moe_infinity.models.adapters import INTERFACE, ExpertsModule
 from moe_infinity.models.recipes import Recipe, RowRecipes
@@ -30,7 +31,6 @@ from moe_infinity.models.recipes import Recipe, RowRecipes
 if TYPE_CHECKING:
     from moe_infinity.kernels.experts_cpu import FusedExperts, StoredWeight
 
-FUSED_ROWS = 8  # of one expert; for more torch's matrix product is faster
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu"}  # by class
 PLAIN = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 PACKED = {  # by name of the scheme
@@ -74,8 +74,10 @@ class RowComputer:
         self, index_TK: NDArray[np.int64], x_TD: Tensor, top_k_weights_TK: Tensor
     ) -> RoutedRows | FusedRows:
         """What the experts of this row have to do for T tokens of K experts each."""
-        if self._fused is not None and has_few_rows(index_TK):
-            return FusedRows(self._fused, index_TK, x_TD, top_k_weights_TK)
+        if self._fused is not None:
+            flat_P = index_TK.ravel().tolist()
+            if has_few_rows(flat_P, len(index_TK)):
+                return FusedRows(self._fused, flat_P, x_TD, top_k_weights_TK)
         rows = RoutedRows(index_TK, is_eager=bool(self._is_eager))
         rows.gather(x_TD, top_k_weights_TK, weighs_input=self._weighs_input)
         return rows
@@ -90,11 +92,11 @@ class RowComputer:
             work.compute(key.expert_idx, self._mlp, self._views[slot_ids[key]])
 
 
-def has_few_rows(index_TK: NDArray[np.int64]) -> bool:
+def has_few_rows(flat_P: list[int], num_tokens: int) -> bool:
     """Whether no expert has more than kernels are good for, and no pair is without one."""
-    if not len(index_TK) or NO_EXPERT in index_TK:
+    if not flat_P or NO_EXPERT in flat_P:
         return False
-    return len(index_TK) <= FUSED_ROWS or np.bincount(index_TK.ravel()).max() <= FUSED_ROWS
+    return num_tokens <= FUSED_ROWS or max(Counter(flat_P).values()) <= FUSED_ROWS
 
 
 def fused_row(row: ExpertsModule, recipes: RowRecipes) -> FusedExperts | None:

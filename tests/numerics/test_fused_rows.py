@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moe_infinity.kernels.dispatch import NO_EXPERT, RoutedRows
 from moe_infinity.kernels.experts_cpu import StoredPart, StoredWeight, fused_experts
-from moe_infinity.kernels.fused_rows import FusedRows
+from moe_infinity.kernels.fused_rows import FUSED_ROWS, FusedRows
 from moe_infinity.kernels.reference import expert_mlp
-from moe_infinity.models.computing import FUSED_ROWS, has_few_rows
+from moe_infinity.models.computing import has_few_rows
 
 NUM_EXPERTS, WIDTH, EXPERT_WIDTH = 6, 64, 32
 SHAPES = {"gate_up_proj": (2 * EXPERT_WIDTH, WIDTH), "down_proj": (WIDTH, EXPERT_WIDTH)}
@@ -54,7 +54,8 @@ def routing(num_tokens: int) -> tuple[Any, Tensor, Tensor]:
 def together(num_tokens: int, portions: list[list[int]]) -> Tensor:
     fused = fused_experts([UP], [DOWN], activation="silu")
     assert fused is not None
-    rows = FusedRows(fused, *routing(num_tokens))
+    index_TK, x_TD, weights_TK = routing(num_tokens)
+    rows = FusedRows(fused, index_TK.ravel().tolist(), x_TD, weights_TK)
     for portion in portions:
         rows.add(portion, [SLOTS[expert].data_ptr() for expert in portion])
     return rows.sum(torch.float32)
@@ -85,7 +86,7 @@ def test_work_is_told_as_routed_rows_tell_it(num_tokens):
     fused = fused_experts([UP], [DOWN], activation="silu")
     assert fused is not None
     rows, plain = (
-        FusedRows(fused, index_TK, x_TD, weights_TK),
+        FusedRows(fused, index_TK.ravel().tolist(), x_TD, weights_TK),
         RoutedRows(index_TK, is_eager=False),
     )
     assert rows.activated == plain.activated
@@ -96,11 +97,10 @@ def test_work_is_told_as_routed_rows_tell_it(num_tokens):
 
 
 def test_few_rows_are_those_kernels_are_good_for():
-    one_each = np.arange(6 * FUSED_ROWS).reshape(-1, 2)
-    assert has_few_rows(one_each)
-    assert has_few_rows(one_each % FUSED_ROWS)
-    same = np.zeros((FUSED_ROWS + 1, 1), dtype=int)
-    assert has_few_rows(same[1:])
-    assert not has_few_rows(same)
-    assert not has_few_rows(np.array([[0, 1], [2, NO_EXPERT]]))
-    assert not has_few_rows(np.zeros((0, 2), dtype=int))
+    one_each = list(range(6 * FUSED_ROWS))
+    assert has_few_rows(one_each, 3 * FUSED_ROWS)
+    assert has_few_rows([expert % FUSED_ROWS for expert in one_each], 3 * FUSED_ROWS)
+    assert has_few_rows([0] * FUSED_ROWS, FUSED_ROWS)
+    assert not has_few_rows([0] * (FUSED_ROWS + 1), FUSED_ROWS + 1)
+    assert not has_few_rows([0, 1, 2, NO_EXPERT], 2)
+    assert not has_few_rows([], 0)

@@ -14,6 +14,7 @@ once; other models pass through.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moe_infinity.kernels.linear_cpu import FusedLinear, fused_linear
+from moe_infinity.kernels.fused_rows import FUSED_ROWS
+from moe_infinity.kernels.linear_cpu import fused_linear
 from moe_infinity.kernels.threads import give_torch_all, leave_torch_one
-from moe_infinity.models.computing import FUSED_ROWS
 
 MARK = "_moe_infinity_groups_heads"  # on attention modules of our models
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -34,8 +35,10 @@ class LeanSteps:
 
     def __init__(self, model: nn.Module) -> None:
         for module in model.modules():
-            if type(module) is nn.Linear and (fused := fused_linear(module.weight)) is not None:
-                vars(module)["forward"] = LeanLinear(module, fused)
+            siblings = Siblings()
+            for child in module.children():
+                if type(child) is nn.Linear:
+                    vars(child)["forward"] = partial(siblings.forward, child)
             if getattr(module, "num_key_value_groups", 1) > 1:
                 vars(module)[MARK] = True
         _wrap_sdpa()
@@ -58,21 +61,74 @@ class LeanSteps:
             hook.remove()
 
 
-class LeanLinear:
-    """In place of the forward of a linear layer: by the kernel if there are few rows, nobody wants
-    gradients, and the weight is still the one it was.
+class Siblings:
+    """The linear layers of one module. Those that are given the very same input one after the
+    other, as queries, keys and values are, are computed together from then on, when the first of
+    them is called.
     """
 
-    def __init__(self, linear: nn.Linear, fused: FusedLinear) -> None:
-        self._linear = linear
-        self._fused = fused
+    def __init__(self) -> None:
+        self._x: Tensor | None = None  # the last input, and which layer it was given to first
+        self._first: nn.Linear | None = None
+        self._groups: dict[nn.Linear, Group] = {}  # by their first
+        self._waiting: dict[nn.Linear, Tensor] = {}  # products with x that were not asked for yet
 
-    def __call__(self, x: Tensor) -> Tensor:
-        linear, rows = self._linear, x.shape[:-1]
-        is_few = rows.numel() <= FUSED_ROWS and not torch.is_grad_enabled()
-        if not is_few or linear.weight.data_ptr() != self._fused.weight_RC.data_ptr():
+    def forward(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """By the kernel if there are few rows and nobody wants gradients."""
+        rows = x.shape[:-1]
+        if rows.numel() > FUSED_ROWS or torch.is_grad_enabled():
             return nn.functional.linear(x, linear.weight, linear.bias)
-        return self._fused(x.reshape(-1, x.shape[-1]), linear.bias).view(*rows, -1)
+        if x is not self._x or linear is self._first:
+            self._x, self._first = x, linear
+            self._waiting = self._multiply(linear, x)
+        elif linear not in self._waiting:
+            self._waiting |= self._multiply(linear, x)
+            self._join(linear)
+        if linear not in self._waiting:
+            return nn.functional.linear(x, linear.weight, linear.bias)
+        out = self._waiting.pop(linear)
+        if linear.bias is not None:
+            out = out + linear.bias
+        return out.to(x.dtype).view(*rows, -1)
+
+    def _multiply(self, linear: nn.Linear, x: Tensor) -> dict[nn.Linear, Tensor]:
+        """In float32, by layer of its group; empty if kernels do not read its weight."""
+        group = self._groups.get(linear)
+        if group is None or not group.is_current:
+            group = self._groups[linear] = Group([linear])
+        return group.multiply(x)
+
+    def _join(self, linear: nn.Linear) -> None:
+        """Next time, compute this layer with the first."""
+        assert self._first is not None
+        group = Group([*self._groups[self._first].linears, linear])
+        if group.fused is not None:
+            self._groups[self._first] = group
+
+
+class Group:
+    """Layers that are computed together."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self.linears = linears
+        self.fused = fused_linear([linear.weight for linear in linears])
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the weights are still those that the kernel reads: not moved, not cast."""
+        weights = [] if self.fused is None else self.fused.weights
+        return all(
+            linear.weight.data_ptr() == weight.data_ptr() and linear.weight.dtype == weight.dtype
+            for linear, weight in zip(self.linears, weights, strict=False)
+        )
+
+    def multiply(self, x: Tensor) -> dict[nn.Linear, Tensor]:
+        """[..., C] -> [T, R] of each layer."""
+        if self.fused is None:
+            return {}
+        out_TR = self.fused(x.reshape(-1, x.shape[-1]))
+        outs = out_TR.split([len(weight) for weight in self.fused.weights], dim=1)
+        return dict(zip(self.linears, outs, strict=True))
 
 
 def _wrap_sdpa() -> None:
