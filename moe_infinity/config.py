@@ -65,9 +65,8 @@ class OffloadConfig:
         None  # for expert slots: bytes, "8GiB", "25%" of all experts; None: what is free
     )
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto": a GPU if there is one
-    device_memory: int | str | None = (
-        None  # for expert slots on it, as host_memory; None: see README
-    )
+    # For expert slots on the GPU, as host_memory; None: most of what is free beside dense weights.
+    device_memory: int | str | None = None
     policy: str = ACTIVATION_AWARE  # which expert leaves first, one of POLICIES
     prefetch: bool = False  # load experts ahead of their layer; needs a policy that predicts
     early_gate: bool = (

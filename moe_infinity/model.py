@@ -124,11 +124,11 @@ class MoE:
         """
         with self._lock, self._device.explaining():
             self._require_open()
-            args = tuple(map(self._device.move, args))
-            kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
             config = kwargs.get("generation_config")
             self._steps.end_ids = kwargs.get("eos_token_id", config and config.eos_token_id)
             self._steps.prompt_mask = kwargs.get("attention_mask")
+            args = tuple(map(self._device.move, args))
+            kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
             try:
                 return self.model.generate(*args, **kwargs)
             finally:

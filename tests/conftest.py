@@ -68,6 +68,15 @@ def make_model(**changes: object) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | changes))).to(torch.bfloat16)
 
 
+@pytest.fixture(autouse=True)
+def only_gpu_tests_use_a_gpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others compare with the bits of the CPU."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3-MoE in one safetensors file, with tokenizer. Read-only: break a copy of it."""

@@ -70,6 +70,8 @@ def test_an_unknown_option_is_named_with_those_that_exist(given):
         ("policy", "mru"), ("policy", None), ("policy", 3), ("policy", ["lru"]),
         ("dtype", "int8"), ("dtype", None), ("experts_implementation", "batched"),
         ("host_memory", "lots"), ("host_memory", True), ("host_memory", -5), ("host_memory", [1]),
+        ("device", "gpu"), ("device", "cuda:"), ("device", None), ("device", 0),
+        ("device_memory", "lots"), ("device_memory", True),
         ("num_read_threads", 0), ("num_read_threads", -1), ("num_read_threads", "two"),
         ("num_read_threads", 1.5), ("num_read_threads", None),
         ("prefetch", "yes"), ("early_gate", 1), ("history", 3), ("without", "token"),
@@ -101,6 +103,18 @@ def test_a_key_of_the_older_config_without_effect_is_answered_by_a_warning(name)
         config = options({name: OLDER_KEYS_WITHOUT_EFFECT[name]})
     assert len(caught) == 1
     assert config == OffloadConfig()
+
+
+def test_the_older_share_of_device_memory_is_honoured_where_there_is_a_device(monkeypatch):
+    monkeypatch.setattr("moe_infinity.config.device_memory_bytes", lambda device: 1 << 30)
+    assert options({"device_memory_ratio": 0.75}).device_memory == 3 << 28
+    with pytest.raises(ConfigError, match="device_memory_ratio must be above 0"):
+        options({"device_memory_ratio": 75})
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1"])
+def test_a_device_is_named_as_torch_names_it(device):
+    assert options(device=device).device == device
 
 
 def test_the_older_prefetch_switch_is_honoured():

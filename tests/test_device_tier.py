@@ -22,7 +22,7 @@ from tests.on_device import BUDGETS, LONG_PROMPT, PROMPT, assert_same_tokens, gr
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):
     """Tokens of a run on the CPU, of the short and the long prompt."""
-    with MoE(tiny_checkpoint) as moe:
+    with MoE(tiny_checkpoint, device="cpu") as moe:
         return greedy(moe), greedy(moe, LONG_PROMPT)
 
 
