@@ -88,8 +88,11 @@ def test_a_device_without_memory_left_is_answered_with_the_numbers(tiny_checkpoi
     with MoE(tiny_checkpoint, device="cuda", device_memory="50%") as moe:
         tokens = greedy(moe)
         with monkeypatch.context() as patch:
-            too_much = {"size": (1 << 50,), "dtype": torch.uint8, "device": "cuda"}
-            patch.setattr(RowComputer, "run", lambda *_: torch.empty(**too_much))
+
+            def run(*_: object) -> None:
+                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+            patch.setattr(RowComputer, "run", run)
             with pytest.raises(OutOfMemory, match="12 expert slots"):
                 greedy(moe)
         assert torch.equal(greedy(moe), tokens)

@@ -126,7 +126,7 @@ class DeviceMover:
             yield keys
             return
         if self._ahead:
-            self._ahead.difference_update(keys)
+            self._ahead.difference_update(keys)  # first: what is wanted must not be dropped
             self.settle()
         wanted = set(keys)
         resident = [key for key in keys if self._table.lookup(key) is Residency.RESIDENT]
@@ -134,7 +134,8 @@ class DeviceMover:
             yield resident
         yield from self._copied(wanted)
         while waiting := [key for key in keys if key in self._on_disk]:
-            coming = self._bring(waiting) or self._host_table.loading_keys()
+            coming = self._bring(waiting)
+            yield from self._copied(wanted)
             for arrived in self._host_mover.arrivals(coming, counters):
                 for key in arrived:
                     if key in self._on_disk:
@@ -151,13 +152,13 @@ class DeviceMover:
 
     def _bring(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
         """Begin to copy what HOST has, and to read as many others as it has room for; gives those
-        that HOST is loading now.
+        to wait for, whoever they are, before more can be done.
         """
         phase = self._phase_of(keys[0])
         try:
             wave = self._host_table.next_wave(keys, phase)
         except OutOfSlots:  # prefetches have them all
-            return []
+            return self._host_table.loading_keys()
         with self._host_table.holding(wave, phase) as held:
             self._host_mover.load_now(held.absent, held.slot_ids)
             for key in wave:
