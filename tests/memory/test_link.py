@@ -1,9 +1,9 @@
-"""CudaLink asks torch for the right things in the right order. torch.cuda is played by notes: what a
-GPU makes of it, tests/test_gpu.py says."""
+"""CudaLink asks torch for the right things in the right order. torch.cuda is played by notes; what
+a GPU makes of it, tests/test_gpu.py says."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,10 @@ class Notes:
 
     def event(self, **options: Any) -> Event:
         return Event(self)
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        self.asked.append(f"on {stream.name}")
+        return nullcontext()
 
     def register(self, address: int, num_bytes: int, flags: int) -> str:
         self.registered[address] = num_bytes
@@ -81,7 +85,7 @@ def notes(monkeypatch):
         "Stream": lambda device: Stream(notes, "copies"),
         "current_stream": lambda device: Stream(notes, "kernels"),
         "Event": notes.event,
-        "stream": lambda stream: nullcontext(notes.asked.append(f"on {stream.name}")),
+        "stream": notes.on,
         "device": lambda device: nullcontext(),
         "cudart": lambda: cudart,
     }.items():
