@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,8 +72,13 @@ def run(
     report: Annotated[
         bool, typer.Option("--report", help="Print what the cache did, to stderr.")
     ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Print where the time went, to stderr.")
+    ] = False,
 ) -> None:
     """Continue a prompt."""
+    from moe_infinity.profiling import profiling
+
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_model(
         model,
@@ -90,9 +95,12 @@ def run(
         stream = moe.stream(
             text, max_new_tokens=max_new_tokens, **sampling(temperature, top_p, seed)
         )
-        for piece in stream:
-            if not as_json:
-                write(piece)
+        with profiling(moe) if profile else nullcontext() as split:
+            for piece in stream:
+                if not as_json:
+                    write(piece)
+        if split is not None:
+            stderr.print("\n" + str(split), soft_wrap=True, highlight=False)
         if as_json:
             write(json.dumps(result_of(stream, moe), ensure_ascii=False) + "\n")
             return
