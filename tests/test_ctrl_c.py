@@ -127,14 +127,15 @@ def test_a_stream_ends_with_it_and_leaves_no_thread_that_generates(moe, disk, ex
 
 
 # Runs the command line in forks, as its imports take seconds, and interrupts each of them so many
-# seconds after what was waited for: its start, or its first text. How it ended goes to stdout.
+# seconds after what was waited for: its start, or its first text. Impatient ones press again soon.
+# How it ended goes to stdout.
 INTERRUPTER = """
 import json, os, signal, sys, tempfile, time
 from moe_infinity import cli, model
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 job = json.loads(sys.argv[1])
-for waits_for_text, seconds in job["moments"]:
+for waits_for_text, seconds, again_s in job["moments"]:
     output, into = os.pipe()
     errors = tempfile.TemporaryFile()
     child = os.fork()
@@ -152,6 +153,9 @@ for waits_for_text, seconds in job["moments"]:
     time.sleep(seconds)
     os.kill(child, signal.SIGINT)
     pressed_at = time.monotonic()
+    if again_s:
+        time.sleep(again_s)
+        os.kill(child, signal.SIGINT)
     status = os.waitpid(child, 0)[1]
     errors.seek(0)
     print(json.dumps({
@@ -162,7 +166,10 @@ for waits_for_text, seconds in job["moments"]:
 """
 
 
-def interrupted(*command: object, moments: list[tuple[bool, float]]) -> list[dict[str, Any]]:
+Moment = tuple[bool, float, float]
+
+
+def interrupted(*command: object, moments: list[Moment]) -> list[dict[str, Any]]:
     job = {"command": [*map(str, command)], "moments": moments}
     args = [sys.executable, "-c", INTERRUPTER, json.dumps(job)]
     done = subprocess.run(args, stdout=subprocess.PIPE, text=True, check=True)
@@ -172,21 +179,22 @@ def interrupted(*command: object, moments: list[tuple[bool, float]]) -> list[dic
 
 
 def end_well(outcomes: list[dict[str, Any]]) -> None:
-    assert [(outcome["code"], outcome["err"].strip()) for outcome in outcomes] == [(130, "")] * len(
-        outcomes
-    )
-    assert max(outcome["took_s"] for outcome in outcomes) < 10
+    for outcome in outcomes:
+        assert (outcome["code"], outcome["err"].strip()) == (130, "")
+        assert outcome["took_s"] < 30  # on a busy machine; a second as a rule
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("times", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_command_ends_soon_with_code_130_and_not_a_word(tmp_path, times):
     history = tmp_path / "history.npz"
     rng = random.Random(1)
     outcomes = interrupted(
         "run", DEMO, "-p", "Once upon a time", "--max-new-tokens", 900,
         "--host-memory", "25%", "--prefetch", "--history", history,
-        moments=[(True, rng.uniform(0, 0.2)) for _ in range(times)]
-        + [(False, rng.uniform(0.01, 1)) for _ in range(times)],
+        moments=[(True, rng.uniform(0, 0.2), 0) for _ in range(times)]
+        + [(False, rng.uniform(0.01, 1), 0) for _ in range(times)]
+        + [(True, rng.uniform(0, 0.2), rng.uniform(0.005, 0.2)) for _ in range(times)],
     )  # fmt: skip
     end_well(outcomes)
     assert [file.name for file in tmp_path.iterdir()] == ["history.npz"]
@@ -196,6 +204,7 @@ def test_a_command_ends_soon_with_code_130_and_not_a_word(tmp_path, times):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_trace_that_is_interrupted_is_not_written(tmp_path):
     """It generates in the main thread."""
     prompts = tmp_path / "prompts.jsonl"
@@ -203,7 +212,7 @@ def test_a_trace_that_is_interrupted_is_not_written(tmp_path):
     outcomes = interrupted(
         "trace", DEMO, "--prompts", prompts, "-o", tmp_path / "trace.npz",
         "--max-new-tokens", 900, "--host-memory", "25%",
-        moments=[(False, seconds) for seconds in (0.1, 1.5, 2, 3)],
+        moments=[(False, seconds, 0) for seconds in (0.1, 1.5, 2, 3)],
     )  # fmt: skip
     end_well(outcomes)
     assert list(tmp_path.iterdir()) == [prompts]
