@@ -63,14 +63,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=OPTIONS.values(), ids=OPTIONS)
+@pytest.fixture(params=list(OPTIONS.values()), ids=list(OPTIONS))
 def moe(request, tiny_checkpoint) -> Iterator[MoE]:
     """Whatever happened to it must have left it in order, and closing it leaves no thread."""
     threads = set(threading.enumerate())
     with MoE(tiny_checkpoint, host_memory="25%", **request.param) as moe:
         yield moe
         moe.check_invariants()
-    assert set(threading.enumerate()) <= threads
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(5)
+        assert not thread.is_alive(), thread
 
 
 @contextmanager
