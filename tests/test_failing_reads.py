@@ -138,7 +138,7 @@ def test_a_disk_that_hangs_ends_in_a_timeout_and_may_come_back(moe, disk, expect
 
     def hang(read: Read) -> None:
         if read.number >= 20:
-            assert awake.wait(20)
+            assert awake.wait(50)
 
     disk.act = hang
     with monkeypatch.context() as patch:

@@ -72,7 +72,8 @@ class Mover:
         def run() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(read(key, slot))
+                    read(key, slot)
+                    future.set_result(None)
                 except BaseException as error:
                     future.set_exception(error)
 
