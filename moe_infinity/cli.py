@@ -5,6 +5,7 @@ progress and logs to stderr; exit codes 0, 1, 2; 130 after Ctrl-C.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -392,6 +393,8 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:  # torch takes a second to leave and answers a second Ctrl-C with a traceback
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 if __name__ == "__main__":
