@@ -7,13 +7,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
@@ -38,6 +37,7 @@ from moe_infinity.cli_options import (
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.prefetch.predictors import FACTORS
 from moe_infinity.server.command import require_extra, serve
+from moe_infinity.terminal import stderr, talk, write
 
 app = typer.Typer(
     add_completion=False,
@@ -45,7 +45,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Run Mixture-of-Experts models that do not fit in memory.",
 )
-stderr = Console(stderr=True, highlight=False, emoji=False)
 
 
 @app.command()
@@ -349,39 +348,6 @@ def result_of(stream: Any, moe: Any) -> dict[str, Any]:
         "tpot_s": stream.tpot_s,
         "report": moe.report().as_dict(),
     }
-
-
-def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]]) -> None:
-    """A conversation on the terminal; `answer` gives pieces of text for the messages so far."""
-    messages: list[dict[str, str]] = []
-    for line in user_lines():
-        messages.append({"role": "user", "content": line})
-        text = ""
-        try:
-            for piece in answer(messages):
-                write(piece)
-                text += piece
-        except KeyboardInterrupt:
-            stderr.print("(stopped)")
-        write("\n")
-        messages.append({"role": "assistant", "content": text.strip()})
-
-
-def user_lines() -> Iterator[str]:
-    """Lines typed after a prompt sign, until an empty one or the end of input."""
-    while True:
-        try:
-            line = stderr.input("[bold]> [/bold]").strip()
-        except (EOFError, KeyboardInterrupt):
-            return
-        if not line:
-            return
-        yield line
-
-
-def write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def main() -> None:
