@@ -104,7 +104,7 @@ class MoE:
             self._runtime.close()
             raise
         self._steps = experts_backend.attach(self.model, plan.rows, self._runtime)
-        self._lean = self._make_lean()
+        self._lean = self._make_lean(is_packed=plan.packing is not None)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -242,8 +242,11 @@ class MoE:
             self._runtime.close()
             self._save_history()
 
-    def _make_lean(self) -> LeanSteps | None:
-        if self.config.experts_implementation != "fast" or not has_packed_kernels():
+    def _make_lean(self, *, is_packed: bool) -> LeanSteps | None:
+        """If the bits are not those of transformers anyway."""
+        implementation = self.config.experts_implementation
+        is_free = implementation == "fast" or (implementation == "auto" and is_packed)
+        if not is_free or not has_packed_kernels():
             return None
         from moe_infinity.kernels.lean import LeanSteps  # needs numba
 
