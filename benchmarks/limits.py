@@ -37,25 +37,32 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
+def start(file: str, cell: dict[str, Any], group: Path | None) -> subprocess.Popen[str]:
+    """`file --cell JSON` in a process of its own, in a memory group if one is given."""
+
+    def join() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    command = [sys.executable, file, "--cell", json.dumps(cell)]
+    return subprocess.Popen(command, preexec_fn=join, stdout=subprocess.PIPE, text=True)
+
+
+def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The last line it prints, once it has ended."""
+    output, _ = process.communicate()
+    if process.returncode:
+        return {"failed": f"exit status {process.returncode}"}  # -9: out of memory
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
+
+
 def run_limited(file: str, cell: dict[str, Any], limit_bytes: int | None) -> dict[str, Any]:
-    """Run `file --cell JSON` in a process of its own; the last line it prints is its result."""
-
-    def run(group: Path | None) -> dict[str, Any]:
-        def join() -> None:
-            if group is not None:
-                (group / "cgroup.procs").write_text(str(os.getpid()))
-
-        command = [sys.executable, file, "--cell", json.dumps(cell)]
-        done = subprocess.run(command, preexec_fn=join, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            return {"failed": f"exit status {done.returncode}"}  # -9: out of memory
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return result
-
+    """What `file --cell JSON` prints last, run under this limit if there is one."""
     if limit_bytes is None:
-        return run(None)
+        return result_of(start(file, cell, None))
     with memory_cgroup(limit_bytes) as group:
-        return run(group)
+        return result_of(start(file, cell, group))
 
 
 def drop_from_page_cache(path: Path) -> None:

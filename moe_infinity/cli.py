@@ -5,14 +5,14 @@ progress and logs to stderr; exit codes 0, 1, 2; 130 after Ctrl-C.
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
@@ -33,7 +33,10 @@ from moe_infinity.cli_options import (
     Model,
     Policy,
     Prefetch,
+    Prompt,
     Seed,
+    ShowProfile,
+    ShowReport,
     Temperature,
     TopP,
     TrustRemoteCode,
@@ -42,6 +45,7 @@ from moe_infinity.cli_options import (
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.prefetch.predictors import FACTORS
 from moe_infinity.server.command import require_extra, serve
+from moe_infinity.terminal import stderr, talk, write
 
 app = typer.Typer(
     add_completion=False,
@@ -49,15 +53,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Run Mixture-of-Experts models that do not fit in memory.",
 )
-stderr = Console(stderr=True, highlight=False, emoji=False)
 
 
 @app.command()
 def run(
     model: Model,
-    prompt: Annotated[
-        str, typer.Option("--prompt", "-p", help="Text to continue; '-' reads stdin.")
-    ],
+    prompt: Prompt,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -76,11 +77,12 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text.")
     ] = False,
-    report: Annotated[
-        bool, typer.Option("--report", help="Print what the cache did, to stderr.")
-    ] = False,
+    report: ShowReport = False,
+    profile: ShowProfile = False,
 ) -> None:
     """Continue a prompt."""
+    from moe_infinity.profiling import profiling
+
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_model(
         model,
@@ -99,9 +101,12 @@ def run(
         stream = moe.stream(
             text, max_new_tokens=max_new_tokens, **sampling(temperature, top_p, seed)
         )
-        for piece in stream:
-            if not as_json:
-                write(piece)
+        with profiling(moe) if profile else nullcontext() as split:
+            for piece in stream:
+                if not as_json:
+                    write(piece)
+        if split is not None:
+            stderr.print("\n" + str(split), soft_wrap=True, highlight=False)
         if as_json:
             write(json.dumps(result_of(stream, moe), ensure_ascii=False) + "\n")
             return
@@ -351,39 +356,6 @@ def result_of(stream: Any, moe: Any) -> dict[str, Any]:
     }
 
 
-def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]]) -> None:
-    """A conversation on the terminal; `answer` gives pieces of text for the messages so far."""
-    messages: list[dict[str, str]] = []
-    for line in user_lines():
-        messages.append({"role": "user", "content": line})
-        text = ""
-        try:
-            for piece in answer(messages):
-                write(piece)
-                text += piece
-        except KeyboardInterrupt:
-            stderr.print("(stopped)")
-        write("\n")
-        messages.append({"role": "assistant", "content": text.strip()})
-
-
-def user_lines() -> Iterator[str]:
-    """Lines typed after a prompt sign, until an empty one or the end of input."""
-    while True:
-        try:
-            line = stderr.input("[bold]> [/bold]").strip()
-        except (EOFError, KeyboardInterrupt):
-            return
-        if not line:
-            return
-        yield line
-
-
-def write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
 def main() -> None:
     """Entry point: our errors become one message and exit code 1, wrong usage 2, Ctrl-C 130."""
     try:
@@ -393,6 +365,8 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:  # torch takes a second to leave and answers a second Ctrl-C with a traceback
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

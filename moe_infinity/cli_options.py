@@ -59,6 +59,11 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings with it."),
 ]
+Prompt = Annotated[str, typer.Option("--prompt", "-p", help="Text to continue; '-' reads stdin.")]
+ShowReport = Annotated[bool, typer.Option("--report", help="Print what the cache did, to stderr.")]
+ShowProfile = Annotated[
+    bool, typer.Option("--profile", help="Print where the time went, to stderr.")
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
 Temperature = Annotated[
     float, typer.Option(min=0.0, help="0 takes the likeliest token, above 0 samples.")

@@ -23,8 +23,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 # The last two are those of transformers whose arithmetic we reproduce bit for bit. "fast" is our
-# own kernels, summing in float32, where there are some; "auto" is that for packed weights, and
-# grouped_mm for others.
+# own kernels, summing in float32, for experts and, in steps of few tokens, for
+# what surrounds them; "auto" is that for packed weights, and grouped_mm for others.
 EXPERTS_IMPLEMENTATIONS = ("auto", "fast", "grouped_mm", "eager")
 EXPERT_DTYPES = ("int4", "int8", "fp8")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")

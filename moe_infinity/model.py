@@ -106,7 +106,7 @@ class MoE:
             self._runtime.close()
             raise
         self._steps = experts_backend.attach(self.model, plan.rows, self._runtime)
-        self._lean = self._make_lean()
+        self._lean = self._make_lean(is_packed=plan.packing is not None)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -254,9 +254,12 @@ class MoE:
             self._runtime.close()
             self._save_history()
 
-    def _make_lean(self) -> LeanSteps | None:
+    def _make_lean(self, *, is_packed: bool) -> LeanSteps | None:
+        """If the bits are not those of transformers anyway."""
+        implementation = self.config.experts_implementation
+        is_free = implementation == "fast" or (implementation == "auto" and is_packed)
         is_on_cpu = self._device.device.type == "cpu"
-        if self.config.experts_implementation != "fast" or not (is_on_cpu and has_packed_kernels()):
+        if not (is_free and is_on_cpu and has_packed_kernels()):
             return None
         from moe_infinity.kernels.lean import LeanSteps  # needs numba
 

@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "moe_infinity"
 FOLDERS = (PACKAGE, "tests", "benchmarks", "scripts", "tools")
 
-CORE_LINES = 4550  # the package without what is built around it: decisions 0005 and 0010
+CORE_LINES = 4580  # the package without what is built around it: decisions 0005 and 0011
 AROUND = (
     "server", "entrypoints", "simulator", "packer", "cli.py", "cli_options.py", "inspection.py",
-    "streaming.py", "tracing.py",
+    "profiling.py", "streaming.py", "terminal.py", "tracing.py",
 )  # fmt: skip
 KERNEL_LINES = 2500  # arithmetic, each with a plain twin: decision 0006
 CATALOGUE_LINES = 1200  # one entry per architecture or format, none on a token's way: 0006

@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: no test ask
 import io
 import logging
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from math import prod
@@ -180,6 +181,7 @@ def command(
 ) -> Iterator[Callable[..., Outcome]]:
     """command("run", ...) -> what `moe-infinity run ...` does, in this process."""
     handlers = logging.root.handlers[:]
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
 
     def call(*args: object, stdin: str = "") -> Outcome:
         monkeypatch.setattr(sys, "argv", ["moe-infinity", *map(str, args)])
@@ -188,6 +190,7 @@ def command(
             cli.main()
         code = stopped.value.code
         assert code is None or isinstance(code, int)
+        signal.signal(signal.SIGINT, on_ctrl_c)  # main() ignores it at its end
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
         return Outcome(code or 0, captured.out, captured.err)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,20 @@ def test_what_was_learned_is_kept_for_the_next_run(tiny_checkpoint, tmp_path):
             greedy(moe)
         assert history.exists()
     assert first > 0
+
+
+def test_what_was_learned_under_one_budget_changes_no_token_under_another(
+    tiny_checkpoint, tmp_path
+):
+    history, expected = tmp_path / "history.npz", greedy(stock_model(tiny_checkpoint))
+    for host_memory, prefetch in [("25%", False), ("70%", True), ("5%", True), ("100%", False)]:
+        options: dict[str, Any] = {"host_memory": host_memory, "prefetch": prefetch}
+        with MoE(tiny_checkpoint, history=history, **options) as moe:
+            assert moe._runtime.predictor is not None
+            before = moe._runtime.predictor.num_tokens
+            assert torch.equal(greedy(moe), expected), options
+            moe.check_invariants()
+        assert (before > 0) == (host_memory != "25%"), "the history was read"
 
 
 def test_the_history_of_another_model_is_refused(tiny_checkpoint, tmp_path):

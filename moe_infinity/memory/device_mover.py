@@ -45,21 +45,20 @@ class DeviceMover:
         self._host_slots = host_slots
         self._host_mover = host_mover
         self._copied_bytes = copied_bytes
-        self._on_disk: dict[ExpertKey, None] = {}  # LOADING, and not yet in HOST; in order
-        self._copies: dict[ExpertKey, Copy] = {}  # LOADING, copy begun; in order
-        self._ahead: set[ExpertKey] = set()  # LOADING, and no layer has asked yet
+        self._loading: dict[ExpertKey, Copy | None] = {}  # None: not yet in HOST
+        self._ahead: set[ExpertKey] = set()  # of these, prefetches no layer has asked for yet
         self.failed: set[ExpertKey] = set()  # prefetches that failed; until a demand load succeeds
         self.load_s = 0.0  # what a prefetch kept the slower of its links busy for, lately
 
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: Mapping[ExpertKey, int]) -> None:
         """Start loads the current layer waits for. The slots are reserved already."""
-        self._on_disk.update(dict.fromkeys(keys))
+        self._loading.update(dict.fromkeys(keys))
         self._bring(list(keys))
 
     def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
         """Begin loads no layer waits for yet; those that find no HOST slot are dropped."""
         self._ahead.update(slot_ids)
-        self._on_disk.update(dict.fromkeys(slot_ids))
+        self._loading.update(dict.fromkeys(slot_ids))
         for key in slot_ids:
             if self._host_table.lookup(key) is Residency.RESIDENT:
                 self._begin_copy(key)
@@ -85,12 +84,12 @@ class DeviceMover:
 
     def num_read(self, keys: Iterable[ExpertKey]) -> int:
         """How many of these loads, just begun, read from disk."""
-        return sum(key in self._on_disk for key in keys)
+        return len(self._on_disk(keys))
 
     def settle(self) -> float:
         """Take note of the prefetches that arrived; seconds until the others will have."""
         queued_s = self._host_mover.settle()
-        for key in [key for key in self._on_disk if key in self._ahead]:
+        for key in self._on_disk(self._ahead):
             state = self._host_table.lookup(key)
             if state is Residency.RESIDENT:
                 self._note_time(self._host_mover.load_s)
@@ -98,11 +97,16 @@ class DeviceMover:
             elif state is None:  # its read failed
                 self.failed.add(key)
                 self._cancel(key)
-        for key in [key for key in self._ahead if key in self._copies]:
-            if self._copies[key].query():
-                self._note_time(self._copies[key].took_s)
+        num_copying = 0
+        for key, copy in list(self._loading.items()):
+            if copy is None or key not in self._ahead:
+                continue
+            if copy.query():
+                self._note_time(copy.took_s)
                 self._finish(key)
-        return queued_s + len(self._ahead & self._copies.keys()) * self.load_s
+            else:
+                num_copying += 1
+        return queued_s + num_copying * self.load_s
 
     def arrivals(
         self, keys: Sequence[ExpertKey], counters: PhaseCounters
@@ -122,7 +126,7 @@ class DeviceMover:
     def _groups(
         self, keys: Sequence[ExpertKey], counters: PhaseCounters
     ) -> Iterator[Sequence[ExpertKey]]:
-        if not self._on_disk and not self._copies:  # every one a hit
+        if not self._loading:  # every one a hit
             yield keys
             return
         if self._ahead:
@@ -133,22 +137,28 @@ class DeviceMover:
         if resident:
             yield resident
         yield from self._copied(wanted)
-        while waiting := [key for key in keys if key in self._on_disk]:
+        while waiting := self._on_disk(keys):
             coming = self._bring(waiting)
             yield from self._copied(wanted)
             for arrived in self._host_mover.arrivals(coming, counters):
-                for key in arrived:
-                    if key in self._on_disk:
-                        self._begin_copy(key)
+                for key in self._on_disk(arrived):
+                    self._begin_copy(key)
                 yield from self._copied(wanted)
 
     def _copied(self, wanted: set[ExpertKey]) -> Iterator[Sequence[ExpertKey]]:
         """Those wanted whose copies have begun, one by one: each may compute while the next one
         is copied.
         """
-        for key in [key for key in self._copies if key in wanted]:
-            self._finish(key)
-            yield [key]
+        copied = [key for key, copy in self._loading.items() if copy is not None]
+        for key in copied:
+            if key in wanted:
+                self._finish(key)
+                yield [key]
+
+    def _on_disk(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
+        """Those that are LOADING and not yet in HOST."""
+        loading = self._loading
+        return [key for key in keys if key in loading and loading[key] is None]
 
     def _bring(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
         """Begin to copy what HOST has, and to read as many others as it has room for; gives those
@@ -164,7 +174,7 @@ class DeviceMover:
             for key in wave:
                 if self._host_table.lookup(key) is Residency.RESIDENT:
                     self._begin_copy(key)
-        return [key for key in wave if key in self._on_disk]
+        return self._on_disk(wave)
 
     def _phase_of(self, key: ExpertKey) -> Phase:
         """What prefill brings in is as transient in HOST as it is on the device."""
@@ -181,12 +191,12 @@ class DeviceMover:
             self._cancel(key)
             raise
         self._host_slots.note_copy(host_slot_id, copy)
-        self._copies[key] = copy
-        del self._on_disk[key]
+        self._loading[key] = copy
 
     def _finish(self, key: ExpertKey) -> None:
         """Kernels launched from now on see the expert."""
-        copy = self._copies.pop(key)
+        copy = self._loading.pop(key)
+        assert copy is not None, key
         if not copy.query():
             self._link.let_kernels_wait(copy)
         self._table.finish_load(key)
@@ -194,7 +204,7 @@ class DeviceMover:
         self.failed.discard(key)
 
     def _cancel(self, key: ExpertKey) -> None:
-        del self._on_disk[key]
+        del self._loading[key]
         self._ahead.discard(key)
         self._table.cancel_load(key)
 
@@ -209,10 +219,10 @@ class DeviceMover:
         self._host_mover.recover()
         self._link.synchronize()
         for key in self._table.loading_keys():
-            arrived = key in self._copies
+            arrived = self._loading.get(key) is not None
             (self._table.finish_load if arrived else self._table.cancel_load)(key)
-        for moving in (self._on_disk, self._copies, self._ahead):
-            moving.clear()
+        self._loading.clear()
+        self._ahead.clear()
 
     def close(self) -> None:
         """Wait for what is under way."""

@@ -72,7 +72,8 @@ def _used_bytes(folder: Path) -> int:
         text = _read(folder / name)
         if text.isdigit():
             fields = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-            droppable = fields.get("inactive_file", fields.get("total_inactive_file", "0"))
+            own = fields.get("inactive_file", "0")  # in v1 without that of the groups inside
+            droppable = fields.get("total_inactive_file", own)
             return max(int(text) - int(droppable), 0)
     return 0
 

@@ -41,8 +41,8 @@ class Mover:
         self._table = table
         self._read = read
         self._read_ahead = read_ahead or read
-        self._num_threads = num_threads
-        self._pool, self._ahead_pool = self._make_pools()
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="moe-infinity-read")
+        self._ahead_pool = ThreadPoolExecutor(1, thread_name_prefix="moe-infinity-prefetch")
         self._loading: dict[ExpertKey, Future[None]] = {}
         self._ahead: dict[ExpertKey, int] = {}  # prefetches no layer has asked for yet, and slots
         self.failed: set[ExpertKey] = set()  # prefetches that failed; until a demand load succeeds
@@ -51,17 +51,37 @@ class Mover:
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: dict[ExpertKey, int]) -> None:
         """Start loads the current layer waits for. The slots are reserved already."""
         for key in keys:
-            self._loading[key] = self._pool.submit(self._read, key, slot_ids[key])
+            self._submit(self._pool, self._read, key, slot_ids[key])
 
     def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
         """Queue loads no layer waits for yet, one at a time. The slots are reserved already."""
         for key, slot_id in slot_ids.items():
-            self._loading[key] = self._ahead_pool.submit(self._read_timed, key, slot_id)
+            self._submit(self._ahead_pool, self._read_timed, key, slot_id)
             self._ahead[key] = slot_id
 
     def num_read(self, keys: Collection[ExpertKey]) -> int:
         """How many of these loads, just begun, read from disk."""
         return len(keys)
+
+    def _submit(
+        self,
+        pool: ThreadPoolExecutor,
+        read: Callable[[ExpertKey, int], None],
+        key: ExpertKey,
+        slot: int,
+    ) -> None:
+        """The future is noted first: a `submit` that is interrupted may have begun the read."""
+        future = self._loading[key] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    read(key, slot)
+                    future.set_result(None)
+                except BaseException as error:
+                    future.set_exception(error)
+
+        pool.submit(run)
 
     def _read_timed(self, key: ExpertKey, slot_id: int) -> None:
         started = time.perf_counter()
@@ -97,7 +117,7 @@ class Mover:
         for key in self._ahead.keys() & keys:  # those still in the queue become demand loads
             slot_id = self._ahead.pop(key)
             if self._loading[key].cancel():
-                self._loading[key] = self._pool.submit(self._read, key, slot_id)
+                self._submit(self._pool, self._read, key, slot_id)
         waiting = {self._loading[key]: key for key in keys if key in self._loading}
         resident = [key for key in keys if key not in self._loading]
         assert all(self._table.lookup(key) is Residency.RESIDENT for key in resident), resident
@@ -117,17 +137,10 @@ class Mover:
             yield arrived
 
     def recover(self) -> None:
-        """After a step was interrupted: wait for its reads, those included that were begun but not
-        yet noted, keep what arrived, and give back the slots of what did not.
+        """After a step was interrupted: end its loads, keep what arrived, and give back the slots
+        of what did not.
         """
-        _, late = wait(self._loading.values(), timeout=LOAD_TIMEOUT_S)
-        if late:
-            raise LoadTimeout(
-                f"{len(late)} experts of an earlier step did not arrive "
-                f"within {LOAD_TIMEOUT_S:.0f} s"
-            )
-        self._shut_down()
-        self._pool, self._ahead_pool = self._make_pools()
+        self._end_loads()
         for key in self._table.loading_keys():
             future = self._loading.get(key)
             arrived = future is not None and not future.cancelled() and not future.exception()
@@ -135,16 +148,15 @@ class Mover:
         self._loading.clear()
         self._ahead.clear()
 
-    def _make_pools(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-        """For demand loads and for prefetches. Threads start with their first load."""
-        return (
-            ThreadPoolExecutor(self._num_threads, thread_name_prefix="moe-infinity-read"),
-            ThreadPoolExecutor(1, thread_name_prefix="moe-infinity-prefetch"),
-        )
-
-    def _shut_down(self) -> None:
-        for pool in (self._pool, self._ahead_pool):
-            pool.shutdown(wait=True, cancel_futures=True)
+    def _end_loads(self) -> None:
+        """Drop what has not begun and wait for the reads that have. Raises LoadTimeout."""
+        begun = [future for future in self._loading.values() if not future.cancel()]
+        _, late = wait(begun, timeout=LOAD_TIMEOUT_S)
+        if late:
+            raise LoadTimeout(
+                f"{len(late)} experts of an earlier step did not arrive "
+                f"within {LOAD_TIMEOUT_S:.0f} s"
+            )
 
     def _finish(self, key: ExpertKey) -> None:
         """The read of `key` ended: tell the table, and the caller if it failed."""
@@ -158,4 +170,5 @@ class Mover:
 
     def close(self) -> None:
         """Drop what has not begun and wait for the reads that have."""
-        self._shut_down()
+        for pool in (self._pool, self._ahead_pool):
+            pool.shutdown(wait=True, cancel_futures=True)

@@ -119,7 +119,7 @@ class Reader:
                     count = file.read_cached(chunk, done)
                     if count == 0:
                         raise CheckpointError(
-                            f"{chunk.file}: ends at byte {chunk.offset + done}, "
+                            f"{chunk.file}: ends before byte {chunk.offset + done}, "
                             f"{chunk.num_bytes - done} more expected: was it changed while in use?"
                         )
                     done += count

@@ -82,6 +82,17 @@ def test_available_is_what_the_control_group_has_left(proc):
     assert machine.available_memory_bytes() == 5000
 
 
+@pytest.mark.parametrize(
+    "stat",
+    ["anon 9\ninactive_file 3000\n", "inactive_file 7\ncache 9\ntotal_inactive_file 3000\n"],
+    ids=["v2", "v1"],
+)
+def test_page_cache_that_can_be_dropped_is_available_that_of_inner_groups_included(proc, stat):
+    usage = {"memory.max": str(GIB), "memory.current": str(GIB - 5000)}
+    proc(usage | {"memory.stat": stat})
+    assert machine.available_memory_bytes() == 8000
+
+
 def test_available_is_never_negative(proc):
     proc({"memory.max": str(GIB), "memory.current": str(2 * GIB)})
     assert machine.available_memory_bytes() == 0

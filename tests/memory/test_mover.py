@@ -166,6 +166,29 @@ def test_an_expert_whose_load_was_never_started_does_not_count_as_arrived(bench,
     assert bench.disk.asked == [A], "A was given out though nobody had read it"
 
 
+def test_ctrl_c_while_a_thread_starts_leaves_no_read_that_nobody_waits_for(bench, monkeypatch):
+    """The pool does not know of this thread. Once, its read went on in a slot given back."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench.load(A)
+    monkeypatch.setattr(mover_module, "LOAD_TIMEOUT_S", 0.05)
+    while not bench.disk.asked:
+        time.sleep(0.001)
+    with pytest.raises(LoadTimeout):
+        bench.mover.recover()
+    bench.disk.deliver(A)
+    monkeypatch.setattr(mover_module, "LOAD_TIMEOUT_S", 5.0)
+    bench.mover.recover()
+    assert bench.table.lookup(A) is Residency.RESIDENT
+
+
 def test_close_waits_for_running_reads_and_drops_those_not_begun():
     bench = Bench(num_threads=1)
     slot_ids = {key: bench.table.begin_load(key, Phase.DECODE) for key in (A, B)}

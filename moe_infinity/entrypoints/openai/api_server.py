@@ -12,6 +12,7 @@ import sys
 
 from moe_infinity import cli
 from moe_infinity.config import LEGACY_IGNORED
+from moe_infinity.terminal import stderr
 
 OLD_OPTIONS = {"--offload-dir": "offload_path", "--device-memory-ratio": "device_memory_ratio"}
 
@@ -28,7 +29,7 @@ def main() -> None:
     options, others = parser.parse_known_args()
     for option, name in OLD_OPTIONS.items():
         if getattr(options, option.removeprefix("--").replace("-", "_")) is not None:
-            cli.stderr.print(f"{option} has no effect: {LEGACY_IGNORED[name]}", soft_wrap=True)
+            stderr.print(f"{option} has no effect: {LEGACY_IGNORED[name]}", soft_wrap=True)
     sys.argv = ["moe-infinity", "serve", options.model, *others]
     cli.main()
 

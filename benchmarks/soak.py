@@ -1,0 +1,151 @@
+"""Does a long generation stay under a memory limit, page cache included, without swapping?
+
+    python tools/make_random_checkpoint.py runs/big --layers 7 --experts 128 --hidden 2048 \\
+        --heads 32 --head-dim 128 --tokenizer models/demo                            # 8.6 GB
+    python benchmarks/soak.py runs/big --limit 2GiB --host-memory 900MiB
+
+The model runs in a memory control group of its own, its files out of the page cache. All along, the
+group is sampled: what is charged to it, memory of programs, page cache, swap. The kernel drops page
+cache to keep a group below its limit, so the peak of all that is charged says little where it is
+near the limit; `held` is what cannot be dropped, and `limit_met` how often the limit was run into.
+Without --host-memory the budget is the automatic one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from limits import drop_from_page_cache, memory_cgroup, result_of, start
+
+PROMPT = "The old house stood at the edge of the moor, and nobody in the village could remember"
+SAMPLE_S = 0.2
+PRINT_S = 10.0
+
+
+def generate(model: str, num_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+    """In the control group."""
+    from moe_infinity import MoE
+
+    with MoE(model, **options) as moe:
+        stream = moe.stream(
+            PROMPT, min_new_tokens=num_tokens, max_new_tokens=num_tokens, do_sample=False
+        )
+        for _ in stream:
+            pass
+        report = moe.report()
+    return {
+        "tokens": len(stream.token_ids),
+        "tok_per_s": 1 / stream.tpot_s if stream.tpot_s else None,
+        "slots": report.tiers[0].capacity,
+        "host_bytes": report.tiers[0].capacity_bytes,
+        "hit_rate": report.decode.hit_rate,
+        "read_bytes": report.prefill.bytes_read + report.decode.bytes_read,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def numbers_in(file: Path) -> dict[str, int]:
+    """Of lines "name number", or of one that is a number; empty if there is no such file."""
+    lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+    return {words[0] if len(words) == 2 else "": int(words[-1]) for words in lines}
+
+
+def first_of(group: Path, *names: str) -> int | None:
+    """The number in the first of these files that there is: the versions differ in names."""
+    return next((numbers_in(group / name)[""] for name in names if (group / name).exists()), None)
+
+
+def sample(group: Path) -> dict[str, int]:
+    """Bytes charged to the group now, in version 2 or 1 of the interface."""
+    stat = numbers_in(group / "memory.stat")
+    stat |= {name[6:]: count for name, count in stat.items() if name.startswith("total_")}
+    charged = first_of(group, "memory.current", "memory.usage_in_bytes") or 0
+    swapped = first_of(group, "memory.swap.current")
+    return {
+        "charged": charged,
+        "held": charged - stat["inactive_file"] - stat["active_file"],
+        "anonymous": stat.get("anon", stat.get("rss", 0)),
+        "page_cache": stat.get("file", stat.get("cache", 0)),
+        "swap": stat.get("swap", 0) if swapped is None else swapped,
+    }
+
+
+def events(group: Path) -> dict[str, int]:
+    """How often the limit was met, and what became of it."""
+    found = numbers_in(group / "memory.events") or numbers_in(group / "memory.oom_control")
+    met = found.get("max", first_of(group, "memory.failcnt"))
+    return {"limit_met": met or 0, "oom_kills": found.get("oom_kill", 0)}
+
+
+def watch(process: Any, group: Path) -> dict[str, int]:
+    """The peaks until the process ends; prints a sample now and then."""
+    peaks: dict[str, int] = {}
+    started = last_line = time.monotonic()
+    while process.poll() is None:
+        now = sample(group)
+        peaks = {name: max(count, peaks.get(name, 0)) for name, count in now.items()}
+        if time.monotonic() - last_line > PRINT_S:
+            last_line = time.monotonic()
+            print(f"{last_line - started:6.0f} s", *(f"{n} {c >> 20} MiB" for n, c in now.items()))
+        time.sleep(SAMPLE_S)
+    return peaks
+
+
+def main() -> None:
+    from moe_infinity.config import parse_size
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--limit", default="2GiB", help="of memory, page cache included")
+    parser.add_argument("--host-memory", help="default: the automatic budget")
+    parser.add_argument("--prefetch", action="store_true")
+    parser.add_argument("--tokens", type=int, default=2000)
+    args = parser.parse_args()
+    limit_bytes = parse_size(args.limit, whole_bytes=0)
+    options = {"host_memory": args.host_memory, "prefetch": args.prefetch}
+    cell = {"model": str(args.model), "num_tokens": args.tokens, "options": options}
+    drop_from_page_cache(args.model)
+    with memory_cgroup(limit_bytes) as group:
+        process = start(__file__, cell, group)
+        peaks = watch(process, group)
+        result = result_of(process)
+        highest = first_of(group, "memory.peak", "memory.max_usage_in_bytes")
+        happened = events(group)
+    peaks["charged"] = max(peaks["charged"], highest or 0)
+    good = (
+        result.get("tokens") == args.tokens
+        and peaks["held"] < limit_bytes
+        and not (peaks["swap"] or happened["oom_kills"])
+    )
+    rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}
+    print(
+        json.dumps(
+            {
+                "benchmark": "soak",
+                "model": args.model.name,
+                "limit_bytes": limit_bytes,
+                **options,
+                **{f"peak_{name}_bytes": count for name, count in peaks.items()},
+                **happened,
+                **rounded,
+                "stayed_under": good,
+            }
+        )
+    )
+    sys.exit(not good)
+
+
+def run_cell() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cell", type=json.loads, required=True)
+    print(json.dumps(generate(**parser.parse_args().cell)))
+
+
+if __name__ == "__main__":
+    run_cell() if "--cell" in sys.argv else main()

@@ -1,0 +1,121 @@
+"""Where the time of a decode step goes.
+
+    with profiling(moe) as profile:
+        moe.generate(...)
+    print(profile)
+
+Every moment belongs to the innermost part that is running, so the parts add up to the whole.
+Measuring costs some microseconds per layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from moe_infinity.experts import Phase
+from moe_infinity.model import MoE
+
+BETWEEN, DENSE, ATTENTION = "between steps", "dense layers", "attention"
+MACHINERY, EXPERTS, WAITING = "expert cache", "experts", "waiting for experts"
+PARTS = (DENSE, ATTENTION, EXPERTS, MACHINERY, WAITING, BETWEEN)
+
+
+class Profile:
+    """Seconds of decode steps by part. Prompts are left out."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._running: list[str] = []  # parts, the innermost last; none outside of decode
+        self._since = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    def begin_step(self, phase: Phase) -> None:
+        self._charge()
+        if phase is Phase.DECODE:
+            self.num_steps += 1
+            self._running = [BETWEEN, DENSE]
+        else:
+            self._running = []
+
+    def end_step(self) -> None:
+        self._charge()
+        self._running = self._running[:1]
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose time counts for a part while a decode step runs."""
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if len(self._running) < 2:
+                return function(*args, **kwargs)
+            self._charge()
+            self._running.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._charge()
+                self._running.pop()
+
+        return run
+
+    def move_to_waiting(self, stall_s: float) -> None:
+        """The cache knows itself how long it waited."""
+        self.seconds[MACHINERY] -= stall_s
+        self.seconds[WAITING] += stall_s
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        if self._running:
+            self.seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"decode_steps": self.num_steps, "seconds": self.seconds}
+
+    def __str__(self) -> str:
+        if not self.num_steps:
+            return "profile: no decode steps"
+        lines = [f"profile of {self.num_steps:,} decode steps, ms of each"]
+        for part, seconds in {**self.seconds, "all": self.total_s}.items():
+            share = seconds / self.total_s
+            lines.append(f"  {part:20} {1e3 * seconds / self.num_steps:9.2f}  {share:6.1%}")
+        return "\n".join(lines)
+
+
+@contextmanager
+def profiling(moe: MoE) -> Iterator[Profile]:
+    """Profile what the model does inside. The profile is complete afterwards."""
+    profile, runtime = Profile(), moe._runtime
+    stalled_before = runtime.counters.decode.stall_s
+    replaced = [
+        (module, "forward", ATTENTION)
+        for module in moe.model.modules()
+        if type(module).__name__.endswith("Attention")
+    ]
+    replaced += [(runtime, "moe_layer", MACHINERY), (runtime, "compute", MACHINERY)]
+    replaced += [(computer, "run", EXPERTS) for computer in runtime._computers]
+    for owner, name, part in replaced:
+        setattr(owner, name, profile.timed(part, getattr(owner, name)))
+    hooks = [
+        moe.model.register_forward_pre_hook(
+            lambda *_: profile.begin_step(runtime.recorder.step.phase)
+        ),
+        moe.model.register_forward_hook(lambda *_: profile.end_step(), always_call=True),
+    ]
+    try:
+        yield profile
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for owner, name, _ in replaced:
+            delattr(owner, name)
+        profile.end_step()
+        profile.move_to_waiting(runtime.counters.decode.stall_s - stalled_before)

@@ -1,0 +1,150 @@
+"""Reads that fail during generation, demand loads and prefetches, through the page cache and past
+it: an error that names file and byte, and afterwards the same model gives the tokens of a run that
+nothing disturbed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_infinity import CheckpointError, LoadTimeout, MoE
+from moe_infinity.memory import files
+from moe_infinity.memory import mover as mover_module
+from moe_infinity.memory.chunks import BLOCK_BYTES
+from tests.disk import Disk, Read
+
+pytestmark = pytest.mark.timeout(60)
+INPUTS = {"input_ids": torch.tensor([[5, 6, 9]]), "attention_mask": torch.ones(1, 3).long()}
+
+
+def tokens_of(moe: MoE) -> list[int]:
+    ids: list[int] = moe.generate(**INPUTS, do_sample=False, max_new_tokens=24)[0].tolist()
+    return ids
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint) -> list[int]:
+    with MoE(tiny_checkpoint, host_memory="100%") as moe:
+        return tokens_of(moe)
+
+
+@pytest.fixture(params=["through the page cache", "past the page cache"], autouse=True)
+def way(request, monkeypatch) -> None:
+    if request.param == "past the page cache":
+        monkeypatch.setattr(files, "SMALL_FILE_BYTES", 0)
+
+
+@pytest.fixture
+def disk(monkeypatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.fixture(params=[False, True], ids=["", "prefetch"])
+def moe(request, copy_of, tiny_checkpoint) -> Iterator[MoE]:
+    """Of a copy that the test may break. Whatever happened to it must have left it in order."""
+    with MoE(copy_of(tiny_checkpoint), host_memory="25%", prefetch=request.param) as moe:
+        yield moe
+        moe.check_invariants()
+        table, mover = moe._runtime.table, moe._runtime._mover
+        assert set(table.loading_keys()) == set(mover._loading)
+
+
+def weights(moe: MoE) -> Path:
+    return Path(moe.checkpoint) / "model.safetensors"
+
+
+def byte_named_in(error: CheckpointError, file: Path, reason: str) -> int:
+    said = re.fullmatch(
+        rf"{re.escape(str(file))}: cannot be read at byte (\d+): {reason}", str(error)
+    )
+    assert said, str(error)
+    return int(said[1])
+
+
+@pytest.mark.parametrize("number", [0, 7, 30])
+def test_an_error_of_the_disk_in_a_demand_load_names_file_and_byte(moe, disk, expected, number):
+    disk.fail(lambda read: not read.is_ahead and read.number == number)
+    with pytest.raises(CheckpointError) as raised:
+        tokens_of(moe)
+    (failed,) = disk.failed
+    byte = byte_named_in(raised.value, weights(moe), "Input/output error")
+    assert failed.offset <= byte < failed.offset + BLOCK_BYTES
+    assert tokens_of(moe) == expected  # only that one read failed
+
+
+@pytest.mark.parametrize("is_bad", [lambda number: True, lambda number: number % 7 == 3])
+def test_prefetches_that_fail_never_give_wrong_tokens(
+    tiny_checkpoint, disk, expected, caplog, is_bad
+):
+    """A layer that asks for such an expert meanwhile gets the error."""
+    file = tiny_checkpoint / "model.safetensors"
+    with MoE(tiny_checkpoint, host_memory="25%", prefetch=True) as moe:
+        disk.fail(lambda read: read.is_ahead and is_bad(read.number))
+        for _ in range(2):
+            try:
+                assert tokens_of(moe) == expected
+            except CheckpointError as error:
+                byte_named_in(error, file, "Input/output error")
+            moe.check_invariants()
+        disk.mend()
+        assert disk.failed
+        assert f"failed: {file}: cannot be read at byte" in caplog.text
+        begun = moe.report().prefetches.begun
+        assert tokens_of(moe) == expected
+        assert moe.report().prefetches.begun > begun
+
+
+def test_a_file_truncated_after_loading_is_named_and_works_again_once_restored(moe, expected):
+    file, whole = weights(moe), weights(moe).read_bytes()
+    os.truncate(file, 20_000)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=rf"{re.escape(str(file))}: ends before byte \d+"):
+            tokens_of(moe)
+        moe.check_invariants()
+    file.write_bytes(whole)
+    assert tokens_of(moe) == expected
+
+
+def test_a_file_removed_after_loading_is_still_read(moe, expected):
+    """It was opened for the dense weights: the bytes are there until it is closed."""
+    weights(moe).unlink()
+    assert tokens_of(moe) == expected
+
+
+def test_a_file_that_vanished_is_named_and_works_again_once_it_is_back(moe, disk, expected):
+    """After an error the file is opened anew: it may have been replaced."""
+    file = weights(moe)
+    away = file.rename(file.with_suffix(".away"))
+    disk.fail(lambda read: not read.is_ahead and read.number == 12)
+    with pytest.raises(CheckpointError, match="cannot be read at byte"):
+        tokens_of(moe)
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as raised:
+            tokens_of(moe)
+        byte_named_in(raised.value, file, "No such file or directory")
+    shutil.copyfile(away, file)
+    assert tokens_of(moe) == expected
+
+
+def test_a_disk_that_hangs_ends_in_a_timeout_and_may_come_back(moe, disk, expected, monkeypatch):
+    awake = threading.Event()
+
+    def hang(read: Read) -> None:
+        if read.number >= 20:
+            assert awake.wait(50)
+
+    disk.act = hang
+    with monkeypatch.context() as patch:
+        patch.setattr(mover_module, "LOAD_TIMEOUT_S", 0.1)
+        for _ in range(2):  # the second finds the hanging reads of the first
+            with pytest.raises(LoadTimeout):
+                tokens_of(moe)
+    awake.set()
+    assert tokens_of(moe) == expected
