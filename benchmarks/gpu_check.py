@@ -17,6 +17,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -76,6 +77,24 @@ def run_checks(check: Check) -> None:
             check.stage(name, 60 * scale, partial(accelerate_offload, *cell, total_gb))
 
 
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """What was measured, beside its ceiling; stages and texts left out."""
+    lines = [f"{'':42}{'':18}{'measured':>10} {'':7}{'ceiling':>10}{'share':>8}{'hits':>8}"]
+    for row in rows:
+        if not isinstance(row["value"], float) or row["name"].endswith(": stage"):
+            continue
+        ceiling, share, hits = (row.get(key) for key in ("ceiling", "of_ceiling", "hit_rate"))
+        lines.append(
+            f"{row['name'][:41]:42}{row.get('shape', ''):18}{row['value']:>10.4g} {row['unit']:7}"
+            f"{'' if ceiling is None else format(ceiling, '.4g'):>10}"
+            f"{'' if share is None else format(share, '.0%'):>8}"
+            f"{'' if hits is None else format(hits, '.0%'):>8}"
+        )
+    same = [row["value"] for row in rows if row["name"] == "same tokens"]
+    lines.append(f"same tokens as with all experts resident: {same.count(True)} of {len(same)}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
@@ -88,6 +107,7 @@ def main() -> None:
         )
     check = Check(args.out, is_fake=args.fake, minutes=args.minutes)
     run_checks(check)
+    print(table_of(check.rows))
     is_wrong = [row for row in check.rows if row["value"] is False]
     is_failed = [row for row in check.rows if str(row["value"]).startswith("failed")]
     print(json.dumps({"rows": len(check.rows), "wrong": is_wrong, "failed": is_failed}))
