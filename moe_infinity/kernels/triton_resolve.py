@@ -9,7 +9,6 @@ device_table.py, their twins in slot_reference.py.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

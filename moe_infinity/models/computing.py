@@ -19,12 +19,13 @@ from transformers.integrations import moe
 from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.kernels.dispatch import ExpertWork, RoutedRows
+from moe_infinity.kernels.stored import StoredPart, StoredWeight
 from moe_infinity.memory.host import HostSlots
 from moe_infinity.models.adapters import INTERFACE, ExpertsModule
 from moe_infinity.models.recipes import Recipe, RowRecipes
 
 if TYPE_CHECKING:
-    from moe_infinity.kernels.experts_cpu import FusedExperts, StoredWeight
+    from moe_infinity.kernels.experts_cpu import FusedExperts
 
 FUSED_ROWS = 8  # of one expert; for more torch's matrix product is faster
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu"}  # by class
@@ -104,7 +105,6 @@ def _is_plain_gate(row: ExpertsModule) -> bool:
 
 def _stored(recipe: Recipe) -> list[StoredWeight] | None:
     """How the one parameter that a recipe fills lies in a slot."""
-    from moe_infinity.kernels.experts_cpu import StoredPart, StoredWeight
 
     def part(spec: ParamSpec, shape: tuple[int, ...]) -> StoredPart:
         return StoredPart(spec.offset, getattr(torch, spec.dtype), shape)
