@@ -1,9 +1,9 @@
 """Which experts are in device memory, decided by the device itself during a step and by the host
 between steps.
 
-    host    free, withdraw, place, bar, admit, set_host_addresses     between steps, in stream order
-    device  resolve, fill, slot_moe (slot_kernels.py)                 within a step, no word from the host
-    host    begin_read, finish_read -> StepReport                     after a step, asynchronously
+    host    free, withdraw, place, bar, admit, set_host_addresses    between steps, in stream order
+    device  resolve, fill, slot_moe (slot_kernels.py)                within a step, asking nobody
+    host    begin_read, finish_read -> StepReport                    after a step, asynchronously
 
 A slot is in one of three hands, and every one of them knows it:
 
@@ -79,7 +79,7 @@ class DeviceTable:
         """
         num_slots, slot_bytes = slots_SB.shape
         assert slot_bytes % ADDRESS_BYTES == slots_SB.data_ptr() % ADDRESS_BYTES == 0, slot_bytes
-        assert num_slots >= 1 and max_pairs >= 1, (num_slots, max_pairs)
+        assert min(num_slots, max_pairs) >= 1, (num_slots, max_pairs)
         self.slots_SB = slots_SB
         self.num_rows, self.num_experts, self.max_pairs = num_rows, num_experts, max_pairs
         device, cells = slots_SB.device, (num_rows, num_experts)
@@ -169,7 +169,7 @@ class DeviceTable:
 
     def free(self, slot_ids: Sequence[int]) -> None:
         """Give reserved slots to the device, which takes the last one first."""
-        assert len(set(slot_ids)) == len(slot_ids) and self._reserved.issuperset(slot_ids), slot_ids
+        assert len(self._reserved.intersection(slot_ids)) == len(slot_ids), slot_ids
         places = self.num_free + self._places_S[: len(slot_ids)]
         self.free_S.index_copy_(0, places, self._to_device(slot_ids).to(torch.int32))
         self.num_free += len(slot_ids)
@@ -190,7 +190,8 @@ class DeviceTable:
         """Experts that the host has copied into reserved slots are resident from the next step
         on.
         """
-        assert not self._is_reading and not self._slot_of.keys() & slot_of, slot_of
+        assert not self._is_reading, "finish_read() comes first"
+        assert self._slot_of.keys().isdisjoint(slot_of), slot_of
         slot_ids = list(slot_of.values())
         self.slot_LE.view(-1).index_copy_(
             0, self._cells(slot_of), self._to_device(slot_ids).to(torch.int32)
@@ -223,7 +224,8 @@ class DeviceTable:
         return keys
 
     def _set_absent(self, keys: Sequence[ExpertKey], state: int) -> None:
-        assert not self._is_reading and not self._slot_of.keys() & set(keys), keys
+        assert not self._is_reading, "finish_read() comes first"
+        assert self._slot_of.keys().isdisjoint(keys), keys
         self.slot_LE.view(-1).index_fill_(0, self._cells(keys), state)
 
     def _settle(self, key: ExpertKey, slot_id: int) -> None:

@@ -98,28 +98,29 @@ def slot_mlp(
     """`up` is gate and up: two weights, or one with gate's rows before up's, or, interleaved, with
     gate's rows and up's in turn. As many biases as weights, or none. None: kernels cannot read it.
     """
+    biases: list[StoredPart | None] = [*up_bias] if up_bias else [None] * len(up)
     matrices = [_matrix(weight) for weight in (*up, down)]
-    biases = [_bias(part) for part in (*(up_bias or [None] * len(up)), down_bias)]
-    if activation not in ACTIVATIONS or None in matrices or len(biases) != len(matrices):
+    if activation not in ACTIVATIONS or len(biases) != len(up) or None in matrices:
         return None
-    known = [m for m in matrices if m is not None]
-    wholes = [replace(m, bias=bias) for m, bias in zip(known, biases, strict=True)]
-    halves = wholes[:-1]
+    *halves, last = [
+        replace(matrix, bias=None if bias is None else _part(bias))
+        for matrix, bias in zip(matrices, (*biases, down_bias), strict=True)
+        if matrix is not None
+    ]
     if len(halves) == 1 and halves[0].num_rows % 2 == 0:
-        width = halves[0].num_rows // 2
-        half = replace(halves[0], num_rows=width, row_step=2 if is_interleaved else 1)
+        width, step = halves[0].num_rows // 2, 2 if is_interleaved else 1
+        half = replace(halves[0], num_rows=width, row_step=step)
         halves = [half, replace(half, first_row=1 if is_interleaved else width)]
     elif is_interleaved:
         return None
-    if len(halves) != 2:
+    kinds = {(m.kind, m.num_rows, m.num_columns, m.chunk) for m in halves}
+    if len(halves) != 2 or len(kinds) != 1:
         return None
-    gate, up_half, last = *halves, wholes[-1]
-    same = [(m.kind, m.num_rows, m.num_columns, m.chunk) for m in halves]
-    shape = last.num_columns, last.num_rows
-    if same[0] != same[1] or (gate.num_rows, gate.num_columns) != shape:
+    gate, up_half = halves
+    if (gate.num_rows, gate.num_columns) != (last.num_columns, last.num_rows):
         return None
     parts = [part for weight in (*up, down) for part in weight.parts.values()]
-    parts += [part for part in (*up_bias, down_bias) if part is not None]
+    parts += [part for part in (*biases, down_bias) if part is not None]
     num_bytes = max(part.offset + prod(part.shape) * part.dtype.itemsize for part in parts)
     return SlotMlp(gate, up_half, last, activation, num_bytes, alpha, limit)
 
@@ -163,7 +164,3 @@ def _matrix(weight: StoredWeight) -> Matrix | None:
 
 def _part(part: StoredPart) -> Part:
     return Part(part.offset, "uint8" if part.dtype in EXPONENTS else str(part.dtype)[6:])
-
-
-def _bias(part: StoredPart | None) -> Part | None:
-    return None if part is None else _part(part)

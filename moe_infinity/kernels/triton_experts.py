@@ -46,8 +46,7 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: 
     """
     (num_tokens, width), top_k = x_TD.shape, pointers_TK.shape[1]
     assert width == mlp.down.num_rows == mlp.gate.num_columns, (width, mlp)
-    assert x_TD.is_contiguous() and pointers_TK.is_contiguous(), (x_TD, pointers_TK)
-    assert top_k_weights_TK.is_contiguous(), top_k_weights_TK.stride()
+    assert all(t.is_contiguous() for t in (x_TD, pointers_TK, top_k_weights_TK)), x_TD.stride()
     num_pairs, expert_width = num_tokens * top_k, mlp.down.num_columns
     up_rows, up_chunks = tile_of(mlp.gate, UP_LOADS)
     down_rows, down_chunks = tile_of(mlp.down, DOWN_LOADS)

@@ -104,10 +104,10 @@ def _resolve(
     is_same = (expert[None, :] == expert[:, None]) & is_pair[:, None]
     is_first = is_pair & (tl.sum((is_same & is_earlier).to(tl.int32), 1) == 0)
     is_miss = is_first & (slot < 0)
-    entry = num_logged + tl.sum((is_earlier & is_miss[None, :]).to(tl.int32), 1)
+    entry = num_logged + num_earlier(is_miss, is_earlier)
     is_logged = is_miss & (entry < MAX_MISSES)
     wants = is_logged & (slot == _ABSENT) & (host != 0)
-    order = tl.sum((is_earlier & wants[None, :]).to(tl.int32), 1)
+    order = num_earlier(wants, is_earlier)
     takes = wants & (order < free)
     taken = tl.load(free_S + free - 1 - order, mask=takes, other=-1)
     told = tl.where(takes, taken, tl.where(host == 0, _ON_DISK, slot))
@@ -126,11 +126,22 @@ def _resolve(
     tl.store(head + _NUM_LOGGED, num_logged + tl.sum(is_miss.to(tl.int32)))
     is_missing = is_pair & (slot < 0) & (host == 0)
     tl.store(head + _LOST, moe_row + 1, mask=tl.sum(is_missing.to(tl.int32)) > 0)
-    tl.store(log_N3 + entry * _ENTRY, moe_row, mask=is_logged)
-    tl.store(log_N3 + entry * _ENTRY + 1, expert, mask=is_logged)
-    tl.store(log_N3 + entry * _ENTRY + 2, told, mask=is_logged)
+    store_entry(log_N3 + entry * _ENTRY, moe_row, expert, told, is_logged)
     tl.store(uses_LE + cell, uses + tl.sum(is_same.to(tl.int32), 1), mask=is_first)
     tl.store(routing_LP + moe_row * MAX_PAIRS + pair, expert, mask=pair < MAX_PAIRS)
+
+
+@triton.jit
+def num_earlier(is_marked, is_earlier):
+    """How many pairs before each one are marked."""
+    return tl.sum((is_earlier & is_marked[None, :]).to(tl.int32), 1)
+
+
+@triton.jit
+def store_entry(entry, moe_row, expert, slot, mask):
+    tl.store(entry, moe_row, mask=mask)
+    tl.store(entry + 1, expert, mask=mask)
+    tl.store(entry + 2, slot, mask=mask)
 
 
 def fill(table: DeviceTable) -> None:

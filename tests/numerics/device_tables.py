@@ -1,4 +1,4 @@
-"""Small device tables with the memory they point into, for the tests of the kernels that use them."""
+"""Small device tables with the memory they point into."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Experts(StoredExperts):
     def __init__(self, kind, width, expert_width, *, act="silu", is_interleaved=False, **options):
         super().__init__(kind, width, expert_width, **options)
         *up, down = self.described
-        *up_bias, down_bias = self.described_biases or [None]
+        *up_bias, down_bias = self.described_biases if self.described_biases else (None,)
         mlp = slot_mlp(
             up,
             down,
@@ -113,7 +113,8 @@ class Experts(StoredExperts):
 
     def _activated(self, inner: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
         def halves(t: Tensor) -> tuple[Tensor, Tensor]:
-            return (t[0::2], t[1::2]) if self.is_interleaved else (*t.chunk(2),)
+            middle = len(t) // 2
+            return (t[0::2], t[1::2]) if self.is_interleaved else (t[:middle], t[middle:])
 
         (gate, up), (gate_bound, up_bound) = halves(inner), halves(bound)
         if self.act == "swiglu_oai":
