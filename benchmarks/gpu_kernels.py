@@ -138,17 +138,19 @@ class Layers:
 
     def fill_all(self, num_missed: int) -> None:
         """So many misses in every layer."""
-        for offsets_TK in self.offsets_LTK:
-            offsets_P = offsets_TK.flatten()
-            self.table.pointers_P.copy_(self.slots.data_ptr() + offsets_P)
-            self.table.sources_P.zero_()
-            sources_P = self.host.data_ptr() + offsets_P
-            self.table.sources_P[:num_missed].copy_(sources_P[:num_missed])
+        offsets_LP = self.offsets_LTK.flatten(1)
+        sources_LP = self.host.data_ptr() + offsets_LP
+        sources_LP[:, num_missed:] = 0
+        pointers_LP = self.slots.data_ptr() + offsets_LP
+        for pointers_P, sources_P in zip(pointers_LP, sources_LP, strict=True):
+            self.table.pointers_P.copy_(pointers_P)
+            self.table.sources_P.copy_(sources_P)
             self.kernels.fill(self.table)
 
 
 def captured_us(step: Callable[[], object], rounds: int) -> float:
     """Median time of a replay of `step`, captured in a CUDA graph."""
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):  # compiles, and warms up what capture must not see
         step()

@@ -236,8 +236,10 @@ class DeviceTable:
         return self._to_device([row * self.num_experts + expert for row, expert in keys])
 
     def _to_device(self, numbers: Sequence[int]) -> Tensor:
-        """From pageable memory, which the driver has copied before this returns."""
-        return torch.tensor(numbers, dtype=torch.int64).to(self.slot_LE.device, non_blocking=True)
+        """Nobody waits: torch gives page-locked memory away again only after the copy."""
+        is_page_locked = self._copied is not None
+        told = torch.tensor(numbers, dtype=torch.int64, pin_memory=is_page_locked)
+        return told.to(self.slot_LE.device, non_blocking=True)
 
     def check_invariants(self) -> None:
         """Every slot is in one hand, and the device says so too. Waits for the device; the log of

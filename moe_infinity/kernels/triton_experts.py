@@ -151,11 +151,13 @@ def _down(
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     if ACTIVATION == "silu":
-        return gate * tl.sigmoid(gate) * up
-    if ACTIVATION == "gelu":
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    if ACTIVATION == "gelu_tanh":  # 1 + tanh(z) = 2 sigmoid(2 z), without cancellation
+        hidden = gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "gelu":
+        hidden = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif ACTIVATION == "gelu_tanh":  # 1 + tanh(z) = 2 sigmoid(2 z), without cancellation
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * tl.sigmoid(2.0 * inner) * up
-    gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
-    return gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+        hidden = gate * tl.sigmoid(2.0 * inner) * up
+    else:
+        gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
+        hidden = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+    return hidden

@@ -32,6 +32,7 @@ MAX_PAIRS = 128  # resolve compares every pair with every other in the registers
 # under way, where 50 GB/s for 2 us need 100 KiB), few enough to end at once for hits.
 FILL_PROGRAMS, FILL_BYTES = 64, 8 << 10
 WORD_BYTES = 8
+_WORD_BYTES = tl.constexpr(WORD_BYTES)
 
 
 def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
@@ -146,24 +147,25 @@ def store_entry(entry, moe_row, expert, slot, mask):
 
 def fill(table: DeviceTable) -> None:
     """Copy the experts that found a slot in the last resolve() from host memory into it."""
-    slot_bytes = table.slots_SB.shape[1]
+    num_loads = table.slots_SB.shape[1] // ADDRESS_BYTES
     _fill[(FILL_PROGRAMS, table.max_pairs)](
         table.pointers_P,
         table.sources_P,
-        slot_bytes // WORD_BYTES,
+        num_loads,
         BLOCK=FILL_BYTES // WORD_BYTES,
         NUM_PROGRAMS=FILL_PROGRAMS,
     )
 
 
 @triton.jit
-def _fill(pointers_P, sources_P, num_words, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr):
+def _fill(pointers_P, sources_P, num_loads, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr):
     pair = tl.program_id(1)
     source = tl.load(sources_P + pair)
     if source == 0:
         return
     pointer = tl.load(pointers_P + pair)
-    # Their types do not tell that 16 bytes can be loaded at once.
+    # What the compiler has to know to load 16 bytes at once: types alone do not tell.
+    num_words = num_loads * (_ADDRESS_BYTES // _WORD_BYTES)
     source_W = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), _ADDRESS_BYTES)
     slot_W = tl.multiple_of(pointer.to(tl.pointer_type(tl.int64)), _ADDRESS_BYTES)
     for first in range(tl.program_id(0) * BLOCK, num_words, NUM_PROGRAMS * BLOCK):

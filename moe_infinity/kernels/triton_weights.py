@@ -3,6 +3,8 @@ formats (unpack.py) mean, written for Triton.
 
 A tile is [R rows, N chunks, C columns of a chunk]. A thread loads a chunk of a row at once and sums
 it up alone; scales are multiplied after that, one for each chunk.
+
+Every function has one `return`: what follows one in a branch would be compiled for every kind.
 """
 
 from __future__ import annotations
@@ -75,11 +77,12 @@ def chunk_sums(
 @triton.jit
 def load_bias(slot, is_there, row_R, MATRIX: tl.constexpr):
     """[R] in float32; 0 where there is none."""
-    if MATRIX.bias is None:
-        return tl.zeros(row_R.shape, tl.float32)
-    bias = numbers_at(slot, MATRIX.bias.offset, tl.constexpr(MATRIX.bias.dtype))
-    at_R = MATRIX.first_row + MATRIX.row_step * row_R
-    return tl.load(bias + at_R, mask=is_there, other=0.0).to(tl.float32)
+    bias_R = tl.zeros(row_R.shape, tl.float32)
+    if MATRIX.bias is not None:
+        bias = numbers_at(slot, MATRIX.bias.offset, tl.constexpr(MATRIX.bias.dtype))
+        at_R = MATRIX.first_row + MATRIX.row_step * row_R
+        bias_R += tl.load(bias + at_R, mask=is_there, other=0.0).to(tl.float32)
+    return bias_R
 
 
 @triton.jit
@@ -95,25 +98,28 @@ def load_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
         byte_RNC = tl.load(byte + at_RNC, mask=is_there_NC[None, :, :], other=0)
         low_RNC = nibble_value(byte_RNC & 15, tl.constexpr(MATRIX.kind))
         high_RNC = nibble_value(byte_RNC >> 4, tl.constexpr(MATRIX.kind))
-        return tl.interleave(low_RNC, high_RNC)
-    values = numbers_at(slot, MATRIX.values.offset, tl.constexpr(MATRIX.values.dtype))
-    at_NC = first_N[:, None] + tl.arange(0, MATRIX.chunk)[None, :]
-    is_there_NC = is_there & (at_NC < MATRIX.num_columns)
-    at_RNC = row_R[:, None, None] * MATRIX.num_columns + at_NC[None, :, :]
-    values_RNC = tl.load(values + at_RNC, mask=is_there_NC[None, :, :], other=0)
-    if MATRIX.kind == "fp8":
-        return float8_value(values_RNC)
-    return values_RNC.to(tl.float32)
+        values_RNC = tl.interleave(low_RNC, high_RNC)
+    else:
+        values = numbers_at(slot, MATRIX.values.offset, tl.constexpr(MATRIX.values.dtype))
+        at_NC = first_N[:, None] + tl.arange(0, MATRIX.chunk)[None, :]
+        is_there_NC = is_there & (at_NC < MATRIX.num_columns)
+        at_RNC = row_R[:, None, None] * MATRIX.num_columns + at_NC[None, :, :]
+        values_RNC = tl.load(values + at_RNC, mask=is_there_NC[None, :, :], other=0)
+        is_fp8: tl.constexpr = MATRIX.kind == "fp8"
+        values_RNC = float8_value(values_RNC) if is_fp8 else values_RNC.to(tl.float32)
+    return values_RNC
 
 
 @triton.jit
 def nibble_value(nibble, KIND: tl.constexpr):
     """mxfp4: the sign to bit 15, exponent and mantissa to bits 9-11 of a float16."""
     if KIND == "mxfp4":
-        nibble = nibble.to(tl.int16)
-        bits = ((nibble & 8) << 12) | ((nibble & 7) << 9)
-        return bits.to(tl.float16, bitcast=True).to(tl.float32)
-    return nibble.to(tl.float32)
+        bits = nibble.to(tl.int16)
+        bits = ((bits & 8) << 12) | ((bits & 7) << 9)
+        value = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = nibble.to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -129,9 +135,11 @@ def float8_value(byte):
 def load_scale(slot, at, mask, MATRIX: tl.constexpr):
     """In float32; uint8 is an exponent of two, 127 standing for 2 ** 0."""
     scales = numbers_at(slot, MATRIX.scale.offset, tl.constexpr(MATRIX.scale.dtype))
-    scale = tl.load(scales + at, mask=mask, other=0)
+    stored = tl.load(scales + at, mask=mask, other=0)
     if MATRIX.scale.dtype == "uint8":
-        exponent = scale.to(tl.int32)
+        exponent = stored.to(tl.int32)
         bits = tl.where(exponent == 0, 1 << 22, exponent << 23)  # 2 ** -127 has no exponent
-        return bits.to(tl.float32, bitcast=True)
-    return scale.to(tl.float32)
+        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        scale = stored.to(tl.float32)
+    return scale
