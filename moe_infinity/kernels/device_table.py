@@ -56,6 +56,7 @@ class StepReport(NamedTuple):
     """What the device did since the last report."""
 
     misses: list[Miss]  # in the order of rows, then of (token, k) pairs
+    num_misses: int  # with those that the log had no room for
     uses_LE: NDArray[np.int32]  # tokens routed to each expert
     routing_LP: NDArray[np.int32]  # the last step's expert ids; -1 where there is no pair
     lost_row: int | None  # of the first expert that was on disk
@@ -132,10 +133,10 @@ class DeviceTable:
         if self._copied is not None:
             self._copied.synchronize()
         self._is_reading = False
-        parts = self._read.numpy().copy()
-        head, uses, routing, log = np.split(parts, np.cumsum(self._sizes)[:-1])
-        num_logged = min(int(head[NUM_LOGGED]), self.max_misses)
-        entries = log.reshape(-1, ENTRY)[:num_logged].tolist()
+        told = self._read.numpy().copy()
+        head, uses, routing, log = np.split(told, np.cumsum(self._sizes)[:-1])
+        num_misses = int(head[NUM_LOGGED])
+        entries = log.reshape(-1, ENTRY)[:num_misses].tolist()
         misses = [Miss(ExpertKey(row, expert), slot_id) for row, expert, slot_id in entries]
         for key, slot_id in misses:
             if slot_id >= 0:
@@ -143,6 +144,7 @@ class DeviceTable:
                 self._settle(key, slot_id)
         return StepReport(
             misses,
+            num_misses,
             uses.reshape(self.uses_LE.shape),
             routing.reshape(self.routing_LP.shape),
             int(head[LOST]) - 1 if head[LOST] else None,
@@ -187,8 +189,8 @@ class DeviceTable:
         return slot_ids
 
     def place(self, slot_of: Mapping[ExpertKey, int]) -> None:
-        """Experts that the host has copied into reserved slots are resident from the next step
-        on.
+        """Experts whose bytes are in reserved slots, or will be when the stream comes to its next
+        step, are resident from then on.
         """
         assert not self._is_reading, "finish_read() comes first"
         assert self._slot_of.keys().isdisjoint(slot_of), slot_of

@@ -30,6 +30,8 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
         numbers = torch.randint(0, 0x58, (rows, columns)) + 128 * torch.randint(0, 2, (rows, 1))
         bytes_RC = numbers.to(torch.uint8).view(torch.float8_e4m3fn)
         scales, block = torch.rand(grid) / 50, (1, columns) if options == ["rows"] else (16, 32)
+        if options == ["exponents"]:
+            scales = torch.randint(115, 122, grid).to(torch.uint8)
         weight = unpack.fp8(bytes_RC, scales, block, torch.float32)
         return {"weight": bytes_RC, "scale": scales}, weight, weight.abs()
     if name == "mxfp4":
@@ -79,7 +81,7 @@ class StoredExperts:
             part = StoredPart(spec.offset, getattr(torch, spec.dtype), spec.shape)
             stored[int(i)][role] = part
         self.described_biases = [parts.pop("bias") for parts in stored] if has_bias else []
-        block = (16, 32) if kind == "fp8 blocks" else None
+        block = (16, 32) if kind in ("fp8 blocks", "fp8 exponents") else None
         self.described = [
             StoredWeight(kind.split()[0], shape, parts, block)
             for shape, parts in zip(shapes, stored, strict=True)

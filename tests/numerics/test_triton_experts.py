@@ -36,6 +36,7 @@ KINDS = [
     "int4 None",
     "fp8 blocks",
     "fp8 rows",
+    "fp8 exponents",
     "mxfp4",
 ]
 
