@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_infinity.cache.policies import make_policy
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels import slot_reference
 from moe_infinity.kernels.device_table import ABSENT, BARRED, ON_DISK, Miss
@@ -284,6 +285,20 @@ def test_refilling_evicts_the_lowest_scored():
     table.check_invariants()
     assert table.refill(scores, 100) == [keys[1], keys[0]]
     assert not table.resident
+
+
+def test_a_policy_of_ours_decides_between_steps():
+    world = World("cpu")
+    policy = make_policy("lru", num_rows=3, num_experts=8, num_slots=6)
+    world.table.free(range(6))
+    left = []
+    for expert in (0, 1, 2, 0, 3, 4):
+        step(slot_reference, world, [[[expert]]])
+        for row, uses_E in enumerate(report_of(world).uses_LE):
+            experts = uses_E.nonzero()[0]
+            policy.touch(row, experts, uses_E[experts])
+        left += world.table.refill(policy.scores(), 3)
+    assert left == [ExpertKey(0, 1), ExpertKey(0, 2)]
 
 
 def test_a_late_report_is_still_right():
