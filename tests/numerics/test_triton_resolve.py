@@ -290,8 +290,8 @@ def test_refilling_evicts_the_lowest_scored():
 def test_a_policy_of_ours_decides_between_steps():
     world = World("cpu")
     policy = make_policy("lru", num_rows=3, num_experts=8, num_slots=6)
-    world.table.free(range(6))
-    left = []
+    world.table.free(list(range(6)))
+    left: list[ExpertKey] = []
     for expert in (0, 1, 2, 0, 3, 4):
         step(slot_reference, world, [[[expert]]])
         for row, uses_E in enumerate(report_of(world).uses_LE):
