@@ -33,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_infinity.cache.policies import Scores
 from moe_infinity.experts import ExpertKey
 
 ABSENT = -1  # in the place of a slot: takes one when it misses
@@ -210,7 +211,7 @@ class DeviceTable:
         """Absent experts take a slot again when they miss."""
         self._set_absent(keys, ABSENT)
 
-    def refill(self, scores_LE: NDArray[np.float64], num_free: int) -> list[ExpertKey]:
+    def refill(self, scores_LE: Scores, num_free: int) -> list[ExpertKey]:
         """Evict the lowest-scored residents until so many slots are free, as far as reports tell.
         Gives who left.
         """
