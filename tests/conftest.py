@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: no test asks a hub
+# Before triton, which transformers imports: without a GPU its kernels run in an interpreter.
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
 
 import io
 import logging
@@ -22,7 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,

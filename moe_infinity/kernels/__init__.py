@@ -6,3 +6,8 @@ from importlib.util import find_spec
 def has_packed_kernels() -> bool:
     """Whether packed_cpu.py can be imported: numba is optional."""
     return find_spec("numba") is not None
+
+
+def has_triton_kernels() -> bool:
+    """Whether triton_*.py can be imported: triton comes with torch's CUDA builds for Linux."""
+    return find_spec("triton") is not None

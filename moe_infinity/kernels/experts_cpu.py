@@ -17,14 +17,15 @@ columns (inputs) of a weight.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from moe_infinity.kernels.stored import EXPONENTS, StoredWeight, block_of
 
 try:
     from moe_infinity.kernels import experts_work
@@ -40,7 +41,6 @@ try:
         step_for,
     )
     from moe_infinity.kernels.threads import num_threads
-    from moe_infinity.kernels.vectors import NIBBLES
 except ImportError as error:
     raise ImportError(
         "moe_infinity.kernels.experts_cpu needs numba, which is not installed\n"
@@ -55,33 +55,7 @@ ACTIVATIONS = {
     "relu": experts_work.RELU,
 }
 PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-SCALES = (torch.float32, torch.bfloat16, torch.float16)
-EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 MAX_STEPS = 1 << 16  # of a row, for which Fixed.inverse divides exactly
-Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by role
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPart:
-    """One tensor of a weight, without gaps and without the expert dimension."""
-
-    offset: int  # bytes from the start of the slot
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """A weight [R, C] as it lies in a slot; parts by role as in models/formats.py."""
-
-    kind: str  # bf16, f16, f32 (role ""), int8, fp8 (weight, scale), int4 (packed, scale, ...)
-    shape: tuple[int, int]
-    parts: Mapping[str, StoredPart]
-    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: equal parts
-
-    @property
-    def stored(self) -> Stored:
-        return {role: (part.dtype, part.shape) for role, part in self.parts.items()}
 
 
 def fused_experts(
@@ -133,34 +107,12 @@ def _step(weight: StoredWeight) -> Step | None:
     if weight.kind in PLAIN:
         if stored == {"": (PLAIN[weight.kind], (rows, columns))}:
             step = step_for(weight.kind, columns, group=columns, scale=None)
-    elif (block := _block(weight)) is not None:
+    elif (block := block_of(weight)) is not None:
         scale, has_zeros = weight.parts["scale"].dtype, "zero_point" in stored
         scale = torch.uint8 if scale in EXPONENTS else scale
         kind = "nibbles" if weight.kind == "int4" else weight.kind
         step = step_for(kind, columns, group=block[1], scale=scale, has_zeros=has_zeros)
     return step if step is not None and columns <= MAX_STEPS * step.num_columns else None
-
-
-def _block(weight: StoredWeight) -> tuple[int, int] | None:
-    """Rows and columns that share a scale; None if the parts are not what kernels read."""
-    (rows, columns), stored = weight.shape, weight.stored
-    dtype, grid = stored.get("scale", (None, ()))
-    if dtype not in SCALES + (EXPONENTS if weight.kind == "fp8" else ()):
-        return None
-    if len(grid) != 2:
-        grid = (1, 1) if prod(grid) == 1 else (0, 0)
-    block = weight.block or (rows // max(1, grid[0]), columns // max(1, grid[1]))
-    if 0 in block or grid != (-(-rows // block[0]), -(-columns // block[1])):
-        return None
-    wanted: Stored = {"scale": stored["scale"]}
-    if weight.kind in ("int8", "fp8"):
-        bytes_of = torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn
-        wanted["weight"] = bytes_of, (rows, columns)
-    elif weight.kind == "int4" and grid[0] == rows and columns % (NIBBLES * grid[1]) == 0:
-        wanted["packed"] = torch.int32, (rows, columns // NIBBLES)
-        if "zero_point" in stored:
-            wanted["zero_point"] = torch.int32, (-(-rows // NIBBLES), grid[1])
-    return block if stored == wanted else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +146,7 @@ def _fixed(weight: StoredWeight, step: Step) -> Fixed:
     """Addresses from the start of a slot."""
     block, num_scale_rows = (1, weight.shape[1]), 1
     if step.scale is not None:
-        found = _block(weight)
+        found = block_of(weight)
         assert found is not None, weight  # _step has seen it
         block, num_scale_rows = found, -(-weight.shape[0] // found[0])
     at = {role: part.offset for role, part in weight.parts.items()}

@@ -24,12 +24,13 @@ from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
 from moe_infinity.kernels.fused_rows import FUSED_ROWS, FusedRows
+from moe_infinity.kernels.stored import StoredPart, StoredWeight
 from moe_infinity.memory.host import Slots
 from moe_infinity.models.adapters import INTERFACE, ExpertsModule
 from moe_infinity.models.recipes import Recipe, RowRecipes
 
 if TYPE_CHECKING:
-    from moe_infinity.kernels.experts_cpu import FusedExperts, StoredWeight
+    from moe_infinity.kernels.experts_cpu import FusedExperts
 
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu"}  # by class
 PLAIN = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -132,7 +133,6 @@ def _is_plain_gate(row: ExpertsModule) -> bool:
 
 def _stored(recipe: Recipe) -> list[StoredWeight] | None:
     """How the one parameter that a recipe fills lies in a slot."""
-    from moe_infinity.kernels.experts_cpu import StoredPart, StoredWeight
 
     def part(spec: ParamSpec, shape: tuple[int, ...]) -> StoredPart:
         return StoredPart(spec.offset, getattr(torch, spec.dtype), shape)

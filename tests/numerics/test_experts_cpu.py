@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 pytest.importorskip("numba", reason="experts_cpu needs the extra `cpu`")
 
-from moe_infinity.experts import ExpertLayout
-from moe_infinity.kernels import experts_work, unpack
-from moe_infinity.kernels.experts_cpu import StoredPart, StoredWeight, fused_experts
+from moe_infinity.kernels import experts_work
+from moe_infinity.kernels.experts_cpu import fused_experts
+from moe_infinity.kernels.stored import StoredPart, StoredWeight
+from tests.numerics.stored_weights import PLAIN, StoredExperts
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 KINDS = [
     *PLAIN,
     "int8",
@@ -50,73 +50,12 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Its parts; the weight; and the size at which its values are rounded: beyond |w| where zeros
-    are subtracted later.
-    """
-    name, *options = kind.split()
-    if name in PLAIN:
-        weight = torch.randn(rows, columns).to(PLAIN[name]) / columns**0.5
-        return {"": weight}, weight.float(), weight.float().abs()
-    if name == "int8":
-        bytes_RC = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
-        scales = (torch.rand(rows, 1) / 1000).half()
-        weight = bytes_RC.float() * scales.float()
-        return {"weight": bytes_RC, "scale": scales}, weight, weight.abs()
-    if name == "fp8":
-        grid = (rows, 1) if options == ["rows"] else (-(-rows // 16), columns // 32)
-        numbers = torch.randint(0, 0x58, (rows, columns)) + 128 * torch.randint(0, 2, (rows, 1))
-        bytes_RC = numbers.to(torch.uint8).view(torch.float8_e4m3fn)
-        scales, block = torch.rand(grid) / 50, (1, columns) if options == ["rows"] else (16, 32)
-        weight = unpack.fp8(bytes_RC, scales, block, torch.float32)
-        return {"weight": bytes_RC, "scale": scales}, weight, weight.abs()
-    group = columns if options[-1] == "None" else int(options[-1])
-    parts = {"packed": torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32)}
-    parts["scale"] = ((torch.rand(rows, columns // group) + 0.1) / 200).bfloat16()
-    if "zeros" in options:
-        parts["zero_point"] = parts["packed"][: -(-rows // 8), : columns // group].clone()
-    weight = unpack.int4_rows(
-        parts["packed"], parts["scale"].float(), parts.get("zero_point"), torch.float32
-    )
-    return parts, weight, 31 * parts["scale"].float().repeat_interleave(group, 1)
-
-
-class Experts:
-    """Some experts in slots, and their weights: `up` one above the other, then down."""
+class Experts(StoredExperts):
+    """Some experts in slots, and who computes them."""
 
     def __init__(self, kind, width, expert_width, *, act="silu", is_gated=True, splits=False):
+        super().__init__(kind, width, expert_width, is_gated=is_gated, splits=splits)
         self.act, self.is_gated = ACTS[act], is_gated
-        up_rows = 2 * expert_width if is_gated else expert_width
-        shapes = [(expert_width, width)] * 2 if splits else [(up_rows, width)]
-        shapes.append((width, expert_width))
-        made = [[make_weight(kind, *shape) for shape in shapes] for _ in range(4)]
-        named = [
-            {
-                f"{i} {role}": part
-                for i, (parts, _, _) in enumerate(one)
-                for role, part in parts.items()
-            }
-            for one in made
-        ]
-        self.layout = ExpertLayout.of(
-            {name: (tuple(t.shape), str(t.dtype)[6:]) for name, t in named[0].items()}
-        )
-        self.slots = torch.empty(len(made), self.layout.slot_bytes, dtype=torch.uint8)
-        for slot, parts in zip(self.slots, named, strict=True):
-            for spec in self.layout.params:
-                slot[spec.offset :][: spec.num_bytes] = parts[spec.name].view(torch.uint8).flatten()
-        self.weights = [(torch.cat([w for _, w, _ in one[:-1]]), one[-1][1]) for one in made]
-        self.sizes = [(torch.cat([s for _, _, s in one[:-1]]), one[-1][2]) for one in made]
-        stored: list[dict[str, StoredPart]] = [{} for _ in shapes]
-        for spec in self.layout.params:
-            i, role = spec.name.split(" ")
-            part = StoredPart(spec.offset, getattr(torch, spec.dtype), spec.shape)
-            stored[int(i)][role] = part
-        block = (16, 32) if kind == "fp8 blocks" else None
-        self.described = [
-            StoredWeight(kind.split()[0], shape, parts, block)
-            for shape, parts in zip(shapes, stored, strict=True)
-        ]
         self.fused = fused_experts(
             self.described[:-1], self.described[-1:], activation=act, is_gated=is_gated
         )

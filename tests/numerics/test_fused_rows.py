@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_infinity.kernels.dispatch import NO_EXPERT, RoutedRows
-from moe_infinity.kernels.experts_cpu import StoredPart, StoredWeight, fused_experts
+from moe_infinity.kernels.experts_cpu import fused_experts
 from moe_infinity.kernels.fused_rows import FUSED_ROWS, FusedRows
 from moe_infinity.kernels.reference import expert_mlp
+from moe_infinity.kernels.stored import StoredPart, StoredWeight
 from moe_infinity.models.computing import has_few_rows
 
 NUM_EXPERTS, WIDTH, EXPERT_WIDTH = 6, 64, 32

@@ -1,0 +1,166 @@
+"""The gated MLP of the experts of one MoE row, described for kernels that find an expert by the
+address of its slot: everything is a number known when they are compiled.
+
+    hidden = activation(gate x + bias, up x + bias)        out = down hidden + bias
+
+A matrix is read in chunks: columns of a row that one 16-byte load brings and that share a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd, prod
+
+import torch
+
+from moe_infinity.kernels.stored import EXPONENTS, StoredPart, StoredWeight, block_of
+
+LOAD_BYTES = 16
+PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+VALUES = {"bf16": 8, "f16": 8, "f32": 4, "int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32}  # a load
+UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14}
+MXFP4_GROUP = 32  # columns
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")  # the last one is gpt-oss's
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Numbers that lie in every slot."""
+
+    offset: int  # bytes from the start of the slot, a multiple of LOAD_BYTES
+    dtype: str  # torch's name, but "uint8" for all exponents of two
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """[R, C]: some rows of a weight that may have more."""
+
+    kind: str
+    num_rows: int
+    num_columns: int
+    values: Part
+    first_row: int = 0  # of the weight: row 0
+    row_step: int = 1  # and how far it is to row 1; 2 where gate and up alternate
+    scale: Part | None = None
+    zeros: Part | None = None  # int4 with zero points, packed along rows
+    bias: Part | None = None
+    block_rows: int = 1  # rows and columns of the weight that share a scale
+    block_columns: int = 1
+    num_scale_columns: int = 1
+
+    @property
+    def has_nibbles(self) -> bool:
+        return self.kind in ("int4", "mxfp4")
+
+    @property
+    def chunk(self) -> int:
+        """Columns, a power of two."""
+        if self.num_scale_columns == 1:
+            return VALUES[self.kind]
+        return gcd(VALUES[self.kind], self.block_columns)
+
+    @property
+    def unit(self) -> float:
+        """What values lack whose bits are read as those of a float16."""
+        return UNITS.get(self.kind, 1.0)
+
+    @property
+    def num_weight_rows(self) -> int:
+        """Of the weight, as far as this reads it."""
+        return self.first_row + self.row_step * (self.num_rows - 1) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMlp:
+    """D model width, F expert width."""
+
+    gate: Matrix  # [F, D]
+    up: Matrix  # [F, D]
+    down: Matrix  # [D, F]
+    activation: str
+    num_bytes: int  # of a slot that are read
+    alpha: float  # swiglu_oai: gate * sigmoid(alpha * gate) * (up + 1),
+    limit: float  # with gate at most limit and up within +-limit
+
+
+def slot_mlp(
+    up: Sequence[StoredWeight],
+    down: StoredWeight,
+    *,
+    activation: str,
+    up_bias: Sequence[StoredPart] = (),
+    down_bias: StoredPart | None = None,
+    is_interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> SlotMlp | None:
+    """`up` is gate and up: two weights, or one with gate's rows before up's, or, interleaved, with
+    gate's rows and up's in turn. As many biases as weights, or none. None: kernels cannot read it.
+    """
+    biases: list[StoredPart | None] = [*up_bias] if up_bias else [None] * len(up)
+    matrices = [_matrix(weight) for weight in (*up, down)]
+    if activation not in ACTIVATIONS or len(biases) != len(up) or None in matrices:
+        return None
+    *halves, last = [
+        replace(matrix, bias=None if bias is None else _part(bias))
+        for matrix, bias in zip(matrices, (*biases, down_bias), strict=True)
+        if matrix is not None
+    ]
+    if len(halves) == 1 and halves[0].num_rows % 2 == 0:
+        width, step = halves[0].num_rows // 2, 2 if is_interleaved else 1
+        half = replace(halves[0], num_rows=width, row_step=step)
+        halves = [half, replace(half, first_row=1 if is_interleaved else width)]
+    elif is_interleaved:
+        return None
+    kinds = {(m.kind, m.num_rows, m.num_columns, m.chunk) for m in halves}
+    if len(halves) != 2 or len(kinds) != 1:
+        return None
+    gate, up_half = halves
+    if (gate.num_rows, gate.num_columns) != (last.num_columns, last.num_rows):
+        return None
+    parts = [part for weight in (*up, down) for part in weight.parts.values()]
+    parts += [part for part in (*biases, down_bias) if part is not None]
+    num_bytes = max(part.offset + prod(part.shape) * part.dtype.itemsize for part in parts)
+    return SlotMlp(gate, up_half, last, activation, num_bytes, alpha, limit)
+
+
+def _matrix(weight: StoredWeight) -> Matrix | None:
+    (rows, columns), stored = weight.shape, weight.stored
+    if min(rows, columns) < 1:
+        return None
+    if any(part.offset % LOAD_BYTES for part in weight.parts.values()):
+        return None
+    parts = {role: _part(part) for role, part in weight.parts.items()}
+    if weight.kind in PLAIN:
+        if stored != {"": (PLAIN[weight.kind], (rows, columns))}:
+            return None
+        return Matrix(weight.kind, rows, columns, parts[""])
+    if weight.kind == "mxfp4":
+        groups = columns // MXFP4_GROUP
+        wanted = {"blocks": (rows, groups, MXFP4_GROUP // 2), "scales": (rows, groups)}
+        if stored != {role: (torch.uint8, shape) for role, shape in wanted.items()}:
+            return None
+        block, scale, values = (1, MXFP4_GROUP), parts["scales"], parts["blocks"]
+    elif weight.kind in VALUES and (found := block_of(weight)) is not None:
+        block, scale = found, parts["scale"]
+        values = parts["packed" if weight.kind == "int4" else "weight"]
+        if weight.kind == "int8" and block != (1, columns):
+            return None
+    else:
+        return None
+    return Matrix(
+        weight.kind,
+        rows,
+        columns,
+        values,
+        scale=scale,
+        zeros=parts.get("zero_point"),
+        block_rows=block[0],
+        block_columns=block[1],
+        num_scale_columns=-(-columns // block[1]),
+    )
+
+
+def _part(part: StoredPart) -> Part:
+    return Part(part.offset, "uint8" if part.dtype in EXPONENTS else str(part.dtype)[6:])

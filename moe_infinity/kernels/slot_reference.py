@@ -1,0 +1,136 @@
+"""The kernels of a device that decides within a step, in plain PyTorch and Python: the definition
+that the Triton kernels are tested against. On host memory: an address is looked into as it is.
+
+Legend: L MoE rows, E experts of a row, P (token, k) pairs, T tokens, K experts per token, D model
+width, F expert width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_infinity.kernels import unpack
+from moe_infinity.kernels.device_table import ABSENT, LOST, NUM_LOGGED, ON_DISK, DeviceTable
+from moe_infinity.kernels.slot_mlp import Matrix, Part, SlotMlp
+
+
+def memory_at(address: int, num_bytes: int) -> Tensor:
+    """uint8 [num_bytes], sharing memory that somebody else keeps alive."""
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
+    """See triton_resolve.resolve."""
+    index_P = top_k_index_TK.flatten().tolist()
+    table.sources_P.zero_()
+    if int(table.head[LOST]):
+        index_P = [-1] * len(index_P)
+    table.routing_LP[moe_row] = -1
+    table.routing_LP[moe_row, : len(index_P)] = torch.tensor(index_P)
+    for expert, num_uses in Counter(index_P).items():
+        if expert >= 0:
+            table.uses_LE[moe_row, expert] += num_uses
+    looked_up: dict[int, int] = {-1: 0}  # expert -> address
+    for pair, expert in enumerate(index_P):
+        if expert not in looked_up:
+            looked_up[expert] = _look_up(table, moe_row, expert, pair)
+        table.pointers_P[pair] = looked_up[expert]
+    return table.pointers_P[: len(index_P)].view(top_k_index_TK.shape)
+
+
+def _look_up(table: DeviceTable, moe_row: int, expert: int, pair: int) -> int:
+    """The address of an expert; if it misses, after it took a slot and was logged."""
+    slot, host = int(table.slot_LE[moe_row, expert]), int(table.host_LE[moe_row, expert])
+    if slot >= 0:
+        return int(table.address_S[slot])
+    entry, free = int(table.head[NUM_LOGGED]), int(table.num_free)
+    table.head[NUM_LOGGED] += 1
+    if host == 0:
+        slot = ON_DISK
+        table.head[LOST] = moe_row + 1
+    elif slot == ABSENT and free and entry < table.max_misses:
+        slot = int(table.free_S[free - 1])
+        table.num_free -= 1
+        table.slot_LE[moe_row, expert] = slot
+        table.sources_P[pair] = host
+    if entry < table.max_misses:
+        table.log_N3[entry] = torch.tensor([moe_row, expert, slot])
+    return int(table.address_S[slot]) if slot >= 0 else host
+
+
+def fill(table: DeviceTable) -> None:
+    """See triton_resolve.fill."""
+    slot_bytes = table.slots_SB.shape[1]
+    for pointer, source in zip(table.pointers_P.tolist(), table.sources_P.tolist(), strict=True):
+        if source:
+            memory_at(pointer, slot_bytes).copy_(memory_at(source, slot_bytes))
+
+
+def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
+    """See triton_experts.slot_moe."""
+    out_TD = torch.zeros(x_TD.shape)
+    for t, pointers_K in enumerate(pointers_TK.tolist()):
+        for k, pointer in enumerate(pointers_K):
+            if pointer:
+                slot = memory_at(pointer, mlp.num_bytes)
+                hidden = _activated(mlp, *(_linear(m, slot, x_TD[t]) for m in (mlp.gate, mlp.up)))
+                out_TD[t] += top_k_weights_TK[t, k].float() * _linear(mlp.down, slot, hidden)
+    return out_TD.to(x_TD.dtype)
+
+
+def _linear(matrix: Matrix, slot: Tensor, x: Tensor) -> Tensor:
+    out = weight_of(matrix, slot) @ x.float()
+    if matrix.bias is not None:
+        out += _numbers(slot, matrix.bias, matrix.num_weight_rows)[_rows(matrix)].float()
+    return out
+
+
+def _activated(mlp: SlotMlp, gate: Tensor, up: Tensor) -> Tensor:
+    if mlp.activation == "silu":
+        return F.silu(gate) * up
+    if mlp.activation == "swiglu_oai":
+        gate, up = gate.clamp(max=mlp.limit), up.clamp(-mlp.limit, mlp.limit)
+        return gate * torch.sigmoid(mlp.alpha * gate) * (up + 1)
+    return F.gelu(gate, approximate="tanh" if mlp.activation == "gelu_tanh" else "none") * up
+
+
+def weight_of(matrix: Matrix, slot: Tensor) -> Tensor:
+    """[R, C] in float32: values times scales as they are stored, not rounded."""
+    rows, columns = matrix.num_weight_rows, matrix.num_columns
+    scales = torch.empty(0)
+    if matrix.scale is not None:
+        grid = -(-rows // matrix.block_rows), matrix.num_scale_columns
+        scales = _numbers(slot, matrix.scale, *grid)
+    if matrix.kind == "mxfp4":
+        blocks = _numbers(slot, matrix.values, rows, columns // 32, 16)
+        weight = unpack.mxfp4(blocks, scales, torch.float32).t()
+    elif matrix.kind == "int4":
+        words, zeros = _numbers(slot, matrix.values, rows, columns // unpack.NIBBLES), None
+        if matrix.zeros is not None:
+            zeros = _numbers(slot, matrix.zeros, -(-rows // unpack.NIBBLES), scales.shape[1])
+        weight = unpack.int4_rows(words, scales.float(), zeros, torch.float32)
+    else:
+        weight = _numbers(slot, matrix.values, rows, columns)
+        if matrix.kind == "int8":
+            weight = unpack.int8_rows(weight, scales.float(), torch.float32)
+        elif matrix.kind == "fp8":
+            block = matrix.block_rows, matrix.block_columns
+            weight = unpack.fp8(weight, scales, block, torch.float32)
+    return weight.float()[_rows(matrix)]
+
+
+def _rows(matrix: Matrix) -> slice:
+    """Which of the weight are the matrix's."""
+    return slice(matrix.first_row, matrix.num_weight_rows, matrix.row_step)
+
+
+def _numbers(slot: Tensor, part: Part, *shape: int) -> Tensor:
+    dtype = getattr(torch, part.dtype)
+    return slot[part.offset :][: prod(shape) * dtype.itemsize].view(dtype).view(shape)

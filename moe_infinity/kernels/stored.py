@@ -1,0 +1,62 @@
+"""How the weights of one expert lie in a slot: what every kernel that reads slots is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from moe_infinity.kernels.unpack import NIBBLES
+
+SCALES = (torch.float32, torch.bfloat16, torch.float16)
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by role
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """One tensor of a weight, without gaps and without the expert dimension."""
+
+    offset: int  # bytes from the start of the slot
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight [R, C] as it lies in a slot; parts by role as in models/formats.py."""
+
+    kind: str  # bf16, f16, f32 (role ""), int8, fp8 (weight, scale), int4 (packed, scale, ...)
+    shape: tuple[int, int]
+    parts: Mapping[str, StoredPart]
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: equal parts
+
+    @property
+    def stored(self) -> Stored:
+        return {role: (part.dtype, part.shape) for role, part in self.parts.items()}
+
+
+def block_of(weight: StoredWeight) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, of int8, fp8 and int4; None if the parts are not what
+    kernels read.
+    """
+    (rows, columns), stored = weight.shape, weight.stored
+    dtype, grid = stored.get("scale", (None, ()))
+    if dtype not in SCALES + (EXPONENTS if weight.kind == "fp8" else ()):
+        return None
+    if len(grid) != 2:
+        grid = (1, 1) if prod(grid) == 1 else (0, 0)
+    block = weight.block or (rows // max(1, grid[0]), columns // max(1, grid[1]))
+    if 0 in block or grid != (-(-rows // block[0]), -(-columns // block[1])):
+        return None
+    wanted: Stored = {"scale": stored["scale"]}
+    if weight.kind in ("int8", "fp8"):
+        bytes_of = torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn
+        wanted["weight"] = bytes_of, (rows, columns)
+    elif weight.kind == "int4" and grid[0] == rows and columns % (NIBBLES * grid[1]) == 0:
+        wanted["packed"] = torch.int32, (rows, columns // NIBBLES)
+        if "zero_point" in stored:
+            wanted["zero_point"] = torch.int32, (-(-rows // NIBBLES), grid[1])
+    return block if stored == wanted else None

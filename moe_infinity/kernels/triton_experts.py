@@ -1,0 +1,163 @@
+"""The experts of a few tokens, each read from where a pointer says it is: a slot of the device or,
+through the link, page-locked host memory. Two kernels in every layer of a captured step.
+
+    up     [block of F rows, pair]     hidden = activation(gate x, up x)            float32
+    down   [block of D rows, token]    out = sum over k of weight * down hidden     rounded once
+
+One program computes all of an output, in one order: what a token gets depends on x, its experts and
+its weights alone, not on where experts lie, who else is in the batch or what was cached. Weights
+are read once for each pair: right for the few tokens of a decode step, whose experts are distinct.
+
+Legend: T tokens, K experts per token, P = T * K pairs, D model width, F expert width, R rows, N
+chunks of columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_infinity.kernels.slot_mlp import LOAD_BYTES, Matrix, SlotMlp
+from moe_infinity.kernels.triton_weights import chunk_sums, load_bias, load_x
+
+_LOAD_BYTES = tl.constexpr(LOAD_BYTES)
+
+# Loads of 16 bytes in a tile, and the warps that share them: 4 loads of each thread under way, from
+# the two matrices of up or the one of down. Down has an input for every expert, which more rows
+# share, and few programs: for one token of Qwen3-30B-A3B 256, so that each needs more warps.
+UP_LOADS, UP_WARPS = 256, 4
+DOWN_LOADS, DOWN_WARPS = 1024, 8
+MAX_CHUNKS = 128  # of a row at once; rows that are shorter leave room for more rows
+MAX_ROWS = 16  # more would leave too few programs
+
+
+def tile_of(matrix: Matrix, num_loads: int) -> tuple[int, int]:
+    """Rows and chunks, powers of two."""
+    chunks = triton.next_power_of_2(triton.cdiv(matrix.num_columns, matrix.chunk))
+    chunks = min(chunks, MAX_CHUNKS, num_loads // 4)
+    return min(num_loads // chunks, MAX_ROWS), chunks
+
+
+def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
+    """[T, D] -> [T, D], in the dtype of x. Pointers: int64 addresses of slots, or 0 for a pair that
+    adds nothing. Everything is contiguous and on one device; sums are in float32.
+    """
+    (num_tokens, width), top_k = x_TD.shape, pointers_TK.shape[1]
+    assert width == mlp.down.num_rows == mlp.gate.num_columns, (width, mlp)
+    assert all(t.is_contiguous() for t in (x_TD, pointers_TK, top_k_weights_TK)), x_TD.stride()
+    num_pairs, expert_width = num_tokens * top_k, mlp.down.num_columns
+    up_rows, up_chunks = tile_of(mlp.gate, UP_LOADS)
+    down_rows, down_chunks = tile_of(mlp.down, DOWN_LOADS)
+    hidden_PF = torch.empty(num_pairs, expert_width, dtype=torch.float32, device=x_TD.device)
+    out_TD = torch.empty_like(x_TD)
+    _up[(triton.cdiv(expert_width, up_rows), num_pairs)](
+        x_TD,
+        pointers_TK,
+        hidden_PF,
+        GATE=mlp.gate,
+        UP=mlp.up,
+        ACTIVATION=mlp.activation,
+        ALPHA=mlp.alpha,
+        LIMIT=mlp.limit,
+        TOP_K=top_k,
+        ROWS=up_rows,
+        CHUNKS=up_chunks,
+        num_warps=UP_WARPS,
+    )
+    _down[(triton.cdiv(width, down_rows), num_tokens)](
+        hidden_PF,
+        pointers_TK,
+        top_k_weights_TK,
+        out_TD,
+        DOWN=mlp.down,
+        TOP_K=top_k,
+        ROWS=down_rows,
+        CHUNKS=down_chunks,
+        num_warps=DOWN_WARPS,
+    )
+    return out_TD
+
+
+@triton.jit
+def _up(
+    x_TD,
+    pointers_P,
+    hidden_PF,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    CHUNK: tl.constexpr = GATE.chunk
+    pair = tl.program_id(1)
+    pointer = tl.load(pointers_P + pair)
+    slot = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint8)), _LOAD_BYTES)
+    is_there = pointer != 0
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid_R = tl.minimum(row_R, GATE.num_rows - 1)
+    x = x_TD + pair // TOP_K * GATE.num_columns
+    gate_RN = tl.zeros((ROWS, CHUNKS), tl.float32)
+    up_RN = tl.zeros((ROWS, CHUNKS), tl.float32)
+    for column in range(0, GATE.num_columns, CHUNKS * CHUNK):
+        x_NC = load_x(x, column, GATE.num_columns, CHUNKS, CHUNK)
+        gate_RN += chunk_sums(slot, is_there, valid_R, x_NC, column, GATE, CHUNKS)
+        up_RN += chunk_sums(slot, is_there, valid_R, x_NC, column, UP, CHUNKS)
+    gate_R = tl.sum(gate_RN, 1) + load_bias(slot, is_there, valid_R, GATE)
+    up_R = tl.sum(up_RN, 1) + load_bias(slot, is_there, valid_R, UP)
+    hidden_R = activated(gate_R, up_R, ACTIVATION, ALPHA, LIMIT)
+    tl.store(hidden_PF + pair * GATE.num_rows + row_R, hidden_R, mask=row_R < GATE.num_rows)
+
+
+@triton.jit
+def _down(
+    hidden_PF,
+    pointers_P,
+    weights_P,
+    out_TD,
+    DOWN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    CHUNK: tl.constexpr = DOWN.chunk
+    token = tl.program_id(1)
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid_R = tl.minimum(row_R, DOWN.num_rows - 1)
+    biases_R = tl.zeros((ROWS,), tl.float32)
+    sums_RN = tl.zeros((ROWS, CHUNKS), tl.float32)
+    for pair in range(token * TOP_K, token * TOP_K + TOP_K):
+        pointer = tl.load(pointers_P + pair)
+        slot = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint8)), _LOAD_BYTES)
+        is_there = pointer != 0
+        weight = tl.load(weights_P + pair).to(tl.float32)
+        weight = tl.where(is_there, weight, 0.0)
+        hidden = hidden_PF + pair * DOWN.num_columns
+        for column in range(0, DOWN.num_columns, CHUNKS * CHUNK):
+            hidden_NC = load_x(hidden, column, DOWN.num_columns, CHUNKS, CHUNK)
+            products_RN = chunk_sums(slot, is_there, valid_R, hidden_NC, column, DOWN, CHUNKS)
+            sums_RN += weight * products_RN
+        biases_R += weight * load_bias(slot, is_there, valid_R, DOWN)
+    out_R = tl.sum(sums_RN, 1) + biases_R
+    out = out_R.to(out_TD.dtype.element_ty)
+    tl.store(out_TD + token * DOWN.num_rows + row_R, out, mask=row_R < DOWN.num_rows)
+
+
+@triton.jit
+def activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    if ACTIVATION == "silu":
+        hidden = gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "gelu":
+        hidden = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif ACTIVATION == "gelu_tanh":  # 1 + tanh(z) = 2 sigmoid(2 z), without cancellation
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        hidden = gate * tl.sigmoid(2.0 * inner) * up
+    else:
+        gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
+        hidden = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+    return hidden

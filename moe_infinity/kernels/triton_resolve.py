@@ -1,0 +1,174 @@
+"""Where the experts of one row are, and the copies of those that were nowhere on the device: two
+small kernels in every layer of a captured step. The rules they share with the host are in
+device_table.py, their twins in slot_reference.py.
+
+    resolve   one program: P pairs are few, and what one pair takes from the free list the next one
+              must see
+    fill      programs of hits have nothing to copy and end at once
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_infinity.kernels.device_table import (
+    ABSENT,
+    ADDRESS_BYTES,
+    ENTRY,
+    LOST,
+    NUM_LOGGED,
+    ON_DISK,
+    DeviceTable,
+)
+
+_ABSENT, _ON_DISK = tl.constexpr(ABSENT), tl.constexpr(ON_DISK)
+_ENTRY, _NUM_LOGGED, _LOST = tl.constexpr(ENTRY), tl.constexpr(NUM_LOGGED), tl.constexpr(LOST)
+_ADDRESS_BYTES = tl.constexpr(ADDRESS_BYTES)
+
+MAX_PAIRS = 128  # resolve compares every pair with every other in the registers of one program
+# Of one missed expert: enough programs to keep a link busy alone (64 blocks of 8 KiB are 512 KiB
+# under way, where 50 GB/s for 2 us need 100 KiB), few enough to end at once for hits.
+FILL_PROGRAMS, FILL_BYTES = 64, 8 << 10
+WORD_BYTES = 8
+_WORD_BYTES = tl.constexpr(WORD_BYTES)
+
+
+def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
+    """int64 [T, K]: the address of each pair's expert, 0 for a pair without one (id -1) or if the
+    step is lost; a view that the next call overwrites. T * K is at most `table.max_pairs`.
+
+    A missed expert takes one free slot, whose bytes are there after fill(table).
+    """
+    num_pairs = top_k_index_TK.numel()
+    assert num_pairs <= table.max_pairs <= MAX_PAIRS, (num_pairs, table.max_pairs)
+    assert top_k_index_TK.is_contiguous(), top_k_index_TK.stride()
+    block = max(16, triton.next_power_of_2(table.max_pairs))
+    _resolve[(1,)](
+        top_k_index_TK,
+        table.slot_LE,
+        table.host_LE,
+        table.address_S,
+        table.free_S,
+        table.num_free,
+        table.head,
+        table.uses_LE,
+        table.routing_LP,
+        table.log_N3,
+        table.pointers_P,
+        table.sources_P,
+        moe_row,
+        num_pairs,
+        NUM_EXPERTS=table.num_experts,
+        MAX_PAIRS=table.max_pairs,
+        MAX_MISSES=table.max_misses,
+        BLOCK=block,
+        num_warps=1 if block <= 32 else 4,
+    )
+    return table.pointers_P[:num_pairs].view(top_k_index_TK.shape)
+
+
+@triton.jit(do_not_specialize=["moe_row", "num_pairs"])
+def _resolve(
+    index_P,
+    slot_LE,
+    host_LE,
+    address_S,
+    free_S,
+    num_free,
+    head,
+    uses_LE,
+    routing_LP,
+    log_N3,
+    pointers_P,
+    sources_P,
+    moe_row,
+    num_pairs,
+    NUM_EXPERTS: tl.constexpr,
+    MAX_PAIRS: tl.constexpr,
+    MAX_MISSES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pair = tl.arange(0, BLOCK)
+    is_lost = tl.load(head + _LOST) != 0
+    num_logged = tl.load(head + _NUM_LOGGED)
+    free = tl.load(num_free).to(tl.int32)
+    expert = tl.load(index_P + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    expert = tl.where(is_lost, -1, expert)
+    is_pair = expert >= 0
+    cell = moe_row * NUM_EXPERTS + expert
+    slot = tl.load(slot_LE + cell, mask=is_pair, other=0)
+    host = tl.load(host_LE + cell, mask=is_pair, other=0)
+
+    is_earlier = pair[None, :] < pair[:, None]
+    is_same = (expert[None, :] == expert[:, None]) & is_pair[:, None]
+    is_first = is_pair & (tl.sum((is_same & is_earlier).to(tl.int32), 1) == 0)
+    is_miss = is_first & (slot < 0)
+    entry = num_logged + num_earlier(is_miss, is_earlier)
+    is_logged = is_miss & (entry < MAX_MISSES)
+    wants = is_logged & (slot == _ABSENT) & (host != 0)
+    order = num_earlier(wants, is_earlier)
+    takes = wants & (order < free)
+    taken = tl.load(free_S + free - 1 - order, mask=takes, other=-1)
+    told = tl.where(takes, taken, tl.where(host == 0, _ON_DISK, slot))
+
+    taken_by_any = tl.max(tl.where(is_same & takes[None, :], taken[None, :], -1), 1)
+    slot_now = tl.where(slot >= 0, slot, taken_by_any)
+    address = tl.load(address_S + slot_now, mask=is_pair & (slot_now >= 0), other=0)
+    pointer = tl.where(slot_now >= 0, address, host)
+    uses = tl.load(uses_LE + cell, mask=is_first, other=0)
+    tl.debug_barrier()  # no warp may store what another one has still to load
+    tl.store(pointers_P + pair, tl.where(is_pair, pointer, 0), mask=pair < num_pairs)
+    tl.store(sources_P + pair, tl.where(takes, host, 0), mask=pair < MAX_PAIRS)
+
+    tl.store(slot_LE + cell, taken, mask=takes)
+    tl.store(num_free, (free - tl.sum(takes.to(tl.int32))).to(tl.int64))
+    tl.store(head + _NUM_LOGGED, num_logged + tl.sum(is_miss.to(tl.int32)))
+    is_missing = is_pair & (slot < 0) & (host == 0)
+    tl.store(head + _LOST, moe_row + 1, mask=tl.sum(is_missing.to(tl.int32)) > 0)
+    store_entry(log_N3 + entry * _ENTRY, moe_row, expert, told, is_logged)
+    tl.store(uses_LE + cell, uses + tl.sum(is_same.to(tl.int32), 1), mask=is_first)
+    tl.store(routing_LP + moe_row * MAX_PAIRS + pair, expert, mask=pair < MAX_PAIRS)
+
+
+@triton.jit
+def num_earlier(is_marked, is_earlier):
+    """How many pairs before each one are marked."""
+    return tl.sum((is_earlier & is_marked[None, :]).to(tl.int32), 1)
+
+
+@triton.jit
+def store_entry(entry, moe_row, expert, slot, mask):
+    tl.store(entry, moe_row, mask=mask)
+    tl.store(entry + 1, expert, mask=mask)
+    tl.store(entry + 2, slot, mask=mask)
+
+
+def fill(table: DeviceTable) -> None:
+    """Copy the experts that found a slot in the last resolve() from host memory into it."""
+    num_loads = table.slots_SB.shape[1] // ADDRESS_BYTES
+    _fill[(FILL_PROGRAMS, table.max_pairs)](
+        table.pointers_P,
+        table.sources_P,
+        num_loads,
+        BLOCK=FILL_BYTES // WORD_BYTES,
+        NUM_PROGRAMS=FILL_PROGRAMS,
+    )
+
+
+@triton.jit
+def _fill(pointers_P, sources_P, num_loads, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr):
+    pair = tl.program_id(1)
+    source = tl.load(sources_P + pair)
+    if source == 0:
+        return
+    pointer = tl.load(pointers_P + pair)
+    # What the compiler has to know to load 16 bytes at once: types alone do not tell.
+    num_words = num_loads * (_ADDRESS_BYTES // _WORD_BYTES)
+    source_W = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), _ADDRESS_BYTES)
+    slot_W = tl.multiple_of(pointer.to(tl.pointer_type(tl.int64)), _ADDRESS_BYTES)
+    for first in range(tl.program_id(0) * BLOCK, num_words, NUM_PROGRAMS * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        words = tl.load(source_W + at, mask=at < num_words, eviction_policy="evict_first")
+        tl.store(slot_W + at, words, mask=at < num_words)

@@ -1,0 +1,93 @@
+"""Compiles the kernels for a GPU that need not be there, as their callers launch them, and prints
+what their loads are like.
+
+    TRITON_INTERPRET=0 python -m tests.numerics.compile_kernels 80     # compute capability 8.0
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks.gpu_kernels import KINDS, Sizes, describe
+from moe_infinity.kernels import triton_experts, triton_resolve
+from moe_infinity.kernels.device_table import DeviceTable
+from moe_infinity.kernels.slot_mlp import ACTIVATIONS, Part, SlotMlp
+
+Loads = dict[str, int]  # from global memory in the code of one thread: width in bits -> how many
+
+
+class AbsentGpu:
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiler:
+    """Stands for launching."""
+
+    def __init__(self) -> None:
+        self.loads: dict[str, Loads] = {}
+        self.name = ""
+
+    def launcher(self, kernel: Any, grid: Any) -> Callable[..., None]:
+        def compile_only(*args: Any, **options: Any) -> None:
+            ptx = kernel.run(*args, grid=grid, warmup=True, **options).asm["ptx"]
+            found = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+            widths = Counter(str(int(count or 1) * int(bits)) for count, bits in found)
+            self.loads[f"{kernel.fn.__name__.strip('_')} {self.name}".strip()] = widths
+
+        return compile_only
+
+
+def compute(mlp: SlotMlp, num_tokens: int = 1, top_k: int = 8) -> None:
+    x_TD = torch.zeros(num_tokens, mlp.down.num_rows).bfloat16()
+    pointers_TK = torch.zeros(num_tokens, top_k, dtype=torch.int64)
+    triton_experts.slot_moe(mlp, x_TD, pointers_TK, torch.zeros(num_tokens, top_k))
+
+
+def resolve(max_pairs: int) -> None:
+    """An odd number of 16 bytes."""
+    slots = torch.zeros(2, 16 * 1001, dtype=torch.uint8)
+    table = DeviceTable(slots, num_rows=2, num_experts=4, max_pairs=max_pairs)
+    triton_resolve.resolve(table, 1, torch.zeros(1, 8, dtype=torch.int64))
+    triton_resolve.fill(table)
+
+
+def main() -> None:
+    compiler = Compiler()
+    driver.set_active(AbsentGpu(int(sys.argv[1])))
+    JITFunction.__getitem__ = lambda kernel, grid: compiler.launcher(kernel, grid)
+    known = {kind: describe(Sizes(kind=kind))[0] for kind in KINDS}
+    bias, zeros, exponents = Part(0, "bfloat16"), Part(0, "int32"), Part(0, "uint8")
+    more = {act: replace(known["bf16"], activation=act) for act in ACTIVATIONS}
+    more["bias"] = replace(known["mxfp4"], gate=replace(known["mxfp4"].gate, bias=bias))
+    more["zeros"] = replace(known["int4"], gate=replace(known["int4"].gate, zeros=zeros))
+    more["e8m0"] = replace(known["fp8"], gate=replace(known["fp8"].gate, scale=exponents))
+    for max_pairs in (8, 64, 128):
+        resolve(max_pairs)
+    for compiler.name, mlp in (known | more).items():
+        compute(mlp)
+    sys.stdout.write(json.dumps(compiler.loads))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""Experts read by pointer, Triton's kernels and their twin, against the definition in float64 with
+weights of kernels/unpack.py.
+
+Legend: T tokens, K experts per token, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_infinity.experts import ExpertKey
+from moe_infinity.kernels import slot_reference
+from moe_infinity.kernels.device_table import DeviceTable
+from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
+from moe_infinity.kernels.stored import StoredPart, StoredWeight
+from tests.numerics.stored_weights import PLAIN, StoredExperts
+
+pytest.importorskip("triton", reason="needs triton")
+from moe_infinity.kernels import triton_experts, triton_resolve
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = [pytest.param(slot_reference, id="twin"), pytest.param(triton_experts, id="triton")]
+EPS = {dtype: torch.finfo(dtype).eps for dtype in PLAIN.values()}
+KINDS = [
+    *PLAIN,
+    "int8",
+    "int4 32",
+    "int4 24",
+    "int4 128",
+    "int4 zeros 32",
+    "int4 None",
+    "fp8 blocks",
+    "fp8 rows",
+    "fp8 exponents",
+    "mxfp4",
+]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """The interpreter runs them one after the other."""
+    torch.manual_seed(0)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(triton_experts, "UP_LOADS", 1024)
+        monkeypatch.setattr(triton_experts, "MAX_ROWS", 64)
+        monkeypatch.setattr(triton_resolve, "FILL_PROGRAMS", 2)
+
+
+class Experts(StoredExperts):
+    """Experts in slots, and routing to them."""
+
+    def __init__(self, kind, width, expert_width, *, act="silu", is_interleaved=False, **options):
+        super().__init__(kind, width, expert_width, **options)
+        *up, down = self.described
+        *up_bias, down_bias = self.described_biases if self.described_biases else (None,)
+        mlp = slot_mlp(
+            up,
+            down,
+            activation=act,
+            is_interleaved=is_interleaved,
+            up_bias=up_bias,
+            down_bias=down_bias,
+        )
+        assert mlp is not None
+        self.mlp, self.act, self.is_interleaved = mlp, act, is_interleaved
+
+    def compute(self, kernels, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        device = DEVICE if kernels is triton_experts else "cpu"
+        slots = self.slots.to(device)
+        pointers_TK = slots.data_ptr() + index_TK * slots.shape[1]
+        pointers_TK = torch.where(index_TK < 0, 0, pointers_TK)
+        given = (t.to(device) for t in (x_TD, pointers_TK, weights_TK))
+        return kernels.slot_moe(self.mlp, *given).cpu()
+
+    def largest_error(
+        self, found_TD: Tensor, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
+    ) -> float:
+        """As a share of the bound. A float32 sum of n values in chunks is off by less than
+        (n / 8 + 40) eps of the sum of sizes: 40 for a chunk and the tree over threads. An error of
+        what activations give reaches the output through |down|. No activation is steeper than 1.2,
+        and each rounds less than 16 times.
+        """
+        exact_TD = torch.zeros(x_TD.shape, dtype=torch.float64)
+        bound_TD = torch.zeros_like(exact_TD)
+        eps = EPS[torch.float32]
+        for t, k in torch.cartesian_prod(*map(torch.arange, index_TK.shape)).tolist():
+            expert, share = int(index_TK[t, k]), weights_TK[t, k].double()
+            if expert < 0:
+                continue
+            x, (up, down), (up_sizes, down_sizes), biases = (
+                x_TD[t].double(),
+                self.weights[expert],
+                self.sizes[expert],
+                [bias.double() for bias in self.biases[expert]],
+            )
+            bias = torch.cat(biases[:-1])
+            inner = up.double() @ x + bias
+            terms = up_sizes.double() @ x.abs() + bias.abs()
+            hidden, bound = self._activated(inner, (len(x) / 8 + 40) * eps * terms)
+            exact_TD[t] += share * (down.double() @ hidden + biases[-1])
+            bound = down.double().abs() @ bound
+            terms = down_sizes.double() @ hidden.abs() + biases[-1].abs()
+            bound_TD[t] += share.abs() * (bound + (len(hidden) / 8 + 40) * eps * terms)
+        bound_TD += EPS[found_TD.dtype] * exact_TD.abs()
+        return ((found_TD.double() - exact_TD).abs() / bound_TD.clamp(min=1e-30)).max().item()
+
+    def _activated(self, inner: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+        def halves(t: Tensor) -> tuple[Tensor, Tensor]:
+            middle = len(t) // 2
+            return (t[0::2], t[1::2]) if self.is_interleaved else (t[:middle], t[middle:])
+
+        (gate, up), (gate_bound, up_bound) = halves(inner), halves(bound)
+        if self.act == "swiglu_oai":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
+            act = gate * torch.sigmoid(1.702 * gate)
+        elif self.act == "silu":
+            act = F.silu(gate)
+        else:
+            act = F.gelu(gate, approximate="tanh" if self.act == "gelu_tanh" else "none")
+        bound = 1.2 * gate_bound * up.abs() + gate.abs() * up_bound
+        return act * up, bound + 16 * EPS[torch.float32] * gate.abs() * up.abs()
+
+
+def routing(num_tokens: int, top_k: int, num_experts: int = 4) -> tuple[Tensor, Tensor]:
+    index_TK = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)])
+    return index_TK, torch.rand(num_tokens, top_k).softmax(dim=1)
+
+
+def inputs(kind: str, num_tokens: int, width: int) -> Tensor:
+    return torch.randn(num_tokens, width).to(PLAIN.get(kind, torch.bfloat16))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_weight_computes_its_definition(kernels, kind):
+    width = {"int4 24": 120, "int4 128": 128}.get(kind, 160)
+    splits = kind in ("bf16", "int4 zeros 32")
+    expert_width = 128 if kind == "int4 128" else 96
+    experts = Experts(kind, width, expert_width, splits=splits)
+    x, (index, weights) = inputs(kind, 2, width), routing(2, 2)
+    found = experts.compute(kernels, x, index, weights)
+    assert (found.dtype, found.shape) == (x.dtype, x.shape)
+    assert experts.largest_error(found, x, index, weights) < 1
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
+def test_activations_are_those_of_torch(kernels, act):
+    experts = Experts("f32", 40, 24, act=act)
+    x, (index, weights) = 20 * torch.randn(3, 40), routing(3, 2)
+    found = experts.compute(kernels, x, index, weights)
+    assert experts.largest_error(found, x, index, weights) < 1
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", ["mxfp4", "bf16"])
+def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kernels, kind):
+    experts = Experts(kind, 64, 96, act="swiglu_oai", is_interleaved=True, has_bias=True)
+    x, (index, weights) = inputs(kind, 2, 64), routing(2, 4)
+    found = experts.compute(kernels, x, index, weights.bfloat16())
+    assert experts.largest_error(found, x, index, weights.bfloat16()) < 1
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("kind", "width", "expert_width"),
+    [("bf16", 200, 72), ("bf16", 33, 17), ("f16", 1000, 8), ("int8", 33, 17), ("int4 None", 8, 8),
+     ("int4 8", 72, 40), ("fp8 rows", 33, 17), ("f32", 1, 1)],
+)  # fmt: skip
+def test_rows_of_a_weight_may_have_any_length(kernels, kind, width, expert_width):
+    experts = Experts(kind, width, expert_width)
+    x, (index, weights) = inputs(kind, 2, width), routing(2, 3)
+    found = experts.compute(kernels, x, index, weights)
+    assert experts.largest_error(found, x, index, weights) < 1
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (8, 1), (1, 8), (3, 5), (8, 8)])
+def test_any_number_of_tokens_and_experts(kernels, num_tokens, top_k):
+    experts = Experts("bf16", 16, 16, num=9)
+    x, (index, weights) = inputs("bf16", num_tokens, 16), routing(num_tokens, top_k, 9)
+    index[0, 0] = index[-1, -1] = 0
+    found = experts.compute(kernels, x, index, weights)
+    assert experts.largest_error(found, x, index, weights) < 1
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_pair_without_an_expert_adds_nothing(kernels):
+    experts = Experts("bf16", 40, 24, has_bias=True)
+    x, (index, weights) = inputs("bf16", 3, 40), routing(3, 2)
+    index[0, 1] = -1
+    index[2] = -1
+    weights[2] = torch.nan  # what nobody computes is not multiplied by either
+    found = experts.compute(kernels, x, index, weights)
+    assert experts.largest_error(found[:2], x[:2], index[:2], weights[:2]) < 1
+    assert (found[2] == 0).all()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", ["bf16", "int4 32", "fp8 blocks", "int8", "mxfp4"])
+def test_the_tolerance_rejects_what_is_wrong(kernels, kind):
+    experts = Experts(kind, 64, 64, splits=True)
+    x, (index, weights) = inputs(kind, 2, 64), routing(2, 3)
+
+    def error() -> float:
+        found = experts.compute(kernels, x, index, weights)
+        return experts.largest_error(found, x, index, weights)
+
+    assert error() < 1
+    mlp = experts.mlp
+    wrong: list[SlotMlp] = [replace(mlp, gate=mlp.up, up=mlp.gate), replace(mlp, gate=mlp.up)]
+    wrong.append(replace(mlp, activation="gelu"))
+    if mlp.down.scale is not None:
+        dropped = replace(mlp.gate, scale=mlp.up.scale), replace(mlp.down, scale=mlp.up.scale)
+        wrong += [replace(mlp, gate=dropped[0]), replace(mlp, down=dropped[1])]
+    for experts.mlp in wrong:
+        assert error() > 1
+    experts.mlp = mlp
+    found = experts.compute(kernels, x, index, weights)
+    other, shifted = index.clone(), weights.roll(1, dims=1)
+    other[1, 2] = 6 - other[1].sum()  # one pair gets the expert that the token has not
+    for told in ((other, weights), (index, shifted)):
+        assert experts.largest_error(found, x, *told) > 1
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_every_float8_value_is_read(kernels):
+    """Of 256 rows with one value each, times what a row of ones gives."""
+    up = torch.zeros(2, 256)
+    up[:, 0] = 1
+    numbers = torch.arange(256).to(torch.uint8)
+    stored = [up, torch.ones(256, 1), torch.ones(4), numbers]
+    slot = torch.cat([t.view(torch.uint8).flatten() for t in stored])
+    gate_up = StoredWeight("f32", (2, 256), {"": StoredPart(0, torch.float32, (2, 256))})
+    ones = StoredWeight("f32", (256, 1), {"": StoredPart(2048, torch.float32, (256, 1))})
+    parts = {
+        "scale": StoredPart(3072, torch.float32, (1, 1)),
+        "weight": StoredPart(3088, torch.float8_e4m3fn, (256, 1)),
+    }
+    packed = StoredWeight("fp8", (256, 1), parts)
+    experts = Experts("f32", 1, 1, num=1)
+    experts.slots = slot[None]
+    found = []
+    for down in (ones, packed):
+        mlp = slot_mlp([gate_up], down, activation="silu")
+        assert mlp is not None
+        experts.mlp = mlp
+        one = torch.zeros(1, 1, dtype=torch.int64)
+        found.append(experts.compute(kernels, torch.ones(1, 256), one, torch.ones(1, 1))[0])
+    expected = numbers.view(torch.float8_e4m3fn).float() * found[0]
+    torch.testing.assert_close(found[1], expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int4 8", "f32"])
+def test_tiles_of_a_gpu_compute_the_same(kind, monkeypatch):
+    """Rows and columns of several tiles, the last ones not full."""
+    monkeypatch.undo()
+    experts = Experts(kind, 1096 if kind == "f32" else 72, 40)
+    x, (index, weights) = inputs(kind, 1, experts.described[-1].shape[0]), routing(1, 2)
+    assert triton_experts.tile_of(experts.mlp.gate, triton_experts.UP_LOADS)[0] < 40
+    found = experts.compute(triton_experts, x, index, weights)
+    assert experts.largest_error(found, x, index, weights) < 1
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int4 32"])
+def test_a_token_gets_the_same_bits_in_any_company(kind):
+    experts = Experts(kind, 64, 96, num=6)
+    x, (index, weights) = inputs(kind, 4, 64), routing(4, 3, 6)
+    together = experts.compute(triton_experts, x, index, weights)
+    for t in range(4):
+        alone = experts.compute(triton_experts, *(a[t : t + 1] for a in (x, index, weights)))
+        assert torch.equal(alone[0], together[t])
+
+
+@pytest.mark.parametrize("num_free", [0, 1, 3, 6])
+def test_a_step_gives_the_same_bits_whatever_is_cached(num_free):
+    experts = Experts("bf16", 48, 32, num=6)
+    x, (index, weights) = inputs("bf16", 2, 48), routing(2, 3, 6)
+    resident = experts.compute(triton_experts, x, index, weights)
+    host = experts.slots.pin_memory() if DEVICE == "cuda" else experts.slots
+    slots = torch.zeros(6, host.shape[1], dtype=torch.uint8, device=DEVICE)
+    table = DeviceTable(slots, num_rows=1, num_experts=6, max_pairs=6)
+    table.set_host_addresses({ExpertKey(0, e): host[e].data_ptr() for e in range(6)})
+    table.free(range(num_free))
+    given = [t.to(DEVICE) for t in (x, weights)]
+    for _ in range(2):
+        pointers = triton_resolve.resolve(table, 0, index.to(DEVICE))
+        triton_resolve.fill(table)
+        found = triton_experts.slot_moe(experts.mlp, given[0], pointers, given[1])
+        assert torch.equal(found.cpu(), resident)
+
+
+def test_what_kernels_do_not_read_is_refused():
+    gate_up, down = Experts("bf16", 160, 192).described
+    assert slot_mlp([gate_up], down, activation="relu") is None
+    assert slot_mlp([gate_up], gate_up, activation="silu") is None
+    assert slot_mlp([down], down, activation="silu") is None
+    assert slot_mlp([gate_up] * 3, down, activation="silu") is None
+    assert slot_mlp([gate_up, gate_up], down, activation="silu") is None
+    assert slot_mlp([gate_up], down, activation="silu", up_bias=[gate_up.parts[""]] * 2) is None
+    for part in (
+        StoredPart(0, torch.float32, (384, 160)),
+        StoredPart(8, torch.bfloat16, (384, 160)),
+    ):
+        other = StoredWeight("bf16", (384, 160), {"": part})
+        assert slot_mlp([other], down, activation="silu") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_a_captured_layer_follows_what_changes_around_it():
+    experts = Experts("bf16", 256, 128, num=6)
+    slots = experts.slots.cuda()
+    x, pointers = inputs("bf16", 2, 256).cuda(), torch.zeros(2, 3, dtype=torch.int64).cuda()
+    weights = torch.zeros(2, 3).cuda()
+    triton_experts.slot_moe(experts.mlp, x, pointers, weights)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = triton_experts.slot_moe(experts.mlp, x, pointers, weights)
+    for _ in range(3):
+        index, new_weights = routing(2, 3, 6)
+        x.copy_(inputs("bf16", 2, 256))
+        pointers.copy_(slots.data_ptr() + index * slots.shape[1])
+        weights.copy_(new_weights)
+        graph.replay()
+        assert experts.largest_error(found.cpu(), x.cpu(), index, new_weights) < 1
