@@ -196,13 +196,8 @@ class MoE:
         """
         runtime = self._runtime
         tiers = [
-            TierOccupancy(
-                tier.tier.value,
-                len(tier.table),
-                tier.slots.num_slots,
-                tier.slots.num_slots * tier.slots.slot_bytes,
-            )
-            for tier in runtime.tiers
+            TierOccupancy(t.tier.value, len(t.table), t.slots.num_slots, t.slots.num_bytes)
+            for t in runtime.tiers
         ]
         disk = TierOccupancy(
             "disk", runtime.total_experts, runtime.total_experts, runtime.total_expert_bytes

@@ -23,6 +23,7 @@ class Slots:
     def __init__(self, buffer: Tensor, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
+        self.num_bytes = num_slots * slot_bytes
         self.device = buffer.device
         self._buffer = buffer
         self._views: dict[ExpertLayout, SlotViews] = {}

@@ -62,10 +62,10 @@ class ComputeDevice:
             if self.slots is None:
                 raise
             free, total = self.slots.link.memory_bytes()
-            slots_bytes = self.slots.num_slots * self.slots.slot_bytes
             raise OutOfMemory(
                 f"out of memory on {self.device}: {format_bytes(free)} of {format_bytes(total)} "
-                f"are free, {self.slots.num_slots} expert slots take {format_bytes(slots_bytes)}\n"
+                f"are free, {self.slots.num_slots} expert slots take "
+                f"{format_bytes(self.slots.num_bytes)}\n"
                 "hint: lower device_memory, or give shorter prompts, fewer sequences, or "
                 f"prefill_chunk_size ({error})"
             ) from error
