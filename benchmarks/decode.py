@@ -26,10 +26,12 @@ from copy_bandwidth import disk_bandwidth
 from limits import drop_from_page_cache, run_limited
 
 TEXT = Path(__file__).resolve().parents[1] / "docs" / "experiments.md"
-NUM_PROMPT = 32
+NUM_PROMPT = 32  # a longer one warms up: 600 tokens activate every expert of a layer
 
 
-def decode(model: str, num_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+def decode(
+    model: str, num_tokens: int, options: dict[str, Any], num_prompt: int = NUM_PROMPT
+) -> dict[str, Any]:
     """One cell, in its own process."""
     import torch
     from transformers import DynamicCache
@@ -38,17 +40,17 @@ def decode(model: str, num_tokens: int, options: dict[str, Any]) -> dict[str, An
 
     with MoE(model, **options) as moe, torch.inference_mode():
         ids = moe.tokenizer(TEXT.read_text("utf-8"), return_tensors="pt").input_ids
-        ids = ids[:, : NUM_PROMPT + num_tokens]
+        ids = ids[:, : num_prompt + num_tokens]
         cache = DynamicCache(config=moe.model.config)
         started = time.perf_counter()
-        moe.model(ids[:, :NUM_PROMPT], past_key_values=cache, use_cache=True)
+        moe.model(ids[:, :num_prompt], past_key_values=cache, use_cache=True)
         times = [time.perf_counter()]
-        for at in range(NUM_PROMPT, ids.shape[1]):
+        for at in range(num_prompt, ids.shape[1]):
             moe.model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
             times.append(time.perf_counter())
         report = moe.report()
     token_s = [after - before for before, after in zip(times, times[1:], strict=False)]
-    steps = report.decode
+    steps, ahead = report.decode, report.prefetches
     return {
         "ttft_s": times[0] - started,
         "tok_per_s": len(token_s) / sum(token_s),
@@ -57,6 +59,7 @@ def decode(model: str, num_tokens: int, options: dict[str, Any]) -> dict[str, An
         "hit_rate": steps.hit_rate,
         "slots": report.tiers[0].capacity,
         "read_mb_per_token": steps.bytes_read / len(token_s) / 1e6,
+        "wasted_share": ahead.wasted / max(1, steps.misses + ahead.begun),  # of loads
         "stall_share": steps.stall_s / sum(token_s),
         "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
     }
@@ -81,6 +84,7 @@ def main() -> None:
     parser.add_argument("--prefetch", default="off", help="off, on or off,on")
     parser.add_argument("--option", action="append", default=[], help="NAME=JSON of OffloadConfig")
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--prompt", type=int, default=NUM_PROMPT, help="tokens")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     limit_bytes = parse_size(args.limit, whole_bytes=0) if args.limit else None
@@ -95,6 +99,7 @@ def main() -> None:
         {
             "model": str(model),
             "num_tokens": args.tokens,
+            "num_prompt": args.prompt,
             "options": {"host_memory": memory, "policy": policy, "prefetch": prefetch} | more,
         }
         for model, memory, policy, prefetch in grid

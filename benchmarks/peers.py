@@ -32,15 +32,15 @@ def token_ids(model: str, num_tokens: int) -> list[int]:
     ids: list[int] = (
         Tokenizer.from_file(str(Path(model) / "tokenizer.json")).encode(TEXT.read_text("utf-8")).ids
     )
-    return ids[: NUM_PROMPT + num_tokens]
+    return ids[:num_tokens]
 
 
-def timed(ids: list[int], feed: Callable[[list[int]], object]) -> dict[str, Any]:
+def timed(ids: list[int], num_prompt: int, feed: Callable[[list[int]], object]) -> dict[str, Any]:
     """The prompt at once, then token by token."""
     started = time.perf_counter()
-    feed(ids[:NUM_PROMPT])
+    feed(ids[:num_prompt])
     times = [time.perf_counter()]
-    for token_id in ids[NUM_PROMPT:]:
+    for token_id in ids[num_prompt:]:
         feed([token_id])
         times.append(time.perf_counter())
     token_s = [after - before for before, after in zip(times, times[1:], strict=False)]
@@ -52,14 +52,18 @@ def timed(ids: list[int], feed: Callable[[list[int]], object]) -> dict[str, Any]
     }
 
 
-def llama_cpp(model: str, num_tokens: int, gguf: str, threads: int) -> dict[str, Any]:
+def llama_cpp(
+    model: str, num_tokens: int, num_prompt: int, gguf: str, threads: int
+) -> dict[str, Any]:
     from llama_cpp import Llama
 
     llama = Llama(gguf, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
-    return timed(token_ids(model, num_tokens), llama.eval)
+    return timed(token_ids(model, num_prompt + num_tokens), num_prompt, llama.eval)
 
 
-def accelerate(model: str, num_tokens: int, folder: str, memory: str) -> dict[str, Any]:
+def accelerate(
+    model: str, num_tokens: int, num_prompt: int, folder: str, memory: str
+) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -76,7 +80,7 @@ def accelerate(model: str, num_tokens: int, folder: str, memory: str) -> dict[st
         return loaded(torch.tensor([ids]), past_key_values=cache, use_cache=True)
 
     with torch.inference_mode():
-        return timed(token_ids(model, num_tokens), feed)
+        return timed(token_ids(model, num_prompt + num_tokens), num_prompt, feed)
 
 
 RUNNERS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -87,7 +91,11 @@ RUNNERS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def cells_of(args: argparse.Namespace) -> list[dict[str, Any]]:
-    common = {"model": str(args.model), "num_tokens": args.tokens}
+    common = {
+        "model": str(args.model),
+        "num_tokens": args.tokens,
+        "num_prompt": args.prompt,
+    }
     cells = []
     for implementation in ("auto", "fast"):
         for prefetch in (False, True):
@@ -116,6 +124,7 @@ def main() -> None:
     parser.add_argument("--host-memory", default="900MiB")
     parser.add_argument("--only", default="", help="runners, comma-separated")
     parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--prompt", type=int, default=NUM_PROMPT, help="tokens; 600 warm up")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     limit_bytes = parse_size(args.limit, whole_bytes=0) if args.limit else None
