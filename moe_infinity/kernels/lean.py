@@ -157,6 +157,9 @@ class _GroupedSdpa:
         if not is_ours or kwargs.get("position_bias") is not None or kwargs.get("dropout"):
             return self._stock(module, query, key, value, attention_mask, **kwargs)
         batch, num_heads, _, _ = query.shape
+        if attention_mask is not None and attention_mask.shape[1] > 1:  # one for each head
+            by_group = len(attention_mask), key.shape[1], -1, key.shape[2]
+            attention_mask = attention_mask.reshape(by_group)
         out = nn.functional.scaled_dot_product_attention(
             query.reshape(batch, key.shape[1], -1, query.shape[3]),
             key,

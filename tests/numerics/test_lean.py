@@ -169,7 +169,7 @@ def test_torch_has_one_thread_in_a_short_step_and_all_of_them_after_it(layers):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize("mask", [None, "bool", "float", "by head"])
 def test_grouped_attention_is_that_of_transformers_and_of_no_other_heads(mask, dtype):
     LeanSteps(nn.Module()).close()
     lean = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -181,6 +181,8 @@ def test_grouped_attention_is_that_of_transformers_and_of_no_other_heads(mask, d
     attention_mask: Tensor | None = None
     if mask is not None:
         attention_mask = torch.rand(3, 1, 1, 50) > 0.3
+        if mask == "by head":
+            attention_mask = torch.rand(3, 8, 1, 50) > 0.3
         if mask == "float":
             attention_mask = torch.zeros(3, 1, 1, 50).masked_fill(~attention_mask, -1e4).to(dtype)
     arguments = module, query, key, value, attention_mask
