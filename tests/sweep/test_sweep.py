@@ -14,7 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from moe_infinity import MoE
+from moe_infinity import MoE, MoEInfinityError
+from moe_infinity.kernels.linear_cpu import FusedLinear
 from tests.sweep import tiny
 from tests.sweep.compare import difference, rows_of
 from tests.sweep.discover import Architecture, architectures_in, modelling_files
@@ -34,6 +35,7 @@ FAST = {
     "qwen3_vl_moe": "multimodal, fused and transposed",
     "zaya": "one expert per token, router with a state",
 }
+WITHOUT_SHORT_STEPS = ("diffusion_gemma",)  # it refines a canvas of tokens at once
 FOLDERS = [
     pytest.param(folder, marks=() if folder in FAST else pytest.mark.slow)
     for folder in modelling_files()
@@ -50,6 +52,51 @@ def test_few_slots_give_the_bits_of_stock_and_wrong_experts_do_not(folder, tmp_p
             assert row.result == NOT_COMPARED[name][0], row
         else:
             assert row.is_supported or row.result == "not generating", row
+
+
+KERNELS = ("deepseek_v3", "gpt_oss", "qwen3_vl_moe", "zaya")
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(folder, marks=() if folder in KERNELS else pytest.mark.slow)
+        for folder in modelling_files()
+    ],
+)
+def test_steps_by_kernels_give_the_same_but_for_rounding(folder, tmp_path, monkeypatch):
+    """transformers 5.17: linear layers of all 70 classes that load, experts of 49."""
+    products: list[int] = []
+    multiply = FusedLinear.__call__
+
+    def counted(self: FusedLinear, x: torch.Tensor) -> torch.Tensor:
+        products.append(len(x))
+        return multiply(self, x)
+
+    monkeypatch.setattr(FusedLinear, "__call__", counted)
+    for architecture in architectures_in(folder):
+        checkpoint = tmp_path / architecture.name
+        torch.manual_seed(0)
+        tiny.tiny_model(architecture).save_pretrained(checkpoint)
+        found = {}
+        try:
+            for implementation in ("auto", "fast"):
+                with (
+                    MoE(
+                        checkpoint,
+                        host_memory="50%",
+                        dtype="float32",
+                        experts_implementation=implementation,
+                    ) as moe,
+                    torch.no_grad(),
+                ):
+                    found[implementation] = outcome(moe.model, moe.generate)
+        except MoEInfinityError:
+            assert folder not in KERNELS
+            continue
+        assert not difference(found["fast"], found["auto"], 1e-4)
+        assert products or folder in WITHOUT_SHORT_STEPS
+        products.clear()
 
 
 def test_every_class_behind_the_experts_interface_is_in_the_sweep():
