@@ -88,7 +88,7 @@ def _fetch(_: Any, address: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _call(
+def call_rows(
     _: Any, function: Any, first: Any, last: Any, x: Any, out: Any, fixed: Any, slot: Any
 ) -> Any:
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
@@ -159,7 +159,7 @@ def _multiply(job, block, expert, x, x_bytes, out, out_bytes):  # type: ignore[n
     while p < stop:
         is_pair = p + 1 < stop
         out_at = out + p * out_bytes + int_at(block, 5)
-        _call(int_at(block, is_pair), first, last, x + p * x_bytes, out_at, fixed, slot)
+        call_rows(int_at(block, is_pair), first, last, x + p * x_bytes, out_at, fixed, slot)
         p += 1 + is_pair
 
 

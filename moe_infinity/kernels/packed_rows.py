@@ -145,7 +145,7 @@ def _weights(b: Any, step: Step, at: Any) -> list[Any]:
         ]
         return [from_half(b, b.and_(v, all_lanes(I16, 0x8E00))) for v in tops]
     if BITS[step.kind] >= 16:
-        return _floats(b, step, at)
+        return floats(b, step.kind, step.num_vectors, at)
     loaded = [load(b, at, k * LANES, I8) for k in range(step.num_vectors)]
     if step.kind == "int8":
         return [b.sitofp(b.sext(v, vector_of(I32)), FLOATS) for v in loaded]
@@ -155,11 +155,12 @@ def _weights(b: Any, step: Step, at: Any) -> list[Any]:
     return [from_half(b, b.and_(v, all_lanes(I16, 0xBF80))) for v in halves]
 
 
-def _floats(b: Any, step: Step, at: Any) -> list[Any]:
-    if step.kind == "f32":
-        return [load(b, at, 4 * LANES * k, F32) for k in range(step.num_vectors)]
-    loaded = [load(b, at, 2 * LANES * k, I16) for k in range(step.num_vectors)]
-    return [from_half(b, v) if step.kind == "f16" else from_bfloat(b, v) for v in loaded]
+def floats(b: Any, kind: str, num_vectors: int, at: Any) -> list[Any]:
+    """Vectors of bf16, f16 or f32, in float32."""
+    if kind == "f32":
+        return [load(b, at, 4 * LANES * k, F32) for k in range(num_vectors)]
+    loaded = [load(b, at, 2 * LANES * k, I16) for k in range(num_vectors)]
+    return [from_half(b, v) if kind == "f16" else from_bfloat(b, v) for v in loaded]
 
 
 def _dot(b: Any, values: list[Any], x: list[Any]) -> Any:

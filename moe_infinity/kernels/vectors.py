@@ -23,6 +23,10 @@ def vector_of(kind: Any, lanes: int = LANES) -> Any:
 
 
 FLOATS = vector_of(F32)
+EXPONENTIAL = (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+    5.0000001201e-1,
+)  # fmt: skip
 
 
 def all_lanes(kind: Any, value: float, lanes: int = LANES) -> Any:
@@ -78,12 +82,40 @@ def smaller(b: Any, one: Any, other: Any) -> Any:
     return b.select(b.icmp_signed("<", one, other), one, other)
 
 
+def larger(b: Any, one: Any, other: Any) -> Any:
+    """Of floats."""
+    return b.select(b.fcmp_ordered(">", one, other), one, other)
+
+
+def exponential(b: Any, x: Any) -> Any:
+    """Of x <= 0, to 2 units in the last place; 0 where that is the smallest normal number or less.
+
+    The nearest whole power of two, times a polynomial of what is left (Cephes, expf).
+    """
+    power = _call(b, "llvm.nearbyint.v16f32", FLOATS, [b.fmul(x, all_lanes(F32, 1.44269504))])
+    r = fma(b, power, all_lanes(F32, -0.693359375), x)
+    r = fma(b, power, all_lanes(F32, 2.12194440e-4), r)
+    value = all_lanes(F32, EXPONENTIAL[0])
+    for coefficient in EXPONENTIAL[1:]:
+        value = fma(b, value, r, all_lanes(F32, coefficient))
+    value = b.fadd(fma(b, value, b.fmul(r, r), r), all_lanes(F32, 1.0))
+    is_normal = b.fcmp_ordered(">", x, all_lanes(F32, -87.0))
+    power = b.select(is_normal, power, FLOATS(None))
+    bits = b.shl(b.fptosi(power, vector_of(I32)), all_lanes(I32, 23))
+    scaled = b.bitcast(b.add(b.bitcast(value, vector_of(I32)), bits), FLOATS)
+    return b.select(is_normal, scaled, FLOATS(None))
+
+
 def fma(b: Any, one: Any, other: Any, addend: Any) -> Any:
     return _call(b, "llvm.fma.v16f32", FLOATS, [one, other, addend])
 
 
 def sum_of_lanes(b: Any, vector: Any) -> Any:
     return _call(b, "llvm.vector.reduce.fadd.v16f32", F32, [F32(-0.0), vector], ("reassoc",))
+
+
+def largest_of_lanes(b: Any, vector: Any) -> Any:
+    return _call(b, "llvm.vector.reduce.fmax.v16f32", F32, [vector])
 
 
 def prefetch(b: Any, at: Any) -> None:

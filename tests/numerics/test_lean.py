@@ -170,7 +170,7 @@ def test_torch_has_one_thread_in_a_short_step_and_all_of_them_after_it(layers):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", [None, "bool", "float", "by head"])
-def test_grouped_attention_is_that_of_transformers_and_of_no_other_heads(mask, dtype):
+def test_attention_is_that_of_transformers_and_of_no_other_heads(mask, dtype):
     LeanSteps(nn.Module()).close()
     lean = ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert lean is not sdpa_attention_forward
