@@ -88,7 +88,7 @@ def test_scores_may_be_as_far_apart_as_they_like():
     query, key, value = inputs(torch.float32)
     for scale in (1e-6, 10.0, 1e4):
         found = computed(query, key, value, None, scale)
-            exact = expected(query, key, value, None, scale)
+        exact = expected(query, key, value, None, scale)
         assert largest_error(found, exact, value) < max(1, scale / 3)  # scores are off by as much
 
 
