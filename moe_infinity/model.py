@@ -100,6 +100,7 @@ class MoE:
         try:
             if self.config.early_gate:
                 self._runtime.early_gate = EarlyGate(self.model, plan.rows)
+            self._graphed = self._device.begin_steps(self.model, plan, self._runtime)
             self._signature = signature_of(self.model, plan.rows)
             self._load_history()
         except BaseException:
@@ -129,8 +130,12 @@ class MoE:
             self._steps.prompt_mask = kwargs.get("attention_mask")
             args = tuple(map(self._device.move, args))
             kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
+            if self._graphed is not None:
+                kwargs.setdefault("disable_compile", True)  # we capture instead
             try:
-                return self.model.generate(*args, **kwargs)
+                out = self.model.generate(*args, **kwargs)
+                self._runtime.settle()
+                return out
             finally:
                 self._steps.end_ids = self._steps.prompt_mask = None
 
@@ -170,6 +175,7 @@ class MoE:
         sequence of its batch.
         """
         with self._lock:
+            self._runtime.settle()
             return copy.deepcopy(self._runtime.recorder.request_eams())
 
     @property
@@ -233,6 +239,8 @@ class MoE:
         with self._lock:
             for tier in self._runtime.tiers:
                 tier.table.check_invariants()
+            if self._runtime.device_steps is not None:
+                self._runtime.device_steps.check_invariants()
 
     def close(self) -> None:
         """Stop the read threads, close the files, write the history if there is to be one. Waits
@@ -244,6 +252,8 @@ class MoE:
                 return
             self._is_closed = True
             self._steps.close()
+            if self._graphed is not None:
+                self._graphed.close()
             if self._lean is not None:
                 self._lean.close()
             self._runtime.close()

@@ -226,6 +226,27 @@ class DeviceTable:
         self.free(self.withdraw(keys))
         return keys
 
+    def is_lost(self) -> bool:
+        """Whether the step came to an expert on disk. Waits for what was launched of it."""
+        return bool(self.head[LOST])
+
+    def find_again(self) -> None:
+        """The row at which the step was lost can be resolved now. Its misses so far stay logged."""
+        self.head[LOST] = 0
+
+    def reset(self) -> None:
+        """As in the beginning: all slots reserved, all experts on disk. Nothing is under way."""
+        self.slot_LE.fill_(ABSENT)
+        self.host_LE.zero_()
+        self.num_free.zero_()
+        self._report.zero_()
+        self.routing_LP.fill_(-1)
+        self._is_reading = False
+        self._free.clear()
+        self._slot_of.clear()
+        self._reserved = set(range(len(self.slots_SB)))
+        self._row_of_slot[:] = self._expert_of_slot[:] = -1
+
     def _set_absent(self, keys: Sequence[ExpertKey], state: int) -> None:
         assert not self._is_reading, "finish_read() comes first"
         assert self._slot_of.keys().isdisjoint(keys), keys

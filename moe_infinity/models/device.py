@@ -13,8 +13,11 @@ from moe_infinity.errors import ConfigError, OutOfMemory
 from moe_infinity.memory.device import SLOT_ALIGNMENT, DeviceSlots, num_device_slots, round_up
 from moe_infinity.memory.host import format_bytes
 from moe_infinity.memory.link import open_link
+from moe_infinity.models.device_steps import make_device_steps
+from moe_infinity.models.graphed_step import GraphedStep
 from moe_infinity.models.packed_on_load import packed_on_load
 from moe_infinity.models.planning import Plan
+from moe_infinity.runtime import ExpertRuntime
 
 
 class ComputeDevice:
@@ -48,6 +51,21 @@ class ComputeDevice:
             )
             self.slots = DeviceSlots(self._link, num_slots, slot_bytes)
         return plan
+
+    def begin_steps(self, model: Any, plan: Plan, runtime: ExpertRuntime) -> GraphedStep | None:
+        """Give steps of few tokens to the device, if it can have them. Raises ConfigError."""
+        if self.slots is None or model.config.is_encoder_decoder:
+            return None
+        runtime.device_steps = make_device_steps(
+            self._config,
+            plan,
+            runtime.tiers,
+            note_step=runtime.note_step,
+            note_reads=runtime.note_reads,
+        )
+        if runtime.device_steps is None:
+            return None
+        return GraphedStep(model, runtime.device_steps, self.slots.link)
 
     def move(self, value: Any) -> Any:
         """An argument of the model: a tensor goes where the model computes."""
