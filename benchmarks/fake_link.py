@@ -11,9 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 from unittest import mock
 
 import torch
@@ -21,8 +20,6 @@ from torch import Tensor
 
 from moe_infinity.memory.link import Copy, Event
 from moe_infinity.models import device as device_module
-
-T = TypeVar("T")
 
 
 class VirtualClock:
@@ -99,7 +96,6 @@ class FakeLink:
         self.locked: dict[int, int] = {}  # address -> bytes
         self.num_copies = 0
         self.copied_bytes = 0
-        self.num_captures = 0
         self._waiting: deque[FakeCopy] = deque()
         self._end_s = 0.0  # of the last copy begun
         self._stall_s = 0.0
@@ -153,11 +149,6 @@ class FakeLink:
     def take_stall_s(self) -> float:
         stall_s, self._stall_s = self._stall_s, 0.0
         return stall_s
-
-    def capture(self, run: Callable[[], T]) -> Callable[[], T]:
-        """Runs nothing now, as a capture does not; later all of it again."""
-        self.num_captures += 1
-        return run
 
     def synchronize(self) -> None:
         if self._waiting:

@@ -16,6 +16,7 @@ first. With a GPU and experts_implementation="fast" a step of few tokens is the 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -34,11 +35,12 @@ from moe_infinity.memory.prefetcher import Prefetcher
 from moe_infinity.memory.reader import Reader
 from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.models.computing import RowComputer, Work
-from moe_infinity.models.device_steps import DecidedStep, DeviceSteps
+from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.planning import Plan
 from moe_infinity.prefetch.predictors import Predictor
 from moe_infinity.trace.recorder import Recorder, Step
+from moe_infinity.trace.tracefile import SequenceTrace
 
 STREAMED_SHARE = 0.75  # of a row's experts activated by a prompt: then it will need the next row's
 
@@ -142,11 +144,10 @@ class ExpertRuntime:
         """[T, D] -> [T, D]: the routed experts of one layer. Raises CheckpointError if an expert
         cannot be read.
         """
-        device_steps = self.device_steps
-        if device_steps is not None:
-            if device_steps.is_running:
-                return device_steps.compute(moe_row, x_TD, top_k_index_TK, top_k_weights_TK)
-            device_steps.top_k[moe_row] = top_k_index_TK.shape[1]
+        if (steps := self.device_steps) is not None:
+            if steps.is_running:
+                return steps.compute(moe_row, x_TD, top_k_index_TK, top_k_weights_TK)
+            steps.top_k[moe_row] = top_k_index_TK.shape[1]
         index_TK = top_k_index_TK.cpu().numpy()
         rows = self._computers[moe_row].work(index_TK, x_TD, top_k_weights_TK)
         if rows.num_without:
@@ -200,28 +201,34 @@ class ExpertRuntime:
         self._settle_interrupted()
         self._is_moving, self._last_row = True, moe_row
 
-    def note_step(self, decided: DecidedStep) -> None:
+    def note_step(
+        self, step: Step, routing: Sequence[NDArray[np.int64]], missed: Collection[ExpertKey]
+    ) -> None:
         """The bookkeeping of a step that the device decided, which is over."""
-        self._note_begin(decided.step)
-        host_table, counters = self.tiers[1].table, self.counters.of(decided.step.phase)
-        for moe_row, index_TK in enumerate(decided.routing):
+        self._note_begin(step)
+        host_table, counters = self.tiers[1].table, self.counters.of(step.phase)
+        for moe_row, index_TK in enumerate(routing):
             chosen, counts = np.unique(index_TK[index_TK != NO_EXPERT], return_counts=True)
             self._learn(moe_row, without_gaps(index_TK), chosen.tolist(), counts)
             keys = [self._keys[moe_row][expert_idx] for expert_idx in self.activated[moe_row]]
-            missed = [key for key in keys if key in decided.missed]
-            counters.add_lookups(len(keys) - len(missed), 0, len(missed))
+            copied = [key for key in keys if key in missed]
+            counters.add_lookups(len(keys) - len(copied), 0, len(copied))
             self.table.note_use(keys)
-            host_table.note_use(missed)
+            host_table.note_use(copied)
 
-    def note_reads(self, moe_row: int, num_experts: int) -> PhaseCounters:
-        """A decode step reads so many experts from disk; gives where its waiting is counted."""
-        self.counters.decode.bytes_read += num_experts * self._bytes_per_expert[moe_row]
+    def note_reads(self, moe_row: int, keys: Sequence[ExpertKey]) -> PhaseCounters:
+        """A decode step reads these from disk; gives where its waiting is counted."""
+        self.counters.decode.bytes_read += len(keys) * self._bytes_per_expert[moe_row]
         return self.counters.decode
 
     def settle(self) -> None:
         """Wait for the step under way, and let everyone know of it."""
         if self.device_steps is not None:
             self.device_steps.settle()
+
+    def finish_tokens(self) -> list[SequenceTrace]:
+        self.settle()
+        return self.recorder.finish_tokens()
 
     def _learn(
         self,

@@ -99,6 +99,9 @@ class ResidencyTable:
     def resident_keys(self) -> list[ExpertKey]:
         return [key for key, entry in self._entries.items() if entry.state is Residency.RESIDENT]
 
+    def resident_slots(self) -> dict[ExpertKey, int]:
+        return {key: self._entries[key].slot_id for key in self.resident_keys()}
+
     def census(self, keys: Sequence[ExpertKey]) -> tuple[int, int, int]:
         """How many of `keys` are resident, loading, absent."""
         present = sum(map(self._entries.__contains__, keys))

@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from torch import Tensor
 from moe_infinity.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Event(Protocol):
@@ -77,11 +75,6 @@ class Link(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all copies and kernels."""
-
-    def capture(self, run: Callable[[], T]) -> Callable[[], T]:
-        """Note the kernels that `run` launches, which has run before; gives what launches them
-        again, with the same memory for inputs and outputs.
-        """
 
 
 def open_link(device: str) -> Link | None:
@@ -189,14 +182,3 @@ class CudaLink:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
-
-    def capture(self, run: Callable[[], T]) -> Callable[[], T]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph):
-            out = run()
-
-        def replay() -> T:
-            graph.replay()
-            return out
-
-        return replay

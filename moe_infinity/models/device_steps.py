@@ -20,84 +20,65 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError
-from moe_infinity.experts import ExpertKey, Phase, Residency
-from moe_infinity.kernels.device_table import DeviceTable
-from moe_infinity.kernels.slot_kernels import slot_kernels
+from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.kernels.device_table import StepReport
+from moe_infinity.kernels.graphed_step import GraphedStep
+from moe_infinity.kernels.slot_kernels import MAX_PAIRS, SlotRows
 from moe_infinity.kernels.slot_mlp import SlotMlp
-from moe_infinity.memory.device import DeviceSlots, SourceSlots
-from moe_infinity.memory.tiers import SlotTier
+from moe_infinity.memory.device import SourceSlots
 from moe_infinity.models.computing import slot_row
 from moe_infinity.models.planning import Plan
 from moe_infinity.trace.recorder import Step
 
+if TYPE_CHECKING:
+    from moe_infinity.runtime import ExpertRuntime
+
 logger = logging.getLogger(__name__)
 
-MAX_PAIRS = 64  # (token, k) of one row in one step; more are the host's
 # Slots kept free: for the misses of two steps, at most an eighth of all. Conventions, not
 # measurements.
 RESERVED_STEPS, RESERVE_SHARE = 2, 8
 FORGETS = 0.9  # of the highest number of misses lately, in each step
 
 
-class DecidedStep(NamedTuple):
-    """A step that the device decided."""
-
-    step: Step
-    routing: list[NDArray[np.int64]]  # [T, K] of each row
-    missed: set[ExpertKey]
-
-
 class DeviceSteps:
     """Used by one thread, between `begin` and the next `begin` or `leave`."""
 
-    def __init__(
-        self,
-        tiers: Sequence[SlotTier],
-        mlps: Sequence[SlotMlp],
-        *,
-        num_experts: int,  # of a row
-        total_experts: int,
-        note_step: Callable[[DecidedStep], None],
-        note_reads: Callable[[int, int], PhaseCounters],  # row, experts: whose waiting it is
-    ) -> None:
-        self._device, self._host = tiers
-        slots, self._host_slots = self._device.slots, self._host.slots
-        assert isinstance(slots, DeviceSlots), slots
-        self._link = slots.link
-        self._mlps = mlps
-        self._kernels = slot_kernels(slots.device)
-        self._total_experts = total_experts
-        self._note_step, self._note_reads = note_step, note_reads
-        self._table = DeviceTable(
-            slots.tensor_of(0, slots.num_bytes).view(slots.num_slots, slots.slot_bytes),
-            num_rows=len(mlps),
-            num_experts=num_experts,
-            max_pairs=MAX_PAIRS,
-            max_misses=2 * len(mlps) * min(MAX_PAIRS, num_experts),  # a row may be resolved twice
-        )
-        self.top_k: dict[int, int] = {}  # by row, once a prompt was routed
+    def __init__(self, runtime: ExpertRuntime, mlps: Sequence[SlotMlp]) -> None:
+        """Raises ConfigError for a HOST too small for the experts of one row in one step."""
+        self._runtime = runtime
+        (device, self._host), num_experts = runtime.tiers, runtime.recorder.num_experts
+        least, num_slots = min(MAX_PAIRS, num_experts), self._host.slots.num_slots
+        if num_slots < least:
+            raise ConfigError(
+                f"host_memory holds {num_slots} experts; experts_implementation='fast' on a GPU "
+                f"needs {least}, what one step may activate in a layer\n"
+                "hint: raise host_memory, or use experts_implementation='auto'"
+            )
+        slots, self._residency, self._mover = device.slots, device.table, device.mover
+        slots_SB = slots.tensor_of(0, slots.num_bytes).view(slots.num_slots, slots.slot_bytes)
+        self._rows = SlotRows(slots_SB, mlps, num_experts=num_experts)
+        self._table = self._rows.table
+        self.top_k: dict[int, int] = {}  # by row
         self.has_begun = False  # a step, which is still to run
         self.is_running = False
         self._is_careful = False
         self._is_broken = False  # set while the tables may disagree
         self._is_told = False  # the device knows what the residency table knows
-        self._addresses: dict[ExpertKey, int] = {}  # that the device was told
         self._step: Step | None = None
         self._unread: Step | None = None  # whose report was asked for
-        self._decided: DecidedStep | None = None  # of which nobody has heard yet
         self._missed: set[ExpertKey] = set()
-        self._is_lost = False
+        # Of which nobody has heard yet; with all it missed, if it was run again.
+        self._decided: tuple[Step, StepReport, set[ExpertKey]] | None = None
         self._misses_lately = 0.0
 
     # Between steps
@@ -106,7 +87,9 @@ class DeviceSteps:
         """A forward pass begins; False if the host decides in it."""
         if self._is_broken:
             self._recover()
-        if not self._takes(step):
+        is_known = len(self.top_k) == self._table.num_rows  # once a prompt was routed
+        num_pairs = step.num_tokens * max(self.top_k.values(), default=0)
+        if step.phase is not Phase.DECODE or not is_known or num_pairs > MAX_PAIRS:
             self.leave()
             return False
         self._take_report()
@@ -115,11 +98,6 @@ class DeviceSteps:
             self._tell_everything()
         self._missed, self._step, self.has_begun = set(), step, True
         return True
-
-    def _takes(self, step: Step) -> bool:
-        if step.phase is not Phase.DECODE or len(self.top_k) < len(self._mlps):
-            return False
-        return step.num_tokens * max(self.top_k.values()) <= MAX_PAIRS
 
     def settle(self) -> None:
         """Wait for the step under way, and let everybody know of it."""
@@ -137,30 +115,27 @@ class DeviceSteps:
     def _forget(self) -> None:
         self._is_broken, self._is_told = True, False
         self._table.reset()
-        self._addresses = {}
         self._unread = self._decided = None
         self._is_broken = False
 
     def _recover(self) -> None:
         """After a step was interrupted: what it took counts for nothing."""
-        self._device.table.recover()
-        self._device.mover.recover()  # waits for copies and kernels
-        self.has_begun = self.is_running = False
+        self._residency.recover()
+        self._mover.recover()  # waits for copies and kernels
         self._forget()
 
     def _tell_everything(self) -> None:
-        residency = self._device.table
-        if residency.num_loading or self._host.table.num_loading:
-            self._device.mover.recover()
-        self._table.place({key: residency.slot_of(key) for key in residency.resident_keys()})
-        self._table.free(residency.free_slots())
+        if self._residency.num_loading or self._host.table.num_loading:
+            self._mover.recover()
+        self._table.place(self._residency.resident_slots())
+        self._table.free(self._residency.free_slots())
         self._tell_addresses()
         self._refill()
         self._is_told = True
 
     def _tell_addresses(self) -> None:
         """Where experts lie in HOST. No kernel runs that reads them."""
-        table, slots, found = self._host.table, self._host_slots, {}
+        table, slots, found = self._host.table, self._host.slots, {}
         assert isinstance(slots, SourceSlots), slots
         for key in table.resident_keys():
             slot_id = table.slot_of(key)
@@ -171,19 +146,14 @@ class DeviceSteps:
                     "hint: lower host_memory, or use experts_implementation='auto'"
                 )
             found[key] = slots.address_of(slot_id)
-        changed = dict.fromkeys(self._addresses.keys() - found.keys(), 0)
-        changed |= {key: at for key, at in found.items() if self._addresses.get(key) != at}
-        if changed:
-            self._table.set_host_addresses(changed)
-        self._addresses = found
+        self._table.set_all_host_addresses(found)
 
     def _refill(self) -> None:
         """Evict, so that misses find slots."""
-        residency = self._device.table
         wanted = math.ceil(RESERVED_STEPS * self._misses_lately)
-        wanted = max(1, min(wanted, residency.num_slots // RESERVE_SHARE))
-        num_absent = self._total_experts - len(residency)
-        victims = residency.free_up(min(wanted, num_absent))
+        wanted = max(1, min(wanted, self._residency.num_slots // RESERVE_SHARE))
+        num_absent = self._runtime.total_experts - len(self._residency)
+        victims = self._residency.free_up(min(wanted, num_absent))
         if victims:
             self._table.free(self._table.withdraw(victims))
 
@@ -197,24 +167,20 @@ class DeviceSteps:
         report = self._table.finish_read()
         for key, slot_id in report.misses:
             if slot_id >= 0:
-                self._device.table.adopt(key, slot_id)
+                self._residency.adopt(key, slot_id)
         self._missed.update(miss.key for miss in report.misses)
         step, self._unread = self._unread, None
-        self._is_lost = report.lost_row is not None
-        if not self._is_lost:
-            shapes = [(step.num_tokens, self.top_k[row]) for row in range(len(self._mlps))]
-            routing = [
-                routing_P[: math.prod(shape)].reshape(shape).astype(np.int64)
-                for routing_P, shape in zip(report.routing_LP, shapes, strict=True)
-            ]
-            self._decided, self._missed = DecidedStep(step, routing, self._missed), set()
+        if report.lost_row is None:
+            self._decided, self._missed = (step, report, self._missed), set()
         self._is_broken = False
 
     def _note_decided(self) -> None:
-        decided, self._decided = self._decided, None
-        if decided is not None:
-            self._misses_lately = max(FORGETS * self._misses_lately, len(decided.missed))
-            self._note_step(decided)
+        if self._decided is None:
+            return
+        (step, report, missed), self._decided = self._decided, None
+        self._misses_lately = max(FORGETS * self._misses_lately, len(missed))
+        routing = [report.routing(row, step.num_tokens, k) for row, k in sorted(self.top_k.items())]
+        self._runtime.note_step(step, routing, missed)
 
     # In a step
 
@@ -232,46 +198,33 @@ class DeviceSteps:
         self._refill()
         self._is_broken = False
 
+    @property
+    def _can_lose(self) -> bool:
+        return len(self._table.host_addresses) < self._runtime.total_experts
+
     def is_lost(self) -> bool:
-        """Whether the step came to an expert on disk. Waits for it if there are any."""
-        if len(self._addresses) == self._total_experts:
+        """Whether the step that just ran came to an expert on disk. Waits for it if one could."""
+        if not self._can_lose:
             return False
         self._take_report()
-        return self._is_lost
+        return self._decided is None
 
     def compute(
         self, moe_row: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
     ) -> Tensor:
         """[T, D] -> [T, D]: the routed experts of one layer."""
-        pointers_TK = self._find(moe_row, top_k_index_TK.contiguous())
-        weights_TK = top_k_weights_TK.contiguous()
-        return self._kernels.slot_moe(
-            self._mlps[moe_row], x_TD.contiguous(), pointers_TK, weights_TK
-        )
-
-    def _find(self, moe_row: int, index_TK: Tensor) -> Tensor:
-        while True:
-            pointers_TK = self._kernels.resolve(self._table, moe_row, index_TK)
-            self._kernels.fill(self._table)
-            if not self._is_careful or len(self._addresses) == self._total_experts:
-                return pointers_TK
-            if not self._table.is_lost():
-                return pointers_TK
-            self._bring(moe_row, index_TK)
-            self._table.find_again()
+        bring = self._bring if self._is_careful and self._can_lose else None
+        return self._rows.compute(moe_row, x_TD, top_k_index_TK, top_k_weights_TK, bring)
 
     def _bring(self, moe_row: int, index_TK: Tensor) -> None:
         """Experts of this row to HOST, unless they have a slot. The device waits for us."""
-        chosen = sorted({expert for expert in index_TK.flatten().tolist() if expert >= 0})
-        keys = [ExpertKey(moe_row, expert) for expert in chosen]
-        here = self._device.table.lookup
-        absent = [key for key in keys if here(key) is not Residency.RESIDENT]
+        chosen = [ExpertKey(moe_row, expert) for expert in sorted(set(index_TK.flatten().tolist()))]
+        absent = [k for k in chosen if k.expert_idx >= 0 and self._residency.lookup(k) is None]
+        mover = self._host.mover
         with self._host.table.holding(absent, Phase.DECODE) as held:
-            counters = self._note_reads(moe_row, len(held.absent))
-            mover = self._host.mover
             mover.load_now(held.absent, held.slot_ids)
-            for _ in mover.arrivals(absent, counters):
-                pass
+            for _ in mover.arrivals(absent, self._runtime.note_reads(moe_row, held.absent)):
+                """Until all are there."""
         self._tell_addresses()
 
     def check_invariants(self) -> None:
@@ -279,44 +232,23 @@ class DeviceSteps:
         if self._is_told and not self._is_broken:
             self._take_report()
             self._table.check_invariants()
-            residency = self._device.table
-            known = {key: residency.slot_of(key) for key in residency.resident_keys()}
-            assert known == dict(self._table.resident), (known, self._table.resident)
+            assert self._table.resident == self._residency.resident_slots(), self._table.resident
 
 
-def make_device_steps(
-    config: OffloadConfig,
-    plan: Plan,
-    tiers: Sequence[SlotTier],
-    *,
-    note_step: Callable[[DecidedStep], None],
-    note_reads: Callable[[int, int], PhaseCounters],
-) -> DeviceSteps | None:
-    """None if the host decides in every step. Raises ConfigError."""
-    if config.experts_implementation != "fast" or len(tiers) == 1:
-        return None
-    if config.prefetch:
-        logger.warning("prefetch=True: the host decides in every step, no CUDA graphs")
+def let_device_decide(
+    model: PreTrainedModel, plan: Plan, runtime: ExpertRuntime, config: OffloadConfig
+) -> GraphedStep | None:
+    """Steps of few tokens, if it can; else None. Raises ConfigError."""
+    if config.experts_implementation != "fast" or len(runtime.tiers) == 1:
         return None
     mlps = [slot_row(*pair) for pair in zip(plan.rows, plan.recipes, strict=True)]
     known = [mlp for mlp in mlps if mlp is not None]
-    if len(known) < len(mlps):
-        name = plan.rows[mlps.index(None)].name
-        logger.warning("no kernel reads the experts of %s: the host decides in every step", name)
-        return None
-    num_experts = max(row.num_experts for row in plan.rows)
-    least, num_slots = min(MAX_PAIRS, num_experts), tiers[1].slots.num_slots
-    if num_slots < least:
-        raise ConfigError(
-            f"host_memory holds {num_slots} experts; experts_implementation='fast' on a GPU needs "
-            f"{least}, what one step may activate in a layer\n"
-            "hint: raise host_memory, or use experts_implementation='auto'"
+    if config.prefetch or model.config.is_encoder_decoder or len(known) < len(mlps):
+        logger.warning(
+            "the host decides in every step, without CUDA graphs: that is so with prefetch, for "
+            "encoder-decoder models, and for experts that no kernel of ours reads"
         )
-    return DeviceSteps(
-        tiers,
-        known,
-        num_experts=num_experts,
-        total_experts=sum(row.num_experts for row in plan.rows),
-        note_step=note_step,
-        note_reads=note_reads,
-    )
+        return None
+    runtime.device_steps = DeviceSteps(runtime, known)
+    runtime.experts += ", steps of few tokens by the device alone"
+    return GraphedStep(model, runtime.device_steps)

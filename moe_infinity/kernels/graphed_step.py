@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.utils import ModelOutput
 
-from moe_infinity.memory.link import Link
-from moe_infinity.models.device_steps import DeviceSteps
+if TYPE_CHECKING:
+    from moe_infinity.models.device_steps import DeviceSteps
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ CACHE = "past_key_values"
 class GraphedStep:
     """The forward passes of one model."""
 
-    def __init__(self, model: PreTrainedModel, steps: DeviceSteps, link: Link) -> None:
-        self._model, self._steps, self._link = model, steps, link
+    def __init__(self, model: PreTrainedModel, steps: DeviceSteps) -> None:
+        self._model, self._steps = model, steps
         self._forward: Callable[..., Any] = model.forward
         self._is_refused = False  # capture failed: not tried again
         self._forget()
@@ -73,7 +73,7 @@ class GraphedStep:
 
     def _run(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
         inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
-        constants: dict[str, Any] = {name: None for name in inputs}
+        constants: dict[str, Any] = {"": torch.is_inference_mode_enabled()}
         constants |= {name: (value.shape, value.dtype) for name, value in inputs.items()}
         constants |= {name: kwargs[name] for name in kwargs.keys() - inputs.keys() - {CACHE}}
         if constants != self._constants:
@@ -91,7 +91,9 @@ class GraphedStep:
     def _capture(self, inputs: dict[str, Tensor], kwargs: dict[str, Any]) -> None:
         self._inputs = {name: value.clone() for name, value in inputs.items()}
         try:
-            self._graph = self._link.capture(lambda: self._forward(**kwargs | self._inputs))
+            self._graph = capture(
+                self._model.device, lambda: self._forward(**kwargs | self._inputs)
+            )
         except Exception as error:
             self._is_refused = True
             logger.warning("no CUDA graph of a decode step, it runs kernel by kernel: %s", error)
@@ -99,6 +101,23 @@ class GraphedStep:
     def close(self) -> None:
         self._forget()
         vars(self._model).pop("forward", None)
+
+
+def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
+    """Note the kernels that `run` launches; gives what launches them again, with the same memory
+    for inputs and outputs. The plain twin, for a CPU: what runs all of it again.
+    """
+    if device.type == "cpu":
+        return run
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        out = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return out
+
+    return replay
 
 
 def can_rewind(cache: object) -> bool:
