@@ -4,6 +4,7 @@ tokens of the same arithmetic on a CPU, whatever the budgets, and a host that kn
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,13 @@ from moe_infinity import MoE
 from moe_infinity.cache.policies import POLICIES, Lru
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.kernels import graphed_step, slot_reference
+from moe_infinity.kernels import (
+    graphed_step,
+    has_triton_kernels,
+    slot_kernels,
+    slot_reference,
+)
+from moe_infinity.kernels.slot_kernels import SlotKernels
 from moe_infinity.models.computing import slot_row
 from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.runtime import ExpertRuntime
@@ -117,6 +124,24 @@ def test_a_batch_is_decided_by_the_device_too(tiny_checkpoint):
                 found.append(moe.generate(**batch, **kwargs, **cache).tolist())
                 moe.check_invariants()
     assert all(tokens == found[0] for tokens in found)
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or not has_triton_kernels(),
+    reason="needs triton's interpreter, which reads the memory of a fake device",
+)
+def test_with_tritons_kernels_no_budget_changes_a_token_either(tiny_checkpoint, monkeypatch):
+    from moe_infinity.kernels import triton_experts, triton_resolve
+
+    monkeypatch.setattr(triton_resolve, "FILL_PROGRAMS", 1)  # they run one after the other
+    compiled = triton_resolve.resolve, triton_resolve.fill, triton_experts.slot_moe
+    monkeypatch.setattr(slot_kernels, "slot_kernels", lambda device: SlotKernels(*compiled))
+    found = []
+    for budgets in (("100%", "100%"), ("10%", "34%")):
+        with on_device(tiny_checkpoint, *budgets) as moe:
+            found.append(greedy(moe, num_tokens=5, **STATIC).tolist())
+            moe.check_invariants()
+    assert found[0] == found[1]
 
 
 # What the host knows

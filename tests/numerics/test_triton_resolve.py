@@ -21,6 +21,7 @@ from moe_infinity.kernels import triton_resolve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = [pytest.param(slot_reference, id="twin"), pytest.param(triton_resolve, id="triton")]
+pytestmark = pytest.mark.triton
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 
 
