@@ -126,6 +126,7 @@ def test_a_batch_is_decided_by_the_device_too(tiny_checkpoint):
     assert all(tokens == found[0] for tokens in found)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" or not has_triton_kernels(),
     reason="needs triton's interpreter, which reads the memory of a fake device",
