@@ -20,7 +20,6 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.cache.counters import Counters, PhaseCounters
@@ -28,7 +27,7 @@ from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ClosedError
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.kernels.dispatch import NO_EXPERT
+from moe_infinity.kernels.dispatch import NO_EXPERT, Ints
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.prefetcher import Prefetcher
@@ -155,13 +154,7 @@ class ExpertRuntime:
         self.compute(moe_row, rows, index_TK, len(index_TK))
         return rows.sum(x_TD.dtype)
 
-    def compute(
-        self,
-        moe_row: int,
-        work: Work,
-        index_TK: NDArray[np.int64] | None,
-        num_tokens: int,
-    ) -> None:
+    def compute(self, moe_row: int, work: Work, index_TK: Ints | None, num_tokens: int) -> None:
         """Do the work of one layer; `index_TK` is None where the routing of single tokens is not
         known. Raises CheckpointError.
         """
@@ -201,9 +194,7 @@ class ExpertRuntime:
         self._settle_interrupted()
         self._is_moving, self._last_row = True, moe_row
 
-    def note_step(
-        self, step: Step, routing: Sequence[NDArray[np.int64]], missed: Collection[ExpertKey]
-    ) -> None:
+    def note_step(self, step: Step, routing: Sequence[Ints], missed: Collection[ExpertKey]) -> None:
         """The bookkeeping of a step that the device decided, which is over."""
         self._note_begin(step)
         host_table, counters = self.tiers[1].table, self.counters.of(step.phase)
@@ -231,11 +222,7 @@ class ExpertRuntime:
         return self.recorder.finish_tokens()
 
     def _learn(
-        self,
-        moe_row: int,
-        index_TK: NDArray[np.int64] | None,
-        activated: list[int],
-        counts: NDArray[np.int64] | int,
+        self, moe_row: int, index_TK: Ints | None, activated: list[int], counts: Ints | int
     ) -> None:
         """Tell everyone who keeps account what this row was routed to."""
         self.activated[moe_row] = activated
@@ -291,7 +278,7 @@ class ExpertRuntime:
         self._reader.close()
 
 
-def without_gaps(index_TK: NDArray[np.int64]) -> NDArray[np.int64]:
+def without_gaps(index_TK: Ints) -> Ints:
     """To those who keep account a pair without an expert has another one of the token's, or 0."""
     another_T1 = index_TK.max(axis=1, keepdims=True).clip(0)
     return np.where(index_TK == NO_EXPERT, another_T1, index_TK)

@@ -31,6 +31,7 @@ from moe_infinity.models.computing import slot_row
 from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.runtime import ExpertRuntime
 from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
+from tests.server.driving import Client, generated, make_engine, run_all
 
 FAST: dict[str, Any] = {"experts_implementation": "fast"}
 STATIC: dict[str, Any] = {"cache_implementation": "static"}
@@ -124,6 +125,31 @@ def test_a_batch_is_decided_by_the_device_too(tiny_checkpoint):
                 found.append(moe.generate(**batch, **kwargs, **cache).tolist())
                 moe.check_invariants()
     assert all(tokens == found[0] for tokens in found)
+
+
+@pytest.mark.parametrize("expert_dtype", ["int8", "fp8"])
+def test_packed_experts_are_read_as_they_are_stored(tiny_checkpoint, expert_dtype):
+    found = []
+    for budgets in (("100%", "100%"), ("10%", "40%")):
+        with on_device(tiny_checkpoint, *budgets, expert_dtype=expert_dtype) as moe:
+            found.append(greedy(moe, num_tokens=8, **STATIC).tolist())
+            assert moe.report().decode.steps == 7
+            moe.check_invariants()
+    assert found[0] == found[1]
+
+
+def test_the_server_is_given_the_tokens_of_generate(tiny_checkpoint):
+    prompts = [[5, 6, 9, 100, 31], [77, 12, 3], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
+    with on_device(tiny_checkpoint, "30%", "50%") as moe:
+        expected = [generated(moe, prompt) for prompt in prompts]
+        for max_batch in (1, 3):
+            engine = make_engine(moe, max_batch=max_batch)
+            clients = [Client(engine, prompt) for prompt in prompts]
+            run_all(engine, *clients)
+            moe.check_invariants()
+            if max_batch == 1:  # attention of a batch rounds differently
+                assert [client.token_ids for client in clients] == expected
+            assert all(client.error is None for client in clients)
 
 
 @pytest.mark.slow

@@ -110,7 +110,9 @@ def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
     if device.type == "cpu":
         return run
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    # Read threads may page-lock memory meanwhile: their errors would be no business of ours.
+    in_this_thread = torch.cuda.graph(graph, capture_error_mode="thread_local")
+    with torch.cuda.device(device), in_this_thread:
         out = run()
 
     def replay() -> Any:
