@@ -16,11 +16,15 @@ from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.kernels.graphed_step import rewind
 from moe_infinity.memory.mover import Mover
 from moe_infinity.runtime import ExpertRuntime
+from tests.fast_device import CACHES, STATIC, on_device, tokens_of_a_cpu
 from tests.on_device import PROMPT, assert_same_tokens, greedy
-from tests.test_device_steps import CACHES, STATIC, expected, on_device, steps_of
 
-__all__ = ["expected"]  # the fixture
 TIGHT = "30%", "34%"  # 7 slots above 8
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint):
+    return tokens_of_a_cpu(tiny_checkpoint)
 
 
 def is_wrong(checkpoint: Any, expected: Any, *budgets: str, **cache: Any) -> bool:
@@ -158,7 +162,9 @@ def test_an_expert_that_cannot_be_read_in_a_step_is_told_and_the_next_call_works
         stop.remaining = 20  # after the prompt
         with pytest.raises(CheckpointError, match="the disk is gone"):
             greedy(moe, **cache)
-        assert steps_of(moe)._is_broken  # it was in a step
+        steps = moe._runtime.device_steps
+        assert steps is not None
+        assert steps._is_broken  # it was in a step
         for _ in range(2):
             assert torch.equal(greedy(moe, **cache), expected[0])
             moe.check_invariants()

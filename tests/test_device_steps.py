@@ -6,77 +6,38 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks.fake_link import FakeLink, fake_device
 from moe_infinity import MoE
 from moe_infinity.cache.policies import POLICIES, Lru
 from moe_infinity.errors import ConfigError
-from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels import (
-    graphed_step,
     has_triton_kernels,
     slot_kernels,
-    slot_reference,
 )
 from moe_infinity.kernels.slot_kernels import SlotKernels
-from moe_infinity.models.computing import slot_row
 from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.runtime import ExpertRuntime
+from tests.fast_device import (
+    CACHES,
+    FAST,
+    STATIC,
+    compute_as_the_device_does,
+    on_device,
+    tokens_of_a_cpu,
+)
 from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
 from tests.server.driving import Client, generated, make_engine, run_all
-
-FAST: dict[str, Any] = {"experts_implementation": "fast"}
-STATIC: dict[str, Any] = {"cache_implementation": "static"}
-CACHES = [pytest.param({}, id="dynamic"), pytest.param(STATIC, id="static")]
-
-
-@contextmanager
-def on_device(checkpoint: Path, device_memory: str, host_memory: str, **more: Any) -> Iterator[MoE]:
-    budgets = {"device_memory": device_memory, "host_memory": host_memory}
-    with fake_device(FakeLink()), MoE(checkpoint, **budgets, **FAST, **more) as moe:
-        yield moe
-
-
-def steps_of(moe: MoE) -> DeviceSteps:
-    steps = moe._runtime.device_steps
-    assert steps is not None
-    return steps
-
-
-def compute_as_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the reference path, from slots; they have room for all."""
-    moe_layer = ExpertRuntime.moe_layer
-
-    def layer(self: ExpertRuntime, row: int, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        out = moe_layer(self, row, x, index, weights)  # brings the experts
-        if self.recorder.step.phase is Phase.PREFILL:
-            return out
-        mlp = slot_row(self._rows[row], self._recipes[row])
-        ids = [self.table.slot_of(self._keys[row][e]) for e in index.flatten().tolist()]
-        addresses = torch.tensor([self.slots.address_of(slot) for slot in ids]).view(index.shape)
-        assert mlp is not None
-        return slot_reference.slot_moe(mlp, x, addresses, weights)
-
-    monkeypatch.setattr(ExpertRuntime, "moe_layer", layer)
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):
-    """Tokens of a CPU that has everything, of the short and the long prompt."""
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        MoE(tiny_checkpoint, device="cpu", host_memory="100%", **FAST) as moe,
-    ):
-        compute_as_the_device_does(patched)
-        return greedy(moe), greedy(moe, LONG_PROMPT)
+    return tokens_of_a_cpu(tiny_checkpoint)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -288,62 +249,3 @@ def test_prefetch_leaves_every_step_to_the_host(tiny_checkpoint, caplog):
         assert moe._runtime.device_steps is None
         assert "the host decides in every step" in caplog.text
         greedy(moe, **STATIC)
-
-
-# Graphs
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """Every capture; replaying it runs all of it again."""
-    found: list[Any] = []
-
-    def capture(device: torch.device, run: Any) -> Any:
-        found.append(run)
-        return run
-
-    monkeypatch.setattr(graphed_step, "capture", capture)
-    return found
-
-
-def test_a_request_is_captured_once_after_it_was_warmed_up(tiny_checkpoint, captures):
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
-        greedy(moe, **STATIC, num_tokens=3)  # two decode steps
-        assert not captures
-        greedy(moe, **STATIC)
-        greedy(moe)
-        assert len(captures) == 1
-        greedy(moe, **STATIC)  # another cache
-        assert len(captures) == 2
-
-
-def test_other_arguments_are_another_graph(tiny_checkpoint, captures):
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
-        for more in ({}, {"output_hidden_states": True, "return_dict_in_generate": True}):
-            out = moe.generate(
-                input_ids=PROMPT, max_new_tokens=8, do_sample=False, **STATIC, **more
-            )
-        assert len(captures) == 2
-        first, second = out.hidden_states[4][1], out.hidden_states[5][1]
-        assert not torch.equal(first, second)  # not the same memory
-
-
-def test_a_capture_that_fails_is_told_once_and_changes_no_token(
-    tiny_checkpoint, expected, monkeypatch, caplog
-):
-    def capture(device: torch.device, run: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(graphed_step, "capture", capture)
-    with on_device(tiny_checkpoint, "30%", "60%") as moe:
-        for _ in range(2):
-            assert torch.equal(greedy(moe, **STATIC), expected[0])
-    told = [record for record in caplog.records if "no CUDA graph" in record.message]
-    assert len(told) == 1
-    assert "not permitted when stream is capturing" in told[0].message
-
-
-def test_closing_gives_the_models_own_forward_back(tiny_checkpoint):
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
-        assert "forward" in vars(moe.model)
-    assert "forward" not in vars(moe.model)
