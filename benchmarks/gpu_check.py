@@ -23,6 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
+from gpu_fast import (  # noqa: E402
+    fast_capped,
+    fast_correctness,
+    fast_machinery,
+    fast_resident,
+)
 from gpu_models import (  # noqa: E402
     Shape,
     deepseek_v2_lite,
@@ -56,12 +62,13 @@ def shapes(*, is_fake: bool) -> list[tuple[Shape, float]]:
 def run_checks(check: Check) -> None:
     check.stage("machine", 5, partial(machine, check))
     check.stage("link", 5, partial(link, check))
+    check.stage("kernels", 20, partial(fast_machinery, check))
     for make in (qwen3, deepseek_v2_lite):
         with scratch_folder(1 << 20) as scratch:
             write_checkpoint(scratch / "tiny", make(3, is_tiny=True))
-            check.stage(
-                f"correctness, {make.__name__}", 30, partial(correctness, check, scratch / "tiny")
-            )
+            for check_it in (correctness, fast_correctness):
+                name = f"{check_it.__name__}, {make.__name__}"
+                check.stage(name, 30, partial(check_it, check, scratch / "tiny"))
     for shape, total_gb in shapes(is_fake=check.is_fake):
         folder_bytes = int(total_gb * 1e9 * shape.layers / shape.full_layers)
         with scratch_folder(folder_bytes) as scratch:
@@ -69,8 +76,12 @@ def run_checks(check: Check) -> None:
             writing = partial(write_checkpoint, folder, shape.config)
             check.stage(f"{shape.name}: write", 20 * scale, writing)
             cell = check, folder, shape
-            for run, needs_s in ((resident, 45), (capped, 60), (prefill, 40), (ablation, 80)):
-                args = cell if run is resident else (*cell, total_gb)
+            stages = (
+                (resident, 45), (fast_resident, 45), (fast_capped, 60), (capped, 60), (prefill, 40),
+                (ablation, 80),
+            )  # fmt: skip
+            for run, needs_s in stages:
+                args = cell if run in (resident, fast_resident) else (*cell, total_gb)
                 name = f"{shape.name}: {run.__name__}"
                 check.stage(name, needs_s * scale, partial(run, *args))  # type: ignore[operator]
             name = f"{shape.name}: accelerate"

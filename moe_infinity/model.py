@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +37,9 @@ from moe_infinity.errors import (
     TraceError,
     UnsupportedModelError,
 )
-from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.models import experts_backend
 from moe_infinity.models.device import ComputeDevice
+from moe_infinity.models.device_steps import let_device_decide
 from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.loading import load_without_experts
 from moe_infinity.models.signature import signature_of
@@ -50,9 +50,6 @@ from moe_infinity.streaming import TextStream
 from moe_infinity.trace.eam import RequestEam
 from moe_infinity.trace.recorder import Step
 from moe_infinity.trace.tracefile import SequenceTrace
-
-if TYPE_CHECKING:
-    from moe_infinity.kernels.lean import LeanSteps
 
 
 class MoE:
@@ -100,13 +97,14 @@ class MoE:
         try:
             if self.config.early_gate:
                 self._runtime.early_gate = EarlyGate(self.model, plan.rows)
+            self._graphed = let_device_decide(self.model, plan, self._runtime, self.config)
             self._signature = signature_of(self.model, plan.rows)
             self._load_history()
         except BaseException:
             self._runtime.close()
             raise
         self._steps = experts_backend.attach(self.model, plan.rows, self._runtime)
-        self._lean = self._make_lean(is_packed=plan.packing is not None)
+        self._lean = self._device.lean_steps(self.model, is_packed=plan.packing is not None)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -129,10 +127,13 @@ class MoE:
             self._steps.prompt_mask = kwargs.get("attention_mask")
             args = tuple(map(self._device.move, args))
             kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
+            if self._graphed is not None:
+                kwargs.setdefault("disable_compile", True)  # we capture instead
             try:
                 return self.model.generate(*args, **kwargs)
             finally:
                 self._steps.end_ids = self._steps.prompt_mask = None
+                self._runtime.settle()
 
     def forward(self, step: Step, **inputs: Any) -> Any:
         """One forward pass of the model, for a caller who batches requests himself: `step` says
@@ -170,6 +171,7 @@ class MoE:
         sequence of its batch.
         """
         with self._lock:
+            self._runtime.settle()
             return copy.deepcopy(self._runtime.recorder.request_eams())
 
     @property
@@ -184,9 +186,10 @@ class MoE:
         """
         with self._lock:
             self._require_open()
+            self._runtime.settle()
             self._runtime.recorder.begin_tokens()
         try:
-            yield self._runtime.recorder.finish_tokens
+            yield self._runtime.finish_tokens
         finally:
             self._runtime.recorder.drop_tokens()
 
@@ -233,6 +236,8 @@ class MoE:
         with self._lock:
             for tier in self._runtime.tiers:
                 tier.table.check_invariants()
+            if self._runtime.device_steps is not None:
+                self._runtime.device_steps.check_invariants()
 
     def close(self) -> None:
         """Stop the read threads, close the files, write the history if there is to be one. Waits
@@ -244,21 +249,12 @@ class MoE:
                 return
             self._is_closed = True
             self._steps.close()
+            if self._graphed is not None:
+                self._graphed.close()
             if self._lean is not None:
                 self._lean.close()
             self._runtime.close()
             self._save_history()
-
-    def _make_lean(self, *, is_packed: bool) -> LeanSteps | None:
-        """If the bits are not those of transformers anyway."""
-        implementation = self.config.experts_implementation
-        is_free = implementation == "fast" or (implementation == "auto" and is_packed)
-        is_on_cpu = self._device.device.type == "cpu"
-        if not (is_free and is_on_cpu and has_packed_kernels()):
-            return None
-        from moe_infinity.kernels.lean import LeanSteps  # needs numba
-
-        return LeanSteps(self.model)
 
     def _load_history(self) -> None:
         """Go on from what earlier runs learned, if there were any. Raises TraceError."""

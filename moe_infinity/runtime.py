@@ -10,33 +10,36 @@
 
 If a layer activates more experts than there are slots, steps 2-6 run in waves. The sum over experts
 has a fixed order, so the result depends neither on budget nor policy nor on which expert arrives
-first.
+first. With a GPU and experts_implementation="fast" a step of few tokens is the device's: it does
+2, 3 and 5 alone (models/device_steps.py), and 1 is done when it is over (`note_step`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.cache.counters import Counters
+from moe_infinity.cache.counters import Counters, PhaseCounters
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ClosedError
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.kernels.dispatch import NO_EXPERT
+from moe_infinity.kernels.dispatch import NO_EXPERT, Ints
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.prefetcher import Prefetcher
 from moe_infinity.memory.reader import Reader
 from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.models.computing import RowComputer, Work
+from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.planning import Plan
 from moe_infinity.prefetch.predictors import Predictor
 from moe_infinity.trace.recorder import Recorder, Step
+from moe_infinity.trace.tracefile import SequenceTrace
 
 STREAMED_SHARE = 0.75  # of a row's experts activated by a prompt: then it will need the next row's
 
@@ -78,7 +81,9 @@ class ExpertRuntime:
         compute_tier = self.tiers[0]
         self.slots, self.table = compute_tier.slots, compute_tier.table
         self._mover, self._policies = compute_tier.mover, [tier.policy for tier in self.tiers]
-        self.early_gate: EarlyGate | None = None  # set by whoever has the model
+        # Set by whoever has the model:
+        self.early_gate: EarlyGate | None = None
+        self.device_steps: DeviceSteps | None = None
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
         self.activated: list[list[int]] = [[] for _ in rows]  # by each row's last step
@@ -107,13 +112,13 @@ class ExpertRuntime:
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
+        if self.device_steps is not None:
+            self._settle_interrupted()
+            if self.device_steps.begin(step):
+                return
         if self.early_gate is not None:
             self.early_gate.begin_step()
-        ended = self.recorder.begin_step(step)
-        if self.predictor is not None:
-            self.predictor.begin_step(self.recorder.step, ended)
-        for policy in self._policies:
-            policy.begin_step(self.recorder.step)
+        self._note_begin(step)
         self._last_row = -1
         if self._prefetcher is not None and step.phase is Phase.DECODE:
             self._settle_interrupted()
@@ -121,6 +126,13 @@ class ExpertRuntime:
             self._prefetcher.begin_row(step.phase, self.counters)
             self._load_ahead(self._prefetcher, moe_row=-1)
             self._is_moving = False
+
+    def _note_begin(self, step: Step) -> None:
+        ended = self.recorder.begin_step(step)
+        if self.predictor is not None:
+            self.predictor.begin_step(self.recorder.step, ended)
+        for policy in self._policies:
+            policy.begin_step(self.recorder.step)
         counters = self.counters.of(step.phase)
         counters.steps += 1
         counters.tokens += step.num_counted
@@ -131,32 +143,28 @@ class ExpertRuntime:
         """[T, D] -> [T, D]: the routed experts of one layer. Raises CheckpointError if an expert
         cannot be read.
         """
+        if (steps := self.device_steps) is not None:
+            if steps.is_running:
+                return steps.compute(moe_row, x_TD, top_k_index_TK, top_k_weights_TK)
+            steps.top_k[moe_row] = top_k_index_TK.shape[1]
         index_TK = top_k_index_TK.cpu().numpy()
         rows = self._computers[moe_row].work(index_TK, x_TD, top_k_weights_TK)
-        if rows.num_without:  # to those who keep account: another one of the token's, or 0
-            another_T1 = index_TK.max(axis=1, keepdims=True).clip(0)
-            index_TK = np.where(index_TK == NO_EXPERT, another_T1, index_TK)
+        if rows.num_without:
+            index_TK = without_gaps(index_TK)
         self.compute(moe_row, rows, index_TK, len(index_TK))
         return rows.sum(x_TD.dtype)
 
-    def compute(
-        self,
-        moe_row: int,
-        work: Work,
-        index_TK: NDArray[np.int64] | None,
-        num_tokens: int,
-    ) -> None:
+    def compute(self, moe_row: int, work: Work, index_TK: Ints | None, num_tokens: int) -> None:
         """Do the work of one layer; `index_TK` is None where the routing of single tokens is not
         known. Raises CheckpointError.
         """
         self._begin_row(moe_row, num_tokens)
         phase = self.recorder.step.phase
-        self._learn(moe_row, index_TK, work)
+        self._learn(moe_row, index_TK, work.activated, work.counts)
         if self._prefetcher is not None:
             self._prefetcher.begin_row(phase, self.counters)
         keys = self._keys[moe_row]
         waiting = [keys[expert_idx] for expert_idx in work.activated]
-        self.activated[moe_row] = work.activated
         counters = self.counters.of(phase)
         counters.add_lookups(*self.table.census(waiting))
         is_first_wave = True
@@ -186,14 +194,44 @@ class ExpertRuntime:
         self._settle_interrupted()
         self._is_moving, self._last_row = True, moe_row
 
-    def _learn(self, moe_row: int, index_TK: NDArray[np.int64] | None, work: Work) -> None:
+    def note_step(self, step: Step, routing: Sequence[Ints], missed: Collection[ExpertKey]) -> None:
+        """The bookkeeping of a step that the device decided, which is over."""
+        self._note_begin(step)
+        host_table, counters = self.tiers[1].table, self.counters.of(step.phase)
+        for moe_row, index_TK in enumerate(routing):
+            chosen, counts = np.unique(index_TK[index_TK != NO_EXPERT], return_counts=True)
+            self._learn(moe_row, without_gaps(index_TK), chosen.tolist(), counts)
+            keys = [self._keys[moe_row][expert_idx] for expert_idx in self.activated[moe_row]]
+            copied = [key for key in keys if key in missed]
+            counters.add_lookups(len(keys) - len(copied), 0, len(copied))
+            self.table.note_use(keys)
+            host_table.note_use(copied)
+
+    def note_reads(self, moe_row: int, keys: Sequence[ExpertKey]) -> PhaseCounters:
+        """A decode step reads these from disk; gives where its waiting is counted."""
+        self.counters.decode.bytes_read += len(keys) * self._bytes_per_expert[moe_row]
+        return self.counters.decode
+
+    def settle(self) -> None:
+        """Wait for the step under way, and let everyone know of it."""
+        if self.device_steps is not None:
+            self.device_steps.settle()
+
+    def finish_tokens(self) -> list[SequenceTrace]:
+        self.settle()
+        return self.recorder.finish_tokens()
+
+    def _learn(
+        self, moe_row: int, index_TK: Ints | None, activated: list[int], counts: Ints | int
+    ) -> None:
         """Tell everyone who keeps account what this row was routed to."""
+        self.activated[moe_row] = activated
         if index_TK is not None:
             counted_TK = self.recorder.record(moe_row, index_TK)
             if self.predictor is not None:
                 self.predictor.observe(moe_row, counted_TK)
         for policy in self._policies:
-            policy.touch(moe_row, work.activated, work.counts)
+            policy.touch(moe_row, activated, counts)
 
     def _stream_next_row(self, mover: DeviceMover, moe_row: int) -> None:
         """After a long prompt's row: keep the link busy until the next one is routed."""
@@ -235,5 +273,12 @@ class ExpertRuntime:
 
     def close(self) -> None:
         self._is_closed = True
+        self.settle()
         self._mover.close()
         self._reader.close()
+
+
+def without_gaps(index_TK: Ints) -> Ints:
+    """To those who keep account a pair without an expert has another one of the token's, or 0."""
+    another_T1 = index_TK.max(axis=1, keepdims=True).clip(0)
+    return np.where(index_TK == NO_EXPERT, another_T1, index_TK)

@@ -76,8 +76,10 @@ def make_model(**changes: object) -> Qwen3MoeForCausalLM:
 def only_gpu_tests_use_a_gpu(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others compare with the bits of the CPU."""
-    if request.node.get_closest_marker("gpu") is None:
+    """And those of Triton's kernels, which are compiled then. Others compare with the bits of the
+    CPU.
+    """
+    if not any(map(request.node.get_closest_marker, ("gpu", "triton"))):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

@@ -37,6 +37,24 @@ def test_no_budget_of_either_tier_changes_a_token(
                 moe.check_invariants()
 
 
+@pytest.mark.parametrize("host_memory", ["40%", "100%"])
+@pytest.mark.parametrize("device_memory", BUDGETS)
+def test_steps_that_the_device_decides_give_the_same_tokens_with_and_without_a_graph(
+    tiny_checkpoint, device_memory, host_memory
+):
+    fast = {"device": "cuda", "experts_implementation": "fast"}
+    with MoE(tiny_checkpoint, device_memory="100%", **fast) as moe:
+        expected = [greedy(moe, prompt) for prompt in (PROMPT, LONG_PROMPT)]
+    budgets = {"device_memory": device_memory, "host_memory": host_memory}
+    with MoE(tiny_checkpoint, **budgets, **fast) as moe:
+        for cache in ({}, {"cache_implementation": "static"}, {}):
+            for prompt, tokens in zip((PROMPT, LONG_PROMPT), expected, strict=True):
+                assert torch.equal(greedy(moe, prompt, **cache), tokens)
+                moe.check_invariants()
+                assert moe._graphed is not None
+                assert (moe._graphed._graph is not None) == bool(cache)  # it can be captured
+
+
 def test_the_result_is_where_the_model_computes(tiny_checkpoint):
     with MoE(tiny_checkpoint, device="cuda:0") as moe:
         assert greedy(moe).device == torch.device("cuda", 0)

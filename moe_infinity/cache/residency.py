@@ -11,7 +11,7 @@ thread decides (this table); other threads only copy bytes. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -99,6 +99,9 @@ class ResidencyTable:
     def resident_keys(self) -> list[ExpertKey]:
         return [key for key, entry in self._entries.items() if entry.state is Residency.RESIDENT]
 
+    def resident_slots(self) -> dict[ExpertKey, int]:
+        return {key: self._entries[key].slot_id for key in self.resident_keys()}
+
     def census(self, keys: Sequence[ExpertKey]) -> tuple[int, int, int]:
         """How many of `keys` are resident, loading, absent."""
         present = sum(map(self._entries.__contains__, keys))
@@ -146,16 +149,39 @@ class ResidencyTable:
                     absent.append(key)
                     continue
                 slot_ids[key] = entry.slot_id
-                if entry.is_ahead:
-                    entry.is_ahead = False
-                    self.prefetches.add_use(is_late=entry.state is Residency.LOADING)
-                if entry.is_transient and phase is Phase.DECODE:
-                    entry.is_transient = False
-                    self._transient[entry.slot_id] = False
+                self._use(entry, phase)
             self._reserve(absent, slot_ids, phase)
             yield Held(absent, slot_ids)
         finally:
             self._held.pop(id(slot_ids), None)
+
+    def _use(self, entry: Entry, phase: Phase) -> None:
+        if entry.is_ahead:
+            entry.is_ahead = False
+            self.prefetches.add_use(is_late=entry.state is Residency.LOADING)
+        if entry.is_transient and phase is Phase.DECODE:
+            entry.is_transient = False
+            self._transient[entry.slot_id] = False
+
+    def note_use(self, keys: Iterable[ExpertKey]) -> None:
+        """A decode step has used those of these that are here."""
+        for key in keys:
+            if (entry := self._entries.get(key)) is not None:
+                self._use(entry, Phase.DECODE)
+
+    def adopt(self, key: ExpertKey, slot_id: int) -> None:
+        """`key` is RESIDENT in a slot that was free: the device took it in a decode step."""
+        assert key not in self._entries, key
+        self._free.remove(slot_id)
+        self._entries[key] = Entry(slot_id, Residency.RESIDENT)
+        self._row_of_slot[slot_id], self._expert_of_slot[slot_id] = key
+
+    def free_slots(self) -> list[int]:
+        return list(self._free)
+
+    def free_up(self, num_slots: int) -> list[ExpertKey]:
+        """Evict until so many slots are free, or as many as can be; gives who left."""
+        return self._evict(self._victims(num_slots - len(self._free)))
 
     def _reserve(self, keys: list[ExpertKey], slot_ids: dict[ExpertKey, int], phase: Phase) -> None:
         """A slot for every key, held at once, or for none."""
@@ -218,11 +244,17 @@ class ResidencyTable:
         victims = self._victims(wanted)
         if len(victims) < wanted:
             raise OutOfSlots(f"all {self.num_slots} slots are held or loading, {num_slots} wanted")
+        self._evict(victims)
+
+    def _evict(self, victims: list[int]) -> list[ExpertKey]:
+        """Slots, to experts."""
         rows, experts = self._row_of_slot[victims].tolist(), self._expert_of_slot[victims].tolist()
-        for key in map(ExpertKey, rows, experts):
+        keys = list(map(ExpertKey, rows, experts))
+        for key in keys:
             self.prefetches.wasted += self._entries.pop(key).is_ahead
         self._free_slots(victims)
-        self.evictions += wanted
+        self.evictions += len(victims)
+        return keys
 
     def lowest_scores(self, num_slots: int) -> NDArray[np.float64]:
         """What so many loads, one after the other, would evict: the victims' scores, -inf for a

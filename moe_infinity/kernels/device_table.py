@@ -33,7 +33,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.cache.policies import Scores
 from moe_infinity.experts import ExpertKey
 
 ABSENT = -1  # in the place of a slot: takes one when it misses
@@ -61,6 +60,11 @@ class StepReport(NamedTuple):
     uses_LE: NDArray[np.int32]  # tokens routed to each expert
     routing_LP: NDArray[np.int32]  # the last step's expert ids; -1 where there is no pair
     lost_row: int | None  # of the first expert that was on disk
+
+    def routing(self, moe_row: int, num_tokens: int, top_k: int) -> NDArray[np.int64]:
+        """[T, K]: what the last step's tokens were routed to."""
+        index_P = self.routing_LP[moe_row, : num_tokens * top_k]
+        return index_P.reshape(num_tokens, top_k).astype(np.int64)
 
 
 class DeviceTable:
@@ -111,11 +115,10 @@ class DeviceTable:
         self._copied = torch.cuda.Event() if on_gpu else None
         self._is_reading = False
         self._places_S = places_S
+        self.host_addresses: dict[ExpertKey, int] = {}  # as set_all_host_addresses() told
         self._free: set[int] = set()  # as far as reports tell
         self._reserved = set(range(num_slots))
         self._slot_of: dict[ExpertKey, int] = {}
-        self._row_of_slot = np.full(num_slots, -1)
-        self._expert_of_slot = np.full(num_slots, -1)
 
     # After a step
 
@@ -142,7 +145,7 @@ class DeviceTable:
         for key, slot_id in misses:
             if slot_id >= 0:
                 self._free.remove(slot_id)
-                self._settle(key, slot_id)
+                self._slot_of[key] = slot_id
         return StepReport(
             misses,
             num_misses,
@@ -170,6 +173,15 @@ class DeviceTable:
             0, self._cells(addresses), self._to_device(list(addresses.values()))
         )
 
+    def set_all_host_addresses(self, addresses: Mapping[ExpertKey, int]) -> None:
+        """The same for all there are: whoever is not named is only on disk."""
+        known = self.host_addresses
+        changed = dict.fromkeys(known.keys() - addresses.keys(), 0)
+        changed |= {key: at for key, at in addresses.items() if known.get(key) != at}
+        if changed:
+            self.set_host_addresses(changed)
+        self.host_addresses = dict(addresses)
+
     def free(self, slot_ids: Sequence[int]) -> None:
         """Give reserved slots to the device, which takes the last one first."""
         assert len(self._reserved.intersection(slot_ids)) == len(slot_ids), slot_ids
@@ -185,7 +197,6 @@ class DeviceTable:
         """
         self.slot_LE.view(-1).index_fill_(0, self._cells(keys), ABSENT)
         slot_ids = [self._slot_of.pop(key) for key in keys]
-        self._row_of_slot[slot_ids] = self._expert_of_slot[slot_ids] = -1
         self._reserved.update(slot_ids)
         return slot_ids
 
@@ -201,7 +212,7 @@ class DeviceTable:
         )
         for key, slot_id in slot_of.items():
             self._reserved.remove(slot_id)
-            self._settle(key, slot_id)
+            self._slot_of[key] = slot_id
 
     def bar(self, keys: Sequence[ExpertKey]) -> None:
         """Absent experts take no slot any more when they miss: not worth one, or on their way."""
@@ -211,29 +222,31 @@ class DeviceTable:
         """Absent experts take a slot again when they miss."""
         self._set_absent(keys, ABSENT)
 
-    def refill(self, scores_LE: Scores, num_free: int) -> list[ExpertKey]:
-        """Evict the lowest-scored residents until so many slots are free, as far as reports tell.
-        Gives who left.
-        """
-        wanted = min(num_free - len(self._free), len(self._slot_of))
-        if wanted <= 0:
-            return []
-        scores = scores_LE[self._row_of_slot, self._expert_of_slot]
-        scores[self._row_of_slot < 0] = np.inf
-        victims = scores.argsort(kind="stable")[:wanted]
-        rows, experts = self._row_of_slot[victims].tolist(), self._expert_of_slot[victims].tolist()
-        keys = list(map(ExpertKey, rows, experts))
-        self.free(self.withdraw(keys))
-        return keys
+    def is_lost(self) -> bool:
+        """Whether the step came to an expert on disk. Waits for what was launched of it."""
+        return bool(self.head[LOST])
+
+    def find_again(self) -> None:
+        """The row at which the step was lost can be resolved now. Its misses so far stay logged."""
+        self.head[LOST] = 0
+
+    def reset(self) -> None:
+        """As in the beginning: all slots reserved, all experts on disk. Nothing is under way."""
+        self.slot_LE.fill_(ABSENT)
+        self.host_LE.zero_()
+        self.host_addresses = {}
+        self.num_free.zero_()
+        self._report.zero_()
+        self.routing_LP.fill_(-1)
+        self._is_reading = False
+        self._free.clear()
+        self._slot_of.clear()
+        self._reserved = set(range(len(self.slots_SB)))
 
     def _set_absent(self, keys: Sequence[ExpertKey], state: int) -> None:
         assert not self._is_reading, "finish_read() comes first"
         assert self._slot_of.keys().isdisjoint(keys), keys
         self.slot_LE.view(-1).index_fill_(0, self._cells(keys), state)
-
-    def _settle(self, key: ExpertKey, slot_id: int) -> None:
-        self._slot_of[key] = slot_id
-        self._row_of_slot[slot_id], self._expert_of_slot[slot_id] = key
 
     def _cells(self, keys: Iterable[ExpertKey]) -> Tensor:
         return self._to_device([row * self.num_experts + expert for row, expert in keys])
@@ -258,7 +271,4 @@ class DeviceTable:
         hands = [*self._free, *self._reserved, *self._slot_of.values()]
         assert sorted(hands) == list(range(len(self.slots_SB))), hands
         assert int(slot_LE.min()) >= BARRED, slot_LE
-        for key, slot_id in self._slot_of.items():
-            assert (self._row_of_slot[slot_id], self._expert_of_slot[slot_id]) == key, key
-        assert (self._row_of_slot >= 0).sum() == len(self._slot_of), self._row_of_slot
         assert not (self.host_LE % ADDRESS_BYTES).any(), self.host_LE

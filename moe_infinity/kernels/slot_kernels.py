@@ -7,7 +7,7 @@ out = slot_moe(mlp, x, pointers, weights)       reads every expert where it is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.kernels import has_triton_kernels, slot_reference
 from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.kernels.slot_mlp import SlotMlp
+
+MAX_PAIRS = 64  # (token, k) of one row in one step
 
 
 class SlotKernels(NamedTuple):
@@ -38,3 +40,41 @@ def slot_kernels(device: torch.device) -> SlotKernels:
     from moe_infinity.kernels import triton_experts, triton_resolve
 
     return SlotKernels(triton_resolve.resolve, triton_resolve.fill, triton_experts.slot_moe)
+
+
+class SlotRows:
+    """The MoE rows of a model in such steps, all of whose experts kernels read."""
+
+    def __init__(self, slots_SB: Tensor, mlps: Sequence[SlotMlp], *, num_experts: int) -> None:
+        self._mlps, self._kernels = mlps, slot_kernels(slots_SB.device)
+        self.table = DeviceTable(
+            slots_SB,
+            num_rows=len(mlps),
+            num_experts=num_experts,
+            max_pairs=MAX_PAIRS,
+            max_misses=2 * len(mlps) * min(MAX_PAIRS, num_experts),  # a row may be resolved twice
+        )
+
+    def compute(
+        self,
+        moe_row: int,
+        x_TD: Tensor,
+        top_k_index_TK: Tensor,
+        top_k_weights_TK: Tensor,
+        bring: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """[T, D] -> [T, D]: the routed experts of one row. `bring` is asked, while the device
+        waits, for the experts of a row that come from disk; without it the step is lost there.
+        """
+        table, index_TK = self.table, top_k_index_TK.contiguous()
+        pointers_TK = self._kernels.resolve(table, moe_row, index_TK)
+        self._kernels.fill(table)
+        if bring is not None and table.is_lost():
+            bring(moe_row, index_TK)
+            table.find_again()
+            pointers_TK = self._kernels.resolve(table, moe_row, index_TK)
+            self._kernels.fill(table)
+        weights_TK = top_k_weights_TK.contiguous()
+        return self._kernels.slot_moe(
+            self._mlps[moe_row], x_TD.contiguous(), pointers_TK, weights_TK
+        )

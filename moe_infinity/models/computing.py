@@ -24,6 +24,7 @@ from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
 from moe_infinity.kernels.fused_rows import FUSED_ROWS, FusedRows
+from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.kernels.stored import StoredPart, StoredWeight
 from moe_infinity.memory.host import Slots
 from moe_infinity.models.adapters import INTERFACE, ExpertsModule
@@ -102,10 +103,32 @@ def has_few_rows(flat_P: list[int], num_tokens: int) -> bool:
 
 def fused_row(row: ExpertsModule, recipes: RowRecipes) -> FusedExperts | None:
     """None if its experts can only be computed one by one."""
-    if not _is_plain_gate(row):
+    if (weights := _gated_weights(row, recipes)) is None:
         return None
     from moe_infinity.kernels.experts_cpu import fused_experts
 
+    up, down = weights
+    return fused_experts(up, down, activation=_activation(row))
+
+
+def slot_row(row: ExpertsModule, recipes: RowRecipes) -> SlotMlp | None:
+    """None if kernels of a device do not read its experts."""
+    if (weights := _gated_weights(row, recipes)) is None or len(weights[1]) != 1:
+        return None
+    up, (down,) = weights
+    return slot_mlp(up, down, activation=_activation(row))
+
+
+def _activation(row: ExpertsModule) -> str:
+    return ACTIVATIONS[type(row.module.act_fn).__name__]
+
+
+def _gated_weights(
+    row: ExpertsModule, recipes: RowRecipes
+) -> tuple[list[StoredWeight], list[StoredWeight]] | None:
+    """Gate and up, and down, as they lie in a slot."""
+    if not _is_plain_gate(row):
+        return None
     by_name: dict[str, list[StoredWeight] | None] = {}
     for recipe in recipes.recipes:
         for spec in recipe.targets.values():
@@ -113,8 +136,7 @@ def fused_row(row: ExpertsModule, recipes: RowRecipes) -> FusedExperts | None:
     up, down = by_name.get("gate_up_proj"), by_name.get("down_proj")
     if len(by_name) != 2 or up is None or down is None:
         return None
-    activation = ACTIVATIONS[type(row.module.act_fn).__name__]
-    return fused_experts(up, down, activation=activation)
+    return up, down
 
 
 def _is_plain_gate(row: ExpertsModule) -> bool:

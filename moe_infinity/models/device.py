@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError, OutOfMemory
+from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.memory.device import SLOT_ALIGNMENT, DeviceSlots, num_device_slots, round_up
 from moe_infinity.memory.host import format_bytes
 from moe_infinity.memory.link import open_link
 from moe_infinity.models.packed_on_load import packed_on_load
 from moe_infinity.models.planning import Plan
+
+if TYPE_CHECKING:
+    from moe_infinity.kernels.lean import LeanSteps
 
 
 class ComputeDevice:
@@ -48,6 +52,16 @@ class ComputeDevice:
             )
             self.slots = DeviceSlots(self._link, num_slots, slot_bytes)
         return plan
+
+    def lean_steps(self, model: Any, *, is_packed: bool) -> LeanSteps | None:
+        """On a CPU, if the bits are not those of transformers anyway."""
+        implementation = self._config.experts_implementation
+        is_free = implementation == "fast" or (implementation == "auto" and is_packed)
+        if not (is_free and self.device.type == "cpu" and has_packed_kernels()):
+            return None
+        from moe_infinity.kernels.lean import LeanSteps  # needs numba
+
+        return LeanSteps(model)
 
     def move(self, value: Any) -> Any:
         """An argument of the model: a tensor goes where the model computes."""

@@ -41,7 +41,10 @@ KINDS = [
 ]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

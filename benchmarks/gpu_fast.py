@@ -1,0 +1,198 @@
+"""The rows of gpu_check.py about steps that the device decides (experts_implementation="fast"), as
+`generate()` gives them with a StaticCache: sampling and all of transformers' loop included.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from gpu_models import Shape, token_ids
+from gpu_rows import CAPS_GB, TOKENS, WARM_UP, expert_bytes, tokens_of, warm_every_expert
+from gpu_stage import Check
+from torch import Tensor
+
+from moe_infinity import MoE
+from moe_infinity.kernels import graphed_step, slot_reference
+from moe_infinity.models.device_steps import DeviceSteps
+
+FAST: dict[str, Any] = {"experts_implementation": "fast"}
+STATIC: dict[str, Any] = {"cache_implementation": "static"}
+PROMPT_TOKENS = 64
+
+
+def fast_correctness(check: Check, folder: Path) -> None:
+    """With and without a graph the tokens of the run with all experts on the device, whatever the
+    budgets; and whether there was a graph.
+    """
+    ids = token_ids(256, 48)
+    with check.model(folder, device_memory="100%", **FAST) as moe:
+        expected = tokens_of(moe, ids, 48)
+    for device_memory in ("3%", "25%", "60%"):
+        for host_memory in ("40%", "100%"):
+            for cache in ({}, STATIC):
+                budgets = {"device_memory": device_memory, "host_memory": host_memory}
+                with check.model(folder, **budgets, **FAST) as moe:
+                    found = [tokens_of(moe, ids, 48, **cache) for _ in range(2)]
+                    moe.check_invariants()
+                    is_captured = moe._graphed is not None and moe._graphed._graph is not None
+                same = found == [expected] * 2
+                check.add("same tokens", same, experts="fast", cache=str(cache), **budgets)
+                if cache:
+                    check.add("a step was captured", is_captured, **budgets)
+
+
+class Clock:
+    """Given to generate() as a streamer: when each token was there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    @property
+    def token_ms(self) -> float:
+        """Median, of what comes after a warm-up."""
+        pairs = zip(self.times[WARM_UP + 2 :], self.times[WARM_UP + 1 :], strict=False)
+        return 1e3 * statistics.median(later - earlier for later, earlier in pairs)
+
+
+def token_ms(moe: MoE, shape: Shape, *, seed: int = 1) -> float:
+    clock = Clock()
+    ids = token_ids(shape.config.vocab_size, PROMPT_TOKENS, seed=seed)
+    num_tokens = WARM_UP + TOKENS
+    tokens_of(moe, ids, num_tokens, **STATIC, streamer=clock, min_new_tokens=num_tokens)
+    return clock.token_ms
+
+
+def steps_of(moe: MoE) -> DeviceSteps:
+    steps = moe._runtime.device_steps
+    assert steps is not None
+    return steps
+
+
+@contextmanager
+def known_pointers(moe: MoE) -> Iterator[None]:
+    """The same graph without resolve and fill: every expert is in a slot, and where is known."""
+    rows, table = steps_of(moe)._rows, steps_of(moe)._table
+
+    def compute(row: int, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, bring: Any) -> Tensor:
+        pointers_TK = table.address_S[table.slot_LE[row][index_TK].long()]
+        kernels, weights_TK = rows._kernels, weights_TK.contiguous()
+        return kernels.slot_moe(rows._mlps[row], x_TD.contiguous(), pointers_TK, weights_TK)
+
+    with mock.patch.object(rows, "compute", compute):
+        yield
+
+
+def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
+    """All hits: what finding the experts costs, what the graph is worth, and what the host does
+    from step to step.
+    """
+    told: dict[str, Any] = {"shape": shape.name, "layers": shape.layers}
+    with check.model(folder, device_memory="100%", **FAST) as moe:
+        warm_every_expert(check, moe)
+        token_ms(moe, shape)
+        host_ms: list[float] = []
+        with timed(DeviceSteps, "_note_decided", host_ms), timed(DeviceSteps, "_refill", host_ms):
+            hit_ms = token_ms(moe, shape)
+        hit_rate = moe.report().decode.hit_rate
+        with known_pointers(moe):
+            ceiling_ms = token_ms(moe, shape)
+        check.add(
+            "fast path, all hits", hit_ms, "ms", ceiling=ceiling_ms, hit_rate=hit_rate, **told
+        )
+        check.add("host, while a step runs", sum(host_ms) / (WARM_UP + TOKENS), "ms", **told)
+        kernels_agree(check, moe, shape)
+    with (
+        mock.patch.object(graphed_step, "WARM_UP_STEPS", 1 << 30),
+        check.model(folder, device_memory="100%", **FAST) as moe,
+    ):
+        warm_every_expert(check, moe)
+        check.add("fast path, all hits, no graph", token_ms(moe, shape), "ms", **told)
+
+
+@contextmanager
+def timed(owner: Any, name: str, into_ms: list[float]) -> Iterator[None]:
+    function = getattr(owner, name)
+
+    def run(*args: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return function(*args)
+        finally:
+            into_ms.append(1e3 * (time.perf_counter() - started))
+
+    with mock.patch.object(owner, name, run):
+        yield
+
+
+def kernels_agree(check: Check, moe: MoE, shape: Shape) -> None:
+    """A row computed by the device and by its twin on the CPU, from HOST, in float32 sums both."""
+    runtime, rows = moe._runtime, steps_of(moe)._rows
+    host = runtime.tiers[-1]
+    keys = [key for key in runtime._keys[0] if host.table.lookup(key) is not None]
+    keys = keys[: shape.config.num_experts_per_tok]
+    x_TD = torch.randn(1, shape.config.hidden_size).bfloat16()
+    weights_TK = torch.rand(1, len(keys))
+    at = [host.slots.address_of(host.table.slot_of(key)) for key in keys]
+    pointers_TK = torch.tensor([at])
+    expected = slot_reference.slot_moe(rows._mlps[0], x_TD, pointers_TK, weights_TK)
+    inputs = (t.to(check.device) for t in (x_TD, pointers_TK, weights_TK))
+    found = rows._kernels.slot_moe(rows._mlps[0], *inputs).cpu()
+    error = (found - expected).abs().max() / expected.abs().max()
+    check.add("slot_moe as its twin", bool(error <= torch.finfo(torch.bfloat16).eps))
+    check.add("slot_moe, largest difference", float(error), "of max", shape=shape.name)
+
+
+def fast_capped(check: Check, folder: Path, shape: Shape, total_gb: float) -> None:
+    """Decode with the share of experts that a smaller device would hold, beside the time that what
+    misses takes on the link; once with no slot free, so that nothing is kept.
+    """
+    assert check.h2d_gbps is not None
+    for cap in CAPS_GB:
+        if cap >= total_gb:
+            continue
+        share = f"{100 * cap / total_gb:.1f}%"
+        for way in ("fill", "through the link"):
+            with check.model(folder, device_memory=share, **FAST) as moe:
+                warm_every_expert(check, moe)
+                token_ms(moe, shape, seed=3)
+                if way != "fill":  # the prompt takes what is free, and nothing is evicted
+                    steps_of(moe)._refill = lambda: None  # type: ignore[method-assign]
+                before = moe.report().decode
+                took_ms = token_ms(moe, shape)
+                after = moe.report().decode
+                misses = (after.misses - before.misses) / (after.steps - before.steps)
+                lookups = after.lookups - before.lookups
+                copied_mb = misses * expert_bytes(moe) / 1e6
+                check.add(
+                    f"fast path, {cap} GB, {way}", took_ms, "ms", shape=shape.name,
+                    ceiling=copied_mb / check.h2d_gbps, layers=shape.layers,
+                    copied_mb_per_token=copied_mb, device_memory=share,
+                    h2d_share=copied_mb / took_ms / check.h2d_gbps,
+                    hit_rate=(after.hits - before.hits) / lookups,
+                )  # fmt: skip
+
+
+def fast_machinery(check: Check) -> None:
+    """Kernel by kernel (gpu_kernels.py): resolve and fill, and their share of a layer."""
+    if check.is_fake:
+        check.add("kernels alone", "left out: no GPU")
+        return
+    from gpu_kernels import Sizes, measure
+
+    found = measure(Sizes(), rounds=7)
+    check.add("machinery per layer, captured", found["machinery_us"], "us", ceiling=10.0)
+    for name in ("resident", "layer", "fill_one", "fill_all", "through"):
+        check.add(f"kernels, {name}", found[f"{name}_share"], "share", ceiling=1.0)

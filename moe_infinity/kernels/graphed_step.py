@@ -1,0 +1,146 @@
+"""A whole decode step as one CUDA graph, under transformers' generate().
+
+    prompt, DynamicCache, sliding windows, gradients    the model's forward, as ever
+    StaticCache, first steps of a request               the same, which compiles and warms up
+    StaticCache, then                                   captured once, replayed with new inputs
+
+We stand in the place of `model.forward`. Inputs are all tensors among its arguments; whatever else
+it is called with, and the cache, are part of the graph: if they change, it is captured anew. A step
+that was lost (models/device_steps.py) is run again without a graph, from where the cache was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer
+from transformers.utils import ModelOutput
+
+if TYPE_CHECKING:
+    from moe_infinity.models.device_steps import DeviceSteps
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_STEPS = 2  # of a request, before it is captured
+CACHE = "past_key_values"
+
+
+class GraphedStep:
+    """The forward passes of one model."""
+
+    def __init__(self, model: PreTrainedModel, steps: DeviceSteps) -> None:
+        self._model, self._steps = model, steps
+        self._forward: Callable[..., Any] = model.forward
+        self._is_refused = False  # capture failed: not tried again
+        self._forget()
+
+        @wraps(self._forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        vars(model)["forward"] = forward
+
+    def _forget(self) -> None:
+        self._cache: StaticCache | None = None
+        self._constants: dict[str, Any] | None = None  # what the graph was captured with
+        self._inputs: dict[str, Tensor] = {}  # what it reads
+        self._graph: Callable[[], Any] | None = None
+        self._num_eager = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE)
+        if cache is not self._cache:
+            self._forget()  # before another cache takes memory
+        if not self._steps.has_begun:
+            return self._forward(*args, **kwargs)
+        self._steps.has_begun = False
+        if args or not can_rewind(cache):
+            with self._steps.running(is_careful=True):
+                return self._forward(*args, **kwargs)
+        with self._steps.running(is_careful=False):
+            out = self._run(cache, kwargs)
+        if self._steps.is_lost():
+            rewind(cache, kwargs)
+            with self._steps.running(is_careful=True):
+                out = self._forward(**kwargs)
+        return out
+
+    def _run(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
+        inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        constants: dict[str, Any] = {"": torch.is_inference_mode_enabled()}
+        constants |= {name: (value.shape, value.dtype) for name, value in inputs.items()}
+        constants |= {name: kwargs[name] for name in kwargs.keys() - inputs.keys() - {CACHE}}
+        if constants != self._constants:
+            self._forget()
+            self._cache, self._constants = cache, constants
+        if self._graph is None and not self._is_refused and self._num_eager >= WARM_UP_STEPS:
+            self._capture(inputs, kwargs)
+        if self._graph is None or torch.is_grad_enabled():
+            self._num_eager += 1
+            return self._forward(**kwargs)
+        for name, value in inputs.items():
+            self._inputs[name].copy_(value)
+        return copy_of(self._graph())
+
+    def _capture(self, inputs: dict[str, Tensor], kwargs: dict[str, Any]) -> None:
+        self._inputs = {name: value.clone() for name, value in inputs.items()}
+        try:
+            self._graph = capture(
+                self._model.device, lambda: self._forward(**kwargs | self._inputs)
+            )
+        except Exception as error:
+            self._is_refused = True
+            logger.warning("no CUDA graph of a decode step, it runs kernel by kernel: %s", error)
+
+    def close(self) -> None:
+        self._forget()
+        vars(self._model).pop("forward", None)
+
+
+def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
+    """Note the kernels that `run` launches; gives what launches them again, with the same memory
+    for inputs and outputs. The plain twin, for a CPU: what runs all of it again.
+    """
+    if device.type == "cpu":
+        return run
+    graph = torch.cuda.CUDAGraph()
+    # Read threads may page-lock memory meanwhile: their errors would be no business of ours.
+    in_this_thread = torch.cuda.graph(graph, capture_error_mode="thread_local")
+    with torch.cuda.device(device), in_this_thread:
+        out = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def can_rewind(cache: object) -> bool:
+    """Whether a step can be run again, and be captured: its cache is written where a counter on the
+    device says, and nothing of it is lost.
+    """
+    return isinstance(cache, StaticCache) and all(type(la) is StaticLayer for la in cache.layers)
+
+
+def rewind(cache: StaticCache, kwargs: dict[str, Any]) -> None:
+    """To before the step that was called with these."""
+    inputs = kwargs.get("input_ids")
+    num_new = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[1]
+    for layer in cache.layers:
+        layer.cumulative_length.sub_(num_new)
+
+
+def copy_of(out: Any) -> Any:
+    """What the next replay does not overwrite."""
+    if isinstance(out, Tensor):
+        return out.clone()
+    if isinstance(out, ModelOutput):
+        return type(out)(**{name: copy_of(value) for name, value in out.items()})
+    return tuple(map(copy_of, out)) if isinstance(out, tuple) else out

@@ -1,0 +1,254 @@
+"""Decode steps that the device decides alone, and how the host keeps in step.
+
+    begin     the report of the step before is read: what it took is in our table, too
+    compute   of every row: resolve, fill, slot_moe (kernels/slot_kernels.py), only launched here
+    end       a report is asked for. While the device works, the host does the bookkeeping of the
+              step *before*, and evicts; the slots are the device's from the next step on
+
+So policies hear of a step when the next one is under way: nobody waits for them, and slots are
+evicted ahead of the misses that will take them. Both ways of a step share one residency table.
+Steps of many tokens are the host's: it takes all slots back (`leave`) until the next `begin`.
+
+An expert that only the disk has loses the step at its row. Then the host brings the row's experts
+to HOST: at once, if it looks after every row (`is_careful`, which waits for the device), or when
+the whole step is run again by who could rewind it (models/graphed_step.py).
+
+Legend: T tokens, K experts per token, D model width.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from moe_infinity.config import OffloadConfig
+from moe_infinity.errors import ConfigError
+from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.kernels.device_table import StepReport
+from moe_infinity.kernels.graphed_step import GraphedStep
+from moe_infinity.kernels.slot_kernels import MAX_PAIRS, SlotRows
+from moe_infinity.kernels.slot_mlp import SlotMlp
+from moe_infinity.memory.device import SourceSlots
+from moe_infinity.models.computing import slot_row
+from moe_infinity.models.planning import Plan
+from moe_infinity.trace.recorder import Step
+
+if TYPE_CHECKING:
+    from moe_infinity.runtime import ExpertRuntime
+
+logger = logging.getLogger(__name__)
+
+# Slots kept free: for the misses of two steps, at most an eighth of all. Conventions, not
+# measurements.
+RESERVED_STEPS, RESERVE_SHARE = 2, 8
+FORGETS = 0.9  # of the highest number of misses lately, in each step
+
+
+class DeviceSteps:
+    """Used by one thread, between `begin` and the next `begin` or `leave`."""
+
+    def __init__(self, runtime: ExpertRuntime, mlps: Sequence[SlotMlp]) -> None:
+        """Raises ConfigError for a HOST too small for the experts of one row in one step."""
+        self._runtime = runtime
+        (device, self._host), num_experts = runtime.tiers, runtime.recorder.num_experts
+        least, num_slots = min(MAX_PAIRS, num_experts), self._host.slots.num_slots
+        if num_slots < least:
+            raise ConfigError(
+                f"host_memory holds {num_slots} experts; experts_implementation='fast' on a GPU "
+                f"needs {least}, what one step may activate in a layer\n"
+                "hint: raise host_memory, or use experts_implementation='auto'"
+            )
+        slots, self._residency, self._mover = device.slots, device.table, device.mover
+        slots_SB = slots.tensor_of(0, slots.num_bytes).view(slots.num_slots, slots.slot_bytes)
+        self._rows = SlotRows(slots_SB, mlps, num_experts=num_experts)
+        self._table = self._rows.table
+        self.top_k: dict[int, int] = {}  # by row
+        self.has_begun = False  # a step, which is still to run
+        self.is_running = False
+        self._is_careful = False
+        self._is_broken = False  # set while the tables may disagree
+        self._is_told = False  # the device knows what the residency table knows
+        self._step: Step | None = None
+        self._unread: Step | None = None  # whose report was asked for
+        self._missed: set[ExpertKey] = set()
+        # Of which nobody has heard yet; with all it missed, if it was run again.
+        self._decided: tuple[Step, StepReport, set[ExpertKey]] | None = None
+        self._misses_lately = 0.0
+
+    # Between steps
+
+    def begin(self, step: Step) -> bool:
+        """A forward pass begins; False if the host decides in it."""
+        if self._is_broken:
+            self._recover()
+        is_known = len(self.top_k) == self._table.num_rows  # once a prompt was routed
+        num_pairs = step.num_tokens * max(self.top_k.values(), default=0)
+        if step.phase is not Phase.DECODE or not is_known or num_pairs > MAX_PAIRS:
+            self.leave()
+            return False
+        self._take_report()
+        self._is_broken = True
+        if not self._is_told:
+            self._tell_everything()
+        self._missed, self._step, self.has_begun = set(), step, True
+        return True
+
+    def settle(self) -> None:
+        """Wait for the step under way, and let everybody know of it."""
+        if not self._is_broken:
+            self._take_report()
+            self._note_decided()
+
+    def leave(self) -> None:
+        """Wait, and take back all slots: from now on the host decides."""
+        self.has_begun = False
+        if self._is_told:
+            self.settle()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._is_broken, self._is_told = True, False
+        self._table.reset()
+        self._unread = self._decided = None
+        self._is_broken = False
+
+    def _recover(self) -> None:
+        """After a step was interrupted: what it took counts for nothing."""
+        self._residency.recover()
+        self._mover.recover()  # waits for copies and kernels
+        self._forget()
+
+    def _tell_everything(self) -> None:
+        if self._residency.num_loading or self._host.table.num_loading:
+            self._mover.recover()
+        self._table.place(self._residency.resident_slots())
+        self._table.free(self._residency.free_slots())
+        self._tell_addresses()
+        self._refill()
+        self._is_told = True
+
+    def _tell_addresses(self) -> None:
+        """Where experts lie in HOST. No kernel runs that reads them."""
+        table, slots, found = self._host.table, self._host.slots, {}
+        assert isinstance(slots, SourceSlots), slots
+        for key in table.resident_keys():
+            slot_id = table.slot_of(key)
+            if not slots.is_locked(slot_id):
+                raise ConfigError(
+                    "experts_implementation='fast' on a GPU reads experts from page-locked memory, "
+                    "and this machine does not lock as much\n"
+                    "hint: lower host_memory, or use experts_implementation='auto'"
+                )
+            found[key] = slots.address_of(slot_id)
+        self._table.set_all_host_addresses(found)
+
+    def _refill(self) -> None:
+        """Evict, so that misses find slots."""
+        wanted = math.ceil(RESERVED_STEPS * self._misses_lately)
+        wanted = max(1, min(wanted, self._residency.num_slots // RESERVE_SHARE))
+        num_absent = self._runtime.total_experts - len(self._residency)
+        victims = self._residency.free_up(min(wanted, num_absent))
+        if victims:
+            self._table.free(self._table.withdraw(victims))
+
+    def _take_report(self) -> None:
+        """Of the last step, if it was not read yet. The device had finished with it when the
+        caller read the token it gave: so nobody waits here.
+        """
+        if self._unread is None:
+            return
+        self._is_broken = True
+        report = self._table.finish_read()
+        for key, slot_id in report.misses:
+            if slot_id >= 0:
+                self._residency.adopt(key, slot_id)
+        self._missed.update(miss.key for miss in report.misses)
+        step, self._unread = self._unread, None
+        if report.lost_row is None:
+            self._decided, self._missed = (step, report, self._missed), set()
+        self._is_broken = False
+
+    def _note_decided(self) -> None:
+        if self._decided is None:
+            return
+        (step, report, missed), self._decided = self._decided, None
+        self._misses_lately = max(FORGETS * self._misses_lately, len(missed))
+        routing = [report.routing(row, step.num_tokens, k) for row, k in sorted(self.top_k.items())]
+        self._runtime.note_step(step, routing, missed)
+
+    # In a step
+
+    @contextmanager
+    def running(self, *, is_careful: bool) -> Iterator[None]:
+        """What was begun runs inside, and may run again if it is lost. Careful: cannot be lost."""
+        self._is_broken, self._is_careful, self.is_running = True, is_careful, True
+        try:
+            yield
+        finally:
+            self.is_running = False
+        self._table.begin_read()
+        self._unread = self._step
+        self._note_decided()
+        self._refill()
+        self._is_broken = False
+
+    @property
+    def _can_lose(self) -> bool:
+        return len(self._table.host_addresses) < self._runtime.total_experts
+
+    def is_lost(self) -> bool:
+        """Whether the step that just ran came to an expert on disk. Waits for it if one could."""
+        if not self._can_lose:
+            return False
+        self._take_report()
+        return self._decided is None
+
+    def compute(
+        self, moe_row: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
+    ) -> Tensor:
+        """[T, D] -> [T, D]: the routed experts of one layer."""
+        bring = self._bring if self._is_careful and self._can_lose else None
+        return self._rows.compute(moe_row, x_TD, top_k_index_TK, top_k_weights_TK, bring)
+
+    def _bring(self, moe_row: int, index_TK: Tensor) -> None:
+        """Experts of this row to HOST, unless they have a slot. The device waits for us."""
+        chosen = [ExpertKey(moe_row, expert) for expert in sorted(set(index_TK.flatten().tolist()))]
+        absent = [k for k in chosen if k.expert_idx >= 0 and self._residency.lookup(k) is None]
+        mover = self._host.mover
+        with self._host.table.holding(absent, Phase.DECODE) as held:
+            mover.load_now(held.absent, held.slot_ids)
+            for _ in mover.arrivals(absent, self._runtime.note_reads(moe_row, held.absent)):
+                """Until all are there."""
+        self._tell_addresses()
+
+    def check_invariants(self) -> None:
+        """The device knows what the residency table says, when all reports were read."""
+        if self._is_told and not self._is_broken:
+            self._take_report()
+            self._table.check_invariants()
+            assert self._table.resident == self._residency.resident_slots(), self._table.resident
+
+
+def let_device_decide(
+    model: PreTrainedModel, plan: Plan, runtime: ExpertRuntime, config: OffloadConfig
+) -> GraphedStep | None:
+    """Steps of few tokens, if it can; else None. Raises ConfigError."""
+    if config.experts_implementation != "fast" or len(runtime.tiers) == 1:
+        return None
+    mlps = [slot_row(*pair) for pair in zip(plan.rows, plan.recipes, strict=True)]
+    known = [mlp for mlp in mlps if mlp is not None]
+    if config.prefetch or model.config.is_encoder_decoder or len(known) < len(mlps):
+        logger.warning(
+            "the host decides in every step, without CUDA graphs: that is so with prefetch, for "
+            "encoder-decoder models, and for experts that no kernel of ours reads"
+        )
+        return None
+    runtime.device_steps = DeviceSteps(runtime, known)
+    runtime.experts += ", steps of few tokens by the device alone"
+    return GraphedStep(model, runtime.device_steps)

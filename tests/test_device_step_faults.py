@@ -1,0 +1,177 @@
+"""Decode steps that the device decides: what is stale shows in the tokens, and what fails or is
+interrupted leaves the model usable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from moe_infinity.cache.residency import ResidencyTable
+from moe_infinity.errors import CheckpointError
+from moe_infinity.kernels import graphed_step, slot_reference
+from moe_infinity.kernels.device_table import DeviceTable
+from moe_infinity.kernels.graphed_step import rewind
+from moe_infinity.memory.mover import Mover
+from moe_infinity.runtime import ExpertRuntime
+from tests.fast_device import CACHES, STATIC, on_device, tokens_of_a_cpu
+from tests.on_device import PROMPT, assert_same_tokens, greedy
+
+TIGHT = "30%", "34%"  # 7 slots above 8
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint):
+    return tokens_of_a_cpu(tiny_checkpoint)
+
+
+def is_wrong(checkpoint: Any, expected: Any, *budgets: str, **cache: Any) -> bool:
+    with on_device(checkpoint, *budgets, policy="lru") as moe:
+        return any(not torch.equal(greedy(moe, **cache), expected[0]) for _ in range(2))
+
+
+# What would be wrong. Each test shows that the tokens tell.
+
+
+def test_an_evicted_expert_is_taken_from_the_device_before_its_slot_is_reused(
+    tiny_checkpoint, expected, monkeypatch
+):
+    assert not is_wrong(tiny_checkpoint, expected, "30%", "100%")
+    withdraw = DeviceTable.withdraw
+
+    def forgetting(self: DeviceTable, keys: Any) -> list[int]:
+        told = self.slot_LE.clone()
+        slot_ids = withdraw(self, keys)
+        self.slot_LE.copy_(told)
+        return slot_ids
+
+    monkeypatch.setattr(DeviceTable, "withdraw", forgetting)
+    assert is_wrong(tiny_checkpoint, expected, "30%", "100%")
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_address_of_an_expert_that_left_host_is_told(
+    tiny_checkpoint, expected, monkeypatch, cache
+):
+    assert not is_wrong(tiny_checkpoint, expected, *TIGHT, **cache)
+    tell = DeviceTable.set_all_host_addresses
+    monkeypatch.setattr(
+        DeviceTable,
+        "set_all_host_addresses",
+        lambda self, addresses: tell(self, {**addresses, **self.host_addresses}),
+    )
+    assert is_wrong(tiny_checkpoint, expected, *TIGHT, **cache)
+
+
+def test_a_slot_is_filled_before_it_is_read(tiny_checkpoint, expected, monkeypatch):
+    monkeypatch.setattr(slot_reference, "fill", lambda table: None)
+    assert is_wrong(tiny_checkpoint, expected, "30%", "100%")
+
+
+def test_a_lost_step_is_run_again_from_where_the_cache_was(tiny_checkpoint, expected, monkeypatch):
+    rewound = []
+
+    def counting(cache: StaticCache, kwargs: Any) -> None:
+        rewound.append(kwargs)
+        rewind(cache, kwargs)
+
+    monkeypatch.setattr(graphed_step, "rewind", counting)
+    assert not is_wrong(tiny_checkpoint, expected, *TIGHT, **STATIC)
+    assert rewound
+    monkeypatch.setattr(graphed_step, "rewind", lambda cache, kwargs: None)
+    with pytest.raises(IndexError, match="out of bounds"):  # a place of the cache was lost
+        is_wrong(tiny_checkpoint, expected, *TIGHT, **STATIC)
+
+
+def test_running_a_step_again_changes_neither_its_logits_nor_the_cache(stock_model):
+    cache = StaticCache(config=stock_model.config, max_cache_len=16)
+    with torch.inference_mode():
+        stock_model(PROMPT, past_key_values=cache)
+        found = []
+        for _ in range(2):
+            step = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[8]])}
+            logits = stock_model(**step, past_key_values=cache).logits
+            found.append([logits, *(layer.keys.clone() for layer in cache.layers)])
+            rewind(cache, step)
+    assert all(map(torch.equal, *found))
+
+
+# What fails
+
+
+class Interruption:
+    """Stops the n-th call of a function, before it does anything or when it has done all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Any) -> None:
+        self.remaining, self.is_late = -1, False
+        function = getattr(owner, name)
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            self.remaining -= 1
+            if self.remaining == 0 and not self.is_late:
+                raise error
+            out = function(*args, **kwargs)
+            if self.remaining == 0:
+                raise error
+            return out
+
+        monkeypatch.setattr(owner, name, interrupted)
+
+
+PLACES = [
+    (slot_reference, "resolve"), (slot_reference, "_look_up"), (slot_reference, "fill"),
+    (slot_reference, "slot_moe"), (DeviceTable, "begin_read"), (DeviceTable, "finish_read"),
+    (DeviceTable, "withdraw"), (DeviceTable, "free"), (DeviceTable, "place"),
+    (DeviceTable, "set_all_host_addresses"), (DeviceTable, "find_again"), (DeviceTable, "reset"),
+    (ResidencyTable, "adopt"), (ResidencyTable, "free_up"), (ResidencyTable, "note_use"),
+    (Mover, "load_now"), (Mover, "arrivals"), (ExpertRuntime, "note_step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("owner", "name"), PLACES)
+def test_ctrl_c_anywhere_leaves_the_model_usable(
+    tiny_checkpoint, expected, monkeypatch, owner, name, cache
+):
+    stop = Interruption(monkeypatch, owner, name, KeyboardInterrupt())
+    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+        num_stopped = 0
+        for n in (1, 1, 2, 5, 12):
+            stop.remaining, stop.is_late = n, n % 2 == 0
+            try:
+                greedy(moe, **cache)
+            except KeyboardInterrupt:
+                num_stopped += 1
+            stop.remaining = -1
+            assert torch.equal(greedy(moe, **cache), expected[0])
+            moe.check_invariants()
+        assert num_stopped > 0
+        assert_same_tokens(moe, expected)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_an_expert_that_cannot_be_read_in_a_step_is_told_and_the_next_call_works(
+    tiny_checkpoint, expected, monkeypatch, cache
+):
+    error = CheckpointError("the disk is gone")
+    stop = Interruption(monkeypatch, ExpertRuntime, "_read_expert", error)
+    with on_device(tiny_checkpoint, *TIGHT) as moe:
+        greedy(moe, PROMPT[:, :2], num_tokens=1)
+        stop.remaining = 20  # after the prompt
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            greedy(moe, **cache)
+        steps = moe._runtime.device_steps
+        assert steps is not None
+        assert steps._is_broken  # it was in a step
+        for _ in range(2):
+            assert torch.equal(greedy(moe, **cache), expected[0])
+            moe.check_invariants()
+
+
+def test_a_closed_model_runs_no_step(tiny_checkpoint):
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        greedy(moe)
+    with pytest.raises(Exception, match="was closed"):
+        moe.model(PROMPT)

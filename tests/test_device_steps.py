@@ -1,0 +1,251 @@
+"""Decode steps that the device decides, on a fake device with the plain twins of its kernels: the
+tokens of the same arithmetic on a CPU, whatever the budgets, and a host that knows what happened.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.fake_link import FakeLink, fake_device
+from moe_infinity import MoE
+from moe_infinity.cache.policies import POLICIES, Lru
+from moe_infinity.errors import ConfigError
+from moe_infinity.experts import ExpertKey
+from moe_infinity.kernels import (
+    has_triton_kernels,
+    slot_kernels,
+)
+from moe_infinity.kernels.slot_kernels import SlotKernels
+from moe_infinity.models.device_steps import DeviceSteps
+from moe_infinity.runtime import ExpertRuntime
+from tests.fast_device import (
+    CACHES,
+    FAST,
+    STATIC,
+    compute_as_the_device_does,
+    on_device,
+    tokens_of_a_cpu,
+)
+from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
+from tests.server.driving import Client, generated, make_engine, run_all
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint):
+    return tokens_of_a_cpu(tiny_checkpoint)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("host_memory", ["34%", "60%", "100%"])  # 8, 14, 24 experts
+@pytest.mark.parametrize("device_memory", ["5%", "30%", "100%"])  # 1, 7, 24
+def test_no_budget_of_either_tier_changes_a_token(
+    tiny_checkpoint, expected, device_memory, host_memory, cache
+):
+    with on_device(tiny_checkpoint, device_memory, host_memory) as moe:
+        for _ in range(2):
+            assert torch.equal(greedy(moe, **cache), expected[0])
+            moe.check_invariants()
+            assert torch.equal(greedy(moe, LONG_PROMPT, **cache), expected[1])
+            moe.check_invariants()
+        decode = moe.report().decode
+        assert decode.steps == 2 * 2 * 15
+        assert decode.lookups == decode.steps * 3 * 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_changes_a_token(tiny_checkpoint, expected, policy):
+    with on_device(tiny_checkpoint, "30%", "60%", policy=policy) as moe:
+        assert_same_tokens(moe, expected, rounds=2)
+        assert moe.report().decode.hits > 0
+
+
+def test_a_graph_and_no_graph_give_the_same_tokens_in_any_order(tiny_checkpoint, expected):
+    chances = random.Random(0)
+    with on_device(tiny_checkpoint, "40%", "50%", policy="lru") as moe:
+        for _ in range(8):
+            cache, which = chances.choice([{}, STATIC]), chances.randint(0, 1)
+            assert torch.equal(greedy(moe, (PROMPT, LONG_PROMPT)[which], **cache), expected[which])
+            moe.check_invariants()
+
+
+def test_a_batch_is_decided_by_the_device_too(tiny_checkpoint):
+    batch = {
+        "input_ids": torch.tensor([[2, 2, 2, 5, 9, 40], [7, 3, 17, 5, 9, 40]]),
+        "attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
+    }
+    kwargs = {"max_new_tokens": 8, "do_sample": False}
+    found = []
+    for budgets in (("100%", "100%"), ("10%", "40%")):
+        with on_device(tiny_checkpoint, *budgets) as moe:
+            for cache in ({}, STATIC):
+                found.append(moe.generate(**batch, **kwargs, **cache).tolist())
+                moe.check_invariants()
+    assert all(tokens == found[0] for tokens in found)
+
+
+@pytest.mark.parametrize("expert_dtype", ["int8", "fp8"])
+def test_packed_experts_are_read_as_they_are_stored(tiny_checkpoint, expert_dtype):
+    found = []
+    for budgets in (("100%", "100%"), ("10%", "40%")):
+        with on_device(tiny_checkpoint, *budgets, expert_dtype=expert_dtype) as moe:
+            found.append(greedy(moe, num_tokens=8, **STATIC).tolist())
+            assert moe.report().decode.steps == 7
+            moe.check_invariants()
+    assert found[0] == found[1]
+
+
+def test_the_server_is_given_the_tokens_of_generate(tiny_checkpoint):
+    prompts = [[5, 6, 9, 100, 31], [77, 12, 3], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
+    with on_device(tiny_checkpoint, "30%", "50%") as moe:
+        expected = [generated(moe, prompt) for prompt in prompts]
+        for max_batch in (1, 3):
+            engine = make_engine(moe, max_batch=max_batch)
+            clients = [Client(engine, prompt) for prompt in prompts]
+            run_all(engine, *clients)
+            moe.check_invariants()
+            if max_batch == 1:  # attention of a batch rounds differently
+                assert [client.token_ids for client in clients] == expected
+            assert all(client.error is None for client in clients)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or not has_triton_kernels(),
+    reason="needs triton's interpreter, which reads the memory of a fake device",
+)
+def test_with_tritons_kernels_no_budget_changes_a_token_either(tiny_checkpoint, monkeypatch):
+    from moe_infinity.kernels import triton_experts, triton_resolve
+
+    monkeypatch.setattr(triton_resolve, "FILL_PROGRAMS", 1)  # they run one after the other
+    compiled = triton_resolve.resolve, triton_resolve.fill, triton_experts.slot_moe
+    monkeypatch.setattr(slot_kernels, "slot_kernels", lambda device: SlotKernels(*compiled))
+    found = []
+    for budgets in (("100%", "100%"), ("10%", "34%")):
+        with on_device(tiny_checkpoint, *budgets) as moe:
+            found.append(greedy(moe, num_tokens=5, **STATIC).tolist())
+            moe.check_invariants()
+    assert found[0] == found[1]
+
+
+# What the host knows
+
+
+def counted(moe: MoE) -> tuple[Any, ...]:
+    """What was looked up, and what everybody learned of it."""
+    decode = moe.report().decode
+    eams = [eam.decode.tolist() for eam in moe.request_eams()]
+    scores = [policy.scores().tolist() for policy in moe._runtime._policies]
+    return decode.hits, decode.misses, decode.steps, moe.report().evictions, eams, scores
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
+    tiny_checkpoint, policy, monkeypatch
+):
+    """The reference path with the same arithmetic, so with the same routing."""
+    with on_device(tiny_checkpoint, "100%", "100%", policy=policy) as moe:
+        greedy(moe)
+        greedy(moe, LONG_PROMPT, **STATIC)
+        by_device = counted(moe)
+    monkeypatch.setattr(DeviceSteps, "begin", lambda self, step: False)
+    compute_as_the_device_does(monkeypatch)
+    with on_device(tiny_checkpoint, "100%", "100%", policy=policy) as moe:
+        greedy(moe)
+        greedy(moe, LONG_PROMPT)
+        assert counted(moe) == by_device
+
+
+def test_misses_are_those_of_slots_evicted_ahead(tiny_checkpoint, monkeypatch):
+    """LRU with few slots differs from the reference path, which evicts when it misses: here one
+    slot is kept free, an expert that finds none is read and not kept, and the host learns of a step
+    when the next one is under way.
+    """
+    models: list[Modelled] = []
+    begin = DeviceSteps.begin
+
+    def begin_and_look(self: DeviceSteps, step: Any) -> bool:
+        is_ours = begin(self, step)
+        if is_ours and not models:
+            models.append(Modelled(self._runtime))
+        return is_ours
+
+    monkeypatch.setattr(DeviceSteps, "begin", begin_and_look)
+    with on_device(tiny_checkpoint, "50%", "100%", policy="lru") as moe, moe.recording() as finish:
+        greedy(moe, PROMPT, num_tokens=40, eos_token_id=-1)
+        (model,) = models
+        for token in finish()[0].experts_TLK[len(PROMPT[0]) :]:
+            model.step(token.tolist())
+        decode = moe.report().decode
+        assert decode.steps == 39
+        assert (decode.hits, decode.misses) == (model.hits, model.misses)
+        assert 0 < model.hits < decode.lookups
+
+
+class Modelled:
+    """Slots of LRU, one of them evicted ahead; begins with what the prompt left."""
+
+    def __init__(self, runtime: ExpertRuntime) -> None:
+        table, policy = runtime.table, runtime.tiers[0].policy
+        assert isinstance(policy, Lru)
+        self.slot_of, self.free = table.resident_slots(), table.free_slots()
+        self.known, self.known_free = dict(self.slot_of), list(self.free)  # to the host
+        self.transient = {key for key in self.known if table.is_transient(key)}
+        self.last_use, self.clock = policy._last_use.copy(), policy._clock
+        self.hits = self.misses = 0
+        self.taken: dict[ExpertKey, int] = {}
+        self.before: list[list[int]] = []
+
+    def step(self, routing: list[list[int]]) -> None:
+        self.known |= self.taken
+        self.known_free = [slot for slot in self.known_free if slot not in self.taken.values()]
+        self.taken = {}
+        for key in (ExpertKey(row, e) for row, experts in enumerate(routing) for e in experts):
+            self.hits += key in self.slot_of
+            self.misses += key not in self.slot_of
+            if key not in self.slot_of and self.free:
+                self.taken[key] = self.slot_of[key] = self.free.pop()
+        for row, experts in enumerate(self.before):
+            self.clock += 1
+            self.last_use[row, experts] = self.clock
+            self.transient.difference_update(ExpertKey(row, expert) for expert in experts)
+        self.before = routing
+        if not self.known_free:
+            leaves = min(self.known, key=self.rank)
+            self.known_free.append(self.known.pop(leaves))
+            self.free.append(self.slot_of.pop(leaves))
+
+    def rank(self, key: ExpertKey) -> tuple[bool, float, int]:
+        return key not in self.transient, self.last_use[key], self.known[key]
+
+
+def test_a_recording_has_every_token(tiny_checkpoint):
+    with on_device(tiny_checkpoint, "30%", "100%") as moe, moe.recording() as finish:
+        greedy(moe, **STATIC)
+        (trace,) = finish()
+        assert len(trace.experts_TLK) == len(PROMPT[0]) + 15
+
+
+def test_a_small_host_is_refused_before_the_first_token(tiny_checkpoint):
+    refused = pytest.raises(ConfigError, match="host_memory holds 7 experts.* needs 8")
+    with refused, on_device(tiny_checkpoint, "30%", "30%"):
+        pass
+
+
+def test_memory_that_cannot_be_page_locked_is_refused_and_says_what_to_do(tiny_checkpoint):
+    link = FakeLink(is_locking=False)
+    with fake_device(link), MoE(tiny_checkpoint, device_memory="30%", **FAST) as moe:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="page-locked .*\nhint: lower host_memory"):
+                greedy(moe)
+
+
+def test_prefetch_leaves_every_step_to_the_host(tiny_checkpoint, caplog):
+    with on_device(tiny_checkpoint, "30%", "100%", prefetch=True) as moe:
+        assert moe._runtime.device_steps is None
+        assert "the host decides in every step" in caplog.text
+        greedy(moe, **STATIC)

@@ -1,0 +1,74 @@
+"""When a decode step is captured, and what its graph depends on: without a GPU the plain twin of a
+capture runs all of it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_infinity.kernels import graphed_step
+from tests.fast_device import STATIC, on_device, tokens_of_a_cpu
+from tests.on_device import PROMPT, greedy
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint):
+    return tokens_of_a_cpu(tiny_checkpoint)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Every capture; replaying it runs all of it again."""
+    found: list[Any] = []
+
+    def capture(device: torch.device, run: Any) -> Any:
+        found.append(run)
+        return run
+
+    monkeypatch.setattr(graphed_step, "capture", capture)
+    return found
+
+
+def test_a_request_is_captured_once_after_it_was_warmed_up(tiny_checkpoint, captures):
+    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+        greedy(moe, **STATIC, num_tokens=3)  # two decode steps
+        assert not captures
+        greedy(moe, **STATIC)
+        greedy(moe)
+        assert len(captures) == 1
+        greedy(moe, **STATIC)  # another cache
+        assert len(captures) == 2
+
+
+def test_other_arguments_are_another_graph(tiny_checkpoint, captures):
+    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+        for more in ({}, {"output_hidden_states": True, "return_dict_in_generate": True}):
+            out = moe.generate(
+                input_ids=PROMPT, max_new_tokens=8, do_sample=False, **STATIC, **more
+            )
+        assert len(captures) == 2
+        first, second = out.hidden_states[4][1], out.hidden_states[5][1]
+        assert not torch.equal(first, second)  # not the same memory
+
+
+def test_a_capture_that_fails_is_told_once_and_changes_no_token(
+    tiny_checkpoint, expected, monkeypatch, caplog
+):
+    def capture(device: torch.device, run: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphed_step, "capture", capture)
+    with on_device(tiny_checkpoint, "30%", "60%") as moe:
+        for _ in range(2):
+            assert torch.equal(greedy(moe, **STATIC), expected[0])
+    told = [record for record in caplog.records if "no CUDA graph" in record.message]
+    assert len(told) == 1
+    assert "not permitted when stream is capturing" in told[0].message
+
+
+def test_closing_gives_the_models_own_forward_back(tiny_checkpoint):
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        assert "forward" in vars(moe.model)
+    assert "forward" not in vars(moe.model)
