@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -47,7 +49,8 @@ def test_steps_that_the_device_decides_give_the_same_tokens_with_and_without_a_g
         expected = [greedy(moe, prompt) for prompt in (PROMPT, LONG_PROMPT)]
     budgets = {"device_memory": device_memory, "host_memory": host_memory}
     with MoE(tiny_checkpoint, **budgets, **fast) as moe:
-        for cache in ({}, {"cache_implementation": "static"}, {}):
+        caches: list[dict[str, Any]] = [{}, {"cache_implementation": "static"}, {}]
+        for cache in caches:
             for prompt, tokens in zip((PROMPT, LONG_PROMPT), expected, strict=True):
                 assert torch.equal(greedy(moe, prompt, **cache), tokens)
                 moe.check_invariants()
