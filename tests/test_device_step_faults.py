@@ -130,7 +130,10 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    "cache",
+    [pytest.param({}, id="dynamic", marks=pytest.mark.slow), pytest.param(STATIC, id="static")],
+)
 @pytest.mark.parametrize(("owner", "name"), PLACES)
 def test_ctrl_c_anywhere_leaves_the_model_usable(
     tiny_checkpoint, expected, monkeypatch, owner, name, cache
