@@ -29,6 +29,7 @@ from torch import Tensor
 from moe_infinity.kernels.experts_work import call_rows
 from moe_infinity.kernels.packed_rows import floats, row_function
 from moe_infinity.kernels.row_steps import arranged, fixed_for, step_for
+from moe_infinity.kernels.stored import KINDS
 from moe_infinity.kernels.vectors import (
     F32,
     FLOATS,
@@ -46,7 +47,6 @@ from moe_infinity.kernels.vectors import (
     sum_of_lanes,
 )
 
-KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 FINITE = 1e30  # more than any score
 MAX_WIDTH = 16 * LANES  # of values: as many sums as a machine has registers
 

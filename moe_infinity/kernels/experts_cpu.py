@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.kernels.stored import EXPONENTS, StoredWeight, block_of
+from moe_infinity.kernels.stored import EXPONENTS, PLAIN, StoredWeight, block_of
 
 try:
     from moe_infinity.kernels import experts_work
@@ -54,7 +54,6 @@ ACTIVATIONS = {
     "gelu_tanh": experts_work.GELU_TANH,
     "relu": experts_work.RELU,
 }
-PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 MAX_STEPS = 1 << 16  # of a row, for which Fixed.inverse divides exactly
 
 

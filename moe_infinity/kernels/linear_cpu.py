@@ -12,14 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.kernels.experts_cpu import PLAIN, Side, steps_of
+from moe_infinity.kernels.experts_cpu import Side, steps_of
 from moe_infinity.kernels.experts_work import LINE, OF_EXPERTS, Call, Job, Weights
 from moe_infinity.kernels.row_steps import arrange
-from moe_infinity.kernels.stored import StoredPart, StoredWeight
+from moe_infinity.kernels.stored import KINDS, StoredPart, StoredWeight
 from moe_infinity.kernels.threads import num_threads
 
 MIN_SHARED_BYTES = 2 << 20  # smaller ones are read before a second thread has woken up
-KINDS = {dtype: kind for kind, dtype in PLAIN.items()}
 STATE = OF_EXPERTS + LINE  # int64s
 
 

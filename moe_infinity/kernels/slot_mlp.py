@@ -14,10 +14,9 @@ from math import gcd, prod
 
 import torch
 
-from moe_infinity.kernels.stored import EXPONENTS, StoredPart, StoredWeight, block_of
+from moe_infinity.kernels.stored import EXPONENTS, PLAIN, StoredPart, StoredWeight, block_of
 
 LOAD_BYTES = 16
-PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 VALUES = {"bf16": 8, "f16": 8, "f32": 4, "int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32}  # a load
 UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14}
 MXFP4_GROUP = 32  # columns

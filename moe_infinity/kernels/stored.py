@@ -12,6 +12,8 @@ from moe_infinity.kernels.unpack import NIBBLES
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # by kind
+KINDS = {dtype: kind for kind, dtype in PLAIN.items()}
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by role
 
 

@@ -25,7 +25,7 @@ from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
 from moe_infinity.kernels.fused_rows import FUSED_ROWS, FusedRows
 from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
-from moe_infinity.kernels.stored import StoredPart, StoredWeight
+from moe_infinity.kernels.stored import KINDS, StoredPart, StoredWeight
 from moe_infinity.memory.host import Slots
 from moe_infinity.models.adapters import INTERFACE, ExpertsModule
 from moe_infinity.models.recipes import Recipe, RowRecipes
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from moe_infinity.kernels.experts_cpu import FusedExperts
 
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu"}  # by class
-PLAIN = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 PACKED = {  # by name of the scheme
     "fp8": "fp8", "mxfp8": "fp8", "float-quantized": "fp8", "pack-quantized": "int4",
     "int-quantized": "int8",
@@ -163,7 +162,7 @@ def _stored(recipe: Recipe) -> list[StoredWeight] | None:
         return None
     if not recipe.is_packed:
         (spec,) = recipe.stored
-        kind = PLAIN.get(spec.dtype)
+        kind = KINDS.get(getattr(torch, spec.dtype))
         if kind is None or len(spec.shape) != 2:
             return None
         return [StoredWeight(kind, (spec.shape[0], spec.shape[1]), {"": part(spec, spec.shape)})]

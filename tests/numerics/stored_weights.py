@@ -7,9 +7,7 @@ from torch import Tensor
 
 from moe_infinity.experts import ExpertLayout
 from moe_infinity.kernels import unpack
-from moe_infinity.kernels.stored import StoredPart, StoredWeight
-
-PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+from moe_infinity.kernels.stored import PLAIN, StoredPart, StoredWeight
 
 
 def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:

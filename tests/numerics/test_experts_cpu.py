@@ -19,8 +19,8 @@ pytest.importorskip("numba", reason="experts_cpu needs the extra `cpu`")
 
 from moe_infinity.kernels import experts_work
 from moe_infinity.kernels.experts_cpu import fused_experts
-from moe_infinity.kernels.stored import StoredPart, StoredWeight
-from tests.numerics.stored_weights import PLAIN, StoredExperts
+from moe_infinity.kernels.stored import PLAIN, StoredPart, StoredWeight
+from tests.numerics.stored_weights import StoredExperts
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 KINDS = [

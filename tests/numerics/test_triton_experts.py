@@ -17,8 +17,8 @@ from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels import slot_reference
 from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
-from moe_infinity.kernels.stored import StoredPart, StoredWeight
-from tests.numerics.stored_weights import PLAIN, StoredExperts
+from moe_infinity.kernels.stored import PLAIN, StoredPart, StoredWeight
+from tests.numerics.stored_weights import StoredExperts
 
 pytest.importorskip("triton", reason="needs triton")
 from moe_infinity.kernels import triton_experts, triton_resolve
