@@ -29,7 +29,7 @@ from moe_infinity.kernels.stored import EXPONENTS, PLAIN, StoredWeight, block_of
 
 try:
     from moe_infinity.kernels import experts_work
-    from moe_infinity.kernels.experts_work import LINE, OF_EXPERTS, Call, Job, Weights
+    from moe_infinity.kernels.experts_work import Call, Weights, job_for
     from moe_infinity.kernels.packed_rows import row_function
     from moe_infinity.kernels.row_steps import (
         Arrangement,
@@ -215,18 +215,10 @@ class Rows:
         """Fill `out_PD` from starts[i] to stops[i] for the expert whose slot begins at
         addresses[i], where it has to stay until this returns.
         """
-        num_experts = len(addresses)
-        state = OF_EXPERTS + LINE * num_experts
-        ints = array("q", bytes(8 * state))
-        for values in (starts, stops, addresses):
-            ints.extend(values)
-        at = ints.buffer_info()[0]
-        job = Job(
-            state=at,
-            starts=at + 8 * state,
-            stops=at + 8 * (state + num_experts),
-            slots=at + 8 * (state + 2 * num_experts),
-            num_experts=num_experts,
+        job, ints = job_for(
+            starts,
+            stops,
+            addresses,
             x=self._scratch.data_ptr(),
             x_is_shared=int(self._is_shared),
             up=self._up_at,

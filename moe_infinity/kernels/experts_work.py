@@ -15,6 +15,8 @@ import math
 import os
 import threading
 import time
+from array import array
+from collections.abc import Sequence
 from functools import cache
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -200,6 +202,20 @@ def add_weighted(rows, width, places, weights, top_k, total, num_tokens):  # typ
         onto = total + 4 * width * (pair // top_k)
         for d in range(width):
             put_float(onto, d, float_at(onto, d) + weight * float_at(row, d))
+
+
+def job_for(
+    starts: Sequence[int], stops: Sequence[int], slots: Sequence[int], **rest: int
+) -> tuple[Job, array[int]]:
+    """With what it has addresses of; `rest` are the other fields but the first."""
+    num_experts = len(slots)
+    state = OF_EXPERTS + LINE * num_experts
+    ints = array("q", bytes(8 * state))
+    for values in (starts, stops, slots):
+        ints.extend(values)
+    at = ints.buffer_info()[0]
+    starts_at, stops_at, slots_at = (at + 8 * (state + i * num_experts) for i in range(3))
+    return Job(at, starts_at, stops_at, slots_at, num_experts, **rest), ints
 
 
 class Call:

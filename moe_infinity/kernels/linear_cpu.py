@@ -6,20 +6,18 @@ Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moe_infinity.kernels.experts_cpu import Side, steps_of
-from moe_infinity.kernels.experts_work import LINE, OF_EXPERTS, Call, Job, Weights
+from moe_infinity.kernels.experts_work import Call, Weights, job_for
 from moe_infinity.kernels.row_steps import arrange
 from moe_infinity.kernels.stored import KINDS, StoredPart, StoredWeight
 from moe_infinity.kernels.threads import num_threads
 
 MIN_SHARED_BYTES = 2 << 20  # smaller ones are read before a second thread has woken up
-STATE = OF_EXPERTS + LINE  # int64s
 
 
 def fused_linear(weights: Sequence[Tensor]) -> FusedLinear | None:
@@ -65,15 +63,10 @@ class FusedLinear:
         arranged = torch.empty(len(x) * self._places.row_bytes, dtype=torch.uint8)
         arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), self._places)
         out_TR = torch.empty(len(x), self._side.num_rows)
-        ints = array("q", bytes(8 * STATE))
-        ints.extend((0, len(x), 0))  # one "expert" with all rows, whose addresses are absolute
-        at = ints.buffer_info()[0]
-        job = Job(
-            state=at,
-            starts=at + 8 * STATE,
-            stops=at + 8 * (STATE + 1),
-            slots=at + 8 * (STATE + 2),
-            num_experts=1,
+        job, ints = job_for(  # one "expert" has all rows; addresses of weights are absolute
+            [0],
+            [len(x)],
+            [0],
             x=arranged.data_ptr(),
             x_is_shared=0,
             up=out_TR.data_ptr(),
