@@ -62,11 +62,13 @@ class LeanSteps:
 class Siblings:
     """The linear layers of one module. Those that are given the very same input one after the
     other, as queries, keys and values are, are computed together from then on, when the first of
-    them is called.
+    them is called. Not under torch.inference_mode: nobody could tell that an input was changed in
+    place between two of them.
     """
 
     def __init__(self) -> None:
         self._x: Tensor | None = None  # the last input, and which layer it was given to first
+        self._version: int | None = None  # of its contents
         self._first: nn.Linear | None = None
         self._groups: dict[nn.Linear, Group] = {}  # by their first
         self._waiting: dict[nn.Linear, Tensor] = {}  # products with x that were not asked for yet
@@ -76,8 +78,10 @@ class Siblings:
         rows = x.shape[:-1]
         if rows.numel() > FUSED_ROWS or torch.is_grad_enabled():
             return nn.functional.linear(x, linear.weight, linear.bias)
-        if x is not self._x or linear is self._first:
-            self._x, self._first = x, linear
+        version = None if x.is_inference() else x._version
+        is_same = x is self._x and version is not None and version == self._version
+        if not is_same or linear is self._first:
+            self._x, self._version, self._first = x, version, linear
             self._waiting = self._multiply(linear, x)
         elif linear not in self._waiting:
             self._waiting |= self._multiply(linear, x)
@@ -109,15 +113,15 @@ class Group:
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self.linears = linears
+        self._made_for = [(one.weight.data_ptr(), one.weight.dtype) for one in linears]
         self.fused = fused_linear([linear.weight for linear in linears])
 
     @property
     def is_current(self) -> bool:
-        """Whether the weights are still those that the kernel reads: not moved, not cast."""
-        weights = [] if self.fused is None else self.fused.weights
+        """Whether the weights are still those that it was made for: not moved, not cast."""
         return all(
-            linear.weight.data_ptr() == weight.data_ptr() and linear.weight.dtype == weight.dtype
-            for linear, weight in zip(self.linears, weights, strict=False)
+            linear.weight.data_ptr() == at and linear.weight.dtype == dtype
+            for linear, (at, dtype) in zip(self.linears, self._made_for, strict=True)
         )
 
     def multiply(self, x: Tensor) -> dict[nn.Linear, Tensor]:
