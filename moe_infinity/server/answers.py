@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +59,7 @@ class Choice:
         self.num_generated, self.finish = output.num_generated, output.finish
 
 
-class Answer:
+class Answer(ABC):
     """One HTTP request's answer. Subclasses know the shape of their kind of body."""
 
     id_prefix: str
@@ -135,14 +136,17 @@ class Answer:
         text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text
 
+    @abstractmethod
     def _content(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """Of a choice that is complete."""
 
+    @abstractmethod
     def _delta(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """What a chunk adds."""
 
+    @abstractmethod
     def _shape_logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
-        raise NotImplementedError
+        """Of the tokens of one choice."""
 
 
 class CompletionAnswer(Answer):

@@ -6,6 +6,7 @@ it asks for something this server does not do.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -54,8 +55,9 @@ class GenerationBody(Body):
         return self
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
-        raise NotImplementedError
+        """Alternatives to tell beside each token; None: no log-probabilities at all."""
 
     @property
     def num_choices(self) -> int:

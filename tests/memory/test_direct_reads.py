@@ -11,7 +11,6 @@ import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,6 +22,7 @@ from moe_infinity.memory.chunks import chunks_of
 from moe_infinity.memory.extents import Extent
 from moe_infinity.memory.host import HostSlots
 from moe_infinity.memory.reader import Reader
+from tests.memory.reading import read
 
 pytestmark = [
     pytest.mark.timeout(30),
@@ -46,21 +46,8 @@ def file(tmp_path):
     return path
 
 
-@pytest.fixture
-def reader():
-    reader = Reader(num_threads=2)
-    yield reader
-    reader.close()
-
-
 def is_direct(descriptor: int) -> bool:
     return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
-
-
-def read(reader: Reader, file: Path, offset: int, num_bytes: int) -> bytes:
-    destination = bytearray(num_bytes)
-    reader.read_into(Extent(file, offset, num_bytes), memoryview(destination))
-    return bytes(destination)
 
 
 def of_direct(monkeypatch, act):

@@ -6,13 +6,11 @@ import errno
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from moe_infinity.errors import CheckpointError
-from moe_infinity.memory.extents import Extent
-from moe_infinity.memory.reader import Reader
+from tests.memory.reading import read
 
 CONTENT = bytes(range(256)) * 16
 
@@ -22,19 +20,6 @@ def file(tmp_path):
     path = tmp_path / "shard.safetensors"
     path.write_bytes(CONTENT)
     return path
-
-
-@pytest.fixture
-def reader():
-    reader = Reader()
-    yield reader
-    reader.close()
-
-
-def read(reader: Reader, file: Path, offset: int, num_bytes: int) -> bytes:
-    destination = bytearray(num_bytes)
-    reader.read_into(Extent(file, offset, num_bytes), memoryview(destination))
-    return bytes(destination)
 
 
 def open_files() -> list[str]:
