@@ -199,6 +199,40 @@ def test_who_held_a_cancelled_load_does_not_let_go_of_the_next_one(table):
         assert table.lookup(A) is Residency.RESIDENT
 
 
+# Steps that a device decided
+
+
+def test_a_device_takes_slots_that_are_free_and_is_told_of_all(table):
+    load(table, A)
+    (free,) = table.free_slots()
+    table.adopt(B, free)
+    table.check_invariants()
+    assert table.free_slots() == []
+    assert table.resident_slots() == {A: table.slot_of(A), B: free}
+    with pytest.raises(ValueError, match="not in list"):
+        table.adopt(C, free)
+
+
+def test_slots_are_freed_ahead_of_who_will_need_them_lowest_scores_first(table, policy):
+    load(table, A, B)
+    use(policy, A, B, A)
+    assert table.free_up(1) == [B]
+    assert table.free_up(1) == []  # one is free already
+    assert table.free_up(9) == [A]
+    assert (len(table), len(table.free_slots())) == (0, 2)
+    table.check_invariants()
+
+
+def test_what_a_prompt_brought_belongs_to_decode_once_a_step_used_it(table):
+    table.begin_load(A, Phase.PREFILL)
+    table.finish_load(A)
+    assert table.is_transient(A)
+    table.note_use([A, B])  # B has left already
+    assert not table.is_transient(A)
+    assert table.lookup(B) is None
+    table.check_invariants()
+
+
 # check_invariants
 
 

@@ -62,6 +62,14 @@ def planned(
     return list(planner.plan(row, load_s=load_s, row_s=row_s, queued_s=queued_s))
 
 
+def test_an_expert_that_a_row_does_not_have_is_never_planned():
+    policy = Fixed(chances_of({(1, 0): 0.9, (1, 4): 0.9}))
+    exists_RE = np.ones((NUM_ROWS, NUM_EXPERTS), dtype=bool)
+    exists_RE[1, 4] = False
+    planner = Planner(ResidencyTable(NUM_ROWS * NUM_EXPERTS, policy), policy, exists_RE)
+    assert planner.plan(0, load_s=1.0, row_s=10.0, queued_s=0.0) == [ExpertKey(1, 0)]
+
+
 # Any plan
 
 

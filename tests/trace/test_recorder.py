@@ -98,6 +98,16 @@ def test_a_sequence_that_has_finished_is_not_counted(recorder):
     assert running.decode.sum(axis=1).tolist() == [2 * TOP_K] * NUM_ROWS
 
 
+def test_tokens_may_be_told_apart_by_the_sequence_each_belongs_to(recorder):
+    """As several prompts one after the other, without padding, are."""
+    step = Step(PREFILL, 2, 0, begins_B=np.ones(2, dtype=bool), sequence_T=np.array([1, 1, 0, 1]))
+    assert (step.num_tokens, step.num_counted) == (4, 4)
+    experts = run(recorder, step)
+    first, second = recorder.request_eams()
+    np.testing.assert_array_equal(first.prefill, naive_eam(experts[[2]]))
+    np.testing.assert_array_equal(second.prefill, naive_eam(experts[[0, 1, 3]]))
+
+
 def test_prefill_and_decode_are_counted_apart(recorder):
     prompt = run(recorder, prefill_of([1, 1, 1, 1]))
     steps = [run(recorder, decode_of(1), seed=seed) for seed in (1, 2, 3)]
