@@ -59,7 +59,9 @@ def prefill_and_generate(model) -> tuple[torch.Tensor, ...]:
     return model(**inputs).logits, out.sequences, torch.stack(out.logits)
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize(
+    "implementation", ["grouped_mm", pytest.param("eager", marks=pytest.mark.slow)]
+)
 def test_tokens_and_logits_are_those_of_the_unpacked_model(folder, plain, implementation):
     options = {"dtype": "bfloat16", "experts_implementation": implementation}
     stock = transformers.AutoModelForCausalLM.from_pretrained(plain, **options)
