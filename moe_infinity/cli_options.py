@@ -39,6 +39,13 @@ Prefetch = Annotated[bool, typer.Option("--prefetch", help="Load experts ahead o
 EarlyGate = Annotated[
     bool, typer.Option("--early-gate", help="With --prefetch: ask the next layer's router early.")
 ]
+SplitMisses = Annotated[
+    bool,
+    typer.Option(
+        "--split-misses",
+        help="On a GPU: the CPU computes some of the experts that miss. Rounding changes.",
+    ),
+]
 History = Annotated[
     Path | None,
     typer.Option(help="File to go on learning from and to write at the end.", dir_okay=False),

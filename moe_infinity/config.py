@@ -72,6 +72,7 @@ class OffloadConfig:
     early_gate: bool = (
         False  # ask the next layer's router early; more exact prefetch, more to compute
     )
+    split_misses: bool = False  # on a GPU: let the CPU compute some; results differ by rounding
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
@@ -95,7 +96,7 @@ class OffloadConfig:
             raise ConfigError(f"policy {self.policy} keeps no history, {ACTIVATION_AWARE} does")
         if self.without and self.history is not None:
             raise ConfigError("without is for ablation: it would spoil what the history keeps")
-        for name in ("prefetch", "early_gate", "trust_remote_code"):
+        for name in ("prefetch", "early_gate", "split_misses", "trust_remote_code"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.prefetch and self.policy not in PREDICTING:
@@ -114,6 +115,8 @@ class OffloadConfig:
             )
         if self.device == "cpu" and self.device_memory is not None:
             raise ConfigError("device_memory is for a GPU; with device='cpu' use host_memory")
+        if self.device == "cpu" and self.split_misses:
+            raise ConfigError("split_misses is for a GPU; with device='cpu' all is the CPU's")
         threads = self.num_read_threads
         if type(threads) is not int or threads < 1:
             raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")

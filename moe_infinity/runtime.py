@@ -34,6 +34,7 @@ from moe_infinity.memory.prefetcher import Prefetcher
 from moe_infinity.memory.reader import Reader
 from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.models.computing import RowComputer, Work
+from moe_infinity.models.cpu_share import CpuShare
 from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.planning import Plan
@@ -83,6 +84,7 @@ class ExpertRuntime:
         self._mover, self._policies = compute_tier.mover, [tier.policy for tier in self.tiers]
         # Set by whoever has the model:
         self.early_gate: EarlyGate | None = None
+        self.cpu_share: CpuShare | None = None
         self.device_steps: DeviceSteps | None = None
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
@@ -99,16 +101,17 @@ class ExpertRuntime:
         ways = sorted({computer.how for computer in self._computers})
         self.experts = f"{plan.packing or 'as stored'}, {' or '.join(ways)}"  # for the report
         self._bytes_per_expert = [recipes.bytes_per_expert() for recipes in plan.recipes]
-        own = {
-            id(r): len(k) * r.bytes_per_expert()
-            for r, k in zip(plan.recipes, self._keys, strict=True)
-        }
-        self.total_expert_bytes = sum(own.values())  # on disk; tied ones once
         self._prefetcher: Prefetcher | None = None
         if config.prefetch:
             self._prefetcher = Prefetcher(
                 self.table, compute_tier.policy, self._mover, self.exists_RE
             )
+
+    @property
+    def total_expert_bytes(self) -> int:
+        """On disk; tied ones once."""
+        sizes = zip(self._recipes, self._keys, self._bytes_per_expert, strict=True)
+        return sum({id(recipes): len(keys) * each for recipes, keys, each in sizes}.values())
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
@@ -167,6 +170,18 @@ class ExpertRuntime:
         waiting = [keys[expert_idx] for expert_idx in work.activated]
         counters = self.counters.of(phase)
         counters.add_lookups(*self.table.census(waiting))
+        if self.cpu_share is None or phase is Phase.PREFILL:
+            self._compute_waves(moe_row, work, waiting)
+        else:
+            with self.cpu_share.sharing(moe_row, work, waiting) as of_device:
+                self._compute_waves(moe_row, work, of_device)
+        if phase is Phase.PREFILL and isinstance(self._mover, DeviceMover):
+            self._stream_next_row(self._mover, moe_row)
+        self._is_moving = False
+
+    def _compute_waves(self, moe_row: int, work: Work, waiting: Sequence[ExpertKey]) -> None:
+        phase = self.recorder.step.phase
+        counters = self.counters.of(phase)
         is_first_wave = True
         while waiting:
             wave = self.table.next_wave(waiting, phase)
@@ -181,9 +196,6 @@ class ExpertRuntime:
                     self._computers[moe_row].run(work, arrived, held.slot_ids)
             waiting = [key for key in waiting if key not in held.slot_ids]
             is_first_wave = False
-        if phase is Phase.PREFILL and isinstance(self._mover, DeviceMover):
-            self._stream_next_row(self._mover, moe_row)
-        self._is_moving = False
 
     def _begin_row(self, moe_row: int, num_tokens: int) -> None:
         """A model entered below its top tells of no step: count it as an anonymous request."""

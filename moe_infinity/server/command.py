@@ -22,6 +22,7 @@ from moe_infinity.cli_options import (
     Model,
     Policy,
     Prefetch,
+    SplitMisses,
     TrustRemoteCode,
 )
 from moe_infinity.errors import ConfigError
@@ -70,6 +71,7 @@ def serve(
     policy: Policy = ACTIVATION_AWARE,
     prefetch: Prefetch = False,
     early_gate: EarlyGate = False,
+    split_misses: SplitMisses = False,
     history: History = None,
     dtype: Dtype = "auto",
     expert_dtype: ExpertDtype = None,
@@ -86,15 +88,9 @@ def serve(
         max_batch=max_batch, max_queue=max_queue, prefill_chunk=prefill_chunk, deadline_s=deadline
     )
     config = ServeConfig(
-        host=host,
-        port=port,
-        api_key=api_key,
-        model_name=served_name,
-        max_context=max_context,
-        max_new_tokens=max_new_tokens,
-        max_body_bytes=max_body,
-        engine=engine,
-    )
+        host=host, port=port, api_key=api_key, model_name=served_name, max_context=max_context,
+        max_new_tokens=max_new_tokens, max_body_bytes=max_body, engine=engine,
+    )  # fmt: skip
     with open_model(
         model,
         device=device,
@@ -103,6 +99,7 @@ def serve(
         policy=policy,
         prefetch=prefetch,
         early_gate=early_gate,
+        split_misses=split_misses,
         history=history,
         dtype=dtype,
         expert_dtype=expert_dtype,
