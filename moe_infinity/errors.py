@@ -9,6 +9,7 @@ what to change.
     ├── LoadTimeout            an expert did not arrive in bounded time    (also a TimeoutError)
     ├── OutOfMemory            the device has no room for a cache or for activations (a MemoryError)
     ├── OutOfSlots             every slot is held or loading
+    ├── Cancelled              whoever read a stream has left in the middle of its prompt
     └── ClosedError            the model was used after close()
 """
 
@@ -43,6 +44,10 @@ class OutOfMemory(MoEInfinityError, MemoryError):
 
 class OutOfSlots(MoEInfinityError):
     """Every slot is held or loading, so nothing can be evicted."""
+
+
+class Cancelled(MoEInfinityError):
+    """Nobody waits for the text that was to be generated."""
 
 
 class ClosedError(MoEInfinityError):

@@ -124,8 +124,12 @@ class MoE:
         """transformers' `generate()`: same arguments, same result. Tensors may be anywhere; the
         result is where the model computes.
         """
+        return self._generate(None, *args, **kwargs)
+
+    def _generate(self, cancelled: threading.Event | None, *args: Any, **kwargs: Any) -> Any:
         with self._lock, self._device.explaining():
             self._require_open()
+            self._runtime.cancelled = cancelled
             config = kwargs.get("generation_config")
             self._steps.end_ids = kwargs.get("eos_token_id", config and config.eos_token_id)
             self._steps.prompt_mask = kwargs.get("attention_mask")
@@ -136,7 +140,7 @@ class MoE:
             try:
                 return self.model.generate(*args, **kwargs)
             finally:
-                self._steps.end_ids = self._steps.prompt_mask = None
+                self._steps.end_ids = self._steps.prompt_mask = self._runtime.cancelled = None
                 self._runtime.settle()
 
     def forward(self, step: Step, **inputs: Any) -> Any:
@@ -168,7 +172,7 @@ class MoE:
             raise ConfigError(f"stream() takes one sequence, got {num_sequences}; use generate()")
         if num_tokens == 0:
             raise ConfigError("the prompt is empty: there is nothing to continue")
-        return TextStream(self.generate, self.tokenizer, {**inputs, **kwargs})
+        return TextStream(self._generate, self.tokenizer, {**inputs, **kwargs})
 
     def request_eams(self) -> list[RequestEam]:
         """The Expert Activation Matrices of the last request, one pair (prefill, decode) per

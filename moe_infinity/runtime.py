@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
+from threading import Event
 
 import numpy as np
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from moe_infinity.cache.counters import Counters, PhaseCounters
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.config import OffloadConfig
-from moe_infinity.errors import ClosedError
+from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.kernels.dispatch import NO_EXPERT, Ints
 from moe_infinity.memory.device import DeviceSlots
@@ -86,6 +87,7 @@ class ExpertRuntime:
         self.early_gate: EarlyGate | None = None
         self.cpu_share: CpuShare | None = None
         self.device_steps: DeviceSteps | None = None
+        self.cancelled: Event | None = None  # of who waits for the text; a long prompt heeds it
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
         self.activated: list[list[int]] = [[] for _ in rows]  # by each row's last step
@@ -204,6 +206,8 @@ class ExpertRuntime:
         if self._is_closed:
             raise ClosedError("the model was closed: its experts cannot be read any more")
         self._settle_interrupted()
+        if self.recorder.step.phase is Phase.PREFILL and self.cancelled and self.cancelled.is_set():
+            raise Cancelled("generation was stopped in the middle of a prompt")
         self._is_moving, self._last_row = True, moe_row
 
     def note_step(self, step: Step, routing: Sequence[Ints], missed: Collection[ExpertKey]) -> None:
@@ -264,12 +268,7 @@ class ExpertRuntime:
         if not prefetcher.has_room():
             return
         if self.early_gate is not None and self.predictor is not None and moe_row >= 0:
-            top_k_index_TK = self.early_gate.ask(moe_row + 1)
-            if top_k_index_TK is not None:
-                index_TK = top_k_index_TK.cpu().numpy()
-                counted_T = self.recorder.step.counted_T
-                counted_TK = index_TK if counted_T is None else index_TK[counted_T]
-                self.predictor.hint(moe_row + 1, counted_TK)
+            self.early_gate.hint(moe_row + 1, self.recorder.step, self.predictor)
         keys = prefetcher.begin_loads(moe_row)
         for key in keys:
             num_read = self._mover.num_read([key])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
-from moe_infinity.errors import MoEInfinityError
+from moe_infinity.errors import Cancelled, MoEInfinityError
 
 POLL_S = 0.5  # how often a waiting reader looks whether the generating thread is still there
 STOP_TIMEOUT_S = 120.0  # generation stops at the next token; a token from a slow disk may take long
@@ -25,22 +25,22 @@ STOP_TIMEOUT_S = 120.0  # generation stops at the next token; a token from a slo
 class TextStream:
     """Iterate it once for pieces of text; afterwards it knows token ids and timing.
 
-    Leaving the loop early stops generation at the next token. An error of the generating thread is
-    raised here.
+    Leaving the loop early stops generation at the next token, or at the prompt's next layer of
+    experts. An error of the generating thread is raised here.
     """
 
     def __init__(
         self, generate: Callable[..., Any], tokenizer: Any, arguments: dict[str, Any]
     ) -> None:
+        """`generate(cancelled, ...)` may end with Cancelled once that event is set."""
         self.text = ""
         self._streamer = _TimedStreamer(tokenizer)
         self._cancelled = threading.Event()
         self._error: BaseException | None = None
         stopping: Any = StoppingCriteriaList(arguments.pop("stopping_criteria", []))
         stopping.append(_StopWhen(self._cancelled))
-        self._generate = partial(
-            generate, streamer=self._streamer, stopping_criteria=stopping, **arguments
-        )
+        arguments = arguments | {"streamer": self._streamer, "stopping_criteria": stopping}
+        self._generate = partial(generate, self._cancelled, **arguments)
         self._thread = threading.Thread(target=self._run, name="moe-infinity-generate", daemon=True)
 
     @property
@@ -88,6 +88,8 @@ class TextStream:
         self._streamer.begin()
         try:
             self._generate()
+        except Cancelled:
+            """Who set the event knows."""
         except BaseException as error:
             self._error = error
         finally:

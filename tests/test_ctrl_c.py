@@ -128,6 +128,33 @@ def test_a_stream_ends_with_it_and_leaves_no_thread_that_generates(moe, disk, ex
     assert tokens_of(moe) == expected
 
 
+def test_a_stream_ends_in_the_middle_of_its_prompt(moe, disk, expected):
+    """Whose pass may take minutes."""
+    stream = moe.stream(INPUTS, **FOR_LONG)
+
+    def act(read: Read) -> None:
+        if read.number == 1 and not read.is_ahead:
+            press_ctrl_c()
+            assert stream._cancelled.wait(20)
+
+    disk.act = act
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    assert stream.token_ids == []
+    assert "moe-infinity-generate" not in [thread.name for thread in threading.enumerate()]
+    disk.act = lambda read: None
+    assert tokens_of(moe) == expected
+
+
+def test_a_stream_that_was_left_stops_no_other(moe, expected):
+    left = moe.stream(INPUTS, **FOR_LONG)
+    next(iter(left))
+    left._cancelled.set()
+    other = moe.stream(INPUTS, do_sample=False, max_new_tokens=12)
+    list(other)
+    assert other.token_ids == expected[3:]
+
+
 # Runs the command line in forks, as its imports take seconds, and interrupts each of them so many
 # seconds after what was waited for: its start, or its first text. Impatient ones press again soon.
 # How it ended goes to stdout.

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_infinity.models.adapters import ExpertsModule
+from moe_infinity.prefetch.predictors import Predictor
+from moe_infinity.trace.recorder import Step
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,13 @@ class EarlyGate:
         if len(self._norms) < len(self._blocks):
             found, rows = len(self._norms), len(self._blocks)
             logger.info("early gate: %d of %d layers can be asked", found, rows)
+
+    def hint(self, row: int, step: Step, predictor: Predictor) -> None:
+        """Tell the predictor what the router of this row says of the tokens that count."""
+        top_k_index_TK = self.ask(row)
+        if top_k_index_TK is not None:
+            index_TK = top_k_index_TK.cpu().numpy()
+            predictor.hint(row, index_TK if step.counted_T is None else index_TK[step.counted_T])
 
     @torch.no_grad()
     def ask(self, row: int) -> Tensor | None:
