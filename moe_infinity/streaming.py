@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -63,8 +64,8 @@ class TextStream:
     def __iter__(self) -> Iterator[str]:
         if self._thread.ident is not None:
             raise MoEInfinityError("a stream can be iterated once; call stream() again")
-        self._thread.start()
         try:
+            self._thread.start()
             while True:
                 try:
                     piece = self._streamer.text_queue.get(timeout=POLL_S)
@@ -78,7 +79,8 @@ class TextStream:
                 yield piece
         finally:
             self._cancelled.set()
-            self._thread.join(STOP_TIMEOUT_S)
+            with suppress(RuntimeError):  # Ctrl-C came before it could start
+                self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             raise MoEInfinityError(f"generation did not stop within {STOP_TIMEOUT_S:.0f} s")
         if self._error is not None:

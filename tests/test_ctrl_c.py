@@ -146,6 +146,23 @@ def test_a_stream_ends_in_the_middle_of_its_prompt(moe, disk, expected):
     assert tokens_of(moe) == expected
 
 
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_stream_ends_while_its_thread_starts(moe, expected, monkeypatch, has_started):
+    stream = moe.stream(INPUTS, **FOR_LONG)
+    start = stream._thread.start
+
+    def interrupted() -> None:
+        if has_started:
+            start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream._thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    assert not stream._thread.is_alive()
+    assert tokens_of(moe) == expected
+
+
 def test_a_stream_that_was_left_stops_no_other(moe, expected):
     left = moe.stream(INPUTS, **FOR_LONG)
     next(iter(left))
