@@ -29,23 +29,30 @@ PROMPT_TOKENS = 64
 
 def fast_correctness(check: Check, folder: Path) -> None:
     """With and without a graph the tokens of the run with all experts on the device, whatever the
-    budgets; and whether there was a graph.
+    budgets; and whether there was a graph: with sliding windows only where HOST has all experts.
     """
     ids = token_ids(256, 48)
     with check.model(folder, device_memory="100%", **FAST) as moe:
-        expected = tokens_of(moe, ids, 48)
+        expected = tokens_of(moe, ids, check.num_checked)
     for device_memory in ("3%", "25%", "60%"):
         for host_memory in ("40%", "100%"):
             for cache in ({}, STATIC):
                 budgets = {"device_memory": device_memory, "host_memory": host_memory}
                 with check.model(folder, **budgets, **FAST) as moe:
-                    found = [tokens_of(moe, ids, 48, **cache) for _ in range(2)]
+                    warm_every_expert(check, moe)
+                    found = [tokens_of(moe, ids, check.num_checked, **cache) for _ in range(2)]
                     moe.check_invariants()
-                    is_captured = moe._graphed is not None and moe._graphed._graph is not None
+                    must_be = host_memory == "100%" or moe.model.config.model_type != "gpt_oss"
+                    has_graph = is_captured(moe)
                 same = found == [expected] * 2
                 check.add("same tokens", same, experts="fast", cache=str(cache), **budgets)
                 if cache:
-                    check.add("a step was captured", is_captured, **budgets)
+                    check.add("captured where it can be", has_graph == must_be, **budgets)
+
+
+def is_captured(moe: MoE) -> bool:
+    """The last step."""
+    return moe._graphed is not None and moe._graphed._graph is not None
 
 
 class Clock:
@@ -67,12 +74,14 @@ class Clock:
         return 1e3 * statistics.median(later - earlier for later, earlier in pairs)
 
 
-def token_ms(moe: MoE, shape: Shape, *, seed: int = 1) -> float:
+def token_ms(moe: MoE, shape: Shape, *, seed: int = 1) -> tuple[float, list[int]]:
+    """Milliseconds of a token, and all of them."""
     clock = Clock()
     ids = token_ids(shape.config.vocab_size, PROMPT_TOKENS, seed=seed)
     num_tokens = WARM_UP + TOKENS
-    tokens_of(moe, ids, num_tokens, **STATIC, streamer=clock, min_new_tokens=num_tokens)
-    return clock.token_ms
+    options: dict[str, Any] = {"streamer": clock, "min_new_tokens": num_tokens, **STATIC}
+    tokens = tokens_of(moe, ids, num_tokens, **options)
+    return clock.token_ms, tokens
 
 
 def steps_of(moe: MoE) -> DeviceSteps:
@@ -105,13 +114,14 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
         token_ms(moe, shape)
         host_ms: list[float] = []
         with timed(DeviceSteps, "_note_decided", host_ms), timed(DeviceSteps, "_refill", host_ms):
-            hit_ms = token_ms(moe, shape)
-        hit_rate = moe.report().decode.hit_rate
+            hit_ms, check.resident_tokens[shape.name] = token_ms(moe, shape)
+        hit_rate, captured = moe.report().decode.hit_rate, str(is_captured(moe))
         with known_pointers(moe):
-            ceiling_ms = token_ms(moe, shape)
+            ceiling_ms, _ = token_ms(moe, shape)
         check.add(
-            "fast path, all hits", hit_ms, "ms", ceiling=ceiling_ms, hit_rate=hit_rate, **told
-        )
+            "fast path, all hits", hit_ms, "ms", ceiling=ceiling_ms, hit_rate=hit_rate,
+            captured=captured, **told,
+        )  # fmt: skip
         check.add("host, while a step runs", sum(host_ms) / (WARM_UP + TOKENS), "ms", **told)
         kernels_agree(check, moe, shape)
     with (
@@ -119,7 +129,10 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
         check.model(folder, device_memory="100%", **FAST) as moe,
     ):
         warm_every_expert(check, moe)
-        check.add("fast path, all hits, no graph", token_ms(moe, shape), "ms", **told)
+        without_ms, tokens = token_ms(moe, shape)
+        check.add("fast path, all hits, no graph", without_ms, "ms", **told)
+        is_same = tokens == check.resident_tokens[shape.name]
+        check.add("same tokens", is_same, shape=shape.name, graph="none")
 
 
 @contextmanager
@@ -155,34 +168,40 @@ def kernels_agree(check: Check, moe: MoE, shape: Shape) -> None:
     check.add("slot_moe, largest difference", float(error), "of max", shape=shape.name)
 
 
-def fast_capped(check: Check, folder: Path, shape: Shape, total_gb: float) -> None:
+def fast_capped(check: Check, folder: Path, shape: Shape) -> None:
     """Decode with the share of experts that a smaller device would hold, beside the time that what
-    misses takes on the link; once with no slot free, so that nothing is kept.
+    misses takes on the link; then with no slot free, so that nothing is kept.
     """
-    assert check.h2d_gbps is not None
     for cap in CAPS_GB:
-        if cap >= total_gb:
+        if cap >= shape.total_gb:
             continue
-        share = f"{100 * cap / total_gb:.1f}%"
-        for way in ("fill", "through the link"):
-            with check.model(folder, device_memory=share, **FAST) as moe:
-                warm_every_expert(check, moe)
-                token_ms(moe, shape, seed=3)
+        share = f"{100 * cap / shape.total_gb:.1f}%"
+        with check.model(folder, device_memory=share, **FAST) as moe:
+            warm_every_expert(check, moe)
+            token_ms(moe, shape, seed=3)
+            for way in ("fill", "through the link"):
                 if way != "fill":  # the prompt takes what is free, and nothing is evicted
                     steps_of(moe)._refill = lambda: None  # type: ignore[method-assign]
-                before = moe.report().decode
-                took_ms = token_ms(moe, shape)
-                after = moe.report().decode
-                misses = (after.misses - before.misses) / (after.steps - before.steps)
-                lookups = after.lookups - before.lookups
-                copied_mb = misses * expert_bytes(moe) / 1e6
-                check.add(
-                    f"fast path, {cap} GB, {way}", took_ms, "ms", shape=shape.name,
-                    ceiling=copied_mb / check.h2d_gbps, layers=shape.layers,
-                    copied_mb_per_token=copied_mb, device_memory=share,
-                    h2d_share=copied_mb / took_ms / check.h2d_gbps,
-                    hit_rate=(after.hits - before.hits) / lookups,
-                )  # fmt: skip
+                measure_misses(check, moe, shape, f"{cap} GB, {way}", share)
+
+
+def measure_misses(check: Check, moe: MoE, shape: Shape, name: str, share: str) -> None:
+    assert check.h2d_gbps is not None
+    before = moe.report().decode
+    took_ms, tokens = token_ms(moe, shape)
+    after = moe.report().decode
+    misses = (after.misses - before.misses) / (after.steps - before.steps)
+    copied_mb = misses * expert_bytes(moe) / 1e6
+    check.add(
+        f"fast path, {name}", took_ms, "ms", shape=shape.name,
+        ceiling=copied_mb / check.h2d_gbps, layers=shape.layers,
+        copied_mb_per_token=copied_mb, device_memory=share, captured=str(is_captured(moe)),
+        h2d_share=copied_mb / took_ms / check.h2d_gbps,
+        hit_rate=(after.hits - before.hits) / (after.lookups - before.lookups),
+    )  # fmt: skip
+    if shape.name in check.resident_tokens:
+        is_same = tokens == check.resident_tokens[shape.name]
+        check.add("same tokens", is_same, shape=shape.name, budget=name)
 
 
 def fast_machinery(check: Check) -> None:

@@ -34,8 +34,10 @@ def test_on_a_fake_device_every_stage_runs_and_every_token_is_right(tmp_path):
     rows = json.loads((tmp_path / "gpu_check.json").read_text())
     assert done.returncode == 0, done.stdout[-3000:]
     same = [row["value"] for row in rows if row["name"] == "same tokens"]
-    assert len(same) == 2 * (2 * 9 + 12)
+    tiny, budgets = 18 + 18 + 9 + 3 * 12, 2 * (3 + 3 + 1 + 3 + 3)  # of five shapes, two ways each
+    assert len(same) == tiny + budgets + 5
     assert all(same)
+    assert [row["captured"] for row in rows if row["name"] == "fast path, all hits"] == ["True"] * 5
     assert {
         "prefill, 512 tokens", "decode, 8 GB", "machinery, per layer", "fast path, all hits",
         "fast path, all hits, no graph", "fast path, 8 GB, fill", "slot_moe as its twin",

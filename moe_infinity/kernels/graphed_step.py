@@ -1,12 +1,15 @@
 """A whole decode step as one CUDA graph, under transformers' generate().
 
-    prompt, DynamicCache, sliding windows, gradients    the model's forward, as ever
-    StaticCache, first steps of a request               the same, which compiles and warms up
-    StaticCache, then                                   captured once, replayed with new inputs
+    prompt, DynamicCache, gradients          the model's forward, as ever
+    StaticCache, first steps of a request    the same, which compiles and warms up
+    StaticCache, then                        captured once, replayed with new inputs
 
 We stand in the place of `model.forward`. Inputs are all tensors among its arguments; whatever else
 it is called with, and the cache, are part of the graph: if they change, it is captured anew. A step
-that was lost (models/device_steps.py) is run again without a graph, from where the cache was.
+that was lost (models/device_steps.py) is run again without a graph, from where the cache was: so
+one with sliding windows, which forget, is captured once HOST has all experts and no step is lost.
+
+Private names of torch used here: `torch.utils._pytree`.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.utils import ModelOutput
+
+from moe_infinity.kernels.static_windows import StaticWindows
 
 if TYPE_CHECKING:
     from moe_infinity.models.device_steps import DeviceSteps
@@ -48,8 +54,8 @@ class GraphedStep:
 
     def _forget(self) -> None:
         self._cache: StaticCache | None = None
-        self._constants: dict[str, Any] | None = None  # what the graph was captured with
-        self._inputs: dict[str, Tensor] = {}  # what it reads
+        self._constants: list[Any] | None = None  # what the graph was captured with
+        self._inputs: list[Tensor] = []  # what it reads
         self._graph: Callable[[], Any] | None = None
         self._num_eager = 0
 
@@ -60,7 +66,7 @@ class GraphedStep:
         if not self._steps.has_begun:
             return self._forward(*args, **kwargs)
         self._steps.has_begun = False
-        if args or not can_rewind(cache):
+        if args or not can_capture(cache, can_lose=self._steps.can_lose):
             with self._steps.running(is_careful=True):
                 return self._forward(*args, **kwargs)
         with self._steps.running(is_careful=False):
@@ -72,28 +78,38 @@ class GraphedStep:
         return out
 
     def _run(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
-        inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
-        constants: dict[str, Any] = {"": torch.is_inference_mode_enabled()}
-        constants |= {name: (value.shape, value.dtype) for name, value in inputs.items()}
-        constants |= {name: kwargs[name] for name in kwargs.keys() - inputs.keys() - {CACHE}}
+        windows = StaticWindows(cache)
+        rest = {name: value for name, value in kwargs.items() if name != CACHE}
+        leaves, spec = tree_flatten(rest)  # masks are a dict where layers differ
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        constants: list[Any] = [torch.is_inference_mode_enabled(), spec]
+        constants += [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
         if constants != self._constants:
             self._forget()
             self._cache, self._constants = cache, constants
         if self._graph is None and not self._is_refused and self._num_eager >= WARM_UP_STEPS:
-            self._capture(inputs, kwargs)
+            self._inputs = [value.clone() for value in inputs]
+            own = iter(self._inputs)
+            leaves = [next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self._capture(windows, tree_unflatten(leaves, spec) | {CACHE: cache})
         if self._graph is None or torch.is_grad_enabled():
             self._num_eager += 1
             return self._forward(**kwargs)
-        for name, value in inputs.items():
-            self._inputs[name].copy_(value)
-        return copy_of(self._graph())
+        for own_input, value in zip(self._inputs, inputs, strict=True):
+            own_input.copy_(value)
+        out = copy_of(self._graph())
+        windows.advance()
+        return out
 
-    def _capture(self, inputs: dict[str, Tensor], kwargs: dict[str, Any]) -> None:
-        self._inputs = {name: value.clone() for name, value in inputs.items()}
+    def _capture(self, windows: StaticWindows, kwargs: dict[str, Any]) -> None:
+        windows.catch_up()
+
+        def run() -> Any:
+            with windows.on_device():
+                return self._forward(**kwargs)
+
         try:
-            self._graph = capture(
-                self._model.device, lambda: self._forward(**kwargs | self._inputs)
-            )
+            self._graph = capture(self._model.device, run)
         except Exception as error:
             self._is_refused = True
             logger.warning("no CUDA graph of a decode step, it runs kernel by kernel: %s", error)
@@ -122,11 +138,12 @@ def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def can_rewind(cache: object) -> bool:
-    """Whether a step can be run again, and be captured: its cache is written where a counter on the
-    device says, and nothing of it is lost.
+def can_capture(cache: object, *, can_lose: bool) -> bool:
+    """Whether the cache is written where a counter on the device says, and nothing of it is lost
+    that a lost step needs when it is run again.
     """
-    return isinstance(cache, StaticCache) and all(type(la) is StaticLayer for la in cache.layers)
+    known = {StaticLayer} if can_lose else {StaticLayer, StaticSlidingWindowLayer}
+    return isinstance(cache, StaticCache) and {type(la) for la in cache.layers} <= known
 
 
 def rewind(cache: StaticCache, kwargs: dict[str, Any]) -> None:

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu"}  # by class
 PACKED = {  # by name of the scheme
     "fp8": "fp8", "mxfp8": "fp8", "float-quantized": "fp8", "pack-quantized": "int4",
-    "int-quantized": "int8",
+    "int-quantized": "int8", "mxfp4": "mxfp4",
 }  # fmt: skip
+GPT_OSS_EXPERTS = "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts"
 
 
 Work = ExpertWork | FusedRows
@@ -102,7 +103,7 @@ def has_few_rows(flat_P: list[int], num_tokens: int) -> bool:
 
 def fused_row(row: ExpertsModule, recipes: RowRecipes) -> FusedExperts | None:
     """None if its experts can only be computed one by one."""
-    if (weights := _gated_weights(row, recipes)) is None:
+    if not _is_plain_gate(row) or (weights := _gated_weights(recipes)) is None:
         return None
     from moe_infinity.kernels.experts_cpu import fused_experts
 
@@ -112,10 +113,37 @@ def fused_row(row: ExpertsModule, recipes: RowRecipes) -> FusedExperts | None:
 
 def slot_row(row: ExpertsModule, recipes: RowRecipes) -> SlotMlp | None:
     """None if kernels of a device do not read its experts."""
-    if (weights := _gated_weights(row, recipes)) is None or len(weights[1]) != 1:
+    if _is_gpt_oss(row):
+        return _slot_row_of_gpt_oss(row, recipes)
+    if not _is_plain_gate(row) or (weights := _gated_weights(recipes)) is None:
         return None
-    up, (down,) = weights
-    return slot_mlp(up, down, activation=_activation(row))
+    up, down = weights
+    return slot_mlp(up, down[0], activation=_activation(row)) if len(down) == 1 else None
+
+
+def _slot_row_of_gpt_oss(row: ExpertsModule, recipes: RowRecipes) -> SlotMlp | None:
+    """Packed; weights that are not lie transposed in a slot, which no kernel reads."""
+    biases = {
+        spec.name: StoredPart(spec.offset, getattr(torch, spec.dtype), spec.shape)
+        for recipe in recipes.recipes
+        for spec in recipe.stored
+        if not recipe.is_packed
+    }
+    if biases.keys() != {"gate_up_proj_bias", "down_proj_bias"}:
+        return None
+    if (weights := _gated_weights(recipes, *biases, is_transposed=True)) is None:
+        return None
+    ((up,), (down,)), known = weights, vars(row.module)
+    return slot_mlp(
+        [up],
+        down,
+        activation="swiglu_oai",
+        up_bias=[biases["gate_up_proj_bias"]],
+        down_bias=biases["down_proj_bias"],
+        is_interleaved=True,
+        alpha=float(known["alpha"]),
+        limit=float(known["limit"]),
+    )
 
 
 def _activation(row: ExpertsModule) -> str:
@@ -123,19 +151,27 @@ def _activation(row: ExpertsModule) -> str:
 
 
 def _gated_weights(
-    row: ExpertsModule, recipes: RowRecipes
+    recipes: RowRecipes, *beside: str, is_transposed: bool = False
 ) -> tuple[list[StoredWeight], list[StoredWeight]] | None:
-    """Gate and up, and down, as they lie in a slot."""
-    if not _is_plain_gate(row):
-        return None
-    by_name: dict[str, list[StoredWeight] | None] = {}
-    for recipe in recipes.recipes:
-        for spec in recipe.targets.values():
-            by_name[spec.name] = _stored(recipe)
+    """Gate and up, and down, as they lie in a slot; nothing but `beside` may be there, too."""
+    by_name = {
+        spec.name: _stored(recipe, is_transposed=is_transposed)
+        for recipe in recipes.recipes
+        for spec in recipe.targets.values()
+    }
     up, down = by_name.get("gate_up_proj"), by_name.get("down_proj")
-    if len(by_name) != 2 or up is None or down is None:
+    if len(by_name) != 2 + len(beside) or up is None or down is None:
         return None
     return up, down
+
+
+def _is_gpt_oss(row: ExpertsModule) -> bool:
+    """Gate and up in turn, biases, and a gate that clamps: the class and no other."""
+    kind = type(row.module)
+    return f"{kind.__module__}.{kind.__name__}" == GPT_OSS_EXPERTS and vars(row.module).keys() >= {
+        "alpha",
+        "limit",
+    }
 
 
 def _is_plain_gate(row: ExpertsModule) -> bool:
@@ -152,8 +188,10 @@ def _is_plain_gate(row: ExpertsModule) -> bool:
     )
 
 
-def _stored(recipe: Recipe) -> list[StoredWeight] | None:
-    """How the one parameter that a recipe fills lies in a slot."""
+def _stored(recipe: Recipe, *, is_transposed: bool) -> list[StoredWeight] | None:
+    """How the one parameter that a recipe fills lies in a slot. Transposed: the class has it
+    as [C, R].
+    """
 
     def part(spec: ParamSpec, shape: tuple[int, ...]) -> StoredPart:
         return StoredPart(spec.offset, getattr(torch, spec.dtype), shape)
@@ -163,11 +201,11 @@ def _stored(recipe: Recipe) -> list[StoredWeight] | None:
     if not recipe.is_packed:
         (spec,) = recipe.stored
         kind = KINDS.get(getattr(torch, spec.dtype))
-        if kind is None or len(spec.shape) != 2:
+        if kind is None or len(spec.shape) != 2 or is_transposed:
             return None
         return [StoredWeight(kind, (spec.shape[0], spec.shape[1]), {"": part(spec, spec.shape)})]
     weights = []
-    for piece in recipe.pieces_in_slot():
+    for piece in recipe.pieces_in_slot(is_transposed=is_transposed):
         kind, (num_rows, num_columns) = PACKED.get(piece.scheme.name), piece.shape
         if kind is None:
             return None

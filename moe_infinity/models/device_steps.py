@@ -199,12 +199,13 @@ class DeviceSteps:
         self._is_broken = False
 
     @property
-    def _can_lose(self) -> bool:
+    def can_lose(self) -> bool:
+        """Whether some expert is on disk only."""
         return len(self._table.host_addresses) < self._runtime.total_experts
 
     def is_lost(self) -> bool:
         """Whether the step that just ran came to an expert on disk. Waits for it if one could."""
-        if not self._can_lose:
+        if not self.can_lose:
             return False
         self._take_report()
         return self._decided is None
@@ -213,7 +214,7 @@ class DeviceSteps:
         self, moe_row: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
     ) -> Tensor:
         """[T, D] -> [T, D]: the routed experts of one layer."""
-        bring = self._bring if self._is_careful and self._can_lose else None
+        bring = self._bring if self._is_careful and self.can_lose else None
         return self._rows.compute(moe_row, x_TD, top_k_index_TK, top_k_weights_TK, bring)
 
     def _bring(self, moe_row: int, index_TK: Tensor) -> None:

@@ -132,8 +132,8 @@ class PackedRecipe(Recipe):
     def is_multiplied(self, *, is_transposed: bool) -> bool:
         return self._packed == self.targets.keys() and len(self.targets) == 1
 
-    def pieces_in_slot(self) -> list[PieceInSlot]:
-        if self._is_transposed or not self.is_multiplied(is_transposed=False):
+    def pieces_in_slot(self, *, is_transposed: bool) -> list[PieceInSlot]:
+        if not self.is_multiplied(is_transposed=is_transposed):
             return []
         (spec,) = self.targets.values()
         places = {place.name: place for place in self.stored}
@@ -141,7 +141,7 @@ class PackedRecipe(Recipe):
         for suffix in self._precision.layout(self._shape_RC(spec)):
             place = places[f"{spec.name} {self._role(suffix)}"]
             parts[self._role(suffix)] = place, place.shape
-        return [PieceInSlot(self._scheme, spec.shape, parts)]
+        return [PieceInSlot(self._scheme, self._shape_RC(spec), parts)]
 
     def rows(self, slot: dict[str, Tensor]) -> PackedRows:
         (spec,) = self.targets.values()

@@ -103,7 +103,7 @@ class PieceInSlot:
     """A packed weight of one expert and where its parts are."""
 
     scheme: Scheme
-    shape: tuple[int, ...]  # of the weight
+    shape: tuple[int, ...]  # of the weight, [R, C]
     parts: dict[str, tuple[ParamSpec, tuple[int, ...]]]  # by role: the place, the shape there
 
     @property
@@ -216,9 +216,9 @@ class Recipe:
             and all(scheme.is_transposed == is_transposed for scheme in schemes)
         )
 
-    def pieces_in_slot(self) -> list[PieceInSlot]:
+    def pieces_in_slot(self, *, is_transposed: bool) -> list[PieceInSlot]:
         """Where the packed weights are that lie one below the other; empty if they do not."""
-        if not self.is_multiplied(is_transposed=False):
+        if not self.is_multiplied(is_transposed=is_transposed):
             return []
         specs, found = iter(self.stored), []
         for source in self.sources:
@@ -228,7 +228,9 @@ class Recipe:
                 role: (next(specs), shape[skipped:])
                 for role, (shape, _) in source.stored_shapes().items()
             }
-            found.append(PieceInSlot(source.packed.scheme, source.shape[skipped:], parts))
+            shape = source.shape[skipped:]
+            shape = shape[::-1] if is_transposed else shape
+            found.append(PieceInSlot(source.packed.scheme, shape, parts))
         return found
 
     def rows(self, slot: dict[str, Tensor]) -> PackedRows:

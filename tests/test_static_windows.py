@@ -1,0 +1,128 @@
+"""Steps with sliding windows as one graph: gpt-oss, whose window of 16 tokens fills up and moves
+on, with a twin of CUDA graphs that does not run Python again.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_infinity import MoE
+from moe_infinity.kernels import graphed_step
+from moe_infinity.kernels.static_windows import StaticWindows
+from moe_infinity.models.device import ComputeDevice
+from tests.fast_device import STATIC, on_device
+from tests.on_device import LONG_PROMPT, PROMPT
+from tests.quantized_checkpoints import build
+from tests.recorded_graph import record_graphs
+
+BATCH = torch.tensor([[0, 0, 0, 5, 9, 40], [7, 3, 17, 5, 9, 40]])
+PADDED = (BATCH > 0).long()
+ONE_BELOW = LONG_PROMPT[:, :13]  # captured with 15 of 16 tokens in the window
+FULL = LONG_PROMPT[:, :16]
+PROMPTS = {
+    "fills up": (PROMPT, torch.ones_like(PROMPT)),
+    "fills up at once": (ONE_BELOW, torch.ones_like(ONE_BELOW)),
+    "is full": (FULL, torch.ones_like(FULL)),
+    "was overrun": (LONG_PROMPT, torch.ones_like(LONG_PROMPT)),
+    "padded": (BATCH, PADDED),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build("mxfp4", tmp_path_factory.mktemp("gpt_oss") / "model")
+
+
+@torch.no_grad()
+def logits(moe: MoE, ids: Tensor, mask: Tensor, num_tokens: int = 24, **more: Any) -> Tensor:
+    out = moe.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False,
+        output_logits=True, return_dict_in_generate=True, **STATIC, **more,
+    )  # fmt: skip
+    return torch.stack(out.logits)
+
+
+def no_kernels_for_a_cpu(self: ComputeDevice, model: Any, *, is_packed: bool) -> None:
+    """They are none of torch's, which a recording notes."""
+
+
+def bring_every_expert(moe: MoE) -> None:
+    """To HOST, so that no step can be lost."""
+    for ids in (torch.arange(3, 119), torch.arange(119, 3, -1)):
+        moe.generate(ids[None], max_new_tokens=4, do_sample=False)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    monkeypatch.setattr(ComputeDevice, "lean_steps", no_kernels_for_a_cpu)
+    return record_graphs(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """Without a graph."""
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        on_device(folder, "100%", "100%") as moe,
+    ):
+        patched.setattr(ComputeDevice, "lean_steps", no_kernels_for_a_cpu)
+        patched.setattr(graphed_step, "WARM_UP_STEPS", 1 << 30)
+        return {name: logits(moe, *prompt) for name, prompt in PROMPTS.items()}
+
+
+@pytest.mark.parametrize("device_memory", ["7%", "100%"])
+def test_one_graph_of_a_request_has_the_bits_of_no_graph(
+    folder, expected, graphs, device_memory, caplog
+):
+    with on_device(folder, device_memory, "100%") as moe:
+        bring_every_expert(moe)
+        for number, (name, prompt) in enumerate(PROMPTS.items(), 1):
+            assert torch.equal(logits(moe, *prompt), expected[name]), name
+            assert len(graphs) == number
+            moe.check_invariants()
+    assert "no CUDA graph" not in caplog.text
+
+
+def test_the_count_of_stock_would_be_frozen_in_a_graph(
+    folder, expected, graphs, monkeypatch, caplog
+):
+    """What the tests above see: a window that fills up is full too late, a full one is refused."""
+    monkeypatch.setattr(StaticWindows, "on_device", lambda self: nullcontext())
+    with on_device(folder, "100%", "100%") as moe:
+        bring_every_expert(moe)
+        with pytest.raises((AssertionError, IndexError, RuntimeError)):
+            assert torch.equal(logits(moe, *PROMPTS["fills up"]), expected["fills up"])
+        assert len(graphs) == 1
+        logits(moe, *PROMPTS["is full"])
+        assert "not permitted when stream is capturing" in caplog.text
+
+
+def test_a_step_that_may_be_lost_is_not_captured(folder, expected, graphs):
+    """A window that moved on cannot be set back."""
+    with on_device(folder, "40%", "50%") as moe:
+        assert torch.equal(logits(moe, *PROMPTS["fills up"]), expected["fills up"])
+    assert not graphs
+
+
+@torch.no_grad()
+def test_a_mask_made_inside_the_step_is_refused(folder, graphs, caplog):
+    """It would be the mask of one length; generate() makes it outside."""
+    from transformers import StaticCache
+
+    with on_device(folder, "100%", "100%") as moe:
+        bring_every_expert(moe)
+        found = []
+        for cache in (None, StaticCache(config=moe.model.config, max_cache_len=48)):
+            ids, past = torch.arange(3, 119)[None, :30], cache
+            for at in range(30):
+                out = moe.model(input_ids=ids[:, at : at + 1], past_key_values=past, use_cache=True)
+                past = out.past_key_values
+            found.append(out.logits)
+        torch.testing.assert_close(*found)
+    assert not graphs
+    assert "asks how many tokens a sliding window has seen" in caplog.text
