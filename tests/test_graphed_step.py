@@ -11,6 +11,8 @@ import torch
 from moe_infinity.kernels import graphed_step
 from tests.fast_device import STATIC, on_device, tokens_of_a_cpu
 from tests.on_device import PROMPT, greedy
+from tests.sweep.discover import architectures_in
+from tests.sweep.tiny import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,18 @@ def test_other_arguments_are_another_graph(tiny_checkpoint, captures):
         assert len(captures) == 2
         first, second = out.hidden_states[4][1], out.hidden_states[5][1]
         assert not torch.equal(first, second)  # not the same memory
+
+
+def test_a_mask_for_each_type_of_layer_is_copied_in_every_step(tmp_path, captures):
+    """transformers gives them in one argument; comparing two such arguments raised."""
+    (architecture,) = architectures_in("dots1")
+    config = tiny_config(architecture)
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    architecture.model_class._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    with on_device(tmp_path, "50%", "100%") as moe:
+        tokens = greedy(moe)
+        assert torch.equal(greedy(moe, **STATIC), tokens)
+    assert len(captures) == 1
 
 
 def test_a_capture_that_fails_is_told_once_and_changes_no_token(

@@ -4,8 +4,8 @@
     StaticCache, first steps of a request               the same, which compiles and warms up
     StaticCache, then                                   captured once, replayed with new inputs
 
-We stand in the place of `model.forward`. Inputs are all tensors among its arguments; whatever else
-it is called with, and the cache, are part of the graph: if they change, it is captured anew. A step
+We stand in the place of `model.forward`. Inputs are all tensors in its arguments; whatever else it
+is called with, and the cache, are part of the graph: if they change, it is captured anew. A step
 that was lost (models/device_steps.py) is run again without a graph, from where the cache was.
 """
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.utils import ModelOutput
@@ -48,8 +49,8 @@ class GraphedStep:
 
     def _forget(self) -> None:
         self._cache: StaticCache | None = None
-        self._constants: dict[str, Any] | None = None  # what the graph was captured with
-        self._inputs: dict[str, Tensor] = {}  # what it reads
+        self._constants: list[Any] | None = None  # what the graph was captured with
+        self._inputs: list[Any] = []  # tensors that it reads, among values that are constant
         self._graph: Callable[[], Any] | None = None
         self._num_eager = 0
 
@@ -72,31 +73,34 @@ class GraphedStep:
         return out
 
     def _run(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
-        inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
-        constants: dict[str, Any] = {"": torch.is_inference_mode_enabled()}
-        constants |= {name: (value.shape, value.dtype) for name, value in inputs.items()}
-        constants |= {name: kwargs[name] for name in kwargs.keys() - inputs.keys() - {CACHE}}
+        rest = {name: value for name, value in kwargs.items() if name != CACHE}
+        values, spec = tree_flatten(rest)  # a mask may be one for each type of layer
+        constants = [torch.is_inference_mode_enabled(), spec]
+        constants += [(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values]
         if constants != self._constants:
             self._forget()
             self._cache, self._constants = cache, constants
         if self._graph is None and not self._is_refused and self._num_eager >= WARM_UP_STEPS:
-            self._capture(inputs, kwargs)
+            self._capture(cache, values, spec)
         if self._graph is None or torch.is_grad_enabled():
             self._num_eager += 1
             return self._forward(**kwargs)
-        for name, value in inputs.items():
-            self._inputs[name].copy_(value)
+        for place, value in zip(self._inputs, values, strict=True):
+            if isinstance(value, Tensor):
+                place.copy_(value)
         return copy_of(self._graph())
 
-    def _capture(self, inputs: dict[str, Tensor], kwargs: dict[str, Any]) -> None:
-        self._inputs = {name: value.clone() for name, value in inputs.items()}
+    def _capture(self, cache: StaticCache, values: list[Any], spec: TreeSpec) -> None:
+        self._inputs = [copy_of(value) for value in values]
+        kwargs = {CACHE: cache} | tree_unflatten(self._inputs, spec)
         try:
-            self._graph = capture(
-                self._model.device, lambda: self._forward(**kwargs | self._inputs)
-            )
+            self._graph = capture(self._model.device, lambda: self._forward(**kwargs))
         except Exception as error:
             self._is_refused = True
-            logger.warning("no CUDA graph of a decode step, it runs kernel by kernel: %s", error)
+            # The end of a capture that failed raises, too, and says less.
+            cause = error.__context__ or error
+            logger.warning("no CUDA graph of a decode step, it runs kernel by kernel: %s", cause)
+            logger.info("where its capture failed", exc_info=error)
 
     def close(self) -> None:
         self._forget()
@@ -110,9 +114,13 @@ def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
     if device.type == "cpu":
         return run
     graph = torch.cuda.CUDAGraph()
-    # Read threads may page-lock memory meanwhile: their errors would be no business of ours.
-    in_this_thread = torch.cuda.graph(graph, capture_error_mode="thread_local")
-    with torch.cuda.device(device), in_this_thread:
+    # A capture that fails leaves its own stream current. Read threads may page-lock memory
+    # meanwhile: their errors would be no business of ours.
+    with (
+        torch.cuda.device(device),
+        torch.cuda.stream(torch.cuda.current_stream(device)),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
         out = run()
 
     def replay() -> Any:
