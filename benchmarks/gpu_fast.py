@@ -28,12 +28,16 @@ PROMPT_TOKENS = 64
 
 
 def fast_correctness(check: Check, folder: Path) -> None:
-    """With and without a graph the tokens of the run with all experts on the device, whatever the
-    budgets; and whether there was a graph.
+    """With and without a graph the tokens of the run with all experts on the device and no graph,
+    whatever the budgets; and whether there was a graph. Each cache has its own tokens: with the
+    mask of a static one torch takes another attention, which rounds differently.
     """
     ids = token_ids(256, 48)
-    with check.model(folder, device_memory="100%", **FAST) as moe:
-        expected = tokens_of(moe, ids, 48)
+    no_graph = mock.patch.object(graphed_step, "WARM_UP_STEPS", 1 << 30)
+    with no_graph, check.model(folder, device_memory="100%", **FAST) as moe:
+        expected = [tokens_of(moe, ids, 48, **cache) for cache in ({}, STATIC)]
+    equal = sum(a == b for a, b in zip(*expected, strict=True)) - ids.numel()
+    check.add("tokens equal with either cache", float(equal), "of 48", ceiling=48.0)
     for device_memory in ("3%", "25%", "60%"):
         for host_memory in ("40%", "100%"):
             for cache in ({}, STATIC):
@@ -42,7 +46,7 @@ def fast_correctness(check: Check, folder: Path) -> None:
                     found = [tokens_of(moe, ids, 48, **cache) for _ in range(2)]
                     moe.check_invariants()
                     is_captured = moe._graphed is not None and moe._graphed._graph is not None
-                same = found == [expected] * 2
+                same = found == [expected[bool(cache)]] * 2
                 check.add("same tokens", same, experts="fast", cache=str(cache), **budgets)
                 if cache:
                     check.add("a step was captured", is_captured, **budgets)

@@ -101,7 +101,7 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
     return torch.empty_like(top_k_index_TK)
 
 
-def fill(table: DeviceTable) -> None:
+def fill(table: DeviceTable, pointers_TK: Tensor) -> None:
     """There is nothing to copy."""
 
 
