@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
+import shutil
 import statistics
+import sysconfig
 import time
 from functools import partial
 from pathlib import Path
@@ -26,6 +30,7 @@ from moe_infinity.trace.recorder import Step
 
 CAPS_GB = (8, 12, 24)
 COPY_BYTES = 64 << 20
+HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 WARM_UP, TOKENS = 8, 32  # of a decode measurement
 
 
@@ -39,6 +44,14 @@ def machine(check: Check) -> None:
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     took_s = check.seconds(lambda: source.view(torch.int64).sum())
     check.add("device memory, read", source.nbytes / took_s / 1e9, "GB/s")
+    # Above 9.15 attention on Hopper is cuDNN's, which plans anew for every length of a cache.
+    check.add("cudnn", str(torch.backends.cudnn.version()))
+    is_mapped = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(is_mapped), HOST_POINTERS, 0)
+    check.add("kernels read locked pages where the CPU does", bool(is_mapped.value))
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    check.add("triton can build what launches", compiler is not None and header.exists())
 
 
 def link(check: Check) -> None:

@@ -3,6 +3,8 @@ capture runs all of it again."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -71,7 +73,10 @@ def test_a_capture_that_fails_is_told_once_and_changes_no_token(
     tiny_checkpoint, expected, monkeypatch, caplog
 ):
     def capture(device: torch.device, run: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     monkeypatch.setattr(graphed_step, "capture", capture)
     with on_device(tiny_checkpoint, "30%", "60%") as moe:
@@ -80,6 +85,41 @@ def test_a_capture_that_fails_is_told_once_and_changes_no_token(
     told = [record for record in caplog.records if "no CUDA graph" in record.message]
     assert len(told) == 1
     assert "not permitted when stream is capturing" in told[0].message
+
+
+def test_a_capture_that_fails_leaves_the_stream_that_was_current(monkeypatch):
+    """As torch.cuda.graph does not if ending the capture raises."""
+    streams = ["compute"]
+
+    class Graph:
+        def __init__(self, graph: object, capture_error_mode: str) -> None:
+            assert capture_error_mode == "thread_local"
+
+        def __enter__(self) -> None:
+            streams.append("its own")
+
+        def __exit__(self, *args: object) -> None:
+            raise RuntimeError("capture was invalidated")
+
+    @contextmanager
+    def stream(current: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            streams.append(current)
+
+    for name, stand_in in {
+        "CUDAGraph": object,
+        "device": lambda device: nullcontext(),
+        "current_stream": lambda device: streams[-1],
+        "stream": stream,
+        "graph": Graph,
+    }.items():
+        assert hasattr(torch.cuda, name), name
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        graphed_step.capture(torch.device("cuda", 0), lambda: None)
+    assert streams == ["compute", "its own", "compute"]
 
 
 def test_closing_gives_the_models_own_forward_back(tiny_checkpoint):
