@@ -8,9 +8,10 @@ graph would copy it in every replay, or keep what it was at capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel, StaticCache
 
+from benchmarks.fake_link import FakeLink
 from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.kernels.slot_kernels import SlotKernels
 from moe_infinity.kernels.slot_mlp import SlotMlp
+from moe_infinity.models.computing import RowComputer
 
 NOWHERE = torch.device("meta")
+NUM_EXPERTS = 4  # that made-up routing goes to: a model has more, and fewer per token
 # They wait for the device, or for its answer how large their result is.
 WAITING = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2",
@@ -111,3 +115,62 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, weights_TK: Tensor
 
 
 KERNELS = SlotKernels(resolve, fill, slot_moe)  # ours need memory to look into
+
+
+# What the host decides
+
+
+class NowhereLink(FakeLink):
+    """Models opened with it have everything there but HOST."""
+
+    device = NOWHERE
+
+    def empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=NOWHERE)
+
+
+class _Unmixed(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if len({t.device for t in tensors if t.ndim}) > 1 and func.name() != "aten::copy_":
+            raise AssertionError(f"{func.name()} mixes devices")
+        return func(*args, **kwargs or {})
+
+
+class _NotFromTheHost(TorchFunctionMode):
+    """A device waits for such a copy, and all that was launched before it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        out = func(*args, **kwargs or {})
+        if func in FROM_THE_HOST and isinstance(out, Tensor) and out.device == NOWHERE:
+            raise AssertionError(f"{func.__name__} copies from the host")
+        return out
+
+
+@contextmanager
+def told_by_nobody() -> Iterator[None]:
+    """The host asks for routing, token ids and a signature, of which there are none: so they are
+    made up. Nothing else can be asked for, no operation may mix devices, and experts copy nothing.
+    """
+    cpu = Tensor.cpu
+
+    def made_up(tensor: Tensor) -> Tensor:
+        if tensor.device != NOWHERE:
+            return cpu(tensor)
+        ids = torch.arange(tensor.numel()) % NUM_EXPERTS
+        return ids.to(tensor.dtype).view(tensor.shape)
+
+    run = RowComputer.run
+
+    def watched(*args: Any) -> None:
+        with _NotFromTheHost():
+            run(*args)
+
+    asked = mock.patch.object(Tensor, "cpu", made_up)
+    computing = mock.patch.object(RowComputer, "run", watched)
+    with asked, computing, torch.no_grad(), _Unmixed():
+        yield
