@@ -26,7 +26,7 @@ import torch
 
 from moe_infinity.experts import ExpertKey, ExpertLayout
 from moe_infinity.kernels.device_table import DeviceTable
-from moe_infinity.kernels.slot_kernels import slot_kernels
+from moe_infinity.kernels.slot_kernels import MAX_PAIRS, slot_kernels
 from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.kernels.stored import StoredPart, StoredWeight
 
@@ -105,7 +105,7 @@ class Layers:
             self.slots,
             num_rows=sizes.num_layers,
             num_experts=sizes.num_experts,
-            max_pairs=self.num_pairs,
+            max_pairs=max(self.num_pairs, MAX_PAIRS),
         )
         keys = [
             ExpertKey(row, e) for row in range(sizes.num_layers) for e in range(sizes.num_experts)
@@ -127,7 +127,7 @@ class Layers:
             pointers_TK = pointers_LTK[row]
             if machinery:
                 pointers_TK = self.kernels.resolve(self.table, row, index_TK)
-                self.kernels.fill(self.table)
+                self.kernels.fill(self.table, pointers_TK)
             if compute:
                 self.kernels.slot_moe(self.mlp, self.x, pointers_TK, self.weights)
 
@@ -143,9 +143,9 @@ class Layers:
         sources_LP[:, num_missed:] = 0
         pointers_LP = self.slots.data_ptr() + offsets_LP
         for pointers_P, sources_P in zip(pointers_LP, sources_LP, strict=True):
-            self.table.pointers_P.copy_(pointers_P)
-            self.table.sources_P.copy_(sources_P)
-            self.kernels.fill(self.table)
+            self.table.pointers_P[: self.num_pairs].copy_(pointers_P)
+            self.table.sources_P[: self.num_pairs].copy_(sources_P)
+            self.kernels.fill(self.table, pointers_P)
 
 
 def captured_us(step: Callable[[], object], rounds: int) -> float:

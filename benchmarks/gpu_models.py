@@ -169,7 +169,7 @@ def scale_of(name: str, shape: tuple[int, ...]) -> float:
     if "embed_tokens" in name:
         return 1.0
     scale = ROUTER_SCALE if name.endswith(("gate.weight", "router.weight")) else 1.0
-    return scale * float(shape[-1]) ** -0.5
+    return scale / math.sqrt(shape[-1])
 
 
 def written_as(name: str, shape: tuple[int, ...], *, is_mxfp4: bool) -> dict[str, Written]:

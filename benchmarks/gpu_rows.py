@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
+import shutil
 import statistics
+import sysconfig
 import time
 from functools import partial
 from pathlib import Path
@@ -27,6 +31,7 @@ from moe_infinity.trace.recorder import Step
 
 CAPS_GB = (8, 12, 24)
 COPY_BYTES = 64 << 20
+HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 WARM_UP, TOKENS = 8, 32  # of a decode measurement
 
 
@@ -40,6 +45,14 @@ def machine(check: Check) -> None:
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     took_s = check.seconds(lambda: source.view(torch.int64).sum())
     check.add("device memory, read", source.nbytes / took_s / 1e9, "GB/s")
+    # Above 9.15 attention on Hopper is cuDNN's, which plans anew for every length of a cache.
+    check.add("cudnn", str(torch.backends.cudnn.version()))
+    is_mapped = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(is_mapped), HOST_POINTERS, 0)
+    check.add("kernels read locked pages where the CPU does", bool(is_mapped.value))
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    check.add("triton can build what launches", compiler is not None and header.exists())
 
 
 def link(check: Check) -> None:
@@ -135,11 +148,13 @@ def decode_ms(check: Check, model: Any, config: Any, *, seed: int = 1) -> float:
 def resident(check: Check, folder: Path, shape: Shape) -> None:
     """Everything in device memory: transformers, ours with hits only, and our bookkeeping."""
     model = stock_model(check, folder)
+    decode_ms(check, model, shape.config, seed=3)  # attention may be planned for every length
     eager_ms = decode_ms(check, model, shape.config)
     check.add("transformers eager, resident", eager_ms, "ms", shape=shape.name, layers=shape.layers)
     del model
     with check.model(folder, device_memory="100%") as moe:
         warm_every_expert(check, moe)
+        decode_ms(check, moe.model, shape.config, seed=3)
         hit_ms = decode_ms(check, moe.model, shape.config)
         decode = moe.report().decode
         check.add(

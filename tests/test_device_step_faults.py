@@ -66,7 +66,7 @@ def test_the_address_of_an_expert_that_left_host_is_told(
 
 
 def test_a_slot_is_filled_before_it_is_read(tiny_checkpoint, expected, monkeypatch):
-    monkeypatch.setattr(slot_reference, "fill", lambda table: None)
+    monkeypatch.setattr(slot_reference, "fill", lambda table, pointers_TK: None)
     assert is_wrong(tiny_checkpoint, expected, "30%", "100%")
 
 

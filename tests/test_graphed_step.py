@@ -3,6 +3,8 @@ capture runs all of it again."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from moe_infinity.kernels import graphed_step
 from tests.fast_device import STATIC, on_device, tokens_of_a_cpu
 from tests.on_device import PROMPT, greedy
+from tests.sweep.discover import architectures_in
+from tests.sweep.tiny import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +57,26 @@ def test_other_arguments_are_another_graph(tiny_checkpoint, captures):
         assert not torch.equal(first, second)  # not the same memory
 
 
+def test_a_mask_for_each_type_of_layer_is_copied_in_every_step(tmp_path, captures):
+    """transformers gives them in one argument; comparing two such arguments raised."""
+    (architecture,) = architectures_in("dots1")
+    config = tiny_config(architecture)
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    architecture.model_class._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    with on_device(tmp_path, "50%", "100%") as moe:
+        tokens = greedy(moe)
+        assert torch.equal(greedy(moe, **STATIC), tokens)
+    assert len(captures) == 1
+
+
 def test_a_capture_that_fails_is_told_once_and_changes_no_token(
     tiny_checkpoint, expected, monkeypatch, caplog
 ):
     def capture(device: torch.device, run: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     monkeypatch.setattr(graphed_step, "capture", capture)
     with on_device(tiny_checkpoint, "30%", "60%") as moe:
@@ -66,6 +85,41 @@ def test_a_capture_that_fails_is_told_once_and_changes_no_token(
     told = [record for record in caplog.records if "no CUDA graph" in record.message]
     assert len(told) == 1
     assert "not permitted when stream is capturing" in told[0].message
+
+
+def test_a_capture_that_fails_leaves_the_stream_that_was_current(monkeypatch):
+    """As torch.cuda.graph does not if ending the capture raises."""
+    streams = ["compute"]
+
+    class Graph:
+        def __init__(self, graph: object, capture_error_mode: str) -> None:
+            assert capture_error_mode == "thread_local"
+
+        def __enter__(self) -> None:
+            streams.append("its own")
+
+        def __exit__(self, *args: object) -> None:
+            raise RuntimeError("capture was invalidated")
+
+    @contextmanager
+    def stream(current: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            streams.append(current)
+
+    for name, stand_in in {
+        "CUDAGraph": object,
+        "device": lambda device: nullcontext(),
+        "current_stream": lambda device: streams[-1],
+        "stream": stream,
+        "graph": Graph,
+    }.items():
+        assert hasattr(torch.cuda, name), name
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        graphed_step.capture(torch.device("cuda", 0), lambda: None)
+    assert streams == ["compute", "its own", "compute"]
 
 
 def test_closing_gives_the_models_own_forward_back(tiny_checkpoint):

@@ -127,7 +127,7 @@ class DeviceTable:
         assert not self._is_reading, "finish_read() comes first"
         self._read.copy_(self._report, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._report.device))
         self._report[: self._sizes[0] + self._sizes[1]].zero_()
         self._is_reading = True
 

@@ -4,8 +4,8 @@
     StaticCache, first steps of a request    the same, which compiles and warms up
     StaticCache, then                        captured once, replayed with new inputs
 
-We stand in the place of `model.forward`. Inputs are all tensors among its arguments; whatever else
-it is called with, and the cache, are part of the graph: if they change, it is captured anew. A step
+We stand in the place of `model.forward`. Inputs are all tensors in its arguments; whatever else it
+is called with, and the cache, are part of the graph: if they change, it is captured anew. A step
 that was lost (models/device_steps.py) is run again without a graph, from where the cache was: so
 one with sliding windows, which forget, is captured once HOST has all experts and no step is lost.
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.utils import ModelOutput
@@ -55,7 +55,7 @@ class GraphedStep:
     def _forget(self) -> None:
         self._cache: StaticCache | None = None
         self._constants: list[Any] | None = None  # what the graph was captured with
-        self._inputs: list[Tensor] = []  # what it reads
+        self._inputs: list[Any] = []  # tensors that it reads, among values that are constant
         self._graph: Callable[[], Any] | None = None
         self._num_eager = 0
 
@@ -80,29 +80,30 @@ class GraphedStep:
     def _run(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
         windows = StaticWindows(cache)
         rest = {name: value for name, value in kwargs.items() if name != CACHE}
-        leaves, spec = tree_flatten(rest)  # masks are a dict where layers differ
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        constants: list[Any] = [torch.is_inference_mode_enabled(), spec]
-        constants += [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+        values, spec = tree_flatten(rest)  # a mask may be one for each type of layer
+        constants = [torch.is_inference_mode_enabled(), spec]
+        constants += [(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values]
         if constants != self._constants:
             self._forget()
             self._cache, self._constants = cache, constants
         if self._graph is None and not self._is_refused and self._num_eager >= WARM_UP_STEPS:
-            self._inputs = [value.clone() for value in inputs]
-            own = iter(self._inputs)
-            leaves = [next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self._capture(windows, tree_unflatten(leaves, spec) | {CACHE: cache})
+            self._capture(windows, {CACHE: cache}, values, spec)
         if self._graph is None or torch.is_grad_enabled():
             self._num_eager += 1
             return self._forward(**kwargs)
-        for own_input, value in zip(self._inputs, inputs, strict=True):
-            own_input.copy_(value)
+        for place, value in zip(self._inputs, values, strict=True):
+            if isinstance(value, Tensor):
+                place.copy_(value)
         out = copy_of(self._graph())
         windows.advance()
         return out
 
-    def _capture(self, windows: StaticWindows, kwargs: dict[str, Any]) -> None:
+    def _capture(
+        self, windows: StaticWindows, rest: dict[str, Any], values: list[Any], spec: TreeSpec
+    ) -> None:
         windows.catch_up()
+        self._inputs = [copy_of(value) for value in values]
+        kwargs = rest | tree_unflatten(self._inputs, spec)
 
         def run() -> Any:
             with windows.on_device():
@@ -112,7 +113,10 @@ class GraphedStep:
             self._graph = capture(self._model.device, run)
         except Exception as error:
             self._is_refused = True
-            logger.warning("no CUDA graph of a decode step, it runs kernel by kernel: %s", error)
+            # The end of a capture that failed raises, too, and says less.
+            cause = error.__context__ or error
+            logger.warning("no CUDA graph of a decode step, it runs kernel by kernel: %s", cause)
+            logger.info("where its capture failed", exc_info=error)
 
     def close(self) -> None:
         self._forget()
@@ -126,9 +130,13 @@ def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
     if device.type == "cpu":
         return run
     graph = torch.cuda.CUDAGraph()
-    # Read threads may page-lock memory meanwhile: their errors would be no business of ours.
-    in_this_thread = torch.cuda.graph(graph, capture_error_mode="thread_local")
-    with torch.cuda.device(device), in_this_thread:
+    # A capture that fails leaves its own stream current. Read threads may page-lock memory
+    # meanwhile: their errors would be no business of ours.
+    with (
+        torch.cuda.device(device),
+        torch.cuda.stream(torch.cuda.current_stream(device)),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
         out = run()
 
     def replay() -> Any:

@@ -1,7 +1,7 @@
 """What the device does in each layer of a step it decides alone; device_table.py has the protocol.
 
 pointers = resolve(table, row, top_k_index)     where each pair's expert is; a miss takes a slot
-fill(table)                                     copies the missed into their slots
+fill(table, pointers)                           copies the missed into their slots
 out = slot_moe(mlp, x, pointers, weights)       reads every expert where it is
 """
 
@@ -25,7 +25,7 @@ class SlotKernels(NamedTuple):
     """Signatures as in triton_resolve.py and triton_experts.py."""
 
     resolve: Callable[[DeviceTable, int, Tensor], Tensor]
-    fill: Callable[[DeviceTable], None]
+    fill: Callable[[DeviceTable, Tensor], None]
     slot_moe: Callable[[SlotMlp, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -68,12 +68,12 @@ class SlotRows:
         """
         table, index_TK = self.table, top_k_index_TK.contiguous()
         pointers_TK = self._kernels.resolve(table, moe_row, index_TK)
-        self._kernels.fill(table)
+        self._kernels.fill(table, pointers_TK)
         if bring is not None and table.is_lost():
             bring(moe_row, index_TK)
             table.find_again()
             pointers_TK = self._kernels.resolve(table, moe_row, index_TK)
-            self._kernels.fill(table)
+            self._kernels.fill(table, pointers_TK)
         weights_TK = top_k_weights_TK.contiguous()
         return self._kernels.slot_moe(
             self._mlps[moe_row], x_TD.contiguous(), pointers_TK, weights_TK

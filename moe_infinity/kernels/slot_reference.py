@@ -65,7 +65,7 @@ def _look_up(table: DeviceTable, moe_row: int, expert: int, pair: int) -> int:
     return int(table.address_S[slot]) if slot >= 0 else host
 
 
-def fill(table: DeviceTable) -> None:
+def fill(table: DeviceTable, pointers_TK: Tensor) -> None:
     """See triton_resolve.fill."""
     slot_bytes = table.slots_SB.shape[1]
     for pointer, source in zip(table.pointers_P.tolist(), table.sources_P.tolist(), strict=True):

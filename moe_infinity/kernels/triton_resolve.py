@@ -39,7 +39,7 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
     """int64 [T, K]: the address of each pair's expert, 0 for a pair without one (id -1) or if the
     step is lost; a view that the next call overwrites. T * K is at most `table.max_pairs`.
 
-    A missed expert takes one free slot, whose bytes are there after fill(table).
+    A missed expert takes one free slot, whose bytes are there after fill().
     """
     num_pairs = top_k_index_TK.numel()
     assert num_pairs <= table.max_pairs <= MAX_PAIRS, (num_pairs, table.max_pairs)
@@ -145,10 +145,12 @@ def store_entry(entry, moe_row, expert, slot, mask):
     tl.store(entry + 2, slot, mask=mask)
 
 
-def fill(table: DeviceTable) -> None:
-    """Copy the experts that found a slot in the last resolve() from host memory into it."""
+def fill(table: DeviceTable, pointers_TK: Tensor) -> None:
+    """Copy the experts that found a slot in the last resolve(), which gave these pointers, from
+    host memory into it.
+    """
     num_loads = table.slots_SB.shape[1] // ADDRESS_BYTES
-    _fill[(FILL_PROGRAMS, table.max_pairs)](
+    _fill[(FILL_PROGRAMS, pointers_TK.numel())](
         table.pointers_P,
         table.sources_P,
         num_loads,

@@ -90,7 +90,7 @@ def mxfp4(blocks_RGB: Tensor, scales_RG: Tensor, dtype: torch.dtype) -> Tensor:
     device = blocks_RGB.device
     halves = _transposed(blocks_RGB.reshape(num_rows, -1).view(torch.int16))
     halves = halves.view(num_groups, 8, 1, num_rows)
-    to_the_top = torch.tensor([12, 8, 4, 0], dtype=torch.int16, device=device)[:, None]
+    to_the_top = torch.arange(12, -1, -4, dtype=torch.int16, device=device)[:, None]
     exponents = scales_RG.t().to(torch.int32) - 128  # 127 and one more, so that none overflows
     scales = torch.pow(2.0, exponents).view(num_groups, 1, 1, num_rows)
     out = torch.empty((num_groups, 8, 4, num_rows), dtype=torch.bfloat16, device=device)
@@ -197,7 +197,7 @@ def _awq_words(words_CW: Tensor) -> Tensor:
 
 def _awq_nibbles(halves_W2C: Tensor) -> Tensor:
     """-> [8 W, C] of int16: nibbles 0 to 7 of word w are rows 8 w + (0, 2, 4, 6, 1, 3, 5, 7)."""
-    shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int16, device=halves_W2C.device)
+    shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=halves_W2C.device)
     nibbles = (halves_W2C.unsqueeze(1) >> shifts[:, None, None]).bitwise_and_(0x0F)
     return nibbles.view(-1, halves_W2C.shape[2])
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -68,6 +69,7 @@ class DeviceSteps:
         slots_SB = slots.tensor_of(0, slots.num_bytes).view(slots.num_slots, slots.slot_bytes)
         self._rows = SlotRows(slots_SB, mlps, num_experts=num_experts)
         self._table = self._rows.table
+        self._gpu = -1 if slots.device.index is None else slots.device.index  # -1: none
         self.top_k: dict[int, int] = {}  # by row
         self.has_begun = False  # a step, which is still to run
         self.is_running = False
@@ -189,7 +191,8 @@ class DeviceSteps:
         """What was begun runs inside, and may run again if it is lost. Careful: cannot be lost."""
         self._is_broken, self._is_careful, self.is_running = True, is_careful, True
         try:
-            yield
+            with torch.cuda.device(self._gpu):  # triton launches on the current one
+                yield
         finally:
             self.is_running = False
         self._table.begin_read()

@@ -68,8 +68,8 @@ def resolve(max_pairs: int) -> None:
     """An odd number of 16 bytes."""
     slots = torch.zeros(2, 16 * 1001, dtype=torch.uint8)
     table = DeviceTable(slots, num_rows=2, num_experts=4, max_pairs=max_pairs)
-    triton_resolve.resolve(table, 1, torch.zeros(1, 8, dtype=torch.int64))
-    triton_resolve.fill(table)
+    pointers_TK = triton_resolve.resolve(table, 1, torch.zeros(1, 8, dtype=torch.int64))
+    triton_resolve.fill(table, pointers_TK)
 
 
 def main() -> None:

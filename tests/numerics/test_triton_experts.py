@@ -296,7 +296,7 @@ def test_a_step_gives_the_same_bits_whatever_is_cached(num_free):
     given = [t.to(DEVICE) for t in (x, weights)]
     for _ in range(2):
         pointers = triton_resolve.resolve(table, 0, index.to(DEVICE))
-        triton_resolve.fill(table)
+        triton_resolve.fill(table, pointers)
         found = triton_experts.slot_moe(experts.mlp, given[0], pointers, given[1])
         assert torch.equal(found.cpu(), resident)
 

@@ -43,7 +43,7 @@ def step(kernels, world: World, routing) -> list[list[object]]:
         pointers_TK = kernels.resolve(world.table, row, world.index(index_TK))
         assert pointers_TK.shape == (len(index_TK), len(index_TK[0]))
         found.append(world.places(pointers_TK))
-        kernels.fill(world.table)
+        kernels.fill(world.table, pointers_TK)
     return found
 
 
@@ -295,8 +295,9 @@ def test_a_captured_step_follows_what_changes_around_it():
     def whole_step(world: World) -> list[torch.Tensor]:
         found = []
         for row, index_TK in enumerate(routing):
-            found.append(triton_resolve.resolve(world.table, row, index_TK).clone())
-            triton_resolve.fill(world.table)
+            pointers_TK = triton_resolve.resolve(world.table, row, index_TK)
+            triton_resolve.fill(world.table, pointers_TK)
+            found.append(pointers_TK.clone())
         return found
 
     whole_step(World("cuda"))  # compiles
