@@ -106,8 +106,8 @@ def test_a_key_of_the_older_config_without_effect_is_answered_by_a_warning(name)
 
 
 def test_the_older_share_of_device_memory_is_honoured_where_there_is_a_device(monkeypatch):
-    monkeypatch.setattr("moe_infinity.config.device_memory_bytes", lambda device: 1 << 30)
-    assert options({"device_memory_ratio": 0.75}).device_memory == 3 << 28
+    monkeypatch.setattr("moe_infinity.config.device_memory_bytes", lambda device: [1 << 30])
+    assert options({"device_memory_ratio": 0.75}).device_memory == str(3 << 28)
     with pytest.raises(ConfigError, match="device_memory_ratio must be above 0"):
         options({"device_memory_ratio": 75})
 

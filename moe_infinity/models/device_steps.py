@@ -243,10 +243,12 @@ def let_device_decide(
         return None
     mlps = [slot_row(*pair) for pair in zip(plan.rows, plan.recipes, strict=True)]
     known = [mlp for mlp in mlps if mlp is not None]
-    if config.prefetch or model.config.is_encoder_decoder or len(known) < len(mlps):
+    is_host_asked = config.prefetch or model.config.is_encoder_decoder or len(config.devices) > 1
+    if is_host_asked or len(known) < len(mlps):
         logger.warning(
-            "the host decides in every step, without CUDA graphs: that is so with prefetch, for "
-            "encoder-decoder models, and for experts that no kernel of ours reads"
+            "the host decides in every step, without CUDA graphs: that is so with prefetch, on "
+            "several devices, for encoder-decoder models, and for experts that no kernel of ours "
+            "reads"
         )
         return None
     runtime.device_steps = DeviceSteps(runtime, known)

@@ -27,7 +27,7 @@ class Bench:
     def __init__(self, link: FakeLink) -> None:
         self.link = link
         self.host = SourceSlots(link, 4, PAGE_BYTES)
-        self.device = DeviceSlots(link, 2, 1024)
+        self.device = DeviceSlots([link] * 2, 1024)
 
     def write(self, host_slot: int, value: int) -> None:
         """What a read from disk does."""
@@ -182,7 +182,7 @@ def test_a_budget_that_leaves_no_room_for_anything_else_is_refused_with_the_numb
 
 def test_an_allocation_the_device_cannot_make_is_a_clear_error():
     with pytest.raises(ConfigError, match=r"16\.0 MiB could not be.*4\.0 GiB are free\n.*lower"):
-        DeviceSlots(FakeLink(), 1000, 16 * MIB)
+        DeviceSlots([FakeLink()] * 1000, 16 * MIB)
 
 
 # Which device

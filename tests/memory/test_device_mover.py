@@ -35,7 +35,7 @@ class Bench:
         self.link = FakeLink()
         self.host_table, self.table = make_table(num_host_slots), make_table(4)
         self.host_slots = SourceSlots(self.link, num_host_slots, PAGE_BYTES)
-        self.slots = DeviceSlots(self.link, 4, 1024)
+        self.slots = DeviceSlots([self.link] * 4, 1024)
         self.host_mover = Mover(self.host_table, self.read, num_threads=2)
         self.mover = DeviceMover(
             self.table, self.slots, self.host_table, self.host_slots, self.host_mover,
