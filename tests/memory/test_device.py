@@ -212,6 +212,8 @@ def test_a_slot_is_filled_over_its_own_link_and_waits_for_kernels_there(is_locki
         before[owner] += 1
         assert [link.num_copies for link in pair.links] == before
         assert afters[-1] is marks[pair.links[owner]]
+    if not is_locking:
+        assert len(pair.links[0].locked) == 6, "buffers: a ring of its own for each link"
     pair.slots.synchronize()
     for slot_id in range(6):
         assert set(pair.slots.tensor_of(slot_id, NUM_BYTES).tolist()) == {slot_id}
