@@ -18,13 +18,18 @@ Url = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 Device = Annotated[
-    str, typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:1.")
+    str,
+    typer.Option(
+        help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:1; experts on "
+        "several GPUs with cuda:0,cuda:1."
+    ),
 ]
 DeviceMemory = Annotated[
     str | None,
     typer.Option(
         help="GPU memory for experts: '8GiB', bytes, or '25%' of all experts. "
-        "Default: 80% of what is free beside the other weights."
+        "Default: 80% of what is free beside the other weights. For several GPUs one size for "
+        "each, or '20GiB,6GiB'."
     ),
 ]
 HostMemory = Annotated[

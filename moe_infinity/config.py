@@ -27,7 +27,7 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # what surrounds them; "auto" is that for packed weights, and grouped_mm for others.
 EXPERTS_IMPLEMENTATIONS = ("auto", "fast", "grouped_mm", "eager")
 EXPERT_DTYPES = ("int4", "int8", "fp8")
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|cuda:\d+(\s*,\s*cuda:\d+)+")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 # Options of the MoE-Infinity that was published with the paper -> what to tell its user.
@@ -64,8 +64,11 @@ class OffloadConfig:
     host_memory: int | str | None = (
         None  # for expert slots: bytes, "8GiB", "25%" of all experts; None: what is free
     )
-    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto": a GPU if there is one
+    # "cpu", "cuda", "cuda:1"; "auto": a GPU if there is one. "cuda:0,cuda:1": experts on both, all
+    # else on the first.
+    device: str = "auto"
     # For expert slots on the GPU, as host_memory; None: most of what is free beside dense weights.
+    # On several GPUs one size for each of them, or "20GiB,6GiB".
     device_memory: int | str | None = None
     policy: str = ACTIVATION_AWARE  # which expert leaves first, one of POLICIES
     prefetch: bool = False  # load experts ahead of their layer; needs a policy that predicts
@@ -106,13 +109,14 @@ class OffloadConfig:
             )
         if self.early_gate and not (self.prefetch and self.policy == ACTIVATION_AWARE):
             raise ConfigError(f"early_gate serves prefetch=True with policy {ACTIVATION_AWARE}")
-        for size in (self.host_memory, self.device_memory):
-            if size is not None:
-                parse_size(size, whole_bytes=0)
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
             raise ConfigError(
-                f"unknown device {self.device!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:1'"
+                f"unknown device {self.device!r}, expected 'auto', 'cpu', 'cuda', 'cuda:1', or "
+                "several as 'cuda:0,cuda:1'"
             )
+        for size in (self.host_memory, *(size for _, size in self.devices)):
+            if size is not None:
+                parse_size(size, whole_bytes=0)
         if self.device == "cpu" and self.device_memory is not None:
             raise ConfigError("device_memory is for a GPU; with device='cpu' use host_memory")
         if self.device == "cpu" and self.split_misses:
@@ -120,6 +124,24 @@ class OffloadConfig:
         threads = self.num_read_threads
         if type(threads) is not int or threads < 1:
             raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")
+
+    @property
+    def devices(self) -> list[tuple[str, int | str | None]]:
+        """Each by name, with its device_memory; the first computes. Raises ConfigError."""
+        names = [name.strip() for name in self.device.split(",")]
+        sizes = [self.device_memory]
+        if isinstance(self.device_memory, str):
+            sizes = [*self.device_memory.split(",")]
+        if len(sizes) == 1:
+            sizes *= len(names)
+        if len(set(names)) < len(names):
+            raise ConfigError(f"device {self.device!r} names a device twice")
+        if len(sizes) != len(names):
+            raise ConfigError(
+                f"device_memory {self.device_memory!r} has {len(sizes)} sizes, device "
+                f"{self.device!r} {len(names)}; give one size, or one for each"
+            )
+        return list(zip(names, sizes, strict=True))
 
     def _require_one_of(self, name: str, allowed: tuple[str | None, ...]) -> None:
         value = getattr(self, name)
@@ -167,13 +189,14 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _translate_legacy(options: dict[str, Any]) -> dict[str, Any]:
     """Honour or answer each key of the older config dict."""
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, value in options.items():
-        device_bytes = None
+        devices_bytes: list[int] = []
         if name == "device_memory_ratio":
-            device_bytes = device_memory_bytes(str(options.get("device", "auto")))
-        if device_bytes is not None:
-            kept["device_memory"] = int(_ratio(name, value) * device_bytes)
+            devices_bytes = device_memory_bytes(str(options.get("device", "auto")))
+        if devices_bytes:
+            sizes = [str(int(_ratio(name, value) * num_bytes)) for num_bytes in devices_bytes]
+            kept["device_memory"] = ",".join(sizes)
         elif name in LEGACY_IGNORED:
             warnings.warn(
                 f"option {name!r} has no effect: {LEGACY_IGNORED[name]}", UserWarning, stacklevel=4

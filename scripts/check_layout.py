@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "moe_infinity"
 FOLDERS = (PACKAGE, "tests", "benchmarks", "scripts", "tools")
 
-CORE_LINES = 4970  # the package without what is built around it: decisions 0005, 0011, 0012, 0014
+CORE_LINES = 5050  # the package without what is built around it: decisions 0005, 0011 to 0014
 AROUND = (
     "server", "entrypoints", "simulator", "packer", "cli.py", "cli_options.py", "inspection.py",
     "profiling.py", "streaming.py", "terminal.py", "tracing.py",
 )  # fmt: skip
-KERNEL_LINES = 2800  # arithmetic, each with a plain twin: decisions 0006, 0010, 0012
+KERNEL_LINES = 2810  # arithmetic, each with a plain twin: decisions 0006, 0010, 0012, 0013
 CATALOGUE_LINES = 1200  # one entry per architecture or format, none on a token's way: 0006
 CATALOGUE = [
     "models/adapters.py",

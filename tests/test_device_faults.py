@@ -110,13 +110,16 @@ class WatchedLink(FakeLink):
         return super().copy(source, destination, after)
 
 
-def watch_kernels(monkeypatch: pytest.MonkeyPatch, link: WatchedLink) -> None:
+def watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RowComputer.run
 
     def watched(self: RowComputer, work: Any, keys: Any, slot_ids: Any) -> None:
         run(self, work, keys, slot_ids)
-        link.time += 1
+        assert isinstance(self._slots, DeviceSlots)
         for key in keys:
+            link = self._slots.link_of(slot_ids[key])
+            assert isinstance(link, WatchedLink)
+            link.time += 1
             link.read_at[self._slots.address_of(slot_ids[key])] = link.time
 
     monkeypatch.setattr(RowComputer, "run", watched)
@@ -126,13 +129,13 @@ def test_a_slot_is_overwritten_only_after_the_kernels_that_read_it(
     tiny_checkpoint, expected, monkeypatch
 ):
     link = WatchedLink()
-    watch_kernels(monkeypatch, link)
+    watch_kernels(monkeypatch)
     with fake_device(link), MoE(tiny_checkpoint, **TIGHT) as moe:
         assert_same_tokens(moe, expected)
     assert link.num_checked > 50
     monkeypatch.setattr(DeviceSlots, "mark_read", lambda self, slot_ids: None)
     link = WatchedLink()
-    watch_kernels(monkeypatch, link)
+    watch_kernels(monkeypatch)
     with (
         fake_device(link),
         MoE(tiny_checkpoint, **TIGHT) as moe,

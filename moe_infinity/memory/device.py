@@ -1,16 +1,16 @@
-"""DEVICE slots in one slab, the HOST slots they are filled from, and the budget that both must fit.
+"""DEVICE slots, the HOST slots they are filled from, and the budget that both must fit.
 
     HOST slot, page-locked ────────────────────────copy──> DEVICE slot
     HOST slot, not page-locked ──> page-locked ring ─copy──> DEVICE slot
 
 A slot is overwritten only after what reads it has finished: DEVICE slots are read by kernels, HOST
-slots by copies.
+slots by copies. Several devices have a slab, a ring and a link each; slot ids go through all slabs.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,39 +34,66 @@ def round_up(num_bytes: int, alignment: int) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-class DeviceSlots(Slots):
-    """One allocation on a device, cut into equal slots."""
+def in_turns(room: Mapping[Link, int], num_slots: int) -> list[Link]:
+    """The link of each of at most so many slots. Free slots are taken in this order, so at any
+    time each device is as full as the others, and the experts of one row lie on all of them.
+    """
+    turns = [((i + 0.5) / size, link) for link, size in room.items() for i in range(size)]
+    return [link for _, link in sorted(turns, key=lambda turn: turn[0])][:num_slots]
 
-    def __init__(self, link: Link, num_slots: int, slot_bytes: int) -> None:
-        try:
-            buffer = link.empty(num_slots * slot_bytes)
-        except torch.OutOfMemoryError as error:
-            free, total = link.memory_bytes()
-            raise ConfigError(
-                f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated on "
-                f"{link.device}: {format_bytes(free)} of {format_bytes(total)} are free\n"
-                "hint: lower device_memory"
-            ) from error
-        super().__init__(buffer, num_slots, slot_bytes)
-        self.link = link
-        self._ring = Ring(link, slot_bytes)
+
+class DeviceSlots(Slots):
+    """One allocation, a slab, on each device, cut into equal slots; `turns` says whose each is."""
+
+    def __init__(self, turns: Sequence[Link], slot_bytes: int) -> None:
+        self.links = list(dict.fromkeys(turns))
+        slabs = [_slab(link, turns.count(link), slot_bytes) for link in self.links]
+        super().__init__(slabs, [self.links.index(link) for link in turns], slot_bytes)
+        self._turns = turns
+        self._rings = {link: Ring(link, slot_bytes) for link in self.links}
         self._read_by: dict[int, Event] = {}  # the last kernels of each slot
+
+    def link_of(self, slot_id: int) -> Link:
+        return self._turns[slot_id]
 
     def fill(self, slot_id: int, source: Tensor, *, is_locked: bool) -> Copy:
         """Begin to copy an expert's bytes into a slot, once the kernels that read it have ended."""
         if not is_locked:
-            return self._ring.copy(source, lambda staged: self._copy(slot_id, staged))
+            ring = self._rings[self._turns[slot_id]]
+            return ring.copy(source, lambda staged: self._copy(slot_id, staged))
         return self._copy(slot_id, source)
 
     def _copy(self, slot_id: int, source: Tensor) -> Copy:
         destination = self.tensor_of(slot_id, source.numel())
-        return self.link.copy(source, destination, self._read_by.get(slot_id))
+        return self._turns[slot_id].copy(source, destination, self._read_by.get(slot_id))
 
     def mark_read(self, slot_ids: Sequence[int]) -> None:
-        """Kernels that read these slots were launched."""
-        mark = self.link.mark()
+        """Kernels that read these slots were launched, each on its slot's device."""
+        marks: dict[Link, Event] = {}
         for slot_id in slot_ids:
-            self._read_by[slot_id] = mark
+            link = self._turns[slot_id]
+            if link not in marks:
+                marks[link] = link.mark()
+            self._read_by[slot_id] = marks[link]
+
+    def take_stall_s(self) -> float:
+        return sum(link.take_stall_s() for link in self.links)
+
+    def synchronize(self) -> None:
+        for link in self.links:
+            link.synchronize()
+
+
+def _slab(link: Link, num_slots: int, slot_bytes: int) -> Tensor:
+    try:
+        return link.empty(num_slots * slot_bytes)
+    except torch.OutOfMemoryError as error:
+        free, total = link.memory_bytes()
+        raise ConfigError(
+            f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated on "
+            f"{link.device}: {format_bytes(free)} of {format_bytes(total)} are free\n"
+            "hint: lower device_memory"
+        ) from error
 
 
 class Ring:
@@ -91,8 +118,8 @@ class Ring:
 
 
 class SourceSlots(HostSlots):
-    """HOST slots that a device copies from. Their pages are locked in chunks, as they are filled;
-    if the machine will not lock more, the ring takes the others.
+    """HOST slots that devices copy from. Their pages are locked in chunks, as they are filled, by
+    one link for all; if the machine will not lock more, rings take the others.
     """
 
     def __init__(self, link: Link, num_slots: int, slot_bytes: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count
+
 import torch
 from torch import Tensor
 
@@ -18,29 +21,34 @@ AUTOMATIC_SHARE = 0.7
 
 
 class Slots:
-    """`num_slots` slots of `slot_bytes` bytes in one buffer, in whatever memory it is."""
+    """Slots of `slot_bytes` bytes in one buffer or several, in whatever memory each of them is;
+    `owners` says in which buffer each slot lies.
+    """
 
-    def __init__(self, buffer: Tensor, num_slots: int, slot_bytes: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, buffers: Sequence[Tensor], owners: Sequence[int], slot_bytes: int) -> None:
+        self.num_slots = len(owners)
         self.slot_bytes = slot_bytes
-        self.num_bytes = num_slots * slot_bytes
-        self.device = buffer.device
-        self._buffer = buffer
+        self.num_bytes = self.num_slots * slot_bytes
+        self.devices = [buffer.device for buffer in buffers]
+        starts = [count(0, slot_bytes) for _ in buffers]
+        self._places = [(buffers[owner], next(starts[owner])) for owner in owners]
         self._views: dict[ExpertLayout, SlotViews] = {}
 
     def views(self, layout: ExpertLayout) -> SlotViews:
         """The slots seen as experts of this layout; one object per layout, shared by all rows that
         have it.
         """
-        return self._views.setdefault(layout, SlotViews(self._buffer, self.slot_bytes, layout))
+        return self._views.setdefault(layout, SlotViews(self._places, layout))
 
     def address_of(self, slot_id: int) -> int:
         """In memory, of the first byte of the slot."""
-        return self._buffer.data_ptr() + slot_id * self.slot_bytes
+        buffer, start = self._places[slot_id]
+        return buffer.data_ptr() + start
 
     def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
-        """The first bytes of the slot."""
-        return self._buffer[slot_id * self.slot_bytes :][:num_bytes]
+        """The first bytes of the slot; in one buffer, more than a slot has go on in the next."""
+        buffer, start = self._places[slot_id]
+        return buffer[start : start + num_bytes]
 
 
 class HostSlots(Slots):
@@ -54,12 +62,11 @@ class HostSlots(Slots):
                 f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated\n"
                 "hint: lower host_memory"
             ) from error
-        super().__init__(buffer, num_slots, slot_bytes)
+        super().__init__([buffer], [0] * num_slots, slot_bytes)
 
     def bytes_of(self, slot_id: int) -> memoryview:
         """The slot as bytes that may be written now."""
-        start = slot_id * self.slot_bytes
-        return self._buffer[start : start + self.slot_bytes].numpy().data
+        return self.tensor_of(slot_id, self.slot_bytes).numpy().data
 
 
 class SlotViews:
@@ -67,17 +74,16 @@ class SlotViews:
     for.
     """
 
-    def __init__(self, buffer: Tensor, slot_bytes: int, layout: ExpertLayout) -> None:
-        self._buffer = buffer
-        self._slot_bytes = slot_bytes
+    def __init__(self, places: Sequence[tuple[Tensor, int]], layout: ExpertLayout) -> None:
+        self._places = places
         self._layout = layout
         self._params: dict[int, dict[str, Tensor]] = {}
 
     def __getitem__(self, slot_id: int) -> dict[str, Tensor]:
         if slot_id not in self._params:
-            start = slot_id * self._slot_bytes
+            buffer, start = self._places[slot_id]
             self._params[slot_id] = {
-                spec.name: self._buffer[start + spec.offset :][: spec.num_bytes]
+                spec.name: buffer[start + spec.offset :][: spec.num_bytes]
                 .view(getattr(torch, spec.dtype))
                 .view(spec.shape)
                 for spec in self._layout.params

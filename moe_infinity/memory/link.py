@@ -22,6 +22,8 @@ from moe_infinity.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
+
 
 class Event(Protocol):
     """Over when everything begun before it, on its stream, has happened. As torch's events are."""
@@ -53,7 +55,7 @@ class Link(Protocol):
         """Memory of the device. Raises torch.OutOfMemoryError."""
 
     def page_lock(self, memory: Tensor) -> bool:
-        """Let the device read this host memory; False if the machine will not."""
+        """Let every device read this host memory; False if the machine will not."""
 
     def page_unlock(self, memory: Tensor) -> None:
         """What was locked, before it is given back."""
@@ -133,7 +135,7 @@ class CudaLink:
     def page_lock(self, memory: Tensor) -> bool:
         cudart: Any = torch.cuda.cudart()
         with self._lock, torch.cuda.device(self.device):
-            result = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+            result = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
             if result == cudart.cudaError.success:
                 return True
             logger.warning("%d bytes cannot be page-locked: %s", memory.nbytes, result)

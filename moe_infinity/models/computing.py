@@ -61,7 +61,7 @@ class RowComputer:
         if self._is_eager is None:
             self._is_eager = experts_implementation == "eager"
         has_kernels = experts_implementation in ("auto", "fast") and has_packed_kernels()
-        has_kernels &= slots.device.type == "cpu"
+        has_kernels &= all(device.type == "cpu" for device in slots.devices)
         self._mlp = recipes.computing(
             row.compute, is_transposed=row.is_transposed if has_kernels else None
         )
@@ -81,7 +81,12 @@ class RowComputer:
             if has_few_rows(flat_P, len(index_TK)):
                 return FusedRows(self._fused, flat_P, x_TD, top_k_weights_TK)
         rows = RoutedRows(index_TK, is_eager=bool(self._is_eager))
-        rows.gather(x_TD, top_k_weights_TK, weighs_input=self._weighs_input)
+        rows.gather(
+            x_TD,
+            top_k_weights_TK,
+            weighs_input=self._weighs_input,
+            devices=self._slots.devices,
+        )
         return rows
 
     def run(self, work: Work, keys: Sequence[ExpertKey], slot_ids: Mapping[ExpertKey, int]) -> None:

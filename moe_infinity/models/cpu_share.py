@@ -76,8 +76,9 @@ class CpuShare:
             started = time.perf_counter()
             fused(x_PD, range(len(slot_ids) + 1), [source.data_ptr() for source in sources])
             cpu_s.append((time.perf_counter() - started) / len(slot_ids))
-            copies[-1].synchronize()
-            copy_s += [copy.took_s for copy in copies]
+            for copy in copies:
+                copy.synchronize()
+                copy_s.append(copy.took_s)
         return statistics.median(cpu_s), statistics.median(copy_s)
 
     def num_for_cpu(self, num_misses: int) -> int:

@@ -69,7 +69,7 @@ class DeviceSteps:
         slots_SB = slots.tensor_of(0, slots.num_bytes).view(slots.num_slots, slots.slot_bytes)
         self._rows = SlotRows(slots_SB, mlps, num_experts=num_experts)
         self._table = self._rows.table
-        self._gpu = -1 if slots.device.index is None else slots.device.index  # -1: none
+        self._gpu = -1 if slots_SB.device.index is None else slots_SB.device.index  # -1: none
         self.top_k: dict[int, int] = {}  # by row
         self.has_begun = False  # a step, which is still to run
         self.is_running = False
@@ -247,12 +247,16 @@ def let_device_decide(
         return None
     mlps = [slot_row(*pair) for pair in zip(plan.rows, plan.recipes, strict=True)]
     known = [mlp for mlp in mlps if mlp is not None]
-    is_hosts = config.prefetch or config.split_misses or model.config.is_encoder_decoder
-    if is_hosts or len(known) < len(mlps):
-        logger.warning(
-            "the host decides in every step, without CUDA graphs: that is so with prefetch, with "
-            "split_misses, for encoder-decoder models, and for experts that no kernel of ours reads"
-        )
+    reasons = {
+        "prefetch": config.prefetch,
+        "split_misses": config.split_misses,
+        "several devices": len(config.devices) > 1,
+        "an encoder": model.config.is_encoder_decoder,
+        "experts that no kernel of ours reads": len(known) < len(mlps),
+    }
+    if any(reasons.values()):
+        found = " and ".join(reason for reason, is_so in reasons.items() if is_so)
+        logger.warning("with %s the host decides in every step, without CUDA graphs", found)
         return None
     runtime.device_steps = DeviceSteps(runtime, known)
     runtime.experts += ", steps of few tokens by the device alone"

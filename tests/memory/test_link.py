@@ -21,6 +21,7 @@ class Notes:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.registered: dict[int, int] = {}
+        self.flags = 0
         self.is_over = True
         self.result = "success"
 
@@ -32,7 +33,7 @@ class Notes:
         return nullcontext()
 
     def register(self, address: int, num_bytes: int, flags: int) -> str:
-        self.registered[address] = num_bytes
+        self.registered[address], self.flags = num_bytes, flags
         return self.result
 
 
@@ -132,6 +133,7 @@ def test_pages_are_registered_and_given_back(notes):
     link, memory = CudaLink(CPU), torch.zeros(100, dtype=torch.uint8)
     assert link.page_lock(memory)
     assert notes.registered == {memory.data_ptr(): 100}
+    assert notes.flags == 1, "cudaHostRegisterPortable: for all devices"
     link.page_unlock(memory)
     assert not notes.registered
 
