@@ -267,7 +267,7 @@ def test_where_the_device_would_decide_the_host_does(tiny_checkpoint, caplog):
     with fake_device(FakeLink(), FakeLink()), MoE(tiny_checkpoint, device=BOTH, **options) as moe:
         assert moe._runtime.device_steps is None
         greedy(moe)
-    assert "on several devices" in caplog.text
+    assert "with several devices the host decides" in caplog.text
 
 
 def test_experts_with_a_dense_norm_after_them_are_refused(tiny_checkpoint, monkeypatch):
