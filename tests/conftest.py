@@ -43,6 +43,29 @@ VOCAB_SIZE = 128
 SPECIAL_TOKENS = ("<unk>", "<eos>", "<pad>")
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `grid` the combinations on every second or third diagonal stay fast: each
+    value of each parameter is among them.
+    """
+    grids: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("grid"):
+            grids.setdefault(item.function, []).append(item)  # type: ignore[attr-defined]
+    for grid in grids.values():
+        numbers: dict[str, dict[str, int]] = {}  # of each parameter's values
+        diagonals = []
+        for item in grid:
+            diagonals.append(0)
+            for name, value in item.callspec.params.items():  # type: ignore[attr-defined]
+                known = numbers.setdefault(name, {})
+                diagonals[-1] += known.setdefault(repr(value), len(known))
+        step = min({len(known) for known in numbers.values()} - {1}, default=1)
+        for item, diagonal in zip(grid, diagonals, strict=True):
+            if diagonal % step:
+                item.add_marker(pytest.mark.slow)
+
+
 def save_tokenizer(folder: Path) -> None:
     """One token per word: w3 .. w127 and the three special ones; batches are padded on the left."""
     words = [*SPECIAL_TOKENS, *(f"▁w{number}" for number in range(3, VOCAB_SIZE))]

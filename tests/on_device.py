@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from moe_infinity import MoE
+from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 
 PROMPT = torch.tensor([[3, 17, 5, 9, 40, 2, 77, 31]])
 LONG_PROMPT = (torch.arange(3, 99) * 7 % 125 + 3)[None]
+# In the fast suite the default and the plainest: others change which expert leaves, not how.
+SOME_POLICIES = [
+    policy if policy in (ACTIVATION_AWARE, "lru") else pytest.param(policy, marks=pytest.mark.slow)
+    for policy in POLICIES
+]
 BUDGETS = ["5%", "30%", "100%"]  # of 24 experts: 1, 7, 24 slots
 
 

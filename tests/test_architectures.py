@@ -101,6 +101,7 @@ def prefill_and_generate(model) -> tuple[torch.Tensor, ...]:
     return model(**inputs).logits, out.sequences, torch.stack(out.logits)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_prefill_and_greedy_tokens_are_bitwise_those_of_stock(checkpoint, implementation):
     stock = transformers.AutoModelForCausalLM.from_pretrained(

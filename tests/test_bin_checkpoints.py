@@ -33,6 +33,7 @@ def bin_checkpoint(name, tmp_path_factory) -> Path:
     return save_bin(make_model(name).to(torch.bfloat16), tmp_path_factory.mktemp("bin"))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_a_bin_checkpoint_gives_the_tokens_of_correct_stock(name, tmp_path, num_shards):
     save_bin(make_model(name).to(torch.bfloat16), tmp_path, num_shards=num_shards)

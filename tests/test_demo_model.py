@@ -22,6 +22,7 @@ def stock_tokens() -> list[int]:
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("host_memory", ["5%", "25%", "100%"])
 def test_run_gives_the_tokens_of_stock(command, stock_tokens, host_memory, policy):

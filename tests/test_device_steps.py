@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.fake_link import FakeLink, fake_device
 from moe_infinity import MoE
-from moe_infinity.cache.policies import POLICIES, Lru
+from moe_infinity.cache.policies import Lru
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels import (
@@ -31,7 +31,7 @@ from tests.fast_device import (
     on_device,
     tokens_of_a_cpu,
 )
-from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
+from tests.on_device import LONG_PROMPT, PROMPT, SOME_POLICIES, assert_same_tokens, greedy
 from tests.server.driving import Client, generated, make_engine, run_all
 
 
@@ -40,6 +40,7 @@ def expected(tiny_checkpoint):
     return tokens_of_a_cpu(tiny_checkpoint)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("host_memory", ["34%", "60%", "100%"])  # 8, 14, 24 experts
 @pytest.mark.parametrize("device_memory", ["5%", "30%", "100%"])  # 1, 7, 24
@@ -57,7 +58,7 @@ def test_no_budget_of_either_tier_changes_a_token(
         assert decode.lookups == decode.steps * 3 * 2
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_no_policy_changes_a_token(tiny_checkpoint, expected, policy):
     with on_device(tiny_checkpoint, "30%", "60%", policy=policy) as moe:
         assert_same_tokens(moe, expected, rounds=2)
@@ -143,7 +144,7 @@ def counted(moe: MoE) -> tuple[Any, ...]:
     return decode.hits, decode.misses, decode.steps, moe.report().evictions, eams, scores
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
     tiny_checkpoint, policy, monkeypatch
 ):

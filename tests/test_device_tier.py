@@ -16,7 +16,7 @@ from moe_infinity.cache.policies import POLICIES, PREDICTING
 from moe_infinity.memory.device import RING_BUFFERS
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.runtime import ExpertRuntime
-from tests.on_device import BUDGETS, LONG_PROMPT, PROMPT, assert_same_tokens, greedy
+from tests.on_device import BUDGETS, LONG_PROMPT, PROMPT, SOME_POLICIES, assert_same_tokens, greedy
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,7 @@ def expected(tiny_checkpoint):
         return greedy(moe), greedy(moe, LONG_PROMPT)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("host_memory", BUDGETS)
 @pytest.mark.parametrize("device_memory", BUDGETS)
 def test_no_budget_of_either_tier_changes_a_token(
@@ -51,7 +52,7 @@ def test_where_no_page_can_be_locked_copies_go_through_the_ring(
         assert len(link.locked) <= RING_BUFFERS
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_no_policy_changes_a_token(tiny_checkpoint, expected, policy):
     budgets = {"device_memory": "25%", "host_memory": "50%"}
     with fake_device(FakeLink()), MoE(tiny_checkpoint, policy=policy, **budgets) as moe:

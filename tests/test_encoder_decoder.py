@@ -97,6 +97,7 @@ def test_stock_depends_on_the_prompt_and_uses_many_experts(stock):
     assert (used >= 4).all(), used
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_logits_and_greedy_tokens_are_bitwise_those_of_correct_stock(name, dtype, tmp_path):
     """Of NLLB-MoE those of every expert called in turn with the tokens it has a probability for."""

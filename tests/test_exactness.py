@@ -46,6 +46,7 @@ def assert_same_logits(checkpoint: Path, **options) -> None:
     assert torch.equal(found, expected), (found - expected).abs().max()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("host_memory", ["5%", "25%", "100%"])
 def test_neither_budget_nor_policy_changes_a_token(tiny_checkpoint, host_memory, policy):
@@ -56,6 +57,7 @@ def test_neither_budget_nor_policy_changes_a_token(tiny_checkpoint, host_memory,
         moe.check_invariants()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("policy", ["activation-aware", "moe-infinity-v3"])
 @pytest.mark.parametrize("host_memory", ["5%", "40%", "70%"])
 def test_prefetch_changes_no_token(tiny_checkpoint, host_memory, policy):

@@ -116,6 +116,7 @@ def test_stock_depends_on_the_prompt_and_uses_many_experts(stock):
     assert ((counts.sum(axis=(0, 1)) > 0).sum(axis=1) >= 6).all()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_prefill_and_greedy_tokens_are_bitwise_those_of_stock(checkpoint, stock, num_sequences):
     expected = prefill_and_generate(stock, PROMPT[:num_sequences])
@@ -143,6 +144,7 @@ def test_a_padded_batch_gives_the_tokens_of_stock_and_padding_is_not_counted(
     assert [set(eam.prefill.sum(axis=1)) for eam in eams] == [{9 * top_k}, {13 * top_k}]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "options",  # elsewhere the policy is activation-aware
     [{"policy": "lru"}, {"prefetch": True}, {"prefetch": True, "early_gate": True}],
@@ -194,6 +196,7 @@ def test_two_experts_swapped_in_the_checkpoint_change_the_logits(checkpoint, cop
 # what is counted
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_the_eam_of_each_sequence_counts_what_the_routers_chose(
     name, checkpoint, stock, num_sequences

@@ -37,6 +37,7 @@ def generate(moe: MoE, batches: Sequence[Prompts]) -> None:
         moe.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("batches", [SINGLY, BATCH, SINGLY + BATCH + SINGLY[:2]], ids=[
     "one after the other", "a batch", "both"
 ])  # fmt: skip

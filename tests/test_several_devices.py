@@ -45,6 +45,7 @@ def slots_of(moe: MoE) -> DeviceSlots:
     return slots
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("host_memory", ["5%", "50%"])
 @pytest.mark.parametrize("device_memory", BUDGETS)
