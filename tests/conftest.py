@@ -24,6 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hypothesis
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -38,6 +39,9 @@ from moe_infinity import cli
 from tests import safetensors_file
 
 torch.set_num_threads(1)
+# The same examples in every run; a busy machine is no failure.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
 
 VOCAB_SIZE = 128
 SPECIAL_TOKENS = ("<unk>", "<eos>", "<pad>")

@@ -20,7 +20,7 @@ def layout_of(params: list[tuple[tuple[int, ...], str]]) -> ExpertLayout:
     return ExpertLayout.of({f"param_{i}": param for i, param in enumerate(params)})
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(params=parameters)
 def test_parameters_are_aligned_disjoint_and_inside_the_slot(params):
     layout = layout_of(params)
@@ -33,7 +33,7 @@ def test_parameters_are_aligned_disjoint_and_inside_the_slot(params):
     assert layout.slot_bytes % PARAM_ALIGNMENT == 0, "the next slot is aligned too"
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(params=parameters)
 def test_a_layout_keeps_names_shapes_dtypes_and_their_order(params):
     layout = layout_of(params)

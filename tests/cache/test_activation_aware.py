@@ -53,7 +53,7 @@ def chances(draw) -> tuple[np.ndarray, np.ndarray]:
     return draw(of_64) / 64, draw(of_64) / 64
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(case=chances())
 def test_scores_are_the_formula_for_every_current_row(case):
     next_use, later_use = case

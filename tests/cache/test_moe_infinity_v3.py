@@ -211,7 +211,7 @@ def algorithm_1(matched: np.ndarray, current: int) -> np.ndarray:
     return scores
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     past=st.lists(routes, min_size=1, max_size=4),
     route=st.lists(st.integers(0, E - 1), min_size=1, max_size=L),

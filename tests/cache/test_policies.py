@@ -57,7 +57,7 @@ histories = st.lists(
     ),
     max_size=20,
 )
-few_examples = settings(max_examples=60, deadline=None, derandomize=True)
+few_examples = settings(max_examples=60)
 
 
 def step(phase: Phase = DECODE, *, begins: bool = False) -> Step:

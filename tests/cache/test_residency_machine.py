@@ -238,7 +238,5 @@ TestResidencyMachine = ResidencyMachine.TestCase
 TestResidencyMachine.settings = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -65,9 +65,7 @@ sizes = st.one_of(st.integers(0, 20_000), st.sampled_from([512, 4096, 8192, 1228
 places = st.one_of(st.integers(0, 9000), st.sampled_from([0, 8, 64, 512, 4096, 8192]))
 
 
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(places, sizes, places), min_size=1, max_size=4), st.randoms())
 def test_every_alignment_gives_the_bytes_of_a_plain_read(reader, file, wanted, rng):
     """(gap in the file, size, gap in memory) of each; neighbours where the gap is 0."""

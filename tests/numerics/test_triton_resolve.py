@@ -151,7 +151,7 @@ def routings(experts: int = 8, max_tokens: int = 8, max_k: int = 8):
     return st.tuples(st.integers(1, max_tokens), st.integers(1, max_k)).flatmap(row)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     steps=st.lists(routings(), min_size=1, max_size=3),
     num_free=st.integers(0, 12),
@@ -253,7 +253,7 @@ def act_as_host(data, world: World, model: Model) -> None:
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_host_and_device_agree_whatever_the_host_decides(kernels, data):
     world = world_for(kernels, slots=7)

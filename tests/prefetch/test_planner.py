@@ -114,7 +114,7 @@ def cases(draw) -> Case:
     return Case(policy, table, row, held, load_s, row_s, queued_s)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(case=cases())
 def test_a_plan_names_only_what_is_absent_and_likely_the_most_useful_first(case):
     plan = case.plan()
@@ -127,20 +127,20 @@ def test_a_plan_names_only_what_is_absent_and_likely_the_most_useful_first(case)
     assert all(one >= other * 0.9999 for one, other in zip(values, values[1:], strict=False))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(case=cases())
 def test_a_plan_is_no_longer_than_the_link_can_begin_in_the_time_of_a_row(case):
     assert len(case.plan()) <= max(ceil((case.row_s - case.queued_s) / case.load_s), 0)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(case=cases())
 def test_a_plan_leaves_most_slots_to_what_is_asked_for(case):
     plan, table = case.plan(), case.table
     assert not plan or table.num_loading + len(plan) <= table.num_slots // LOADING_SHARE
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(case=cases())
 def test_a_plan_can_be_carried_out_and_takes_nothing_scored_higher_nor_held(case):
     table, scores_RE = case.table, case.policy.scores_RE
@@ -155,7 +155,7 @@ def test_a_plan_can_be_carried_out_and_takes_nothing_scored_higher_nor_held(case
         assert all(table.lookup(key) is not None for key in case.held)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(case=cases())
 def test_a_plan_leaves_out_nothing_that_is_more_useful_and_has_free_room(case):
     """In a table with room for all, the best absent experts are planned, whatever their score."""

@@ -44,7 +44,7 @@ def runs(draw) -> list[tuple[int, list[int], int]]:
     return draw(st.lists(batch, min_size=1, max_size=4))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(batches=runs(), seed=st.integers(0, 99), look_ahead=st.booleans())
 @np.errstate(divide="raise", over="raise", invalid="raise")
 def test_chances_stay_chances_over_any_run(batches, seed, look_ahead):

@@ -43,7 +43,7 @@ def evidence(table: TokenTable, token_id: int, *, after: bool = False) -> np.nda
 # FollowTable
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     pairs=st.lists(st.tuples(routings(), routings()), max_size=12),
     experts=st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4, unique=True),
@@ -117,7 +117,7 @@ def test_a_follow_counter_that_is_not_full_forgets_nothing():
 # TokenTable
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     tokens=st.lists(st.tuples(st.integers(0, 3), routings(), st.booleans()), max_size=20),
     asked=st.integers(0, 4),

@@ -46,9 +46,7 @@ def test_no_request_brings_an_error_of_ours(fuzzed, path, mode):
     @given(st.data())
     @settings(
         max_examples=NUM_CASES,
-        deadline=None,
         database=None,
-        derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -18,14 +18,12 @@ def decoded(ids: list[int]) -> str:
     return text
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 6143), max_size=40))
 def test_pieces_of_any_ids_add_up_to_what_decode_gives(ids):
     detokenizer = Detokenizer(TOKENIZER)
     assert "".join([*map(detokenizer.add, ids), detokenizer.finish()]) == decoded(ids)
 
 
-@settings(deadline=None)
 @given(TEXTS)
 def test_no_piece_of_a_text_ends_within_a_character(text):
     detokenizer = Detokenizer(TOKENIZER)

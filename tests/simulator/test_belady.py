@@ -96,7 +96,7 @@ def test_an_expert_never_needed_again_leaves_before_all_others():
     assert num_hits(belady(decoding, 3), decoding, 2, begins={0}) == 3
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(case=decodings(max_rows=2, max_experts=3, max_steps=5))
 def test_belady_has_the_most_hits_any_choice_of_victims_can_have(case):
     decoding, num_experts, num_slots = case
@@ -105,7 +105,7 @@ def test_belady_has_the_most_hits_any_choice_of_victims_can_have(case):
 
 
 @pytest.mark.parametrize("name", BASELINES)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(case=decodings(max_rows=4, max_experts=6, max_steps=12), begins=st.sets(st.integers(0, 11)))
 def test_no_baseline_has_more_hits_than_belady(name, case, begins):
     decoding, num_experts, num_slots = case

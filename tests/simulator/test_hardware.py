@@ -67,7 +67,7 @@ def test_an_idle_link_delivers_nothing_and_demands_cost_nothing_but_themselves(l
     assert link.demand(3, []) == 12.0
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(passes=st.lists(st.integers(0, 9), max_size=20), num=st.integers(0, 6))
 def test_the_link_never_carries_more_than_time_allows(passes, num):
     """Whole seconds: exact."""

@@ -49,7 +49,7 @@ def state_of(cell: Cell) -> object:
 # Any trace
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(requests=lengths(max_requests=4), num_users=st.integers(1, 3), prefetch=st.booleans())
 def test_every_activated_expert_of_every_row_and_step_is_looked_up_once(
     requests, num_users, prefetch
@@ -66,7 +66,7 @@ def test_every_activated_expert_of_every_row_and_step_is_looked_up_once(
         assert {phase: cell.counters.of(phase).lookups for phase in Phase} == wanted
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(
     requests=lengths(max_requests=4),
     num_slots=st.integers(1, ROWS * EXPERTS),
@@ -91,7 +91,7 @@ def test_no_slot_stays_empty_once_more_was_loaded_than_fits(
             assert len(cell.table) == min(num_slots, len(used))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(requests=lengths(max_requests=4), num_slots=st.integers(2, 12))
 def test_without_prefetch_the_stall_is_the_load_time_of_all_misses(requests, num_slots):
     for cell in run(one_after_the_other(requests), *(setup(name, num_slots) for name in EVERY)):
@@ -105,7 +105,7 @@ def test_without_prefetch_the_stall_is_the_load_time_of_all_misses(requests, num
         assert cell.table.prefetches.begun == 0
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(
     requests=lengths(max_prompt=0, max_decoded=8, max_requests=4),
     num_slots=st.integers(K, ROWS * EXPERTS),
@@ -116,7 +116,7 @@ def test_no_policy_has_more_hits_than_belady(requests, num_slots):
     assert max(hits.values()) == hits["belady"]
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @given(
     requests=lengths(max_decoded=10),
     num_slots=st.integers(2, ROWS * EXPERTS - 1),
@@ -139,7 +139,7 @@ def test_every_prefetch_is_useful_or_late_or_wasted_or_still_unused(
         assert (cell.link.queued_s > 0) == (cell.table.num_loading > 0)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=4)
 @given(
     requests=lengths(max_decoded=8, max_requests=2),
     num_users=st.integers(1, 2),

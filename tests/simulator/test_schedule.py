@@ -57,7 +57,7 @@ def phases_of(sequences: list[SequenceTrace]) -> dict[int, Phase]:
 # Any run
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(requests=lengths(), num_users=st.integers(1, 4))
 def test_every_token_of_every_request_is_in_one_step_in_order(requests, num_users):
     sequences = one_after_the_other(requests)
@@ -65,7 +65,7 @@ def test_every_token_of_every_request_is_in_one_step_in_order(requests, num_user
     assert sorted(put_together(steps)) == sorted(map(as_lists, sequences))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(requests=lengths(), num_users=st.integers(1, 4))
 def test_at_most_as_many_sequences_run_at_once_as_there_are_users(requests, num_users):
     for recorded in steps_of(interleave(one_after_the_other(requests), num_users)):
@@ -73,7 +73,7 @@ def test_at_most_as_many_sequences_run_at_once_as_there_are_users(requests, num_
         assert len({place for place, *_ in counted(recorded)}) <= num_users
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(requests=lengths(), num_users=st.integers(1, 4))
 def test_a_step_is_of_the_phase_of_its_tokens_and_a_prompt_is_one_of_its_own(requests, num_users):
     """A sequence that waits while another's prompt runs is there without a token: what it does
@@ -91,7 +91,7 @@ def test_a_step_is_of_the_phase_of_its_tokens_and_a_prompt_is_one_of_its_own(req
             assert len(set(places)) == len(places), "one token of each"
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(requests=lengths(), num_users=st.integers(1, 4))
 def test_the_number_of_requests_begun_counts_every_request_when_its_first_token_comes(
     requests, num_users
@@ -104,7 +104,7 @@ def test_the_number_of_requests_begun_counts_every_request_when_its_first_token_
     assert begun == len(requests)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(requests=lengths(), num_users=st.integers(1, 4))
 def test_the_recorder_of_the_engine_takes_the_steps_and_counts_every_token(requests, num_users):
     """EAMs included: each sums to tokens x k, prefill and decode apart."""

@@ -26,7 +26,7 @@ def add(eam: BatchEam, phase: Phase, moe_row: int, routed: list[tuple[int, list[
     eam.add(phase, moe_row, sequence_of_token_T, experts_TK)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(history=st.lists(calls, max_size=8))
 def test_a_matrix_counts_every_token_once_per_expert_that_served_it(history):
     eam = BatchEam(NUM_SEQUENCES, NUM_ROWS, NUM_EXPERTS)

@@ -194,7 +194,7 @@ observations = st.tuples(
 actions = st.one_of(observations, st.sampled_from(["add", "begin", "look"]))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     history=st.lists(actions, max_size=25), phase=st.sampled_from(Phase), seed=st.integers(0, 99)
 )
