@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import (
+    Cancelled,
     CheckpointError,
     ClosedError,
     ConfigError,
@@ -129,16 +130,19 @@ class MoE:
     def _generate(self, cancelled: threading.Event | None, *args: Any, **kwargs: Any) -> Any:
         with self._lock, self._device.explaining():
             self._require_open()
-            self._runtime.cancelled = cancelled
-            config = kwargs.get("generation_config")
-            self._steps.end_ids = kwargs.get("eos_token_id", config and config.eos_token_id)
-            self._steps.prompt_mask = kwargs.get("attention_mask")
             args = tuple(map(self._device.move, args))
             kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
             if self._graphed is not None:
                 kwargs.setdefault("disable_compile", True)  # we capture instead
+            config = kwargs.get("generation_config")
             try:
+                self._runtime.cancelled = cancelled
+                self._steps.end_ids = kwargs.get("eos_token_id", config and config.eos_token_id)
+                self._steps.prompt_mask = kwargs.get("attention_mask")
                 return self.model.generate(*args, **kwargs)
+            except Cancelled:
+                self._runtime.recorder.drop_step()
+                raise
             finally:
                 self._steps.end_ids = self._steps.prompt_mask = self._runtime.cancelled = None
                 self._runtime.settle()

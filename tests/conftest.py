@@ -65,9 +65,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 known = numbers.setdefault(name, {})
                 diagonals[-1] += known.setdefault(repr(value), len(known))
         step = min({len(known) for known in numbers.values()} - {1}, default=1)
+        fast: set[tuple[str, str]] = set()
         for item, diagonal in zip(grid, diagonals, strict=True):
             if diagonal % step:
                 item.add_marker(pytest.mark.slow)
+            else:
+                fast |= {(name, repr(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+        every = {(name, value) for name, known in numbers.items() for value in known}
+        assert fast == every, (grid[0].nodeid, every - fast)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -4,7 +4,7 @@ would have but for rounding, and it takes its share only where that is sooner.""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.models import cpu_share
 from moe_infinity.models.cpu_share import CpuShare
 from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
+from tests.test_device_faults import BrokenLink
 
 pytest.importorskip("numba", reason="needs numba")
 AT_ONCE, HALF, NEVER = (0.0, 1.0), (1.0, 1.0), (99.0, 1.0)  # seconds: CPU, link
@@ -161,6 +162,24 @@ def test_an_error_while_it_computes_is_told_and_the_next_call_works(tiny_checkpo
         assert torch.equal(greedy(moe), expected)
 
 
+def test_a_host_of_one_slot_is_left_to_what_must_be_read(tiny_checkpoint):
+    """With the only slot held for the CPU nothing could be read from disk."""
+    link = BrokenLink()
+    budgets = {"device_memory": 4 * 6144, "host_memory": 8192}
+    with fake_device(link), torch.no_grad():
+        options: dict[str, Any] = {**budgets, "dtype": "float32", "split_misses": True}
+        with MoE(tiny_checkpoint, **options) as moe:
+            share = moe._runtime.cpu_share
+            assert share is not None
+            share.cpu_s, share.copy_s = AT_ONCE
+            cache = moe.model(PROMPT, use_cache=True).past_key_values
+            for fails_in in (1, -1):  # what was read for a copy that failed is in HOST alone
+                link.fails_in = fails_in
+                with nullcontext() if fails_in < 0 else pytest.raises(RuntimeError, match="broken"):
+                    moe.model(torch.tensor([[77]]), past_key_values=cache)
+            assert moe._runtime.tiers[1].slots.num_slots == 1
+
+
 def test_both_are_measured_when_the_model_is_loaded(tiny_checkpoint):
     options: dict[str, Any] = {"device_memory": "30%", "split_misses": True}
     link = FakeLink(bytes_per_s=1e6)
@@ -179,11 +198,9 @@ def test_the_host_decides_and_says_so(tiny_checkpoint, caplog):
 
 
 def test_it_is_refused_where_there_is_nothing_to_split(tiny_checkpoint):
-    with pytest.raises(ConfigError, match="for a GPU"):
-        MoE(tiny_checkpoint, device="cpu", split_misses=True)
-    if not torch.cuda.is_available():
+    for options in ({"device": "cpu"}, {}):  # no test sees a GPU, if there is one
         with pytest.raises(ConfigError, match="for a GPU"):
-            MoE(tiny_checkpoint, split_misses=True)
+            MoE(tiny_checkpoint, split_misses=True, **options)
 
 
 def test_it_is_refused_without_numba_and_for_experts_it_cannot_compute(

@@ -146,6 +146,39 @@ def test_a_stream_ends_in_the_middle_of_its_prompt(moe, disk, expected):
     assert tokens_of(moe) == expected
 
 
+def leave(moe: MoE, monkeypatch: pytest.MonkeyPatch, at_row: int) -> None:
+    """A stream, in the middle of its prompt."""
+    stream, begin_row = moe.stream(INPUTS, **FOR_LONG), moe._runtime._begin_row
+
+    def begin(moe_row: int, num_tokens: int) -> None:
+        if moe_row == at_row:
+            stream._cancelled.set()
+        begin_row(moe_row, num_tokens)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(moe._runtime, "_begin_row", begin)
+        assert list(stream) == []
+    assert stream.token_ids == []
+
+
+@pytest.mark.parametrize("at_row", [0, 1])
+def test_of_a_prompt_that_was_left_nothing_is_recorded(moe, monkeypatch, expected, at_row):
+    with moe.recording() as finish:
+        tokens_of(moe)
+        leave(moe, monkeypatch, at_row)
+        assert moe.request_eams() == []
+        tokens_of(moe)
+        traces = finish()
+    assert [trace.token_ids_T.tolist() for trace in traces] == [expected[:-1]] * 2
+
+
+def test_a_stream_that_could_not_begin_cancels_nothing_else(moe, expected):
+    with pytest.raises(AttributeError):
+        list(moe.stream(INPUTS, generation_config={"max_new_tokens": 3}))
+    moe.model(**INPUTS)
+    assert tokens_of(moe) == expected
+
+
 @pytest.mark.parametrize("has_started", [False, True])
 def test_a_stream_ends_while_its_thread_starts(moe, expected, monkeypatch, has_started):
     stream = moe.stream(INPUTS, **FOR_LONG)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 from moe_infinity import MoE
 from moe_infinity.kernels import graphed_step
@@ -102,6 +103,46 @@ def test_the_count_of_stock_would_be_frozen_in_a_graph(
         assert "not permitted when stream is capturing" in caplog.text
 
 
+def conversation(moe: MoE) -> list[Tensor]:
+    """Logits of two turns with one cache; in the second prompt the window fills up."""
+    cache = StaticCache(config=moe.model.config, max_cache_len=80)
+    ids, found = torch.empty(1, 0, dtype=torch.int64), []
+    for more in (PROMPT[:, :4], LONG_PROMPT[:, :9]):
+        ids = torch.cat([ids, more], dim=1)
+        out = moe.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+            max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        ids = out.sequences
+        found += out.logits
+    return found
+
+
+def beams(moe: MoE) -> list[Tensor]:
+    """They take turns in the cache, which then lies somewhere else."""
+    ids: Tensor = moe.generate(
+        input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=24,
+        do_sample=False, num_beams=3, **STATIC,
+    )  # fmt: skip
+    return [ids]
+
+
+@pytest.mark.parametrize("run", [conversation, beams])
+@pytest.mark.parametrize("has_windows", [True, False])
+@torch.no_grad()
+def test_a_cache_that_changes_between_steps_is_no_longer_that_of_the_graph(
+    folder, tiny_checkpoint, graphs, monkeypatch, run, has_windows
+):
+    found = []
+    for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
+        monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
+        with on_device(folder if has_windows else tiny_checkpoint, "100%", "100%") as moe:
+            bring_every_expert(moe)
+            found.append(run(moe))
+    assert all(map(torch.equal, *found))
+    assert bool(graphs) == (run is conversation)
+
+
 def test_a_step_that_may_be_lost_is_not_captured(folder, expected, graphs):
     """A window that moved on cannot be set back."""
     with on_device(folder, "40%", "50%") as moe:
@@ -112,8 +153,6 @@ def test_a_step_that_may_be_lost_is_not_captured(folder, expected, graphs):
 @torch.no_grad()
 def test_a_mask_made_inside_the_step_is_refused(folder, graphs, caplog):
     """It would be the mask of one length; generate() makes it outside."""
-    from transformers import StaticCache
-
     with on_device(folder, "100%", "100%") as moe:
         bring_every_expert(moe)
         found = []

@@ -61,12 +61,13 @@ class GraphedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
-        if cache is not self._cache:
-            self._forget()  # before another cache takes memory
+        is_captured = not args and can_capture(cache, can_lose=self._steps.can_lose)
+        if cache is not self._cache or not self._steps.has_begun or not is_captured:
+            self._forget()  # before another cache takes memory, or a prompt goes on with this one
         if not self._steps.has_begun:
             return self._forward(*args, **kwargs)
         self._steps.has_begun = False
-        if args or not can_capture(cache, can_lose=self._steps.can_lose):
+        if not is_captured:
             with self._steps.running(is_careful=True):
                 return self._forward(*args, **kwargs)
         with self._steps.running(is_careful=False):
@@ -81,14 +82,16 @@ class GraphedStep:
         windows = StaticWindows(cache)
         rest = {name: value for name, value in kwargs.items() if name != CACHE}
         values, spec = tree_flatten(rest)  # a mask may be one for each type of layer
-        constants = [torch.is_inference_mode_enabled(), spec]
+        constants = [torch.is_inference_mode_enabled(), torch.is_grad_enabled(), spec]
         constants += [(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values]
+        constants += [layer.keys.data_ptr() for layer in cache.layers]  # beams move them
         if constants != self._constants:
             self._forget()
             self._cache, self._constants = cache, constants
-        if self._graph is None and not self._is_refused and self._num_eager >= WARM_UP_STEPS:
+        is_wanted = not self._is_refused and not torch.is_grad_enabled()
+        if self._graph is None and is_wanted and self._num_eager >= WARM_UP_STEPS:
             self._capture(windows, {CACHE: cache}, values, spec)
-        if self._graph is None or torch.is_grad_enabled():
+        if self._graph is None:
             self._num_eager += 1
             return self._forward(**kwargs)
         for place, value in zip(self._inputs, values, strict=True):
@@ -150,8 +153,10 @@ def can_capture(cache: object, *, can_lose: bool) -> bool:
     """Whether the cache is written where a counter on the device says, and nothing of it is lost
     that a lost step needs when it is run again.
     """
+    if not isinstance(cache, StaticCache) or cache.offloading:
+        return False
     known = {StaticLayer} if can_lose else {StaticLayer, StaticSlidingWindowLayer}
-    return isinstance(cache, StaticCache) and {type(la) for la in cache.layers} <= known
+    return {type(layer) for layer in cache.layers} <= known
 
 
 def rewind(cache: StaticCache, kwargs: dict[str, Any]) -> None:

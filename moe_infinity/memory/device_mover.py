@@ -168,7 +168,9 @@ class DeviceMover:
         try:
             wave = self._host_table.next_wave(keys, phase)
         except OutOfSlots:  # prefetches have them all
-            return self._host_table.loading_keys()
+            if not (coming := self._host_table.loading_keys()):
+                raise
+            return coming
         with self._host_table.holding(wave, phase) as held:
             self._host_mover.load_now(held.absent, held.slot_ids)
             for key in wave:

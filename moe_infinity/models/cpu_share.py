@@ -6,8 +6,8 @@ copies the others.
 
 k makes the longer of the two shortest; for both, what an expert took at start-up while the other
 was at work, as copies use the host's memory, too. Those with the lowest scores are computed here:
-they would be the next to leave a slot. Sums are in float32, so results are those of the device but
-for rounding.
+they would be the next to leave a slot. Sums are in float32, and int4 weights are not rounded before
+they are multiplied, so results are those of the device but for rounding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class CpuShare:
         pairs = zip(plan.rows, plan.recipes, strict=True)
         self._fused = [fused_row(row, recipes) for row, recipes in pairs]
         if None in self._fused:
-            raise ConfigError("split_misses: no kernel of ours computes experts of this kind")
+            raise ConfigError(
+                "split_misses: no kernel of ours computes experts of this kind on a CPU\n"
+                "hint: leave it out"
+            )
         self.num_computed = 0
         self.cpu_s, self.copy_s = self._measure()
         times = f"{1e3 * self.cpu_s:.2f} ms by the CPU, {1e3 * self.copy_s:.2f} ms by the link"
@@ -120,7 +123,9 @@ class CpuShare:
             for key in waiting
             if device.lookup(key) is None and host.lookup(key) is Residency.RESIDENT
         ]
-        if not (num_mine := self.num_for_cpu(len(misses))):
+        # A slot of HOST stays free for what the others need from disk.
+        num_mine = min(self.num_for_cpu(len(misses)), self._host.slots.num_slots - 1)
+        if not num_mine:
             return []
         scores_E = self._device.policy.scores()[moe_row]
         return sorted(misses, key=lambda key: scores_E[key.expert_idx])[:num_mine]

@@ -102,6 +102,12 @@ class Recorder:
             self._tokens.record(moe_row, counted)
         return counted
 
+    def drop_step(self) -> None:
+        """The step under way will not end: it counts for nothing, and its requests are over."""
+        self._batch = BatchEam(0, self._num_rows, self.num_experts)
+        if self._tokens is not None:
+            self._tokens.drop_step()
+
     def request_eams(self) -> list[RequestEam]:
         """The EAMs of the running request or, between requests, of the last one; one per sequence
         of the batch.
@@ -147,6 +153,9 @@ class TokenRecorder:
 
     def record(self, moe_row: int, experts_TK: Ints) -> None:
         self._rows[moe_row] = experts_TK.copy()
+
+    def drop_step(self) -> None:
+        self._step, self._rows = None, {}
 
     def finish(self) -> list[SequenceTrace]:
         self._flush()
