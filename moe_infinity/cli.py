@@ -38,6 +38,7 @@ from moe_infinity.cli_options import (
     ShowProfile,
     ShowReport,
     SplitMisses,
+    StaticCache,
     Temperature,
     TopP,
     TrustRemoteCode,
@@ -75,6 +76,7 @@ def run(
     dtype: Dtype = "auto",
     expert_dtype: ExpertDtype = None,
     implementation: Implementation = "auto",
+    static_cache: StaticCache = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text.")
@@ -102,7 +104,7 @@ def run(
         trust_remote_code=trust_remote_code,
     ) as moe:
         stream = moe.stream(
-            text, max_new_tokens=max_new_tokens, **sampling(temperature, top_p, seed)
+            text, **settings_of(max_new_tokens, temperature, top_p, seed, static_cache)
         )
         with profiling(moe) if profile else nullcontext() as split:
             for piece in stream:
@@ -138,6 +140,7 @@ def chat(
     dtype: Dtype = "auto",
     expert_dtype: ExpertDtype = None,
     implementation: Implementation = "auto",
+    static_cache: StaticCache = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk to a model or a server; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
@@ -167,10 +170,8 @@ def chat(
         trust_remote_code=trust_remote_code,
     ) as moe:
         if moe.tokenizer.chat_template is None:
-            raise MoEInfinityError(
-                f"{model} has no chat template; use `moe-infinity run` with a prompt"
-            )
-        settings = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, seed)}
+            raise MoEInfinityError(f"{model} has no chat template; use `moe-infinity run`")
+        settings = settings_of(max_new_tokens, temperature, top_p, seed, static_cache)
 
         def answer(messages: list[dict[str, str]]) -> Iterator[str]:
             inputs = moe.tokenizer.apply_chat_template(
@@ -339,15 +340,20 @@ def open_model(model: str, **options: Any) -> Iterator[Any]:
         yield moe
 
 
-def sampling(temperature: float, top_p: float, seed: int | None) -> dict[str, Any]:
+def settings_of(
+    max_new_tokens: int, temperature: float, top_p: float, seed: int | None, static_cache: bool
+) -> dict[str, Any]:
     """Arguments of generate()."""
     if seed is not None:
         from transformers import set_seed
 
         set_seed(seed)
-    if temperature == 0.0:
-        return {"do_sample": False}
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        settings |= {"temperature": temperature, "top_p": top_p}
+    if static_cache:
+        settings["cache_implementation"] = "static"
+    return settings
 
 
 def result_of(stream: Any, moe: Any) -> dict[str, Any]:

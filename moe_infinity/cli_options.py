@@ -67,6 +67,13 @@ Implementation = Annotated[
         help="How experts compute: auto, fast, or exactly as grouped_mm or eager.",
     ),
 ]
+StaticCache = Annotated[
+    bool,
+    typer.Option(
+        "--static-cache",
+        help="Keep keys and values in one place: what a CUDA graph of a step needs, with fast.",
+    ),
+]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings with it."),

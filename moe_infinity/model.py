@@ -132,8 +132,8 @@ class MoE:
             self._require_open()
             args = tuple(map(self._device.move, args))
             kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
-            if self._graphed is not None:
-                kwargs.setdefault("disable_compile", True)  # we capture instead
+            if self._device.slots is not None:
+                kwargs.setdefault("disable_compile", True)  # what we decide cannot be compiled
             config = kwargs.get("generation_config")
             try:
                 self._runtime.cancelled = cancelled

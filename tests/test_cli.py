@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from moe_infinity import MoE
+from moe_infinity import MoE, cli
+from tests.fast_device import on_device
 
 pytestmark = pytest.mark.timeout(30)
 NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
@@ -55,6 +58,23 @@ def test_run_json_is_one_object_with_the_promised_keys(command, tiny_checkpoint,
     assert set(result) >= {"text", "token_ids", "ttft_s", "tpot_s", "report"}
     assert (result["text"], result["token_ids"]) == (words(expected), expected)
     assert result["ttft_s"] > 0 < result["tpot_s"]
+
+
+def test_run_with_a_static_cache_gives_what_stock_gives_with_one(
+    command, tiny_checkpoint, stock_model
+):
+    ids = torch.tensor([[5, 6, 9, 100, 31]])
+    cached = {"max_new_tokens": 16, "do_sample": False, "cache_implementation": "static"}
+    expected = stock_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **cached)
+    outcome = command(*run_args(tiny_checkpoint, "--static-cache", "--json"))
+    assert json.loads(outcome.out)["token_ids"] == expected[0, 5:].tolist()
+    with (
+        on_device(tiny_checkpoint, "100%", "100%") as moe,
+        mock.patch.object(cli, "open_model", return_value=nullcontext(moe)),
+    ):
+        assert command(*run_args(tiny_checkpoint, "--static-cache")).code == 0
+        assert moe._graphed is not None
+        assert moe._graphed._graph is not None  # a step was captured
 
 
 def test_run_json_reports_what_the_cache_did(command, tiny_checkpoint):
