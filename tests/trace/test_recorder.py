@@ -252,6 +252,29 @@ def test_tokens_that_were_dropped_are_gone(recorder):
     recorder.drop_tokens()  # again is harmless
 
 
+@pytest.mark.parametrize("is_keeping", [True, False])
+def test_a_step_that_was_dropped_and_its_request_leave_nothing(recorder, is_keeping):
+    if is_keeping:
+        recorder.begin_tokens()
+    first = run(recorder, prefill_of([1, 1], token_ids_T=[3, 4]))
+    (before,) = recorder.request_eams()
+    cut = prefill_of([1, 1, 1], token_ids_T=[5, 6, 7])
+    (ended,) = recorder.begin_step(cut)
+    np.testing.assert_array_equal(ended.prefill, before.prefill)
+    recorder.record(0, routing(cut)[0])
+    recorder.drop_step()
+    assert recorder.request_eams() == []
+    last = prefill_of([1, 1], token_ids_T=[8, 9])
+    assert recorder.begin_step(last) == []
+    second = run(recorder, last, seed=1)
+    np.testing.assert_array_equal(recorder.request_eams()[0].prefill, naive_eam(second))
+    if is_keeping:
+        traces = recorder.finish_tokens()
+        assert_trace(traces[0], first, [3, 4], num_prefill=2)
+        assert_trace(traces[1], second, [8, 9], num_prefill=2)
+        assert len(traces) == 2
+
+
 def test_a_step_without_a_moe_row_leaves_no_tokens(recorder):
     """The forward pass failed before its first MoE layer."""
     recorder.begin_tokens()
