@@ -95,6 +95,7 @@ def test_at_any_moment_it_surfaces_and_the_next_tokens_are_right(moe, expected):
         moe.check_invariants()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("number", [0, 1, 20, 50])
 def test_while_an_expert_is_read_it_surfaces_at_once(moe, disk, expected, number):
     """The read is waited for only when its slot is needed again."""
@@ -161,6 +162,7 @@ def leave(moe: MoE, monkeypatch: pytest.MonkeyPatch, at_row: int) -> None:
     assert stream.token_ids == []
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("at_row", [0, 1])
 def test_of_a_prompt_that_was_left_nothing_is_recorded(moe, monkeypatch, expected, at_row):
     with moe.recording() as finish:
@@ -179,6 +181,7 @@ def test_a_stream_that_could_not_begin_cancels_nothing_else(moe, expected):
     assert tokens_of(moe) == expected
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("has_started", [False, True])
 def test_a_stream_ends_while_its_thread_starts(moe, expected, monkeypatch, has_started):
     stream = moe.stream(INPUTS, **FOR_LONG)

@@ -207,6 +207,7 @@ def test_a_pair_without_an_expert_adds_nothing(kernels):
     assert (found[2] == 0).all()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", ["bf16", "int4 32", "fp8 blocks", "int8", "mxfp4"])
 def test_the_tolerance_rejects_what_is_wrong(kernels, kind):
