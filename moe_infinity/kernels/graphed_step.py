@@ -61,13 +61,13 @@ class GraphedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
-        is_captured = not args and can_capture(cache, can_lose=self._steps.can_lose)
-        if cache is not self._cache or not self._steps.has_begun or not is_captured:
+        may_be_captured = not args and can_capture(cache, can_lose=self._steps.can_lose)
+        if cache is not self._cache or not self._steps.has_begun or not may_be_captured:
             self._forget()  # before another cache takes memory, or a prompt goes on with this one
         if not self._steps.has_begun:
             return self._forward(*args, **kwargs)
         self._steps.has_begun = False
-        if not is_captured:
+        if not may_be_captured:
             with self._steps.running(is_careful=True):
                 return self._forward(*args, **kwargs)
         with self._steps.running(is_careful=False):
