@@ -111,8 +111,8 @@ class Layers:
             ExpertKey(row, e) for row in range(sizes.num_layers) for e in range(sizes.num_experts)
         ]
         at, step = self.host.data_ptr(), layout.slot_bytes
+        self.table.tell({key: slot for slot, key in enumerate(keys)})
         self.table.set_host_addresses({key: at + i * step for i, key in enumerate(keys)})
-        self.table.place({key: slot for slot, key in enumerate(keys)})
         pairs = torch.rand(sizes.num_layers, sizes.num_tokens, sizes.num_experts).argsort(2)
         self.index_LTK = pairs[:, :, : sizes.top_k].contiguous().to(CUDA)
         rows = torch.arange(sizes.num_layers, device=CUDA)[:, None, None] * sizes.num_experts

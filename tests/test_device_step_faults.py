@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
+from moe_infinity.cache.policies import Lru
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import CheckpointError
 from moe_infinity.kernels import graphed_step, slot_reference
@@ -35,20 +36,32 @@ def is_wrong(checkpoint: Any, expected: Any, *budgets: str, **cache: Any) -> boo
 # What would be wrong. Each test shows that the tokens tell.
 
 
-def test_an_evicted_expert_is_taken_from_the_device_before_its_slot_is_reused(
-    tiny_checkpoint, expected, monkeypatch
-):
+def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, expected, monkeypatch):
     assert not is_wrong(tiny_checkpoint, expected, "30%", "100%")
-    withdraw = DeviceTable.withdraw
+    take_slot = slot_reference._take_slot
 
-    def forgetting(self: DeviceTable, keys: Any) -> list[int]:
-        told = self.slot_LE.clone()
-        slot_ids = withdraw(self, keys)
-        self.slot_LE.copy_(told)
-        return slot_ids
+    def forgetting(table: DeviceTable, moe_row: int, expert: int) -> int:
+        told = table.slot_LE.clone()
+        told[moe_row, expert] = take_slot(table, moe_row, expert)
+        table.slot_LE.copy_(told)
+        return int(told[moe_row, expert])
 
-    monkeypatch.setattr(DeviceTable, "withdraw", forgetting)
+    monkeypatch.setattr(slot_reference, "_take_slot", forgetting)
     assert is_wrong(tiny_checkpoint, expected, "30%", "100%")
+
+
+def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, expected, monkeypatch):
+    assert not is_wrong(tiny_checkpoint, expected, "5%", "100%")
+    take_slot = slot_reference._take_slot
+
+    def as_if_unused(table: DeviceTable, moe_row: int, expert: int) -> int:
+        uses_LE, table.uses_LE = table.uses_LE, torch.zeros_like(table.uses_LE)
+        slot = take_slot(table, moe_row, expert)
+        table.uses_LE = uses_LE
+        return slot
+
+    monkeypatch.setattr(slot_reference, "_take_slot", as_if_unused)
+    assert is_wrong(tiny_checkpoint, expected, "5%", "100%")
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -123,9 +136,9 @@ class Interruption:
 PLACES = [
     (slot_reference, "resolve"), (slot_reference, "_look_up"), (slot_reference, "fill"),
     (slot_reference, "slot_moe"), (DeviceTable, "begin_read"), (DeviceTable, "finish_read"),
-    (DeviceTable, "withdraw"), (DeviceTable, "free"), (DeviceTable, "place"),
-    (DeviceTable, "set_all_host_addresses"), (DeviceTable, "find_again"), (DeviceTable, "reset"),
-    (ResidencyTable, "adopt"), (ResidencyTable, "free_up"), (ResidencyTable, "note_use"),
+    (DeviceTable, "tell"), (DeviceTable, "offer"), (slot_reference, "_take_slot"),
+    (DeviceTable, "set_all_host_addresses"), (DeviceTable, "find_again"), (Lru, "scores_after"),
+    (ResidencyTable, "adopt"), (ResidencyTable, "leaving_scores"), (ResidencyTable, "note_use"),
     (Mover, "load_now"), (Mover, "arrivals"), (ExpertRuntime, "note_step"),
 ]  # fmt: skip
 

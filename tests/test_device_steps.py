@@ -161,11 +161,8 @@ def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
         assert counted(moe) == by_device
 
 
-def test_misses_are_those_of_slots_evicted_ahead(tiny_checkpoint, monkeypatch):
-    """LRU with few slots differs from the reference path, which evicts when it misses: here one
-    slot is kept free, an expert that finds none is read and not kept, and the host learns of a step
-    when the next one is under way.
-    """
+def test_misses_are_those_of_scores_one_step_old(tiny_checkpoint, monkeypatch):
+    """LRU with few slots differs from the reference path, whose scores know the row before."""
     models: list[Modelled] = []
     begin = DeviceSteps.begin
 
@@ -188,40 +185,58 @@ def test_misses_are_those_of_slots_evicted_ahead(tiny_checkpoint, monkeypatch):
 
 
 class Modelled:
-    """Slots of LRU, one of them evicted ahead; begins with what the prompt left."""
+    """Slots whose owners the device replaces; begins with what the prompt left."""
+
+    LAST_ROWS = (0, 2, 2)  # of the part that each of three rows belongs to
 
     def __init__(self, runtime: ExpertRuntime) -> None:
         table, policy = runtime.table, runtime.tiers[0].policy
         assert isinstance(policy, Lru)
-        self.slot_of, self.free = table.resident_slots(), table.free_slots()
-        self.known, self.known_free = dict(self.slot_of), list(self.free)  # to the host
-        self.transient = {key for key in self.known if table.is_transient(key)}
+        self.owners: list[ExpertKey | None] = [None] * table.num_slots
+        for key, slot in table.resident_slots().items():
+            self.owners[slot] = key
+        self.transient = {key for key in table.resident_keys() if table.is_transient(key)}
+        self.gone: set[ExpertKey] = set()  # in the last step, of which the host has not heard
         self.last_use, self.clock = policy._last_use.copy(), policy._clock
         self.hits = self.misses = 0
-        self.taken: dict[ExpertKey, int] = {}
         self.before: list[list[int]] = []
+        self.offered = self.scores()
+
+    def scores(self) -> Any:
+        scores = self.last_use.copy()
+        for key in self.transient:
+            scores[key] -= 1e6
+        return scores
 
     def step(self, routing: list[list[int]]) -> None:
-        self.known |= self.taken
-        self.known_free = [slot for slot in self.known_free if slot not in self.taken.values()]
-        self.taken = {}
-        for key in (ExpertKey(row, e) for row, experts in enumerate(routing) for e in experts):
-            self.hits += key in self.slot_of
-            self.misses += key not in self.slot_of
-            if key not in self.slot_of and self.free:
-                self.taken[key] = self.slot_of[key] = self.free.pop()
+        self.transient -= self.gone
+        self.gone = set()
+        for row, experts in enumerate(routing):
+            used = [ExpertKey(row, expert) for expert in experts]
+            self.hits += sum(key in self.owners for key in used)
+            for key in used:
+                if key not in self.owners:
+                    self.misses += 1
+                    self.take_slot(key, used)
         for row, experts in enumerate(self.before):
             self.clock += 1
             self.last_use[row, experts] = self.clock
             self.transient.difference_update(ExpertKey(row, expert) for expert in experts)
         self.before = routing
-        if not self.known_free:
-            leaves = min(self.known, key=self.rank)
-            self.known_free.append(self.known.pop(leaves))
-            self.free.append(self.slot_of.pop(leaves))
+        self.offered = self.scores()
 
-    def rank(self, key: ExpertKey) -> tuple[bool, float, int]:
-        return key not in self.transient, self.last_use[key], self.known[key]
+    def take_slot(self, key: ExpertKey, used: list[ExpertKey]) -> None:
+        row = key.moe_row
+        leaving = [
+            (-1e9 if owner is None else self.offered[owner], slot)
+            for slot, owner in enumerate(self.owners)
+            if owner is None or not (owner in used or row < owner.moe_row <= self.LAST_ROWS[row])
+        ]
+        if leaving:
+            _, slot = min(leaving)
+            if (owner := self.owners[slot]) is not None:
+                self.gone.add(owner)
+            self.owners[slot] = key
 
 
 def test_a_recording_has_every_token(tiny_checkpoint):

@@ -2,20 +2,22 @@
 
     python benchmarks/policies/device_steps.py ../shared/data --requests 12
 
-The host decides in every row, and knows all rows before it. A device only takes slots that the host
-named before the step (decision 0012), and the host names them while the step before runs: it knows
-nothing of that step yet ("late"). Two ways to name them:
+The host decides in every row, and knows all rows before it. A device decides by what the host told
+it before the step, and the host tells it while the step before runs: it knows nothing of that one
+yet ("late"). Two ways to tell:
 
-    freed      evicted ahead, for the misses of two steps lately, an eighth of all slots at most;
-               what finds none is read through the link and not kept: models/device_steps.py
-    offered    all residents, in the order of their scores: one leaves only when a miss takes its
-               slot. In parts: an order for each part of the rows, as scores are at its first
+    freed      slots evicted ahead, for the misses of two steps lately, an eighth of all at most;
+               what finds none is read through the link and not kept
+    scored     for each part of the rows a score of every expert, as after the part's last row; a
+               miss takes the slot of the lowest resident. Experts of the rows up to there stay, and
+               of its own row those in use. In two parts: kernels/device_table.py
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +28,6 @@ from numpy.typing import NDArray
 
 from moe_infinity.cache.activation_aware import ActivationAware
 from moe_infinity.experts import Phase
-from moe_infinity.models.device_steps import FORGETS, RESERVE_SHARE, RESERVED_STEPS
 from moe_infinity.prefetch.predictors import Predictor
 from moe_infinity.simulator.laboratory import num_slots_of
 from moe_infinity.simulator.replay import distinct
@@ -35,18 +36,20 @@ from moe_infinity.trace.recorder import Recorder
 
 CAPACITIES = ("10%", "20%", "30%")
 ON_HOST = "the host decides in every row"
+RESERVED_STEPS, RESERVE_SHARE = 2, 8  # freed ahead: for so many steps, at most one in so many slots
+FORGETS = 0.9  # of the highest number of misses lately, in each step
 
 
 @dataclass(frozen=True)
 class Way:
-    """How slots are named to the device."""
+    """How the device is told who may leave."""
 
     is_late: bool = True
-    num_parts: int = 0  # of the rows, each with an order of residents; 0: slots are freed ahead
+    num_parts: int = 0  # of the rows, each with its scores; 0: slots are freed ahead
 
     def __str__(self) -> str:
-        named = f"offered in {self.num_parts} parts" if self.num_parts else "freed ahead"
-        return f"{named}, {'late' if self.is_late else 'on time'}"
+        told = f"scored in {self.num_parts} parts" if self.num_parts else "freed ahead"
+        return f"{told}, {'late' if self.is_late else 'on time'}"
 
 
 class Learner:
@@ -66,52 +69,56 @@ class Learner:
             self._predictor.observe(row, experts_TK)
             self._policy.touch(row, *distinct(experts_TK))
 
-    def order(self, row: int) -> NDArray[np.int64]:
-        """All experts as cells of the matrix, the first to leave first, before this row."""
-        self._policy._row, self._policy._scores = row - 1, None
-        return self._policy.scores().ravel().argsort(kind="stable")
+    def scores_after(self, row: int) -> NDArray[np.float32]:
+        """Of all experts, as cells of the matrix."""
+        return self._policy.scores_after(row).ravel()
 
 
 class Device:
     """The slots of one run."""
 
     def __init__(self, way: Way, num_slots: int, num_rows: int, num_experts: int) -> None:
-        self.way, self._num_slots = way, num_slots
-        self._num_rows, self._num_experts = num_rows, num_experts
+        self.way, self._num_slots, self._num_experts = way, num_slots, num_experts
         self._resident = np.zeros(num_rows * num_experts, dtype=bool)
+        self._row_of = np.arange(num_rows * num_experts) // num_experts
         self._num_free = num_slots
         self._misses_lately = 0.0
+        self._last_rows = [num_rows * part // way.num_parts - 1 for part in self._parts()]
         self.hits = self.lookups = self.num_through = 0
+
+    def _parts(self) -> range:
+        return range(1, self.way.num_parts + 1)
 
     def run(self, recorded: RecordedStep, learner: Learner, *, is_counted: bool) -> None:
         """One decode step, with what the learner knows."""
-        parts = max(1, self.way.num_parts)
-        firsts = [self._num_rows * part // parts for part in range(parts)]
-        orders = [iter(learner.order(row).tolist() if self.way.num_parts else ()) for row in firsts]
+        told = [learner.scores_after(row) for row in self._last_rows]
         num_missed = 0
         for row, experts_TK in enumerate(recorded.experts_LTK):
             cells = row * self._num_experts + distinct(experts_TK)[0]
-            misses = cells[~self._resident[cells]].tolist()
+            misses = cells[~self._resident[cells]]
             num_missed += len(misses)
+            if self.way.num_parts and len(misses) > self._num_free:
+                part = bisect_left(self._last_rows, row)
+                self._evict(len(misses) - self._num_free, told[part], row, part, cells)
+            num_kept = min(len(misses), self._num_free)
+            self._resident[misses[:num_kept]] = True
+            self._num_free -= num_kept
             if is_counted:
                 self.lookups += len(cells)
                 self.hits += len(cells) - len(misses)
-            for cell in misses:
-                if not self._find_slot(row, orders[row * parts // self._num_rows]):
-                    self.num_through += is_counted
-                    continue
-                self._resident[cell] = True
+                self.num_through += len(misses) - num_kept
         self._misses_lately = max(FORGETS * self._misses_lately, num_missed)
 
-    def _find_slot(self, row: int, order: Any) -> bool:
-        if self._num_free:
-            self._num_free -= 1
-            return True
-        for victim in order:
-            if self._resident[victim] and victim // self._num_experts != row:
-                self._resident[victim] = False
-                return True
-        return False
+    def _evict(
+        self, num: int, scores: NDArray[Any], row: int, part: int, used: NDArray[np.int64]
+    ) -> None:
+        is_ahead = (self._row_of > row) & (self._row_of <= self._last_rows[part])
+        may_leave = self._resident & ~is_ahead
+        may_leave[used] = False
+        victims = np.where(may_leave, scores, np.inf).argsort(kind="stable")[:num]
+        victims = victims[may_leave[victims]]
+        self._resident[victims] = False
+        self._num_free += len(victims)
 
     def free_ahead(self, learner: Learner) -> None:
         if self.way.num_parts:
@@ -119,7 +126,7 @@ class Device:
         wanted = math.ceil((RESERVED_STEPS if self.way.is_late else 1) * self._misses_lately)
         wanted = max(1, min(wanted, self._num_slots // RESERVE_SHARE)) - self._num_free
         if wanted > 0:
-            order = learner.order(self._num_rows)
+            order = learner.scores_after(self._row_of[-1]).argsort(kind="stable")
             victims = order[self._resident[order]][:wanted]
             self._resident[victims] = False
             self._num_free += len(victims)
@@ -163,7 +170,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
         rates = {c: common.percent(cells["activation-aware", c]) for c in CAPACITIES}
         rows.append(conditions | {"way": ON_HOST, "hit_rate_percent": rates})
         ways = [Way(), Way(is_late=False)]
-        ways += [Way(is_late, parts) for parts in (1, 4, num_rows) for is_late in (True, False)]
+        ways += [Way(is_late, parts) for parts in (2, 4, num_rows) for is_late in (True, False)]
         for way in ways:
             found = {
                 c: replayed(sequences, way, c, num_experts=num_experts, warmup=warmup)

@@ -75,12 +75,15 @@ class ActivationAware:
         return self._p_RE
 
     def scores(self) -> NDArray[np.float32]:
-        if self._scores is not None:
-            return self._scores
-        ahead_R1 = self._rows_ahead[self._row]
+        if self._scores is None:
+            self._scores = self.scores_after(self._row)
+        return self._scores
+
+    def scores_after(self, moe_row: int) -> NDArray[np.float32]:
+        """See EvictionPolicy."""
+        ahead_R1 = self._rows_ahead[moe_row]
         once_RE = self._p_RE / ahead_R1
         until_RE = self._wait_RE + ahead_R1
         np.reciprocal(until_RE, out=until_RE)
         scores: NDArray[np.float32] = np.maximum(once_RE, until_RE)
-        self._scores = scores
         return scores

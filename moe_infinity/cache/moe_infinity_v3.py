@@ -60,6 +60,10 @@ class MoeInfinityV3:
             self._is_stale = False
         return self._scores
 
+    def scores_after(self, moe_row: int) -> Scores:
+        """See EvictionPolicy. A row's place in the order is its own, whatever row is running."""
+        return self.scores()
+
     def chances(self) -> Scores:
         """[L, E]: the multi-layer prefetch order of v1 and v2, likelihood x proximity, as a share
         of the experts a token takes; nothing beyond the last row.

@@ -41,8 +41,14 @@ class EvictionPolicy(Protocol):
     def scores(self) -> Scores:
         """[rows, experts]; the higher, the longer it stays. The caller only reads it."""
 
+    def scores_after(self, moe_row: int) -> Scores:
+        """What they will be once this row has been seen, whatever it activates: for steps that the
+        host hears of later.
+        """
+        return self.scores()
 
-class Lru:
+
+class Lru(EvictionPolicy):
     """Least recently used: the score is the time of the last use."""
 
     def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
@@ -60,7 +66,7 @@ class Lru:
         return self._last_use
 
 
-class Lfu:
+class Lfu(EvictionPolicy):
     """Least frequently used since the model was loaded: the score is the number of uses."""
 
     def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
@@ -118,9 +124,12 @@ class Neighbor(Lru):
         self._row = moe_row
 
     def scores(self) -> Scores:
+        return self.scores_after(self._row)
+
+    def scores_after(self, moe_row: int) -> Scores:
         """The row after the last one is row 0, where the next step starts."""
         scores: Scores = self._last_use.copy()
-        scores[(self._row + self._rows_ahead) % len(scores)] += PROTECTED
+        scores[(moe_row + self._rows_ahead) % len(scores)] += PROTECTED
         return scores
 
 
@@ -149,7 +158,7 @@ class PerLayerLru(Lru):
         return self._scores
 
 
-class TokenCounts:
+class TokenCounts(EvictionPolicy):
     """The share of a row's tokens that an expert served since the model was loaded, prefill
     included: the paper's "counts" class (BrainStorm).
     """

@@ -73,9 +73,6 @@ class ResidencyTable:
         entry = self._entries.get(key)
         return entry.state if entry is not None else None
 
-    def is_loading(self, key: ExpertKey) -> bool:
-        return key in self._loading
-
     def is_transient(self, key: ExpertKey) -> bool:
         """Brought in by prefill and not yet used by a decode step; of one that is not absent."""
         return self._entries[key].is_transient
@@ -150,7 +147,9 @@ class ResidencyTable:
                     continue
                 slot_ids[key] = entry.slot_id
                 self._use(entry, phase)
-            self._reserve(absent, slot_ids, phase)
+            self._make_room(len(absent))  # for all of them, or none
+            for key in absent:
+                slot_ids[key] = self.begin_load(key, phase)
             yield Held(absent, slot_ids)
         finally:
             self._held.pop(id(slot_ids), None)
@@ -170,24 +169,26 @@ class ResidencyTable:
                 self._use(entry, Phase.DECODE)
 
     def adopt(self, key: ExpertKey, slot_id: int) -> None:
-        """`key` is RESIDENT in a slot that was free: the device took it in a decode step."""
+        """`key` is RESIDENT: in a decode step the device gave it this slot, whoever had it."""
         assert key not in self._entries, key
+        if self._row_of_slot[slot_id] >= 0:
+            self._evict([slot_id])
         self._free.remove(slot_id)
         self._entries[key] = Entry(slot_id, Residency.RESIDENT)
         self._row_of_slot[slot_id], self._expert_of_slot[slot_id] = key
 
-    def free_slots(self) -> list[int]:
-        return list(self._free)
+    def evict_all(self) -> None:
+        """What is in the slots is unknown; none is held or loading."""
+        self._evict([entry.slot_id for entry in self._entries.values()])
 
-    def free_up(self, num_slots: int) -> list[ExpertKey]:
-        """Evict until so many slots are free, or as many as can be; gives who left."""
-        return self._evict(self._victims(num_slots - len(self._free)))
-
-    def _reserve(self, keys: list[ExpertKey], slot_ids: dict[ExpertKey, int], phase: Phase) -> None:
-        """A slot for every key, held at once, or for none."""
-        self._make_room(len(keys))
-        for key in keys:
-            slot_ids[key] = self.begin_load(key, phase)
+    def leaving_scores(self, moe_row: int) -> NDArray[np.float64]:
+        """[rows, experts]: the lowest of the residents leaves first, once this row has been seen;
+        transient ones before all others, as in `_victims`.
+        """
+        scores = self._policy.scores_after(moe_row).astype(np.float64)
+        transient = self._row_of_slot[self._transient], self._expert_of_slot[self._transient]
+        scores[transient] -= scores.max() - scores.min() + 1
+        return scores
 
     def begin_prefetch(self, key: ExpertKey) -> int:
         """Reserve a slot for `key`, which no layer waits for yet. Raises OutOfSlots."""
@@ -205,8 +206,7 @@ class ResidencyTable:
         self._entries[key] = Entry(slot_id, Residency.LOADING, is_transient=is_transient)
         self._loading.add(key)
         self._row_of_slot[slot_id], self._expert_of_slot[slot_id] = key
-        if is_transient:
-            self._transient[slot_id] = True
+        self._transient[slot_id] = is_transient
         return slot_id
 
     def finish_load(self, key: ExpertKey) -> None:

@@ -1,31 +1,30 @@
 """Which experts are in device memory, decided by the device itself during a step and by the host
 between steps.
 
-    host    free, withdraw, place, bar, admit, set_host_addresses    between steps, in stream order
-    device  resolve, fill, slot_moe (slot_kernels.py)                within a step, asking nobody
-    host    begin_read, finish_read -> StepReport                    after a step, asynchronously
+    host    tell, offer, set_host_addresses              between steps, in stream order
+    device  resolve, fill, slot_moe (slot_kernels.py)    within a step, asking nobody
+    host    begin_read, finish_read -> StepReport        after a step, asynchronously
 
-A slot is in one of three hands, and every one of them knows it:
+All slots are the device's. A miss takes a free one or, without asking, that of the resident the
+host has scored lowest; who left the host learns from the log, which says who took which slot. For
+each *part* of the rows there are scores, as they will be after its last row. Experts of the rows up
+to there stay, since the scores say that they have passed; of its own row those the step has used.
+What finds no slot is read where its host address says, through the link.
 
-    reserved --free--> free --resolve takes it for a miss--> resident --withdraw--> reserved
-        └---------------------------place (a prefetch has arrived)---^
+Everything here is enqueued on the current stream, which has to be the one the steps run on: what a
+step reads was there when it began. Before a host slot is given to another expert, its address is
+set to 0 (on disk) and the steps under way are waited for. A step that asks for an expert on disk is
+*lost*: its row is reported, and from there on the step computes nothing, takes no slot and counts
+nothing.
 
-The device only takes slots that the host has freed, and only together with a log entry; the host
-only withdraws experts whose entry it has read. So neither can surprise the other, however late the
-host reads. Everything here is enqueued on the current stream, which has to be the one the steps run
-on: what a step reads was there when it began. `place` and `bar` want the log of all steps read.
-
-An expert that has no slot is read where its host address says, through the link, if it misses and
-no slot is free. Before a host slot is given to another expert, its address is set to 0 (on disk)
-and the steps under way are waited for. A step that asks for an expert on disk is *lost*: its row is
-reported, and from there on the step computes nothing, takes no slot and counts nothing.
-
-Legend: L MoE rows, E experts of a row, S slots, P (token, k) pairs of a step, N log entries.
+Legend: L MoE rows, E experts of a row, S slots, P (token, k) pairs of a step, N log entries,
+H parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -35,9 +34,13 @@ from torch import Tensor
 
 from moe_infinity.experts import ExpertKey
 
-ABSENT = -1  # in the place of a slot: takes one when it misses
-BARRED = -2  # takes none: read through the link
-ON_DISK = -3  # in the log: nowhere to be read
+ABSENT = -1  # in the place of a slot
+ON_DISK = -2  # in the log: nowhere to be read
+FREE = -1  # in the place of an owner
+
+# Two halves hit as often as an order for each row; one part would leave no victims to its first
+# rows. experiments.md, "A device that decides alone".
+NUM_PARTS = 2
 
 ADDRESS_BYTES = 16  # divide every address: kernels load so many at once
 HEAD = 4  # int32s before the counts: entries logged, row the step was lost at + 1, two unused
@@ -49,7 +52,7 @@ class Miss(NamedTuple):
     """An activated expert that had no slot, once per row and step."""
 
     key: ExpertKey
-    slot_id: int  # where it is now; ABSENT or BARRED: read through the link; ON_DISK
+    slot_id: int  # the one it took; ABSENT: read through the link; ON_DISK
 
 
 class StepReport(NamedTuple):
@@ -79,9 +82,9 @@ class DeviceTable:
         max_pairs: int,
         max_misses: int | None = None,
     ) -> None:
-        """`slots_SB`: uint8 [slots, bytes of a slot]. All of them begin reserved, all experts on
-        disk. `max_misses`: entries between two reports; by default what one step can have, and a
-        miss beyond it is read through the link.
+        """`slots_SB`: uint8 [slots, bytes of a slot]. All of them begin free, all experts on disk.
+        `max_misses`: entries between two reports; by default what one step can have, and a miss
+        beyond it is read through the link.
         """
         num_slots, slot_bytes = slots_SB.shape
         assert slot_bytes % ADDRESS_BYTES == slots_SB.data_ptr() % ADDRESS_BYTES == 0, slot_bytes
@@ -93,8 +96,10 @@ class DeviceTable:
         self.slot_LE = torch.full(cells, ABSENT, dtype=torch.int32, device=device)
         self.host_LE = torch.zeros(cells, dtype=torch.int64, device=device)  # addresses; 0: on disk
         self.address_S = slots_SB.data_ptr() + slot_bytes * places_S
-        self.free_S = torch.zeros(num_slots, dtype=torch.int32, device=device)  # a stack
-        self.num_free = torch.zeros(1, dtype=torch.int64, device=device)
+        self.owner_S = torch.full((num_slots,), FREE, dtype=torch.int32, device=device)  # cells
+        num_parts = min(NUM_PARTS, num_rows)
+        self.last_rows = [num_rows * (part + 1) // num_parts - 1 for part in range(num_parts)]
+        self.scores_HLE = torch.zeros(num_parts, *cells, dtype=torch.float64, device=device)
         # Of the row that was resolved last: where each pair's expert is, 0 for none, and where it
         # has to be copied from before it is there, 0 for nowhere.
         self.pointers_P = torch.zeros(max_pairs, dtype=torch.int64, device=device)
@@ -114,11 +119,9 @@ class DeviceTable:
         self._read = torch.empty(self._report.shape, dtype=torch.int32, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None
         self._is_reading = False
-        self._places_S = places_S
         self.host_addresses: dict[ExpertKey, int] = {}  # as set_all_host_addresses() told
-        self._free: set[int] = set()  # as far as reports tell
-        self._reserved = set(range(num_slots))
-        self._slot_of: dict[ExpertKey, int] = {}
+        self._slot_of: dict[ExpertKey, int] = {}  # as far as reports tell
+        self._owner_of: dict[int, ExpertKey] = {}
 
     # After a step
 
@@ -144,8 +147,8 @@ class DeviceTable:
         misses = [Miss(ExpertKey(row, expert), slot_id) for row, expert, slot_id in entries]
         for key, slot_id in misses:
             if slot_id >= 0:
-                self._free.remove(slot_id)
-                self._slot_of[key] = slot_id
+                self._slot_of.pop(self._owner_of.get(slot_id, key), None)
+                self._slot_of[key], self._owner_of[slot_id] = slot_id, key
         return StepReport(
             misses,
             num_misses,
@@ -161,16 +164,39 @@ class DeviceTable:
         """Experts that have a slot, as far as reports tell, and which."""
         return self._slot_of
 
-    @property
-    def num_free_known(self) -> int:
-        """Free slots as far as reports tell; the device may have taken some of them since."""
-        return len(self._free)
+    def part_of(self, moe_row: int) -> int:
+        """Which of the scores are for this row."""
+        return bisect_left(self.last_rows, moe_row)
+
+    def tell(self, slot_of: Mapping[ExpertKey, int]) -> None:
+        """All anew: these experts are resident, the other slots free, and all experts on disk.
+        Nothing is under way.
+        """
+        self._slot_of = dict(slot_of)
+        self._owner_of = {slot_id: key for key, slot_id in slot_of.items()}
+        assert len(self._owner_of) == len(slot_of), slot_of
+        slot_LE = np.full(self.slot_LE.shape, ABSENT, np.int32)
+        owner_S = np.full(self.owner_S.shape, FREE, np.int32)
+        for key, slot_id in slot_of.items():
+            slot_LE[key] = slot_id
+            owner_S[slot_id] = self._cell(key)
+        self.slot_LE.copy_(torch.from_numpy(slot_LE))
+        self.owner_S.copy_(torch.from_numpy(owner_S))
+        self.host_LE.zero_()
+        self.host_addresses = {}
+        self._report.zero_()
+        self.routing_LP.fill_(-1)
+        self._is_reading = False
+
+    def offer(self, scores_HLE: NDArray[np.float64]) -> None:
+        """Finite scores, for each part: the lowest resident leaves first, from the next step on."""
+        self.scores_HLE.copy_(self._page_locked(torch.from_numpy(scores_HLE)), non_blocking=True)
 
     def set_host_addresses(self, addresses: Mapping[ExpertKey, int]) -> None:
         """Where experts lie in page-locked memory; 0: only on disk."""
         assert not any(at % ADDRESS_BYTES for at in addresses.values()), addresses
         self.host_LE.view(-1).index_copy_(
-            0, self._cells(addresses), self._to_device(list(addresses.values()))
+            0, self._to_device(map(self._cell, addresses)), self._to_device(addresses.values())
         )
 
     def set_all_host_addresses(self, addresses: Mapping[ExpertKey, int]) -> None:
@@ -182,46 +208,6 @@ class DeviceTable:
             self.set_host_addresses(changed)
         self.host_addresses = dict(addresses)
 
-    def free(self, slot_ids: Sequence[int]) -> None:
-        """Give reserved slots to the device, which takes the last one first."""
-        assert len(self._reserved.intersection(slot_ids)) == len(slot_ids), slot_ids
-        places = self.num_free + self._places_S[: len(slot_ids)]
-        self.free_S.index_copy_(0, places, self._to_device(slot_ids).to(torch.int32))
-        self.num_free += len(slot_ids)
-        self._reserved.difference_update(slot_ids)
-        self._free.update(slot_ids)
-
-    def withdraw(self, keys: Sequence[ExpertKey]) -> list[int]:
-        """Take residents out of the table: they are absent from the next step on. Gives their
-        slots, reserved: to free, or to fill when the steps under way have ended.
-        """
-        self.slot_LE.view(-1).index_fill_(0, self._cells(keys), ABSENT)
-        slot_ids = [self._slot_of.pop(key) for key in keys]
-        self._reserved.update(slot_ids)
-        return slot_ids
-
-    def place(self, slot_of: Mapping[ExpertKey, int]) -> None:
-        """Experts whose bytes are in reserved slots, or will be when the stream comes to its next
-        step, are resident from then on.
-        """
-        assert not self._is_reading, "finish_read() comes first"
-        assert self._slot_of.keys().isdisjoint(slot_of), slot_of
-        slot_ids = list(slot_of.values())
-        self.slot_LE.view(-1).index_copy_(
-            0, self._cells(slot_of), self._to_device(slot_ids).to(torch.int32)
-        )
-        for key, slot_id in slot_of.items():
-            self._reserved.remove(slot_id)
-            self._slot_of[key] = slot_id
-
-    def bar(self, keys: Sequence[ExpertKey]) -> None:
-        """Absent experts take no slot any more when they miss: not worth one, or on their way."""
-        self._set_absent(keys, BARRED)
-
-    def admit(self, keys: Sequence[ExpertKey]) -> None:
-        """Absent experts take a slot again when they miss."""
-        self._set_absent(keys, ABSENT)
-
     def is_lost(self) -> bool:
         """Whether the step came to an expert on disk. Waits for what was launched of it."""
         return bool(self.head[LOST])
@@ -230,45 +216,29 @@ class DeviceTable:
         """The row at which the step was lost can be resolved now. Its misses so far stay logged."""
         self.head[LOST] = 0
 
-    def reset(self) -> None:
-        """As in the beginning: all slots reserved, all experts on disk. Nothing is under way."""
-        self.slot_LE.fill_(ABSENT)
-        self.host_LE.zero_()
-        self.host_addresses = {}
-        self.num_free.zero_()
-        self._report.zero_()
-        self.routing_LP.fill_(-1)
-        self._is_reading = False
-        self._free.clear()
-        self._slot_of.clear()
-        self._reserved = set(range(len(self.slots_SB)))
+    def _cell(self, key: ExpertKey) -> int:
+        return key.moe_row * self.num_experts + key.expert_idx
 
-    def _set_absent(self, keys: Sequence[ExpertKey], state: int) -> None:
-        assert not self._is_reading, "finish_read() comes first"
-        assert self._slot_of.keys().isdisjoint(keys), keys
-        self.slot_LE.view(-1).index_fill_(0, self._cells(keys), state)
-
-    def _cells(self, keys: Iterable[ExpertKey]) -> Tensor:
-        return self._to_device([row * self.num_experts + expert for row, expert in keys])
-
-    def _to_device(self, numbers: Sequence[int]) -> Tensor:
-        """Nobody waits: torch gives page-locked memory away again only after the copy."""
-        is_page_locked = self._copied is not None
-        told = torch.tensor(numbers, dtype=torch.int64, pin_memory=is_page_locked)
+    def _to_device(self, numbers: Iterable[int]) -> Tensor:
+        told = self._page_locked(torch.tensor(list(numbers), dtype=torch.int64))
         return told.to(self.slot_LE.device, non_blocking=True)
 
+    def _page_locked(self, told: Tensor) -> Tensor:
+        """Nobody waits for the copy: torch gives such memory away again only after it."""
+        return told if self._copied is None else told.pin_memory()
+
     def check_invariants(self) -> None:
-        """Every slot is in one hand, and the device says so too. Waits for the device; the log of
-        all steps has been read.
+        """Every slot is free or has one owner, and host and device agree on whom. Waits for the
+        device; the log of all steps has been read.
         """
-        slot_LE, num_free = self.slot_LE.cpu(), int(self.num_free)
+        slot_LE, owner_S = self.slot_LE.cpu(), self.owner_S.tolist()
         told = {
             ExpertKey(row, expert): int(slot_LE[row, expert])
             for row, expert in (slot_LE >= 0).nonzero().tolist()
         }
         assert told == self._slot_of, (told, self._slot_of)
-        assert sorted(self.free_S[:num_free].tolist()) == sorted(self._free), self._free
-        hands = [*self._free, *self._reserved, *self._slot_of.values()]
-        assert sorted(hands) == list(range(len(self.slots_SB))), hands
-        assert int(slot_LE.min()) >= BARRED, slot_LE
+        owners = {slot: divmod(cell, self.num_experts) for slot, cell in enumerate(owner_S)}
+        owners = {slot: owner for slot, owner in owners.items() if owner_S[slot] != FREE}
+        assert owners == self._owner_of == {slot: key for key, slot in told.items()}, owners
+        assert int(slot_LE.min()) >= ABSENT, slot_LE
         assert not (self.host_LE % ADDRESS_BYTES).any(), self.host_LE

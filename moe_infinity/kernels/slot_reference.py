@@ -8,6 +8,7 @@ width, F expert width.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import Counter
 from math import prod
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_infinity.kernels import unpack
-from moe_infinity.kernels.device_table import ABSENT, LOST, NUM_LOGGED, ON_DISK, DeviceTable
+from moe_infinity.kernels.device_table import ABSENT, FREE, LOST, NUM_LOGGED, ON_DISK, DeviceTable
 from moe_infinity.kernels.slot_mlp import Matrix, Part, SlotMlp
 
 
@@ -50,19 +51,39 @@ def _look_up(table: DeviceTable, moe_row: int, expert: int, pair: int) -> int:
     slot, host = int(table.slot_LE[moe_row, expert]), int(table.host_LE[moe_row, expert])
     if slot >= 0:
         return int(table.address_S[slot])
-    entry, free = int(table.head[NUM_LOGGED]), int(table.num_free)
+    entry = int(table.head[NUM_LOGGED])
     table.head[NUM_LOGGED] += 1
     if host == 0:
         slot = ON_DISK
         table.head[LOST] = moe_row + 1
-    elif slot == ABSENT and free and entry < table.max_misses:
-        slot = int(table.free_S[free - 1])
-        table.num_free -= 1
-        table.slot_LE[moe_row, expert] = slot
-        table.sources_P[pair] = host
+    elif entry < table.max_misses:
+        slot = _take_slot(table, moe_row, expert)
+        table.sources_P[pair] = host if slot >= 0 else 0
     if entry < table.max_misses:
         table.log_N3[entry] = torch.tensor([moe_row, expert, slot])
     return int(table.address_S[slot]) if slot >= 0 else host
+
+
+def _take_slot(table: DeviceTable, moe_row: int, expert: int) -> int:
+    """A free one, or that of the lowest-scored resident that may leave; else ABSENT."""
+    part = table.part_of(moe_row)
+    candidates = []
+    for slot, owner in enumerate(table.owner_S.tolist()):
+        row, resident = divmod(owner, table.num_experts)
+        if owner == FREE:
+            candidates.append((-math.inf, slot))
+        elif row == moe_row and table.uses_LE[row, resident]:
+            continue
+        elif not moe_row < row <= table.last_rows[part]:
+            candidates.append((float(table.scores_HLE[part, row, resident]), slot))
+    if not candidates:
+        return ABSENT
+    _, slot = min(candidates)
+    if table.owner_S[slot] != FREE:
+        table.slot_LE.view(-1)[table.owner_S[slot]] = ABSENT
+    table.slot_LE[moe_row, expert] = slot
+    table.owner_S[slot] = moe_row * table.num_experts + expert
+    return slot
 
 
 def fill(table: DeviceTable, pointers_TK: Tensor) -> None:

@@ -2,8 +2,8 @@
 small kernels in every layer of a captured step. The rules they share with the host are in
 device_table.py, their twins in slot_reference.py.
 
-    resolve   one program: P pairs are few, and what one pair takes from the free list the next one
-              must see
+    resolve   one program: P pairs are few, and the slot that one pair takes the next one must not.
+              Only misses look through the slots, each once, for who has the lowest score
     fill      programs of hits have nothing to copy and end at once
 """
 
@@ -17,41 +17,44 @@ from moe_infinity.kernels.device_table import (
     ABSENT,
     ADDRESS_BYTES,
     ENTRY,
+    FREE,
     LOST,
     NUM_LOGGED,
     ON_DISK,
     DeviceTable,
 )
 
-_ABSENT, _ON_DISK = tl.constexpr(ABSENT), tl.constexpr(ON_DISK)
+_ABSENT, _ON_DISK, _FREE = tl.constexpr(ABSENT), tl.constexpr(ON_DISK), tl.constexpr(FREE)
 _ENTRY, _NUM_LOGGED, _LOST = tl.constexpr(ENTRY), tl.constexpr(NUM_LOGGED), tl.constexpr(LOST)
 _ADDRESS_BYTES = tl.constexpr(ADDRESS_BYTES)
 
+SLOT_BLOCK = 1024  # slots whose scores are in registers at once: eight in each thread
 MAX_PAIRS = 128  # resolve compares every pair with every other in the registers of one program
 # Of one missed expert: enough programs to keep a link busy alone (64 blocks of 8 KiB are 512 KiB
 # under way, where 50 GB/s for 2 us need 100 KiB), few enough to end at once for hits.
 FILL_PROGRAMS, FILL_BYTES = 64, 8 << 10
 WORD_BYTES = 8
-_WORD_BYTES = tl.constexpr(WORD_BYTES)
+_SLOT_BLOCK, _WORD_BYTES = tl.constexpr(SLOT_BLOCK), tl.constexpr(WORD_BYTES)
 
 
 def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
     """int64 [T, K]: the address of each pair's expert, 0 for a pair without one (id -1) or if the
     step is lost; a view that the next call overwrites. T * K is at most `table.max_pairs`.
 
-    A missed expert takes one free slot, whose bytes are there after fill().
+    A missed expert takes one slot, whose bytes are there after fill().
     """
     num_pairs = top_k_index_TK.numel()
     assert num_pairs <= table.max_pairs <= MAX_PAIRS, (num_pairs, table.max_pairs)
     assert top_k_index_TK.is_contiguous(), top_k_index_TK.stride()
     block = max(16, triton.next_power_of_2(table.max_pairs))
+    num_slots, part = len(table.slots_SB), table.part_of(moe_row)
     _resolve[(1,)](
         top_k_index_TK,
         table.slot_LE,
         table.host_LE,
         table.address_S,
-        table.free_S,
-        table.num_free,
+        table.owner_S,
+        table.scores_HLE[part],
         table.head,
         table.uses_LE,
         table.routing_LP,
@@ -59,24 +62,26 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
         table.pointers_P,
         table.sources_P,
         moe_row,
+        table.last_rows[part],
         num_pairs,
+        NUM_SLOTS=num_slots,
         NUM_EXPERTS=table.num_experts,
         MAX_PAIRS=table.max_pairs,
         MAX_MISSES=table.max_misses,
         BLOCK=block,
-        num_warps=1 if block <= 32 else 4,
+        num_warps=4,
     )
     return table.pointers_P[:num_pairs].view(top_k_index_TK.shape)
 
 
-@triton.jit(do_not_specialize=["moe_row", "num_pairs"])
+@triton.jit(do_not_specialize=["moe_row", "last_row", "num_pairs"])
 def _resolve(
     index_P,
     slot_LE,
     host_LE,
     address_S,
-    free_S,
-    num_free,
+    owner_S,
+    scores_LE,
     head,
     uses_LE,
     routing_LP,
@@ -84,7 +89,9 @@ def _resolve(
     pointers_P,
     sources_P,
     moe_row,
+    last_row,
     num_pairs,
+    NUM_SLOTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     MAX_PAIRS: tl.constexpr,
     MAX_MISSES: tl.constexpr,
@@ -93,7 +100,6 @@ def _resolve(
     pair = tl.arange(0, BLOCK)
     is_lost = tl.load(head + _LOST) != 0
     num_logged = tl.load(head + _NUM_LOGGED)
-    free = tl.load(num_free).to(tl.int32)
     expert = tl.load(index_P + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
     expert = tl.where(is_lost, -1, expert)
     is_pair = expert >= 0
@@ -107,29 +113,70 @@ def _resolve(
     is_miss = is_first & (slot < 0)
     entry = num_logged + num_earlier(is_miss, is_earlier)
     is_logged = is_miss & (entry < MAX_MISSES)
-    wants = is_logged & (slot == _ABSENT) & (host != 0)
-    order = num_earlier(wants, is_earlier)
-    takes = wants & (order < free)
-    taken = tl.load(free_S + free - 1 - order, mask=takes, other=-1)
-    told = tl.where(takes, taken, tl.where(host == 0, _ON_DISK, slot))
+    wants = is_logged & (host != 0)
+    order = tl.where(wants, num_earlier(wants, is_earlier), -1)
+    uses = tl.load(uses_LE + cell, mask=is_first, other=0)
+    tl.debug_barrier()  # no warp may store what another one has still to load
+    tl.store(uses_LE + cell, uses + tl.sum(is_same.to(tl.int32), 1), mask=is_first)
 
-    taken_by_any = tl.max(tl.where(is_same & takes[None, :], taken[None, :], -1), 1)
+    taken = taken_slots(
+        order, cell, moe_row, last_row, slot_LE, owner_S, scores_LE, uses_LE, NUM_SLOTS, NUM_EXPERTS
+    )
+    taken_by_any = tl.max(tl.where(is_same, taken[None, :], _ABSENT), 1)
     slot_now = tl.where(slot >= 0, slot, taken_by_any)
     address = tl.load(address_S + slot_now, mask=is_pair & (slot_now >= 0), other=0)
     pointer = tl.where(slot_now >= 0, address, host)
-    uses = tl.load(uses_LE + cell, mask=is_first, other=0)
-    tl.debug_barrier()  # no warp may store what another one has still to load
     tl.store(pointers_P + pair, tl.where(is_pair, pointer, 0), mask=pair < num_pairs)
-    tl.store(sources_P + pair, tl.where(takes, host, 0), mask=pair < MAX_PAIRS)
-
-    tl.store(slot_LE + cell, taken, mask=takes)
-    tl.store(num_free, (free - tl.sum(takes.to(tl.int32))).to(tl.int64))
+    tl.store(sources_P + pair, tl.where(taken >= 0, host, 0), mask=pair < MAX_PAIRS)
     tl.store(head + _NUM_LOGGED, num_logged + tl.sum(is_miss.to(tl.int32)))
     is_missing = is_pair & (slot < 0) & (host == 0)
     tl.store(head + _LOST, moe_row + 1, mask=tl.sum(is_missing.to(tl.int32)) > 0)
+    told = tl.where(host == 0, _ON_DISK, taken)
     store_entry(log_N3 + entry * _ENTRY, moe_row, expert, told, is_logged)
-    tl.store(uses_LE + cell, uses + tl.sum(is_same.to(tl.int32), 1), mask=is_first)
     tl.store(routing_LP + moe_row * MAX_PAIRS + pair, expert, mask=pair < MAX_PAIRS)
+
+
+@triton.jit
+def taken_slots(
+    order,
+    cell,
+    moe_row,
+    last_row,
+    slot_LE,
+    owner_S,
+    scores_LE,
+    uses_LE,
+    NUM_SLOTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+):
+    """For each pair, in this order (-1: wants none): a free slot, or that of the lowest-scored
+    resident that may leave; else -1.
+    """
+    taken = tl.full(order.shape, _ABSENT, tl.int32)
+    for n in range(tl.max(order, 0) + 1):
+        tl.debug_barrier()  # owners and uses are as they were stored
+        lowest, found = tl.full((), float("inf"), tl.float64), -1
+        for first in range(0, NUM_SLOTS, _SLOT_BLOCK):
+            slot = first + tl.arange(0, _SLOT_BLOCK)
+            owner = tl.load(owner_S + slot, mask=slot < NUM_SLOTS, other=_FREE)
+            is_owned, row = owner != _FREE, owner // NUM_EXPERTS
+            uses = tl.load(uses_LE + owner, mask=is_owned & (row == moe_row), other=0)
+            stays = is_owned & (row > moe_row) & (row <= last_row)
+            stays = stays | (uses > 0) | (slot >= NUM_SLOTS)
+            score = tl.load(scores_LE + owner, mask=is_owned, other=float("-inf"))
+            score = tl.where(stays, float("inf"), score)
+            low = tl.min(score, 0)
+            place = tl.min(tl.where(score == low, slot, NUM_SLOTS), 0)
+            found = tl.where(low < lowest, place, found)
+            lowest = tl.minimum(low, lowest)
+        owner = tl.load(owner_S + found, mask=found >= 0, other=_FREE)
+        newcomer = tl.max(tl.where(order == n, cell, -1), 0)
+        tl.debug_barrier()
+        tl.store(slot_LE + owner, _ABSENT, mask=owner != _FREE)
+        tl.store(owner_S + found, newcomer, mask=found >= 0)
+        tl.store(slot_LE + newcomer, found, mask=found >= 0)
+        taken = tl.where(order == n, found, taken)
+    return taken
 
 
 @triton.jit

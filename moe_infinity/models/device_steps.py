@@ -3,11 +3,11 @@
     begin     the report of the step before is read: what it took is in our table, too
     compute   of every row: resolve, fill, slot_moe (kernels/slot_kernels.py), only launched here
     end       a report is asked for. While the device works, the host does the bookkeeping of the
-              step *before*, and evicts; the slots are the device's from the next step on
+              step *before*, and scores who may leave in the next one
 
-So policies hear of a step when the next one is under way: nobody waits for them, and slots are
-evicted ahead of the misses that will take them. Both ways of a step share one residency table.
-Steps of many tokens are the host's: it takes all slots back (`leave`) until the next `begin`.
+So policies hear of a step when the next one is under way, and nobody waits for them: the device
+evicts by scores that are one step old. Both ways of a step share one residency table. Steps of many
+tokens are the host's: it takes all slots back (`leave`) until the next `begin`.
 
 An expert that only the disk has loses the step at its row. Then the host brings the row's experts
 to HOST: at once, if it looks after every row (`is_careful`, which waits for the device), or when
@@ -19,11 +19,11 @@ Legend: T tokens, K experts per token, D model width.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -44,11 +44,6 @@ if TYPE_CHECKING:
     from moe_infinity.runtime import ExpertRuntime
 
 logger = logging.getLogger(__name__)
-
-# Slots kept free: for the misses of two steps, at most an eighth of all. Conventions, not
-# measurements.
-RESERVED_STEPS, RESERVE_SHARE = 2, 8
-FORGETS = 0.9  # of the highest number of misses lately, in each step
 
 
 class DeviceSteps:
@@ -81,7 +76,6 @@ class DeviceSteps:
         self._missed: set[ExpertKey] = set()
         # Of which nobody has heard yet; with all it missed, if it was run again.
         self._decided: tuple[Step, StepReport, set[ExpertKey]] | None = None
-        self._misses_lately = 0.0
 
     # Between steps
 
@@ -115,24 +109,22 @@ class DeviceSteps:
             self._forget()
 
     def _forget(self) -> None:
-        self._is_broken, self._is_told = True, False
-        self._table.reset()
         self._unread = self._decided = None
-        self._is_broken = False
+        self._is_broken = self._is_told = False
 
     def _recover(self) -> None:
-        """After a step was interrupted: what it took counts for nothing."""
+        """After a step was interrupted: which slots it had filled nobody knows."""
         self._residency.recover()
         self._mover.recover()  # waits for copies and kernels
+        self._residency.evict_all()
         self._forget()
 
     def _tell_everything(self) -> None:
         if self._residency.num_loading or self._host.table.num_loading:
             self._mover.recover()
-        self._table.place(self._residency.resident_slots())
-        self._table.free(self._residency.free_slots())
+        self._table.tell(self._residency.resident_slots())
         self._tell_addresses()
-        self._refill()
+        self._offer()
         self._is_told = True
 
     def _tell_addresses(self) -> None:
@@ -150,14 +142,11 @@ class DeviceSteps:
             found[key] = slots.address_of(slot_id)
         self._table.set_all_host_addresses(found)
 
-    def _refill(self) -> None:
-        """Evict, so that misses find slots."""
-        wanted = math.ceil(RESERVED_STEPS * self._misses_lately)
-        wanted = max(1, min(wanted, self._residency.num_slots // RESERVE_SHARE))
-        num_absent = self._runtime.total_experts - len(self._residency)
-        victims = self._residency.free_up(min(wanted, num_absent))
-        if victims:
-            self._table.free(self._table.withdraw(victims))
+    def _offer(self) -> None:
+        """Say who may leave, if it comes to that."""
+        if self._residency.num_slots < self._runtime.total_experts:
+            rows = self._table.last_rows
+            self._table.offer(np.stack([self._residency.leaving_scores(row) for row in rows]))
 
     def _take_report(self) -> None:
         """Of the last step, if it was not read yet. The device had finished with it when the
@@ -180,7 +169,6 @@ class DeviceSteps:
         if self._decided is None:
             return
         (step, report, missed), self._decided = self._decided, None
-        self._misses_lately = max(FORGETS * self._misses_lately, len(missed))
         routing = [report.routing(row, step.num_tokens, k) for row, k in sorted(self.top_k.items())]
         self._runtime.note_step(step, routing, missed)
 
@@ -198,7 +186,7 @@ class DeviceSteps:
         self._table.begin_read()
         self._unread = self._step
         self._note_decided()
-        self._refill()
+        self._offer()
         self._is_broken = False
 
     @property
@@ -222,8 +210,8 @@ class DeviceSteps:
 
     def _bring(self, moe_row: int, index_TK: Tensor) -> None:
         """Experts of this row to HOST, unless they have a slot. The device waits for us."""
-        chosen = [ExpertKey(moe_row, expert) for expert in sorted(set(index_TK.flatten().tolist()))]
-        absent = [k for k in chosen if k.expert_idx >= 0 and self._residency.lookup(k) is None]
+        chosen, slot_E = set(index_TK.flatten().tolist()), self._table.slot_LE[moe_row].tolist()
+        absent = [ExpertKey(moe_row, e) for e in sorted(chosen) if e >= 0 and slot_E[e] < 0]
         mover = self._host.mover
         with self._host.table.holding(absent, Phase.DECODE) as held:
             mover.load_now(held.absent, held.slot_ids)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.cache.policies import Experts, Scores
+from moe_infinity.cache.policies import EvictionPolicy, Experts, Scores
 from moe_infinity.trace.eam import Counts
 from moe_infinity.trace.recorder import Step
 
@@ -33,7 +33,7 @@ def next_uses(touches: Sequence[Touch], *, num_rows: int, num_experts: int) -> l
     return of_touch[::-1]
 
 
-class Belady:
+class Belady(EvictionPolicy):
     """The score falls with the time of the next use; future: what `next_uses` says of the very
     touches that follow.
     """

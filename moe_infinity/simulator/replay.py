@@ -80,7 +80,8 @@ class Cell:
             with self.table.holding(wave, phase) as held:
                 late: list[ExpertKey] = []
                 if self.table.num_loading > len(held.absent):
-                    late = [k for k in wave if self.table.is_loading(k) and k not in held.absent]
+                    coming = set(self.table.loading_keys()).difference(held.absent)
+                    late = [key for key in wave if key in coming]
                 counters.stall_s += self.link.demand(len(held.absent), late)
                 for key in (*held.absent, *late):
                     self.table.finish_load(key)

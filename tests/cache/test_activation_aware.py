@@ -53,6 +53,18 @@ def chances(draw) -> tuple[np.ndarray, np.ndarray]:
     return draw(of_64) / 64, draw(of_64) / 64
 
 
+@settings(max_examples=30)
+@given(case=chances())
+def test_scores_after_a_row_are_those_of_a_step_that_has_come_there(case):
+    told = Told(*case)
+    policy = begun(told)
+    for row in range(len(told.next_use_RE)):
+        after = [policy.scores_after(later).copy() for later in range(row, len(told.next_use_RE))]
+        policy.touch(row, [])
+        assert_array_equal(policy.scores(), after[0])
+    assert_array_equal(policy.scores_after(0), begun(told).scores_after(0))
+
+
 @settings(max_examples=100)
 @given(case=chances())
 def test_scores_are_the_formula_for_every_current_row(case):

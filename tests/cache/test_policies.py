@@ -289,6 +289,19 @@ def test_each_model_gets_a_policy_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", BASELINES)
+@few_examples
+@given(history=histories, row=st.integers(0, NUM_ROWS - 1))
+def test_scores_after_a_row_are_those_of_a_step_that_has_come_there(name, history, row):
+    """Only what is running counts: nobody knows yet what the row will activate."""
+    policy = make(name)
+    replay(policy, history)
+    told = policy.scores_after(row)
+    if name == "neighbor":
+        policy.touch(row, [])
+    assert (told == policy.scores()).all()
+
+
+@pytest.mark.parametrize("name", BASELINES)
 def test_no_policy_loops_over_experts(name):
     """Touches and scores are on the way of every token; building may take its time."""
     policy = ast.parse(textwrap.dedent(inspect.getsource(type(make(name)))))

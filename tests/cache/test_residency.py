@@ -202,25 +202,37 @@ def test_who_held_a_cancelled_load_does_not_let_go_of_the_next_one(table):
 # Steps that a device decided
 
 
-def test_a_device_takes_slots_that_are_free_and_is_told_of_all(table):
+def test_a_device_takes_a_slot_from_nobody_or_from_who_had_it(table):
     load(table, A)
-    (free,) = table.free_slots()
+    free = 1 - table.slot_of(A)
     table.adopt(B, free)
     table.check_invariants()
-    assert table.free_slots() == []
     assert table.resident_slots() == {A: table.slot_of(A), B: free}
-    with pytest.raises(ValueError, match="not in list"):
-        table.adopt(C, free)
-
-
-def test_slots_are_freed_ahead_of_who_will_need_them_lowest_scores_first(table, policy):
-    load(table, A, B)
-    use(policy, A, B, A)
-    assert table.free_up(1) == [B]
-    assert table.free_up(1) == []  # one is free already
-    assert table.free_up(9) == [A]
-    assert (len(table), len(table.free_slots())) == (0, 2)
+    assert table.evictions == 0
+    table.adopt(C, free)
     table.check_invariants()
+    assert table.resident_slots() == {A: table.slot_of(A), C: free}
+    assert table.evictions == 1
+
+
+def test_a_prefetch_that_the_device_evicts_unused_was_wasted(table):
+    slot = table.begin_prefetch(A)
+    table.finish_load(A)
+    table.adopt(B, slot)
+    assert table.prefetches.wasted == 1
+
+
+def test_who_leaves_is_told_by_score_and_transient_ones_leave_first(table, policy):
+    load(table, A)
+    table.begin_load(B, Phase.PREFILL)
+    table.finish_load(B)
+    use(policy, A, B)
+    scores = table.leaving_scores(0)
+    assert scores[A] == policy.scores()[A]
+    assert scores[B] < scores.min(where=scores != scores[B], initial=0)
+    assert np.isfinite(scores).all()
+    table.note_use([B])
+    assert (table.leaving_scores(0) == policy.scores()).all()
 
 
 def test_what_a_prompt_brought_belongs_to_decode_once_a_step_used_it(table):

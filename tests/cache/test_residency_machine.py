@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moe_infinity.cache.policies import Experts, Scores
+from moe_infinity.cache.policies import EvictionPolicy, Experts, Scores
 from moe_infinity.cache.residency import PREFILL_RING_SHARE, Held, ResidencyTable
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
@@ -29,7 +29,7 @@ key_lists = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True)
 rankings = st.permutations(range(len(KEYS)))
 
 
-class Ranked:
+class Ranked(EvictionPolicy):
     """A policy whose scores are a ranking that the machine draws."""
 
     def __init__(self) -> None:

@@ -39,6 +39,11 @@ class World:
             max_misses=max_misses,
         )
         self.keys = [ExpertKey(row, expert) for row in range(rows) for expert in range(experts)]
+        self.tell({})
+
+    def tell(self, slot_of: dict[ExpertKey, int]) -> None:
+        """All of them are in host memory."""
+        self.table.tell(slot_of)
         self.table.set_host_addresses({key: self.address_of(key) for key in self.keys})
 
     def bytes_of(self, key: ExpertKey) -> Tensor:
@@ -65,10 +70,10 @@ class World:
     def state(self) -> dict[str, object]:
         """All that a kernel may change, without addresses."""
         table = self.table
-        num_free, num_logged = int(table.num_free), int(table.head[0])
+        num_logged = int(table.head[0])
         return {
             "slots": table.slot_LE.tolist(),
-            "free": table.free_S[:num_free].tolist(),
+            "owners": table.owner_S.tolist(),
             "head": table.head.tolist(),
             "uses": table.uses_LE.tolist(),
             "routing": table.routing_LP.tolist(),

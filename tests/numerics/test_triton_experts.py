@@ -284,16 +284,15 @@ def test_a_token_gets_the_same_bits_in_any_company(kind):
         assert torch.equal(alone[0], together[t])
 
 
-@pytest.mark.parametrize("num_free", [0, 1, 3, 6])
-def test_a_step_gives_the_same_bits_whatever_is_cached(num_free):
+@pytest.mark.parametrize("num_slots", [1, 3, 6])
+def test_a_step_gives_the_same_bits_whatever_is_cached(num_slots):
     experts = Experts("bf16", 48, 32, num=6)
     x, (index, weights) = inputs("bf16", 2, 48), routing(2, 3, 6)
     resident = experts.compute(triton_experts, x, index, weights)
     host = experts.slots.pin_memory() if DEVICE == "cuda" else experts.slots
-    slots = torch.zeros(6, host.shape[1], dtype=torch.uint8, device=DEVICE)
+    slots = torch.zeros(num_slots, host.shape[1], dtype=torch.uint8, device=DEVICE)
     table = DeviceTable(slots, num_rows=1, num_experts=6, max_pairs=6)
     table.set_host_addresses({ExpertKey(0, e): host[e].data_ptr() for e in range(6)})
-    table.free(range(num_free))
     given = [t.to(DEVICE) for t in (x, weights)]
     for _ in range(2):
         pointers = triton_resolve.resolve(table, 0, index.to(DEVICE))

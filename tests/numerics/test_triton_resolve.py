@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter; with one, compiled, and i
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels import slot_reference
-from moe_infinity.kernels.device_table import ABSENT, BARRED, ON_DISK, Miss
+from moe_infinity.kernels.device_table import ABSENT, ON_DISK, Miss
 from tests.numerics.device_tables import World
 
 pytest.importorskip("triton", reason="needs triton")
@@ -54,14 +55,20 @@ def report_of(world: World):
     return report
 
 
+def offer(world: World, *scores) -> None:
+    """Scores by expert, the same for all rows; one list for each part, or one for all."""
+    shape = world.table.scores_HLE.shape
+    told = np.array(scores, dtype=np.float64)[:, None, :]
+    world.table.offer(np.ascontiguousarray(np.broadcast_to(told, shape)))
+
+
 @pytest.mark.parametrize("kernels", KINDS)
 def test_an_expert_that_several_tokens_miss_takes_one_slot(kernels):
     world = world_for(kernels)
-    world.table.free([0, 1, 2])
     (found,) = step(kernels, world, [[[5, 3], [3, 5], [3, 7]]])
-    assert found == [2, 1, 1, 2, 1, 0]
+    assert found == [0, 1, 1, 0, 1, 2]
     report = report_of(world)
-    assert report.misses == [Miss(ExpertKey(0, e), s) for e, s in ((5, 2), (3, 1), (7, 0))]
+    assert report.misses == [Miss(ExpertKey(0, e), s) for e, s in ((5, 0), (3, 1), (7, 2))]
     assert report.uses_LE[0].tolist() == [0, 0, 0, 3, 0, 2, 0, 1]
     assert report.routing_LP[0].tolist() == [5, 3, 3, 5, 3, 7] + 10 * [-1]
     assert report.lost_row is None
@@ -71,59 +78,120 @@ def test_an_expert_that_several_tokens_miss_takes_one_slot(kernels):
 @pytest.mark.parametrize("kernels", KINDS)
 def test_a_miss_is_copied_into_its_slot_and_a_hit_is_not(kernels):
     world = world_for(kernels)
-    world.table.free([0, 1])
     step(kernels, world, [[[5, 3]]])
-    assert torch.equal(world.slots[1].cpu(), world.bytes_of(ExpertKey(0, 5)))
-    assert torch.equal(world.slots[0].cpu(), world.bytes_of(ExpertKey(0, 3)))
+    assert torch.equal(world.slots[0].cpu(), world.bytes_of(ExpertKey(0, 5)))
+    assert torch.equal(world.slots[1].cpu(), world.bytes_of(ExpertKey(0, 3)))
     assert not world.slots[2:].any()
     world.slots.fill_(7)
-    assert step(kernels, world, [[[3, 5]]]) == [[0, 1]]
+    assert step(kernels, world, [[[3, 5]]]) == [[1, 0]]
     assert (world.slots == 7).all()
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_without_a_free_slot_an_expert_is_read_from_host_memory(kernels):
-    world = world_for(kernels)
-    world.table.free([4])
-    (found,) = step(kernels, world, [[[1, 2], [2, 1]]])
-    assert found == [4, ExpertKey(0, 2), ExpertKey(0, 2), 4]
-    assert [miss.slot_id for miss in report_of(world).misses] == [4, ABSENT]
+def test_what_the_host_tells_is_where_experts_are(kernels):
+    world = world_for(kernels, slots=3)
+    step(kernels, world, [[[5, 3]]])
+    world.tell({ExpertKey(0, 6): 1})
+    assert step(kernels, world, [[[6, 5, 3, 7]]]) == [[1, 0, 2, ExpertKey(0, 7)]]
+    assert [miss.slot_id for miss in report_of(world).misses] == [0, 2, ABSENT]
+
+
+# Who leaves
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_a_barred_expert_takes_no_slot(kernels):
-    world = world_for(kernels)
-    world.table.free([0, 1])
-    world.table.bar([ExpertKey(0, 2)])
-    assert step(kernels, world, [[[2, 1]]]) == [[ExpertKey(0, 2), 1]]
-    assert [miss.slot_id for miss in report_of(world).misses] == [BARRED, 1]
-    world.table.admit([ExpertKey(0, 2)])
-    assert step(kernels, world, [[[2, 1]]]) == [[0, 1]]
+def test_a_miss_takes_a_free_slot_and_then_that_of_the_lowest_score(kernels):
+    world = world_for(kernels, slots=4)
+    world.tell({ExpertKey(2, 0): 0, ExpertKey(2, 1): 1, ExpertKey(2, 2): 3})
+    offer(world, [7, 4, 5, 0, 0, 0, 0, 0])
+    assert step(kernels, world, [[[1, 2, 3]]]) == [[2, 1, 3]]
+    assert dict(world.table.resident) == {
+        ExpertKey(2, 0): 0,
+        ExpertKey(2, 1): 1,
+        ExpertKey(2, 2): 3,
+    }
+    report_of(world)
+    assert dict(world.table.resident) == {
+        ExpertKey(2, 0): 0, ExpertKey(0, 1): 2, ExpertKey(0, 2): 1, ExpertKey(0, 3): 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", KINDS)
+def test_equal_scores_leave_in_the_order_of_slots(kernels):
+    world = world_for(kernels, slots=3)
+    world.tell({ExpertKey(2, 0): 2, ExpertKey(2, 1): 0, ExpertKey(2, 2): 1})
+    assert step(kernels, world, [[[1, 2]]]) == [[0, 1]]
+
+
+@pytest.mark.parametrize("kernels", KINDS)
+def test_of_its_own_row_only_what_the_step_does_not_use_leaves(kernels):
+    world = world_for(kernels, slots=3)
+    world.tell({ExpertKey(0, 0): 0, ExpertKey(0, 1): 1, ExpertKey(0, 2): 2})
+    offer(world, [0, 1, 2, 3, 4, 5, 6, 7])
+    # 0 comes last and is a hit; 4 finds only what the step uses
+    assert step(kernels, world, [[[3, 2], [4, 0]]]) == [[1, 2, ExpertKey(0, 4), 0]]
+    report_of(world)
+    assert step(kernels, world, [[[5, 6], [7, 1]]]) == [[0, 2, 1, ExpertKey(0, 1)]]
+
+
+@pytest.mark.parametrize("kernels", KINDS)
+def test_rows_that_come_before_the_next_scores_keep_their_experts(kernels):
+    """Five rows are two parts: 0 to 1 and 2 to 4."""
+    world = world_for(kernels, rows=5, slots=5)
+    assert world.table.last_rows == [1, 4]
+    assert list(map(world.table.part_of, range(5))) == [0, 0, 1, 1, 1]
+    world.tell({ExpertKey(row, 0): row for row in range(5)})
+    offer(world, [1, 0, 0, 0, 0, 0, 0, 0], [0, 9, 9, 0, 0, 0, 0, 0])
+    found = step(kernels, world, [[[1, 2]], [[-1]], [[1, 2, 3]]])
+    # row 0: its own goes, not that of row 1, then row 2's. Row 2: row 1's, then row 0's two.
+    assert found == [[0, 2], [None], [1, 0, 2]]
+    offer(world, [0, 9, 9, 9, 9, 9, 9, 9])
+    assert step(kernels, world, [[[0]]]) == [[3]]  # row 3's may leave in the other part
+
+
+@pytest.mark.parametrize("kernels", KINDS)
+def test_the_lowest_of_many_slots_is_found(kernels):
+    world = world_for(kernels, rows=4, experts=900, slots=2700)
+    keys = [key for key in world.keys if key.moe_row]
+    world.tell({key: slot for slot, key in enumerate(keys)})
+    # float32 could not tell them apart
+    scores = np.random.default_rng(0).permutation(4 * 900).reshape(1, 4, 900) / 64 + 2.0**40
+    world.table.offer(np.repeat(scores, 2, 0))
+    leaving = sorted((k for k in keys if k.moe_row != 1), key=lambda key: scores[0][key])[:6]
+    slots = [world.table.resident[key] for key in leaving]
+    assert max(slots) > 2 * triton_resolve.SLOT_BLOCK
+    assert step(kernels, world, [[[3, 1, 4, 0, 5, 9]]]) == [slots]
+
+
+@pytest.mark.parametrize("kernels", KINDS)
+def test_who_was_evicted_is_a_miss_later_in_the_step(kernels):
+    world = world_for(kernels, slots=1)
+    world.tell({ExpertKey(2, 4): 0})
+    assert step(kernels, world, [[[1]], [[-1]], [[4]]]) == [[0], [None], [0]]
+    assert report_of(world).misses == [Miss(ExpertKey(0, 1), 0), Miss(ExpertKey(2, 4), 0)]
 
 
 @pytest.mark.parametrize("kernels", KINDS)
 def test_an_expert_on_disk_loses_the_step_from_its_row_on(kernels):
-    world = world_for(kernels)
-    world.table.free([0, 1, 2])
+    world = world_for(kernels, slots=3)
     on_disk = ExpertKey(1, 2)
     world.table.set_host_addresses({on_disk: 0})
     found = step(kernels, world, [[[2, 1]], [[2, 4]], [[3, 5]]])
-    assert found == [[2, 1], [None, 0], [None, None]]
+    assert found == [[0, 1], [None, 2], [None, None]]
     report = report_of(world)
     assert report.lost_row == 1
-    assert report.misses[2:] == [Miss(on_disk, ON_DISK), Miss(ExpertKey(1, 4), 0)]
+    assert report.misses[2:] == [Miss(on_disk, ON_DISK), Miss(ExpertKey(1, 4), 2)]
     assert not report.uses_LE[2].any()
     assert (report.routing_LP[2] == -1).all()
     world.table.set_host_addresses({on_disk: world.address_of(on_disk)})
     again = step(kernels, world, [[[2, 1]], [[2, 4]], [[3, 5]]])
-    assert again == [[2, 1], [on_disk, 0], [ExpertKey(2, 3), ExpertKey(2, 5)]]
+    assert again == [[0, 1], [0, 2], [0, 1]]
     assert report_of(world).lost_row is None
 
 
 @pytest.mark.parametrize("kernels", KINDS)
 def test_a_pair_without_an_expert_is_nowhere(kernels):
     world = world_for(kernels)
-    world.table.free([0])
     assert step(kernels, world, [[[-1, 2], [-1, -1]]]) == [[None, 0, None, None]]
     assert report_of(world).misses == [Miss(ExpertKey(0, 2), 0)]
 
@@ -131,11 +199,10 @@ def test_a_pair_without_an_expert_is_nowhere(kernels):
 @pytest.mark.parametrize("kernels", KINDS)
 def test_a_full_log_keeps_slots_from_being_taken(kernels):
     world = world_for(kernels, max_misses=1)
-    world.table.free([0, 1, 2])
     assert step(kernels, world, [[[4, 5]], [[6, 4]]])[1] == [ExpertKey(1, 6), ExpertKey(1, 4)]
     report = report_of(world)
-    assert (report.misses, report.num_misses) == ([Miss(ExpertKey(0, 4), 2)], 4)
-    assert step(kernels, world, [[[4, 5]]]) == [[2, 1]]
+    assert (report.misses, report.num_misses) == ([Miss(ExpertKey(0, 4), 0)], 4)
+    assert step(kernels, world, [[[4, 5]]]) == [[0, 1]]
 
 
 # Both, state for state
@@ -151,22 +218,32 @@ def routings(experts: int = 8, max_tokens: int = 8, max_k: int = 8):
     return st.tuples(st.integers(1, max_tokens), st.integers(1, max_k)).flatmap(row)
 
 
+def random_scores(world: World, seed: int) -> np.ndarray:
+    """With equal ones among them."""
+    chances = np.random.default_rng(seed)
+    return chances.integers(0, 6, world.table.scores_HLE.shape).astype(np.float64)
+
+
 @settings(max_examples=25)
 @given(
     steps=st.lists(routings(), min_size=1, max_size=3),
-    num_free=st.integers(0, 12),
+    num_slots=st.integers(1, 12),
+    num_resident=st.integers(0, 12),
     on_disk=st.sets(st.integers(0, 23), max_size=1),
-    barred=st.sets(st.integers(0, 23), max_size=5),
     max_misses=st.sampled_from([None, 0, 5]),
+    seed=st.integers(0, 99),
 )
-def test_the_kernels_do_what_their_twins_do(steps, num_free, on_disk, barred, max_misses):
+def test_the_kernels_do_what_their_twins_do(
+    steps, num_slots, num_resident, on_disk, max_misses, seed
+):
     worlds = {
-        kernels: world_for(kernels, slots=12, max_pairs=64, max_misses=max_misses)
+        kernels: world_for(kernels, slots=num_slots, max_pairs=64, max_misses=max_misses)
         for kernels in (triton_resolve, slot_reference)
     }
     for world in worlds.values():
-        world.table.free(list(range(num_free)))
-        world.table.bar([world.keys[cell] for cell in barred])
+        keys = np.random.default_rng(seed).permutation(len(world.keys))[:num_resident]
+        world.tell(dict(zip((world.keys[at] for at in keys), range(num_slots), strict=False)))
+        world.table.offer(random_scores(world, seed))
         world.table.set_host_addresses({world.keys[cell]: 0 for cell in on_disk})
     for routing in steps:
         found = [step(kernels, world, routing) for kernels, world in worlds.items()]
@@ -182,73 +259,75 @@ class Model:
     """What device and host do, told with dicts."""
 
     def __init__(self, world: World) -> None:
+        self.last_rows = world.table.last_rows
+        self.scores = np.zeros(world.table.scores_HLE.shape)
         self.on_disk: set[ExpertKey] = set()
-        self.barred: set[ExpertKey] = set()
-        self.resident: dict[ExpertKey, int] = {}
-        self.free: list[int] = []
-        self.reserved = set(range(len(world.slots)))
+        self.slots: list[ExpertKey | None] = [None] * len(world.slots)
         self.misses: list[Miss] = []
         self.lost_row: int | None = None
 
-    def pair(self, key: ExpertKey) -> object:
-        if key.expert_idx < 0 or self.lost_row not in (None, key.moe_row):
-            return None
-        if key not in self.resident:
-            if key in self.on_disk:
-                self.lost_row = key.moe_row
-                self.log(Miss(key, ON_DISK))
-                return None
-            if key in self.barred or not self.free:
-                self.log(Miss(key, BARRED if key in self.barred else ABSENT))
-                return key
-            self.resident[key] = self.free.pop()
-            self.misses.append(Miss(key, self.resident[key]))
-        return self.resident[key]
-
-    def log(self, miss: Miss) -> None:
-        """Once per row and step; a step visits a row once."""
-        if miss not in self.misses:
-            self.misses.append(miss)
+    def resident(self) -> dict[ExpertKey, int]:
+        return {key: slot for slot, key in enumerate(self.slots) if key is not None}
 
     def step(self, routing) -> list[list[object]]:
         found = []
         for row, index_TK in enumerate(routing):
-            keys = [ExpertKey(row, expert) for index_K in index_TK for expert in index_K]
+            used = [ExpertKey(row, expert) for index_K in index_TK for expert in index_K]
             is_lost = self.lost_row is not None
-            found.append([None if is_lost else self.pair(key) for key in keys])
+            found.append([None if is_lost else self.pair(key, used) for key in used])
         return found
+
+    def pair(self, key: ExpertKey, used: list[ExpertKey]) -> object:
+        if key.expert_idx < 0:
+            return None
+        if key in self.slots:
+            return self.slots.index(key)
+        if key in self.on_disk:
+            self.lost_row = key.moe_row
+            self.log(Miss(key, ON_DISK))
+            return None
+        slot = self.taken(key, used)
+        self.log(Miss(key, slot))
+        if slot == ABSENT:
+            return key
+        self.slots[slot] = key
+        return slot
+
+    def taken(self, key: ExpertKey, used: list[ExpertKey]) -> int:
+        if None in self.slots:
+            return self.slots.index(None)
+        part = next(p for p, last_row in enumerate(self.last_rows) if key.moe_row <= last_row)
+        stay = range(key.moe_row + 1, self.last_rows[part] + 1)
+        leaving = [k for k in self.slots if k and k.moe_row not in stay and k not in used]
+        lowest = min((self.scores[part][k] for k in leaving), default=None)
+        return next(
+            (self.slots.index(k) for k in leaving if self.scores[part][k] == lowest), ABSENT
+        )
+
+    def log(self, miss: Miss) -> None:
+        """Once per row and step; a step visits a row once."""
+        if miss.key not in [told.key for told in self.misses]:
+            self.misses.append(miss)
 
 
 def act_as_host(data, world: World, model: Model) -> None:
-    """Anything a policy may do between two steps."""
-    table, draw = world.table, data.draw
-
-    def some(things):
-        things = sorted(things)
-        picked = draw(st.sets(st.integers(0, len(things) - 1), max_size=4)) if things else set()
-        return [things[i] for i in sorted(picked)]
-
-    leaving = some(model.resident)
-    assert table.withdraw(leaving) == [model.resident[key] for key in leaving]
-    model.reserved.update(model.resident.pop(key) for key in leaving)
-    absent = set(world.keys) - set(model.resident)
-    placed = dict(zip(some(absent - model.barred), some(model.reserved), strict=False))
-    for key, slot in placed.items():
-        world.slots[slot].copy_(world.bytes_of(key))
-    table.place(placed)
-    model.resident.update(placed)
-    model.reserved.difference_update(placed.values())
-    freed = some(model.reserved)
-    table.free(freed)
-    model.free += freed
-    model.reserved.difference_update(freed)
-    table.admit(sorted(model.barred - set(model.resident)))
-    model.barred = set(some(set(world.keys) - set(model.resident)))
-    table.bar(sorted(model.barred))
-    on_disk = set(some(world.keys)) if draw(st.booleans()) else set()
+    """Anything it may do between two steps."""
+    if data.draw(st.booleans()):
+        model.scores = random_scores(world, data.draw(st.integers(0, 99)))
+        world.table.offer(model.scores)
+    if data.draw(st.integers(0, 3)) == 0:
+        order = data.draw(st.permutations(world.keys))
+        told = dict(zip(order, data.draw(st.sets(st.sampled_from(range(7)))), strict=False))
+        for key, slot in told.items():
+            world.slots[slot].copy_(world.bytes_of(key))
+        world.tell(told)
+        model.slots, model.on_disk = [None] * len(model.slots), set()
+        for key, slot in told.items():
+            model.slots[slot] = key
+    on_disk = data.draw(st.sets(st.sampled_from(world.keys), max_size=4))
     changed = model.on_disk ^ on_disk
     addresses = {key: 0 if key in on_disk else world.address_of(key) for key in changed}
-    table.set_host_addresses(addresses)
+    world.table.set_host_addresses(addresses)
     model.on_disk = on_disk
 
 
@@ -266,24 +345,25 @@ def test_host_and_device_agree_whatever_the_host_decides(kernels, data):
         report = report_of(world)
         assert report.misses == model.misses
         assert report.lost_row == model.lost_row
-        assert dict(world.table.resident) == model.resident
-        for key, slot in model.resident.items():
+        assert dict(world.table.resident) == model.resident()
+        for key, slot in model.resident().items():
             assert torch.equal(world.slots[slot].cpu(), world.bytes_of(key))
         model.misses, model.lost_row = [], None
 
 
 def test_a_late_report_is_still_right():
-    """The host acts on the report of step 1 when step 2 is already under way."""
-    world, kernels = World("cpu"), slot_reference
-    world.table.free([0, 1])
-    step(kernels, world, [[[1]]])
+    """The host hears of step 1 when step 2 is already under way, which evicted what 1 brought."""
+    world, kernels = World("cpu", slots=2), slot_reference
+    world.tell({ExpertKey(2, 7): 1})
+    step(kernels, world, [[[1, 2]]])
     world.table.begin_read()
-    step(kernels, world, [[[2]]])
-    assert world.table.finish_read().misses == [Miss(ExpertKey(0, 1), 1)]
-    world.table.free(world.table.withdraw([ExpertKey(0, 1)]))
-    assert step(kernels, world, [[[1]]]) == [[1]]
+    step(kernels, world, [[[3]]])
+    assert world.table.finish_read().misses == [Miss(ExpertKey(0, 1), 0), Miss(ExpertKey(0, 2), 1)]
+    assert dict(world.table.resident) == {ExpertKey(0, 1): 0, ExpertKey(0, 2): 1}
+    offer(world, [0, 9, 0, 1, 0, 0, 0, 0])
+    assert step(kernels, world, [[[5]]]) == [[1]]
     report = report_of(world)
-    assert report.misses == [Miss(ExpertKey(0, 2), 0), Miss(ExpertKey(0, 1), 1)]
+    assert report.misses == [Miss(ExpertKey(0, 3), 0), Miss(ExpertKey(0, 5), 1)]
 
 
 @pytest.mark.gpu
@@ -305,16 +385,14 @@ def test_a_captured_step_follows_what_changes_around_it():
     with torch.cuda.graph(graph):
         found = whole_step(captured)
     generator = torch.Generator().manual_seed(0)
-    for world in (captured, plain):
-        world.table.free([0, 1, 2, 3, 4, 5])
-    for _ in range(10):
+    for n in range(10):
         for index_TK in routing:
             index_TK.copy_(torch.randperm(8, generator=generator)[:4].view(1, 4))
+        for world in (captured, plain):
+            world.table.offer(random_scores(world, n))
         graph.replay()
         expected = whole_step(plain)
         assert [captured.places(p) for p in found] == [plain.places(p) for p in expected]
         assert captured.state() == plain.state()
         for world in (captured, plain):
             report_of(world)
-            leaving = sorted(world.table.resident)[: max(0, 3 - world.table.num_free_known)]
-            world.table.free(world.table.withdraw(leaving))

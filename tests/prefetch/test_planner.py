@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_infinity.cache.policies import BASELINES, make_policy
+from moe_infinity.cache.policies import BASELINES, EvictionPolicy, make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase
@@ -21,7 +21,7 @@ DECODE = Phase.DECODE
 NUM_ROWS, NUM_EXPERTS = 4, 5
 
 
-class Fixed:
+class Fixed(EvictionPolicy):
     """A policy whose scores and chances a test sets."""
 
     def __init__(self, chances: object, scores: object | None = None) -> None:
