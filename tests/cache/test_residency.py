@@ -215,6 +215,15 @@ def test_a_device_takes_a_slot_from_nobody_or_from_who_had_it(table):
     assert table.evictions == 1
 
 
+def test_nothing_is_believed_of_slots_after_a_step_that_was_interrupted(table):
+    load(table, A, B)
+    table.evict_all()
+    table.check_invariants()
+    assert len(table) == 0
+    load(table, C)
+    assert table.lookup(C) is Residency.RESIDENT
+
+
 def test_a_prefetch_that_the_device_evicts_unused_was_wasted(table):
     slot = table.begin_prefetch(A)
     table.finish_load(A)
