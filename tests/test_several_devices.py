@@ -160,12 +160,17 @@ def test_every_layer_has_experts_on_both_devices_and_both_links_bring_them(
 
 
 def test_two_links_bring_a_prompts_experts_in_half_the_time(tiny_checkpoint):
+    """The second prompt: HOST has all experts then, and no thread's pace counts."""
     took_s = []
-    for device in ("cuda:0", BOTH):
+    for device, share in (("cuda:0", "40%"), (BOTH, "20%,20%")):
         links = FakeLink(bytes_per_s=1e7), SecondLink(bytes_per_s=1e7)
-        with fake_device(*links), MoE(tiny_checkpoint, device=device, host_memory="100%") as moe:
+        budgets = {"device": device, "device_memory": share, "host_memory": "100%"}
+        with fake_device(*links), MoE(tiny_checkpoint, **budgets) as moe:
             greedy(moe, LONG_PROMPT, num_tokens=1)
-            took_s.append(links[0].clock.now_s)
+            began_s, began = links[0].clock.now_s, sum(link.num_copies for link in links)
+            greedy(moe, LONG_PROMPT, num_tokens=1)
+            assert sum(link.num_copies for link in links) > began + 10
+            took_s.append(links[0].clock.now_s - began_s)
     assert took_s[1] < 0.6 * took_s[0]
 
 
