@@ -218,5 +218,6 @@ def fast_machinery(check: Check) -> None:
 
     found = measure(Sizes(), rounds=7)
     check.add("machinery per layer, captured", found["machinery_us"], "us", ceiling=10.0)
+    check.add("resolve, for each miss", found["resolve_miss_us"], "us")
     for name in ("resident", "layer", "fill_one", "fill_all", "through"):
         check.add(f"kernels, {name}", found[f"{name}_share"], "share", ceiling=1.0)

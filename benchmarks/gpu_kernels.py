@@ -25,7 +25,7 @@ from functools import partial
 import torch
 
 from moe_infinity.experts import ExpertKey, ExpertLayout
-from moe_infinity.kernels.device_table import DeviceTable
+from moe_infinity.kernels.device_table import ABSENT, DeviceTable
 from moe_infinity.kernels.slot_kernels import MAX_PAIRS, slot_kernels
 from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.kernels.stored import StoredPart, StoredWeight
@@ -131,6 +131,13 @@ class Layers:
             if compute:
                 self.kernels.slot_moe(self.mlp, self.x, pointers_TK, self.weights)
 
+    def resolve_missing(self) -> None:
+        """Every pair takes a slot. Where experts are is not true any more."""
+        self.table.head.zero_()
+        self.table.slot_LE.fill_(ABSENT)
+        for row, index_TK in enumerate(self.index_LTK):
+            self.kernels.resolve(self.table, row, index_TK)
+
     def step_through_the_link(self) -> None:
         pointers_LTK = self.host.data_ptr() + self.offsets_LTK
         for pointers_TK in pointers_LTK:
@@ -214,13 +221,20 @@ def time_link(layers: Layers, rounds: int, link_gbps: float) -> dict[str, float]
     return told | {"through_gbps": found, "through_share": found / link_gbps}
 
 
+def time_misses(layers: Layers, rounds: int) -> dict[str, float]:
+    """Microseconds of resolve for each miss, which looks through all slots for one to take."""
+    us = captured_us(layers.resolve_missing, rounds)
+    return {"resolve_miss_us": us / (layers.sizes.num_layers * layers.num_pairs)}
+
+
 def measure(sizes: Sizes, rounds: int) -> dict[str, float]:
     """Everything, by name."""
     told = ceilings(rounds)
     layers = Layers(sizes)
     told |= time_machinery(layers, rounds)
     told |= time_resident(layers, rounds, told["read_gbps"])
-    return told | time_link(layers, rounds, told["link_gbps"])
+    told |= time_link(layers, rounds, told["link_gbps"])
+    return told | time_misses(layers, rounds)
 
 
 def main() -> None:
