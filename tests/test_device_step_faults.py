@@ -154,7 +154,7 @@ def test_ctrl_c_anywhere_leaves_the_model_usable(
     stop = Interruption(monkeypatch, owner, name, KeyboardInterrupt())
     with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
         num_stopped = 0
-        for n in (1, 1, 2, 5):
+        for n in (1, 4):
             stop.remaining, stop.is_late = n, n % 2 == 0
             try:
                 greedy(moe, **cache)

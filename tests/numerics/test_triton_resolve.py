@@ -224,7 +224,7 @@ def random_scores(world: World, seed: int) -> np.ndarray:
     return chances.integers(0, 6, world.table.scores_HLE.shape).astype(np.float64)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     steps=st.lists(routings(), min_size=1, max_size=3),
     num_slots=st.integers(1, 12),
@@ -332,7 +332,7 @@ def act_as_host(data, world: World, model: Model) -> None:
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_host_and_device_agree_whatever_the_host_decides(kernels, data):
     world = world_for(kernels, slots=7)

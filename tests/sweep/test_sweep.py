@@ -22,15 +22,12 @@ from tests.sweep.discover import Architecture, architectures_in, modelling_files
 from tests.sweep.overrides import NOT_COMPARED
 from tests.sweep.runners import outcome
 
-FAST = {
+FAST = {  # beside those of tests/test_architectures.py
     "dbrx": "outside the interface, experts are row blocks of a matrix",
-    "deepseek_v3": "the first layer dense, shared experts, router with a bias",
     "deepseek_v4": "routed by token id, float32",
     "gemma4": "experts directly in the decoder layer; text and multimodal",
-    "gpt_oss": "fused and interleaved, with biases",
     "jamba": "hybrid cache, experts in every second layer",
     "longcat_flash": "experts without weights",
-    "mixtral": "per expert, renamed",
     "nemotron_h": "no gate, a latent width",
     "qwen3_vl_moe": "multimodal, fused and transposed",
     "zaya": "one expert per token, router with a state",
