@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from gpu_models import Shape, token_ids
 from gpu_rows import CAPS_GB, TOKENS, WARM_UP, expert_bytes, tokens_of, warm_every_expert
@@ -118,7 +119,7 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
         warm_every_expert(check, moe)
         token_ms(moe, shape)
         host_ms: list[float] = []
-        with timed(DeviceSteps, "_note_decided", host_ms), timed(DeviceSteps, "_refill", host_ms):
+        with timed(DeviceSteps, "_note_decided", host_ms), timed(DeviceSteps, "_offer", host_ms):
             hit_ms, check.resident_tokens[shape.name] = token_ms(moe, shape)
         hit_rate, captured = moe.report().decode.hit_rate, str(is_captured(moe))
         with known_pointers(moe):
@@ -175,7 +176,7 @@ def kernels_agree(check: Check, moe: MoE, shape: Shape) -> None:
 
 def fast_capped(check: Check, folder: Path, shape: Shape) -> None:
     """Decode with the share of experts that a smaller device would hold, beside the time that what
-    misses takes on the link; then with no slot free, so that nothing is kept.
+    misses takes on the link; then with nobody who may leave, so that nothing is kept.
     """
     for cap in CAPS_GB:
         if cap >= shape.total_gb:
@@ -185,9 +186,15 @@ def fast_capped(check: Check, folder: Path, shape: Shape) -> None:
             warm_every_expert(check, moe)
             token_ms(moe, shape, seed=3)
             for way in ("fill", "through the link"):
-                if way != "fill":  # the prompt takes what is free, and nothing is evicted
-                    steps_of(moe)._refill = lambda: None  # type: ignore[method-assign]
+                if way != "fill":  # the prompt takes what is free
+                    keep_everybody(steps_of(moe))
                 measure_misses(check, moe, shape, f"{cap} GB, {way}", share)
+
+
+def keep_everybody(steps: DeviceSteps) -> None:
+    table = steps._table
+    forever = np.full(table.scores_HLE.shape, np.inf)
+    steps._offer = lambda: table.offer(forever)  # type: ignore[method-assign]
 
 
 def measure_misses(check: Check, moe: MoE, shape: Shape, name: str, share: str) -> None:

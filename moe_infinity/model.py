@@ -149,7 +149,8 @@ class MoE:
 
     def forward(self, step: Step, **inputs: Any) -> Any:
         """One forward pass of the model, for a caller who batches requests himself: `step` says
-        which sequence each token belongs to. Nothing is kept for gradients.
+        which sequence each token belongs to. Nothing is kept for gradients. A step that a device
+        decided is in the report when the next one begins.
         """
         with self._lock, torch.no_grad(), self._device.explaining():
             self._require_open()

@@ -3,6 +3,7 @@ interrupted leaves the model usable."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from moe_infinity.kernels.graphed_step import rewind
 from moe_infinity.memory.mover import Mover
 from moe_infinity.runtime import ExpertRuntime
 from tests.fast_device import CACHES, STATIC, on_device, tokens_of_a_cpu
-from tests.on_device import PROMPT, assert_same_tokens, greedy
+from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
 
 TIGHT = "30%", "34%"  # 7 slots above 8
 
@@ -165,6 +166,54 @@ def test_ctrl_c_anywhere_leaves_the_model_usable(
             moe.check_invariants()
         assert num_stopped > 0
         assert_same_tokens(moe, expected)
+
+
+@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
+    tiny_checkpoint, expected, method
+):
+    """In contextlib's own code; its traceback is kept, as a notebook does."""
+    num_left = 3
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal num_left
+        code = frame.f_code
+        if not code.co_filename.endswith("contextlib.py") or code.co_name != method:
+            return None
+        generator = getattr(frame.f_locals["self"], "gen", None)
+        if getattr(generator, "__name__", "") != "running":
+            return None
+        if event == ("return" if method == "__enter__" else "line"):
+            num_left -= 1
+            if num_left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+        greedy(moe, num_tokens=4)
+        sys.settrace(trace)
+        try:
+            with pytest.raises(KeyboardInterrupt) as stopped:
+                greedy(moe, num_tokens=8, **STATIC)
+        finally:
+            sys.settrace(None)
+        assert torch.equal(greedy(moe), expected[0])
+        assert torch.equal(greedy(moe, LONG_PROMPT), expected[1])
+        del stopped
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
+    tiny_checkpoint, monkeypatch, cache
+):
+    stop = Interruption(monkeypatch, slot_reference, "fill", KeyboardInterrupt())
+    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+        greedy(moe)  # HOST has them all, so each row is resolved once
+        stop.remaining = 3 * 4 + 1  # in the fifth step
+        with pytest.raises(KeyboardInterrupt):
+            greedy(moe, **cache)
+        greedy(moe, num_tokens=1)
+        assert moe.report().decode.steps == 15 + 4
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.fake_link import FakeLink, fake_device
 from moe_infinity import MoE
+from moe_infinity.cache.activation_aware import ActivationAware
 from moe_infinity.cache.policies import Lru
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey
@@ -20,6 +21,7 @@ from moe_infinity.kernels import (
     has_triton_kernels,
     slot_kernels,
 )
+from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.kernels.slot_kernels import SlotKernels
 from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.runtime import ExpertRuntime
@@ -161,7 +163,8 @@ def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
         assert counted(moe) == by_device
 
 
-def test_misses_are_those_of_scores_one_step_old(tiny_checkpoint, monkeypatch):
+@pytest.mark.parametrize("device_memory", ["30%", "50%"])
+def test_misses_are_those_of_scores_one_step_old(tiny_checkpoint, monkeypatch, device_memory):
     """LRU with few slots differs from the reference path, whose scores know the row before."""
     models: list[Modelled] = []
     begin = DeviceSteps.begin
@@ -173,7 +176,10 @@ def test_misses_are_those_of_scores_one_step_old(tiny_checkpoint, monkeypatch):
         return is_ours
 
     monkeypatch.setattr(DeviceSteps, "begin", begin_and_look)
-    with on_device(tiny_checkpoint, "50%", "100%", policy="lru") as moe, moe.recording() as finish:
+    with (
+        on_device(tiny_checkpoint, device_memory, "100%", policy="lru") as moe,
+        moe.recording() as finish,
+    ):
         greedy(moe, PROMPT, num_tokens=40, eos_token_id=-1)
         (model,) = models
         for token in finish()[0].experts_TLK[len(PROMPT[0]) :]:
@@ -182,6 +188,53 @@ def test_misses_are_those_of_scores_one_step_old(tiny_checkpoint, monkeypatch):
         assert decode.steps == 39
         assert (decode.hits, decode.misses) == (model.hits, model.misses)
         assert 0 < model.hits < decode.lookups
+
+
+def test_scores_are_those_after_each_part_of_the_rows(tiny_checkpoint, monkeypatch):
+    asked, offered = [], []
+    scores_after, offer = ActivationAware.scores_after, DeviceTable.offer
+
+    def asking(self: ActivationAware, moe_row: int) -> Any:
+        asked.append((moe_row, scores_after(self, moe_row)))
+        return asked[-1][1]
+
+    def offering(self: DeviceTable, scores_HLE: Any) -> None:
+        offered.append(scores_HLE.copy())
+        offer(self, scores_HLE)
+
+    monkeypatch.setattr(DeviceTable, "offer", offering)
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        greedy(moe)
+        monkeypatch.setattr(ActivationAware, "scores_after", asking)
+        offered.clear()
+        policy = moe._runtime.tiers[0].policy
+        moe._runtime.table._transient[:] = False  # their scores are lower
+        steps = moe._runtime.device_steps
+        assert steps is not None
+        steps._offer()
+        assert [row for row, _ in asked] == [0, 2]
+        assert (offered[0] == [policy.scores_after(0), policy.scores_after(2)]).all()
+        assert (offered[0][0] != offered[0][1]).any()
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_step_that_was_lost_has_the_misses_of_both_its_runs(tiny_checkpoint, monkeypatch, cache):
+    missed: list[set[ExpertKey]] = [set()]
+    finish_read = DeviceTable.finish_read
+
+    def reading(self: DeviceTable) -> Any:
+        report = finish_read(self)
+        missed[-1].update(miss.key for miss in report.misses)
+        if report.lost_row is None:
+            missed.append(set())
+        return report
+
+    monkeypatch.setattr(DeviceTable, "finish_read", reading)
+    with on_device(tiny_checkpoint, "30%", "34%") as moe:
+        greedy(moe, **cache)
+        decode = moe.report().decode
+        assert decode.misses == sum(map(len, missed))
+        assert decode.hits == decode.lookups - decode.misses
 
 
 class Modelled:

@@ -16,6 +16,7 @@ from moe_infinity.cache.policies import POLICIES, PREDICTING
 from moe_infinity.memory.device import RING_BUFFERS
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.runtime import ExpertRuntime
+from tests.conftest import make_model, save_tokenizer
 from tests.on_device import BUDGETS, LONG_PROMPT, PROMPT, SOME_POLICIES, assert_same_tokens, greedy
 
 
@@ -190,3 +191,19 @@ def test_a_long_prompt_leaves_what_decoding_uses(tiny_checkpoint):
         greedy(moe, LONG_PROMPT, num_tokens=1)
         rows_ring = table.num_slots // 8
         assert len(used - set(table.resident_keys())) <= rows_ring
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "num_slots"), [(4, 1, 2), (4, 2, 2), (9, 2, 1)])
+def test_a_row_that_needs_none_of_the_experts_streamed_ahead_finds_a_slot(
+    tmp_path, num_experts, top_k, num_slots
+):
+    model = make_model(num_hidden_layers=5, num_experts=num_experts, num_experts_per_tok=top_k)
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    share = f"{100 * (num_slots + 0.01) / (5 * num_experts):.3f}%"
+    budgets = {"device_memory": share, "host_memory": "100%"}
+    with fake_device(FakeLink()), MoE(tmp_path, policy="lru", **budgets) as moe:
+        for _ in range(4):
+            greedy(moe)
+        greedy(moe, torch.arange(3, 60).view(1, -1))
+        moe.check_invariants()

@@ -172,7 +172,7 @@ class TokenCounts(EvictionPolicy):
 
     def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
         self._counts[moe_row, experts] += counts
-        self._scores[moe_row] = self._counts[moe_row] / self._counts[moe_row].sum()
+        self._scores[moe_row] = self._counts[moe_row] / max(self._counts[moe_row].sum(), 1)
 
     def scores(self) -> Scores:
         return self._scores

@@ -12,10 +12,10 @@ to there stay, since the scores say that they have passed; of its own row those 
 What finds no slot is read where its host address says, through the link.
 
 Everything here is enqueued on the current stream, which has to be the one the steps run on: what a
-step reads was there when it began. Before a host slot is given to another expert, its address is
-set to 0 (on disk) and the steps under way are waited for. A step that asks for an expert on disk is
-*lost*: its row is reported, and from there on the step computes nothing, takes no slot and counts
-nothing.
+step reads was there when it began. Before a host slot is given to another expert, the steps under
+way are waited for, and before the next one its address is set to 0 (on disk). A step that asks for
+an expert on disk is *lost*: its row is reported, and the rows after it compute nothing, take no
+slot and count nothing.
 
 Legend: L MoE rows, E experts of a row, S slots, P (token, k) pairs of a step, N log entries,
 H parts.
@@ -43,13 +43,13 @@ FREE = -1  # in the place of an owner
 NUM_PARTS = 2
 
 ADDRESS_BYTES = 16  # divide every address: kernels load so many at once
-HEAD = 4  # int32s before the counts: entries logged, row the step was lost at + 1, two unused
+HEAD = 4  # int32s at the beginning: entries logged, row the step was lost at + 1, two unused
 NUM_LOGGED, LOST = 0, 1
 ENTRY = 3  # int32s: row, expert, slot
 
 
 class Miss(NamedTuple):
-    """An activated expert that had no slot, once per row and step."""
+    """An activated expert that had no slot, once each time its row was resolved."""
 
     key: ExpertKey
     slot_id: int  # the one it took; ABSENT: read through the link; ON_DISK
@@ -59,8 +59,6 @@ class StepReport(NamedTuple):
     """What the device did since the last report."""
 
     misses: list[Miss]  # in the order of rows, then of (token, k) pairs
-    num_misses: int  # with those that the log had no room for
-    uses_LE: NDArray[np.int32]  # tokens routed to each expert
     routing_LP: NDArray[np.int32]  # the last step's expert ids; -1 where there is no pair
     lost_row: int | None  # of the first expert that was on disk
 
@@ -108,10 +106,12 @@ class DeviceTable:
             max_misses = num_rows * min(max_pairs, num_experts)
         self.max_misses = max_misses
         # One block, so that one copy brings all of a report.
-        sizes = (HEAD, num_rows * num_experts, num_rows * max_pairs, ENTRY * max_misses)
+        sizes = (HEAD, num_rows * max_pairs, ENTRY * max_misses)
         self._report = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.head, uses, routing, log = self._report.split(sizes)
-        self.uses_LE, self.routing_LP = uses.view(cells), routing.view(num_rows, max_pairs)
+        self.head, routing, log = self._report.split(sizes)
+        self.routing_LP = routing.view(num_rows, max_pairs)
+        # Tokens that the step routed to each expert.
+        self.uses_LE = torch.zeros(cells, dtype=torch.int32, device=device)
         self.log_N3 = log.view(max_misses, ENTRY)
         self.routing_LP.fill_(-1)
         self._sizes = sizes
@@ -120,18 +120,17 @@ class DeviceTable:
         self._copied = torch.cuda.Event() if on_gpu else None
         self._is_reading = False
         self.host_addresses: dict[ExpertKey, int] = {}  # as set_all_host_addresses() told
-        self._slot_of: dict[ExpertKey, int] = {}  # as far as reports tell
-        self._owner_of: dict[int, ExpertKey] = {}
 
     # After a step
 
     def begin_read(self) -> None:
-        """Have a report copied when the device comes to it; counts and log begin anew."""
+        """Have a report copied when the device comes to it; uses and log begin anew."""
         assert not self._is_reading, "finish_read() comes first"
         self._read.copy_(self._report, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._report.device))
-        self._report[: self._sizes[0] + self._sizes[1]].zero_()
+        self.head.zero_()
+        self.uses_LE.zero_()
         self._is_reading = True
 
     def finish_read(self) -> StepReport:
@@ -141,40 +140,26 @@ class DeviceTable:
             self._copied.synchronize()
         self._is_reading = False
         told = self._read.numpy().copy()
-        head, uses, routing, log = np.split(told, np.cumsum(self._sizes)[:-1])
-        num_misses = int(head[NUM_LOGGED])
-        entries = log.reshape(-1, ENTRY)[:num_misses].tolist()
+        head, routing, log = np.split(told, np.cumsum(self._sizes)[:-1])
+        entries = log.reshape(-1, ENTRY)[: head[NUM_LOGGED]].tolist()
         misses = [Miss(ExpertKey(row, expert), slot_id) for row, expert, slot_id in entries]
-        for key, slot_id in misses:
-            if slot_id >= 0:
-                self._slot_of.pop(self._owner_of.get(slot_id, key), None)
-                self._slot_of[key], self._owner_of[slot_id] = slot_id, key
         return StepReport(
             misses,
-            num_misses,
-            uses.reshape(self.uses_LE.shape),
             routing.reshape(self.routing_LP.shape),
             int(head[LOST]) - 1 if head[LOST] else None,
         )
 
     # Between steps
 
-    @property
-    def resident(self) -> Mapping[ExpertKey, int]:
-        """Experts that have a slot, as far as reports tell, and which."""
-        return self._slot_of
-
     def part_of(self, moe_row: int) -> int:
         """Which of the scores are for this row."""
         return bisect_left(self.last_rows, moe_row)
 
     def tell(self, slot_of: Mapping[ExpertKey, int]) -> None:
-        """All anew: these experts are resident, the other slots free, and all experts on disk.
-        Nothing is under way.
+        """All anew, but for the scores: these experts are resident, the other slots free, all
+        experts on disk, and no step has run. Nothing is under way.
         """
-        self._slot_of = dict(slot_of)
-        self._owner_of = {slot_id: key for key, slot_id in slot_of.items()}
-        assert len(self._owner_of) == len(slot_of), slot_of
+        assert len(set(slot_of.values())) == len(slot_of), slot_of
         slot_LE = np.full(self.slot_LE.shape, ABSENT, np.int32)
         owner_S = np.full(self.owner_S.shape, FREE, np.int32)
         for key, slot_id in slot_of.items():
@@ -185,11 +170,12 @@ class DeviceTable:
         self.host_LE.zero_()
         self.host_addresses = {}
         self._report.zero_()
+        self.uses_LE.zero_()
         self.routing_LP.fill_(-1)
         self._is_reading = False
 
     def offer(self, scores_HLE: NDArray[np.float64]) -> None:
-        """Finite scores, for each part: the lowest resident leaves first, from the next step on."""
+        """For each part: the lowest resident leaves first, from the next step on; inf: it stays."""
         self.scores_HLE.copy_(self._page_locked(torch.from_numpy(scores_HLE)), non_blocking=True)
 
     def set_host_addresses(self, addresses: Mapping[ExpertKey, int]) -> None:
@@ -227,18 +213,18 @@ class DeviceTable:
         """Nobody waits for the copy: torch gives such memory away again only after it."""
         return told if self._copied is None else told.pin_memory()
 
-    def check_invariants(self) -> None:
-        """Every slot is free or has one owner, and host and device agree on whom. Waits for the
-        device; the log of all steps has been read.
-        """
-        slot_LE, owner_S = self.slot_LE.cpu(), self.owner_S.tolist()
-        told = {
+    def resident_slots(self) -> dict[ExpertKey, int]:
+        """Experts that have a slot. Waits for the device."""
+        slot_LE = self.slot_LE.cpu()
+        return {
             ExpertKey(row, expert): int(slot_LE[row, expert])
             for row, expert in (slot_LE >= 0).nonzero().tolist()
         }
-        assert told == self._slot_of, (told, self._slot_of)
-        owners = {slot: divmod(cell, self.num_experts) for slot, cell in enumerate(owner_S)}
-        owners = {slot: owner for slot, owner in owners.items() if owner_S[slot] != FREE}
-        assert owners == self._owner_of == {slot: key for key, slot in told.items()}, owners
-        assert int(slot_LE.min()) >= ABSENT, slot_LE
+
+    def check_invariants(self) -> None:
+        """Every slot is free or has one owner, who knows. Waits for the device."""
+        owners = {self._cell(key): slot_id for key, slot_id in self.resident_slots().items()}
+        told = {cell: slot for slot, cell in enumerate(self.owner_S.tolist()) if cell != FREE}
+        assert owners == told, (owners, told)
+        assert int(self.slot_LE.min()) >= ABSENT, self.slot_LE
         assert not (self.host_LE % ADDRESS_BYTES).any(), self.host_LE

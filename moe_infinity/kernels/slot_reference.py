@@ -75,7 +75,8 @@ def _take_slot(table: DeviceTable, moe_row: int, expert: int) -> int:
         elif row == moe_row and table.uses_LE[row, resident]:
             continue
         elif not moe_row < row <= table.last_rows[part]:
-            candidates.append((float(table.scores_HLE[part, row, resident]), slot))
+            score = float(table.scores_HLE[part, row, resident])
+            candidates += [(score, slot)] if score < math.inf else []
     if not candidates:
         return ABSENT
     _, slot = min(candidates)

@@ -72,13 +72,14 @@ class DeviceMover:
 
     def stream(self, keys: Iterable[ExpertKey]) -> Sequence[ExpertKey]:
         """Bring the experts that a long prompt will need next, as many as its ring has room for;
-        gives those.
+        gives those. One slot stays, for a row that needs none of them.
         """
         absent = [key for key in keys if self._table.lookup(key) is None]
         try:
             coming = self._table.next_wave(absent, Phase.PREFILL)
         except OutOfSlots:
             return []
+        coming = coming[: max(0, self._table.num_slots - self._table.num_loading - 1)]
         self.load_ahead({key: self._table.begin_load(key, Phase.PREFILL) for key in coming})
         return coming
 

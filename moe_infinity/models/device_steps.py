@@ -2,7 +2,7 @@
 
     begin     the report of the step before is read: what it took is in our table, too
     compute   of every row: resolve, fill, slot_moe (kernels/slot_kernels.py), only launched here
-    end       a report is asked for. While the device works, the host does the bookkeeping of the
+    then      a report is asked for. While the device works, the host does the bookkeeping of the
               step *before*, and scores who may leave in the next one
 
 So policies hear of a step when the next one is under way, and nobody waits for them: the device
@@ -88,7 +88,9 @@ class DeviceSteps:
         if step.phase is not Phase.DECODE or not is_known or num_pairs > MAX_PAIRS:
             self.leave()
             return False
+        unread = self._unread
         self._take_report()
+        assert unread is None or self._decided is not None, "a step was lost and not run again"
         self._is_broken = True
         if not self._is_told:
             self._tell_everything()
@@ -110,13 +112,15 @@ class DeviceSteps:
 
     def _forget(self) -> None:
         self._unread = self._decided = None
-        self._is_broken = self._is_told = False
+        self._is_told = self._is_broken = False
 
     def _recover(self) -> None:
         """After a step was interrupted: which slots it had filled nobody knows."""
+        self.is_running = False
         self._residency.recover()
         self._mover.recover()  # waits for copies and kernels
         self._residency.evict_all()
+        self._note_decided()  # of the step before, whose token was given
         self._forget()
 
     def _tell_everything(self) -> None:
@@ -224,7 +228,8 @@ class DeviceSteps:
         if self._is_told and not self._is_broken:
             self._take_report()
             self._table.check_invariants()
-            assert self._table.resident == self._residency.resident_slots(), self._table.resident
+            found, known = self._table.resident_slots(), self._residency.resident_slots()
+            assert found == known, (found, known)
 
 
 def let_device_decide(

@@ -219,7 +219,7 @@ def test_nothing_is_believed_of_slots_after_a_step_that_was_interrupted(table):
     load(table, A, B)
     table.evict_all()
     table.check_invariants()
-    assert len(table) == 0
+    assert (len(table), table.evictions) == (0, 2)
     load(table, C)
     assert table.lookup(C) is Residency.RESIDENT
 
@@ -236,7 +236,9 @@ def test_who_leaves_is_told_by_score_and_transient_ones_leave_first(table, polic
     table.begin_load(B, Phase.PREFILL)
     table.finish_load(B)
     use(policy, A, B)
+    told = policy.scores().copy()
     scores = table.leaving_scores(0)
+    assert (policy.scores() == told).all()
     assert scores[A] == policy.scores()[A]
     assert scores[B] < scores.min(where=scores != scores[B], initial=0)
     assert np.isfinite(scores).all()
