@@ -92,6 +92,12 @@ def test_the_rows_observed_so_far_decide_the_match_together(policy):
     assert policy.scores()[1].argmax() == 1
 
 
+def test_without_what_a_row_activates_there_is_no_other_match(policy):
+    begin(policy)
+    policy.touch(0, [1])
+    assert all((policy.scores_after(row) == policy.scores()).all() for row in range(L))
+
+
 def test_every_step_starts_its_own_match(policy):
     begin(policy)
     for row in range(L):
