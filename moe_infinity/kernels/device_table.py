@@ -38,7 +38,7 @@ ABSENT = -1  # in the place of a slot
 ON_DISK = -2  # in the log: nowhere to be read
 FREE = -1  # in the place of an owner
 
-# Two halves hit as often as an order for each row; one part would leave no victims to its first
+# Two halves hit as often as scores for each row; one part would leave no victims to its first
 # rows. experiments.md, "A device that decides alone".
 NUM_PARTS = 2
 
