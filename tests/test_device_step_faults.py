@@ -168,6 +168,17 @@ def test_ctrl_c_anywhere_leaves_the_model_usable(
         assert_same_tokens(moe, expected)
 
 
+@pytest.mark.parametrize("n", [1, 2])  # before a miss, and after one
+def test_ctrl_c_while_the_last_step_is_taken_over(tiny_checkpoint, expected, monkeypatch, n):
+    stop = Interruption(monkeypatch, ResidencyTable, "adopt", KeyboardInterrupt())
+    with on_device(tiny_checkpoint, "60%", "100%", policy="lru") as moe:
+        greedy(moe)
+        stop.remaining = n
+        with pytest.raises(KeyboardInterrupt):
+            greedy(moe, LONG_PROMPT[:, :3], num_tokens=2)  # one step, heard of at the end
+        assert_same_tokens(moe, expected)
+
+
 @pytest.mark.parametrize("method", ["__enter__", "__exit__"])
 def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
     tiny_checkpoint, expected, method

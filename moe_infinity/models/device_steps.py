@@ -1,9 +1,9 @@
 """Decode steps that the device decides alone, and how the host keeps in step.
 
-    begin     the report of the step before is read: what it took is in our table, too
+    begin     the report of the step before is read
     compute   of every row: resolve, fill, slot_moe (kernels/slot_kernels.py), only launched here
     then      a report is asked for. While the device works, the host does the bookkeeping of the
-              step *before*, and scores who may leave in the next one
+              step *before* (what it took is in our table, too), and scores who may leave next
 
 So policies hear of a step when the next one is under way, and nobody waits for them: the device
 evicts by scores that are one step old. Both ways of a step share one residency table. Steps of many
@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.kernels.device_table import StepReport
+from moe_infinity.kernels.device_table import Miss, StepReport
 from moe_infinity.kernels.graphed_step import GraphedStep
 from moe_infinity.kernels.slot_kernels import MAX_PAIRS, SlotRows
 from moe_infinity.kernels.slot_mlp import SlotMlp
@@ -73,9 +73,9 @@ class DeviceSteps:
         self._is_told = False  # the device knows what the residency table knows
         self._step: Step | None = None
         self._unread: Step | None = None  # whose report was asked for
-        self._missed: set[ExpertKey] = set()
+        self._missed: list[Miss] = []
         # Of which nobody has heard yet; with all it missed, if it was run again.
-        self._decided: tuple[Step, StepReport, set[ExpertKey]] | None = None
+        self._decided: tuple[Step, StepReport, list[Miss]] | None = None
 
     # Between steps
 
@@ -88,20 +88,20 @@ class DeviceSteps:
         if step.phase is not Phase.DECODE or not is_known or num_pairs > MAX_PAIRS:
             self.leave()
             return False
-        unread = self._unread
         self._take_report()
-        assert unread is None or self._decided is not None, "a step was lost and not run again"
         self._is_broken = True
         if not self._is_told:
             self._tell_everything()
-        self._missed, self._step, self.has_begun = set(), step, True
+        self._missed, self._step, self.has_begun = [], step, True
         return True
 
     def settle(self) -> None:
         """Wait for the step under way, and let everybody know of it."""
         if not self._is_broken:
             self._take_report()
+            self._is_broken = True
             self._note_decided()
+            self._is_broken = False
 
     def leave(self) -> None:
         """Wait, and take back all slots: from now on the host decides."""
@@ -119,8 +119,8 @@ class DeviceSteps:
         self.is_running = False
         self._residency.recover()
         self._mover.recover()  # waits for copies and kernels
-        self._residency.evict_all()
         self._note_decided()  # of the step before, whose token was given
+        self._residency.evict_all()
         self._forget()
 
     def _tell_everything(self) -> None:
@@ -160,21 +160,22 @@ class DeviceSteps:
             return
         self._is_broken = True
         report = self._table.finish_read()
-        for key, slot_id in report.misses:
-            if slot_id >= 0:
-                self._residency.adopt(key, slot_id)
-        self._missed.update(miss.key for miss in report.misses)
+        assert report.lost_row is None or self.can_lose, report.lost_row
+        self._missed += report.misses
         step, self._unread = self._unread, None
         if report.lost_row is None:
-            self._decided, self._missed = (step, report, self._missed), set()
+            self._decided, self._missed = (step, report, self._missed), []
         self._is_broken = False
 
     def _note_decided(self) -> None:
         if self._decided is None:
             return
-        (step, report, missed), self._decided = self._decided, None
+        (step, report, misses), self._decided = self._decided, None
+        for key, slot_id in misses:
+            if slot_id >= 0:
+                self._residency.adopt(key, slot_id)
         routing = [report.routing(row, step.num_tokens, k) for row, k in sorted(self.top_k.items())]
-        self._runtime.note_step(step, routing, missed)
+        self._runtime.note_step(step, routing, {miss.key for miss in misses})
 
     # In a step
 
@@ -226,10 +227,9 @@ class DeviceSteps:
     def check_invariants(self) -> None:
         """The device knows what the residency table says, when all reports were read."""
         if self._is_told and not self._is_broken:
-            self._take_report()
+            self.settle()
             self._table.check_invariants()
-            found, known = self._table.resident_slots(), self._residency.resident_slots()
-            assert found == known, (found, known)
+            assert self._table.resident_slots() == self._residency.resident_slots()
 
 
 def let_device_decide(
