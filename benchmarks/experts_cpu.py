@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moe_infinity.experts import ExpertLayout
+from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.experts_cpu import fused_experts
 from moe_infinity.kernels.reference import expert_mlp
 from moe_infinity.kernels.stored import StoredPart, StoredWeight
@@ -70,7 +71,7 @@ class Slots:
         self.slots = self.buffer[: num_slots * len(one)].view(num_slots, len(one))
         self.slots[:] = one
         up, down = (StoredWeight(name.split()[0], SHAPES[w], parts) for w, parts in stored.items())
-        self.fused = fused_experts([up], [down], activation="silu")
+        self.fused = fused_experts([up], [down], Activation("silu"))
         self.next = 0
 
     def layer(self) -> Tensor:

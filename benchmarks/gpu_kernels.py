@@ -25,6 +25,7 @@ from functools import partial
 import torch
 
 from moe_infinity.experts import ExpertKey, ExpertLayout
+from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.device_table import ABSENT, DeviceTable
 from moe_infinity.kernels.slot_kernels import MAX_PAIRS, slot_kernels
 from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
@@ -84,7 +85,7 @@ def describe(sizes: Sizes) -> tuple[SlotMlp, ExpertLayout]:
             if spec.name.startswith(f"{name} ")
         }
         weights.append(StoredWeight(sizes.kind, shape, parts))
-    mlp = slot_mlp(weights[:1], weights[1], activation="silu")
+    mlp = slot_mlp(weights[:1], weights[1], activation=Activation("silu"))
     assert mlp is not None, sizes
     return mlp, layout
 

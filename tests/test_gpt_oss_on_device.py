@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_infinity import MoE
 from moe_infinity.kernels import has_triton_kernels, slot_reference
+from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.slot_kernels import SlotRows
 from moe_infinity.kernels.slot_mlp import LOAD_BYTES, Matrix, SlotMlp
 from moe_infinity.memory.checkpoint import Headers
@@ -100,6 +102,7 @@ def stock_logits(folder: Path, ids: Tensor) -> Tensor:
 
 
 def swap(mlp: SlotMlp) -> SlotMlp:
+    assert mlp.up is not None
     return replace(mlp, gate=mlp.up, up=mlp.gate)
 
 
@@ -108,6 +111,10 @@ def without_bias(name: str) -> Any:
         return replace(mlp, **{name: replace(getattr(mlp, name), bias=None)})
 
     return change
+
+
+def with_activation(**changed: float) -> Any:
+    return lambda mlp: replace(mlp, activation=replace(mlp.activation, **changed))
 
 
 WRONG = {
@@ -120,8 +127,9 @@ WRONG = {
     "no bias of gate": without_bias("gate"),
     "no bias of up": without_bias("up"),
     "no bias of down": without_bias("down"),
-    "another alpha": lambda mlp: replace(mlp, alpha=1.6),
-    "no limit": lambda mlp: replace(mlp, limit=1e9),
+    "another alpha": with_activation(alpha=1.6),
+    "no limit": with_activation(limit=math.inf),
+    "nothing added to up": with_activation(shift=0.0),
 }
 
 
@@ -207,8 +215,9 @@ def test_published_sizes_are_described(layers, num_experts):
     for row, recipes in zip(plan.rows, plan.recipes, strict=True):
         mlp = slot_row(row, recipes)
         assert mlp is not None
+        assert mlp.up is not None
         assert fused_row(row, recipes) is None  # a CPU does what it did
-        assert (mlp.alpha, mlp.limit, mlp.activation) == (1.5, 6.0, "swiglu_oai")  # the module's
+        assert mlp.activation == Activation("silu", alpha=1.5, shift=1.0, limit=6.0)  # the module's
         assert (mlp.gate.first_row, mlp.up.first_row, mlp.gate.row_step) == (0, 1, 2)
         for matrix in (mlp.gate, mlp.up, mlp.down):
             assert (matrix.kind, matrix.num_rows, matrix.num_columns) == ("mxfp4", 2880, 2880)
@@ -219,9 +228,17 @@ def test_published_sizes_are_described(layers, num_experts):
         assert stored <= mlp.num_bytes <= recipes.layout.slot_bytes < stored + 1000
 
 
-def test_weights_that_are_not_packed_stay_the_hosts():
-    plan = plan_of(transformers.GptOssConfig(**GPT_OSS), is_packed=False)
-    assert slot_row(plan.rows[0], plan.recipes[0]) is None
+def test_weights_that_are_not_packed_are_read_transposed():
+    config = transformers.GptOssConfig(**GPT_OSS)
+    plan = plan_of(config, is_packed=False)
+    mlp = slot_row(plan.rows[0], plan.recipes[0])
+    assert mlp is not None
+    assert mlp.up is not None
+    for half, first in ((mlp.gate, 0), (mlp.up, 1)):
+        assert (half.kind, half.first_row, half.row_step) == ("bf16", first, 2)
+        assert (half.row_stride, half.column_stride) == (1, 2 * config.intermediate_size)
+    assert (mlp.down.row_stride, mlp.down.column_stride) == (1, config.hidden_size)
+    assert fused_row(plan.rows[0], plan.recipes[0]) is None
 
 
 def test_packed_on_load_they_are_read_too(tmp_path):

@@ -3,7 +3,7 @@ few rows of a decode step, where calls from Python would cost more than they com
 
     FusedExperts(inputs, starts, addresses)
       up      x times gate and up     float32    blocks of rows of all experts, handed out to
-      act     act(gate) * up          float32    torch's number of threads; experts_work.py
+      act     activation.py           float32    torch's number of threads; experts_work.py
       down    hidden times down       float32
       ->      rounded once, to the dtype of the inputs
 
@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.stored import EXPONENTS, PLAIN, StoredWeight, block_of
 
 try:
@@ -48,28 +49,21 @@ except ImportError as error:
     ) from error
 
 BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
-ACTIVATIONS = {
-    "silu": experts_work.SILU,
-    "gelu": experts_work.GELU,
-    "gelu_tanh": experts_work.GELU_TANH,
-    "relu": experts_work.RELU,
-}
 MAX_STEPS = 1 << 16  # of a row, for which Fixed.inverse divides exactly
 
 
 def fused_experts(
     up: Sequence[StoredWeight],
     down: Sequence[StoredWeight],
-    *,
-    activation: str,
-    is_gated: bool = True,
+    activation: Activation,
 ) -> FusedExperts | None:
     """Weights lie one below the other: of `up`, gate's rows come before up's. None: it cannot be
     computed here. Compiles: 2 s of processor time for the first, then 0.3 s for each new kind.
     """
     up_steps, down_steps = (steps_of(weights) for weights in (up, down))
-    if activation not in ACTIVATIONS or up_steps is None or down_steps is None:
+    if up_steps is None or down_steps is None:
         return None
+    is_gated = activation.is_gated
     columns = {weight.shape[1] for weight in up}, {weight.shape[1] for weight in down}
     up_rows, width = (sum(weight.shape[0] for weight in weights) for weights in (up, down))
     if columns != ({width}, {up_rows // 2 if is_gated else up_rows}):
@@ -79,8 +73,7 @@ def fused_experts(
     return FusedExperts(
         Side.of(up, up_steps, up_rows),
         Side.of(down, down_steps, width),
-        ACTIVATIONS[activation],
-        is_gated=is_gated,
+        activation,
     )
 
 
@@ -104,7 +97,7 @@ def _step(weight: StoredWeight) -> Step | None:
         return None
     step = None
     if weight.kind in PLAIN:
-        if stored == {"": (PLAIN[weight.kind], (rows, columns))}:
+        if stored == {"": (PLAIN[weight.kind], (rows, columns))} and not weight.is_transposed:
             step = step_for(weight.kind, columns, group=columns, scale=None)
     elif (block := block_of(weight)) is not None:
         scale, has_zeros = weight.parts["scale"].dtype, "zero_point" in stored
@@ -158,9 +151,11 @@ def _fixed(weight: StoredWeight, step: Step) -> Fixed:
 class FusedExperts:
     """The MLPs of one MoE row; `fused_experts` makes them. Any number of threads may call."""
 
-    def __init__(self, up: Side, down: Side, activation: int, *, is_gated: bool) -> None:
+    def __init__(self, up: Side, down: Side, activation: Activation) -> None:
         self.up = up
         self.down = down
+        numbers = activation.alpha, activation.shift, activation.limit
+        self._numbers = np.array(numbers, np.float32)
         self.up_bytes = -(-4 * up.num_rows // 64) * 64  # so that no vector crosses a cache line
         self.row_bytes = self.up_bytes + down.places.row_bytes
         self.weights = Weights(
@@ -170,8 +165,9 @@ class FusedExperts:
             num_down=len(down.blocks),
             up_bytes=4 * up.num_rows,
             out_bytes=4 * down.num_rows,
-            activation=activation,
-            is_gated=int(is_gated),
+            function=FUNCTIONS.index(activation.function),
+            is_gated=int(activation.is_gated),
+            numbers=self._numbers.ctypes.data,
         )
         self(torch.empty(0, down.num_rows), [0], [])  # compiles
 

@@ -26,11 +26,12 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from moe_infinity.kernels.activation import FUNCTIONS
 from moe_infinity.kernels.row_steps import Arrangement, arrange
 from moe_infinity.kernels.vectors import I64, LANES, float_at, int_at, put_float
 
 FINISHED = -1
-SILU, GELU, GELU_TANH, RELU = range(4)
+SILU, GELU, GELU_TANH = map(FUNCTIONS.index, ("silu", "gelu", "gelu_tanh"))
 SPINS = 100_000  # looks at a counter, some 35 us, before Python hears that nothing is ready: more
 # than a block takes
 PAUSE_S = 1e-5  # for which a thread sleeps then; the machine makes it 60 us
@@ -53,8 +54,9 @@ class Weights(NamedTuple):
     num_down: int  # none for a single product, whose out is up
     up_bytes: int  # of a row of up's outputs
     out_bytes: int  # of a row of down's outputs
-    activation: int
+    function: int  # the place of its name in FUNCTIONS
     is_gated: int
+    numbers: int  # address of three: alpha, shift and limit
 
 
 class Job(NamedTuple):
@@ -171,27 +173,30 @@ def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
     first, stop = int_at(job.starts, expert), int_at(job.stops, expert)
     at = job.up + first * weights.up_bytes
     hidden = job.hidden + first * places.num_steps * places.num_vectors * LANES * 4
+    alpha, shift = float_at(weights.numbers, 0), float_at(weights.numbers, 1)
+    limit = float_at(weights.numbers, 2)
     for p in range(stop - first):
         row = at + p * weights.up_bytes
         for f in range(places.num_columns):
-            value = _activated(float_at(row, f), weights.activation)
+            value = _activated(min(float_at(row, f), limit), weights.function, alpha)
             if weights.is_gated:
-                value *= float_at(row, places.num_columns + f)
+                up = float_at(row, places.num_columns + f)
+                value *= max(min(up, limit), -limit) + shift
             put_float(row, f, value)
     arrange(at, weights.up_bytes, hidden, stop - first, places)
 
 
 @njit(nogil=True)
-def _activated(x, activation):  # type: ignore[no-untyped-def]
+def _activated(x, function, alpha):  # type: ignore[no-untyped-def]
     one, half = np.float32(1), np.float32(0.5)
-    if activation == SILU:
-        return x / (one + math.exp(-x))
-    if activation == GELU:
+    if function == SILU:
+        return x / (one + math.exp(-alpha * x))
+    if function == GELU:
         return half * x * (one + math.erf(x * np.float32(math.sqrt(0.5))))
-    if activation == GELU_TANH:
+    if function == GELU_TANH:
         inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
         return half * x * (one + math.tanh(inner))
-    return max(x, np.float32(0))
+    return max(x, np.float32(0)) ** 2
 
 
 @njit(types.void(*[types.int64] * 7), nogil=True)

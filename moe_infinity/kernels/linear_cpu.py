@@ -51,8 +51,9 @@ class FusedLinear:
             num_down=0,
             up_bytes=4 * side.num_rows,
             out_bytes=0,
-            activation=0,
+            function=0,
             is_gated=0,
+            numbers=0,
         )
         num_bytes = sum(weight.numel() * weight.itemsize for weight in weights)
         self._is_shared = num_bytes >= MIN_SHARED_BYTES

@@ -1,7 +1,9 @@
-"""The gated MLP of the experts of one MoE row, described for kernels that find an expert by the
-address of its slot: everything is a number known when they are compiled.
+"""The MLP of the experts of one MoE row, described for kernels that find an expert by the address
+of its slot: everything is a number known when they are compiled.
 
     hidden = activation(gate x + bias, up x + bias)        out = down hidden + bias
+
+Of experts without a gate, the one matrix before `down` stands in its place.
 
 A matrix is read in chunks: columns of a row that one 16-byte load brings and that share a scale.
 """
@@ -14,13 +16,13 @@ from math import gcd, prod
 
 import torch
 
+from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.stored import EXPONENTS, PLAIN, StoredPart, StoredWeight, block_of
 
 LOAD_BYTES = 16
 VALUES = {"bf16": 8, "f16": 8, "f32": 4, "int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32}  # a load
 UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14}
 MXFP4_GROUP = 32  # columns
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")  # the last one is gpt-oss's
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Matrix:
     values: Part
     first_row: int = 0  # of the weight: row 0
     row_step: int = 1  # and how far it is to row 1; 2 where gate and up alternate
+    column_stride: int = 1  # in numbers; more where the weight lies as [C, R]
     scale: Part | None = None
     zeros: Part | None = None  # int4 with zero points, packed along rows
     bias: Part | None = None
@@ -55,9 +58,15 @@ class Matrix:
     @property
     def chunk(self) -> int:
         """Columns, a power of two."""
+        if self.column_stride > 1:
+            return 1
         if self.num_scale_columns == 1:
             return VALUES[self.kind]
         return gcd(VALUES[self.kind], self.block_columns)
+
+    @property
+    def row_stride(self) -> int:
+        return self.num_columns if self.column_stride == 1 else 1
 
     @property
     def unit(self) -> float:
@@ -75,53 +84,53 @@ class SlotMlp:
     """D model width, F expert width."""
 
     gate: Matrix  # [F, D]
-    up: Matrix  # [F, D]
+    up: Matrix | None  # [F, D]; None without a gate
     down: Matrix  # [D, F]
-    activation: str
+    activation: Activation
     num_bytes: int  # of a slot that are read
-    alpha: float  # swiglu_oai: gate * sigmoid(alpha * gate) * (up + 1),
-    limit: float  # with gate at most limit and up within +-limit
+    weighs_input: bool  # by the weight of its routing, instead of what comes out
 
 
 def slot_mlp(
     up: Sequence[StoredWeight],
     down: StoredWeight,
     *,
-    activation: str,
+    activation: Activation,
     up_bias: Sequence[StoredPart] = (),
     down_bias: StoredPart | None = None,
     is_interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float = 7.0,
+    weighs_input: bool = False,
 ) -> SlotMlp | None:
     """`up` is gate and up: two weights, or one with gate's rows before up's, or, interleaved, with
-    gate's rows and up's in turn. As many biases as weights, or none. None: kernels cannot read it.
+    gate's rows and up's in turn; one weight without a gate. As many biases as weights, or none.
+    None: kernels cannot read it.
     """
     biases: list[StoredPart | None] = [*up_bias] if up_bias else [None] * len(up)
     matrices = [_matrix(weight) for weight in (*up, down)]
-    if activation not in ACTIVATIONS or len(biases) != len(up) or None in matrices:
+    if len(biases) != len(up) or None in matrices:
         return None
     *halves, last = [
         replace(matrix, bias=None if bias is None else _part(bias))
         for matrix, bias in zip(matrices, (*biases, down_bias), strict=True)
         if matrix is not None
     ]
-    if len(halves) == 1 and halves[0].num_rows % 2 == 0:
+    is_gated = activation.is_gated
+    if is_gated and len(halves) == 1 and halves[0].num_rows % 2 == 0:
         width, step = halves[0].num_rows // 2, 2 if is_interleaved else 1
         half = replace(halves[0], num_rows=width, row_step=step)
         halves = [half, replace(half, first_row=1 if is_interleaved else width)]
     elif is_interleaved:
         return None
     kinds = {(m.kind, m.num_rows, m.num_columns, m.chunk) for m in halves}
-    if len(halves) != 2 or len(kinds) != 1:
+    if len(halves) != 1 + is_gated or len(kinds) != 1:
         return None
-    gate, up_half = halves
+    gate, up_half = halves[0], halves[1] if is_gated else None
     if (gate.num_rows, gate.num_columns) != (last.num_columns, last.num_rows):
         return None
     parts = [part for weight in (*up, down) for part in weight.parts.values()]
     parts += [part for part in (*biases, down_bias) if part is not None]
     num_bytes = max(part.offset + prod(part.shape) * part.dtype.itemsize for part in parts)
-    return SlotMlp(gate, up_half, last, activation, num_bytes, alpha, limit)
+    return SlotMlp(gate, up_half, last, activation, num_bytes, weighs_input)
 
 
 def _matrix(weight: StoredWeight) -> Matrix | None:
@@ -132,9 +141,10 @@ def _matrix(weight: StoredWeight) -> Matrix | None:
         return None
     parts = {role: _part(part) for role, part in weight.parts.items()}
     if weight.kind in PLAIN:
-        if stored != {"": (PLAIN[weight.kind], (rows, columns))}:
+        shape, stride = ((columns, rows), rows) if weight.is_transposed else ((rows, columns), 1)
+        if stored != {"": (PLAIN[weight.kind], shape)}:
             return None
-        return Matrix(weight.kind, rows, columns, parts[""])
+        return Matrix(weight.kind, rows, columns, parts[""], column_stride=stride)
     if weight.kind == "mxfp4":
         groups = columns // MXFP4_GROUP
         wanted = {"blocks": (rows, groups, MXFP4_GROUP // 2), "scales": (rows, groups)}

@@ -14,7 +14,6 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_infinity.kernels import unpack
 from moe_infinity.kernels.device_table import ABSENT, FREE, LOST, NUM_LOGGED, ON_DISK, DeviceTable
@@ -97,30 +96,24 @@ def fill(table: DeviceTable, pointers_TK: Tensor) -> None:
 
 def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
     """See triton_experts.slot_moe."""
+    dtype, x_TD = x_TD.dtype, x_TD.float()
     out_TD = torch.zeros(x_TD.shape)
     for t, pointers_K in enumerate(pointers_TK.tolist()):
         for k, pointer in enumerate(pointers_K):
             if pointer:
-                slot = memory_at(pointer, mlp.num_bytes)
-                hidden = _activated(mlp, *(_linear(m, slot, x_TD[t]) for m in (mlp.gate, mlp.up)))
-                out_TD[t] += top_k_weights_TK[t, k].float() * _linear(mlp.down, slot, hidden)
-    return out_TD.to(x_TD.dtype)
+                slot, weight = memory_at(pointer, mlp.num_bytes), top_k_weights_TK[t, k].float()
+                x, after = (weight * x_TD[t], 1.0) if mlp.weighs_input else (x_TD[t], weight)
+                halves = [m for m in (mlp.gate, mlp.up) if m is not None]
+                hidden = mlp.activation(*(_linear(m, slot, x) for m in halves))
+                out_TD[t] += after * _linear(mlp.down, slot, hidden)
+    return out_TD.to(dtype)
 
 
 def _linear(matrix: Matrix, slot: Tensor, x: Tensor) -> Tensor:
-    out = weight_of(matrix, slot) @ x.float()
+    out = weight_of(matrix, slot) @ x
     if matrix.bias is not None:
         out += _numbers(slot, matrix.bias, matrix.num_weight_rows)[_rows(matrix)].float()
     return out
-
-
-def _activated(mlp: SlotMlp, gate: Tensor, up: Tensor) -> Tensor:
-    if mlp.activation == "silu":
-        return F.silu(gate) * up
-    if mlp.activation == "swiglu_oai":
-        gate, up = gate.clamp(max=mlp.limit), up.clamp(-mlp.limit, mlp.limit)
-        return gate * torch.sigmoid(mlp.alpha * gate) * (up + 1)
-    return F.gelu(gate, approximate="tanh" if mlp.activation == "gelu_tanh" else "none") * up
 
 
 def weight_of(matrix: Matrix, slot: Tensor) -> Tensor:
@@ -139,7 +132,9 @@ def weight_of(matrix: Matrix, slot: Tensor) -> Tensor:
             zeros = _numbers(slot, matrix.zeros, -(-rows // unpack.NIBBLES), scales.shape[1])
         weight = unpack.int4_rows(words, scales.float(), zeros, torch.float32)
     else:
-        weight = _numbers(slot, matrix.values, rows, columns)
+        rows = rows if matrix.column_stride == 1 else matrix.column_stride
+        weight = _numbers(slot, matrix.values, rows * columns)
+        weight = weight.as_strided((rows, columns), (matrix.row_stride, matrix.column_stride))
         if matrix.kind == "int8":
             weight = unpack.int8_rows(weight, scales.float(), torch.float32)
         elif matrix.kind == "fp8":

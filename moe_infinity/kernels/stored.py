@@ -34,6 +34,7 @@ class StoredWeight:
     shape: tuple[int, int]
     parts: Mapping[str, StoredPart]
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: equal parts
+    is_transposed: bool = False  # of a plain kind: it lies as [C, R]
 
     @property
     def stored(self) -> Stored:

@@ -14,15 +14,18 @@ chunks of columns.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_infinity.kernels.slot_mlp import LOAD_BYTES, Matrix, SlotMlp
+from moe_infinity.kernels.slot_mlp import LOAD_BYTES, VALUES, Matrix, SlotMlp
 from moe_infinity.kernels.triton_weights import chunk_sums, load_bias, load_x
 
-_LOAD_BYTES = tl.constexpr(LOAD_BYTES)
+_LOAD_BYTES, _NO_LIMIT = tl.constexpr(LOAD_BYTES), tl.constexpr(math.inf)
+_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 # Loads of 16 bytes in a tile, and the warps that share them: 4 loads of each thread under way, from
 # the two matrices of up or the one of down. Down has an input for every expert, which more rows
@@ -36,6 +39,8 @@ MAX_ROWS = 16  # more would leave too few programs
 def tile_of(matrix: Matrix, num_loads: int) -> tuple[int, int]:
     """Rows and chunks, powers of two."""
     chunks = triton.next_power_of_2(triton.cdiv(matrix.num_columns, matrix.chunk))
+    if matrix.column_stride > 1:  # loads are of rows
+        return MAX_ROWS, min(chunks, num_loads * VALUES[matrix.kind] // MAX_ROWS)
     chunks = min(chunks, MAX_CHUNKS, num_loads // 4)
     return min(num_loads // chunks, MAX_ROWS), chunks
 
@@ -55,12 +60,9 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: 
     _up[(triton.cdiv(expert_width, up_rows), num_pairs)](
         x_TD,
         pointers_TK,
+        top_k_weights_TK,
         hidden_PF,
-        GATE=mlp.gate,
-        UP=mlp.up,
-        ACTIVATION=mlp.activation,
-        ALPHA=mlp.alpha,
-        LIMIT=mlp.limit,
+        MLP=mlp,
         TOP_K=top_k,
         ROWS=up_rows,
         CHUNKS=up_chunks,
@@ -71,7 +73,7 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: 
         pointers_TK,
         top_k_weights_TK,
         out_TD,
-        DOWN=mlp.down,
+        MLP=mlp,
         TOP_K=top_k,
         ROWS=down_rows,
         CHUNKS=down_chunks,
@@ -84,33 +86,42 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: 
 def _up(
     x_TD,
     pointers_P,
+    weights_P,
     hidden_PF,
-    GATE: tl.constexpr,
-    UP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
+    MLP: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
+    GATE: tl.constexpr = MLP.gate
+    UP: tl.constexpr = MLP.up
+    ACTIVATION: tl.constexpr = MLP.activation
     CHUNK: tl.constexpr = GATE.chunk
     pair = tl.program_id(1)
     pointer = tl.load(pointers_P + pair)
     slot = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint8)), _LOAD_BYTES)
     is_there = pointer != 0
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    valid_R = tl.minimum(row_R, GATE.num_rows - 1)
+    valid_R = inside(row_R, GATE.num_rows, ROWS)
     x = x_TD + pair // TOP_K * GATE.num_columns
     gate_RN = tl.zeros((ROWS, CHUNKS), tl.float32)
     up_RN = tl.zeros((ROWS, CHUNKS), tl.float32)
     for column in range(0, GATE.num_columns, CHUNKS * CHUNK):
         x_NC = load_x(x, column, GATE.num_columns, CHUNKS, CHUNK)
         gate_RN += chunk_sums(slot, is_there, valid_R, x_NC, column, GATE, CHUNKS)
-        up_RN += chunk_sums(slot, is_there, valid_R, x_NC, column, UP, CHUNKS)
-    gate_R = tl.sum(gate_RN, 1) + load_bias(slot, is_there, valid_R, GATE)
-    up_R = tl.sum(up_RN, 1) + load_bias(slot, is_there, valid_R, UP)
-    hidden_R = activated(gate_R, up_R, ACTIVATION, ALPHA, LIMIT)
+        if UP is not None:
+            up_RN += chunk_sums(slot, is_there, valid_R, x_NC, column, UP, CHUNKS)
+    weight = tl.where(is_there, tl.load(weights_P + pair).to(tl.float32), 0.0)
+    weight = weight if MLP.weighs_input else 1.0
+    gate_R = weight * tl.sum(gate_RN, 1) + load_bias(slot, is_there, valid_R, GATE)
+    if ACTIVATION.limit < _NO_LIMIT:
+        gate_R = tl.minimum(gate_R, ACTIVATION.limit, propagate_nan=_NAN)
+    hidden_R = activated(gate_R, tl.constexpr(ACTIVATION.function), ACTIVATION.alpha)
+    if UP is not None:
+        up_R = weight * tl.sum(up_RN, 1) + load_bias(slot, is_there, valid_R, UP)
+        if ACTIVATION.limit < _NO_LIMIT:
+            up_R = tl.clamp(up_R, -ACTIVATION.limit, ACTIVATION.limit, propagate_nan=_NAN)
+        hidden_R *= up_R + ACTIVATION.shift
     tl.store(hidden_PF + pair * GATE.num_rows + row_R, hidden_R, mask=row_R < GATE.num_rows)
 
 
@@ -120,15 +131,16 @@ def _down(
     pointers_P,
     weights_P,
     out_TD,
-    DOWN: tl.constexpr,
+    MLP: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
+    DOWN: tl.constexpr = MLP.down
     CHUNK: tl.constexpr = DOWN.chunk
     token = tl.program_id(1)
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    valid_R = tl.minimum(row_R, DOWN.num_rows - 1)
+    valid_R = inside(row_R, DOWN.num_rows, ROWS)
     biases_R = tl.zeros((ROWS,), tl.float32)
     sums_RN = tl.zeros((ROWS, CHUNKS), tl.float32)
     for pair in range(token * TOP_K, token * TOP_K + TOP_K):
@@ -136,6 +148,7 @@ def _down(
         slot = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint8)), _LOAD_BYTES)
         is_there = pointer != 0
         weight = tl.load(weights_P + pair).to(tl.float32)
+        weight = 1.0 if MLP.weighs_input else weight
         weight = tl.where(is_there, weight, 0.0)
         hidden = hidden_PF + pair * DOWN.num_columns
         for column in range(0, DOWN.num_columns, CHUNKS * CHUNK):
@@ -149,15 +162,23 @@ def _down(
 
 
 @triton.jit
-def activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    if ACTIVATION == "silu":
-        hidden = gate * tl.sigmoid(gate) * up
-    elif ACTIVATION == "gelu":
-        hidden = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    elif ACTIVATION == "gelu_tanh":  # 1 + tanh(z) = 2 sigmoid(2 z), without cancellation
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        hidden = gate * tl.sigmoid(2.0 * inner) * up
+def inside(row_R, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr):
+    """Rows beyond the last one are that one. What is clamped is not known to be contiguous."""
+    if NUM_ROWS % ROWS != 0:
+        row_R = tl.minimum(row_R, NUM_ROWS - 1)
+    return row_R
+
+
+@triton.jit
+def activated(x, FUNCTION: tl.constexpr, ALPHA: tl.constexpr):
+    if FUNCTION == "silu":
+        hidden = x * tl.sigmoid(ALPHA * x)
+    elif FUNCTION == "gelu":
+        hidden = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif FUNCTION == "gelu_tanh":  # 1 + tanh(z) = 2 sigmoid(2 z), without cancellation
+        hidden = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     else:
-        gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
-        hidden = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+        tl.static_assert(FUNCTION == "relu2")
+        x = tl.maximum(x, 0.0, propagate_nan=_NAN)
+        hidden = x * x
     return hidden

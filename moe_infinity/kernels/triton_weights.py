@@ -103,7 +103,8 @@ def load_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
         values = numbers_at(slot, MATRIX.values.offset, tl.constexpr(MATRIX.values.dtype))
         at_NC = first_N[:, None] + tl.arange(0, MATRIX.chunk)[None, :]
         is_there_NC = is_there & (at_NC < MATRIX.num_columns)
-        at_RNC = row_R[:, None, None] * MATRIX.num_columns + at_NC[None, :, :]
+        at_NC *= MATRIX.column_stride
+        at_RNC = row_R[:, None, None] * MATRIX.row_stride + at_NC[None, :, :]
         values_RNC = tl.load(values + at_RNC, mask=is_there_NC[None, :, :], other=0)
         is_fp8: tl.constexpr = MATRIX.kind == "fp8"
         values_RNC = float8_value(values_RNC) if is_fp8 else values_RNC.to(tl.float32)

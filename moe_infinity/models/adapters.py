@@ -114,6 +114,13 @@ class Adapter:
     def computation(self, module: Any) -> Callable[..., Tensor]:
         return partial(expert_mlp, module)
 
+    def hidden(self, module: Any) -> Callable[[Tensor], Tensor] | None:
+        """What goes from the first of two products to the second, if that is all it does."""
+        if vars(module).get("has_post_expert_norm"):
+            return None
+        found: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn
+        return found
+
     def orientation(self, module: Any) -> bool | None:
         return bool(module.is_transposed)
 
@@ -146,6 +153,17 @@ class Outside(Adapter):
         }
 
     def computation(self, module: Any) -> Callable[..., Tensor]:
+        return partial(
+            expert_mlp,
+            SimpleNamespace(
+                has_gate=True,
+                has_bias=False,
+                is_transposed=self.is_transposed,
+                _apply_gate=self.hidden(module),
+            ),
+        )
+
+    def hidden(self, module: Any) -> Callable[[Tensor], Tensor] | None:
         activation = self.activation(module)
 
         def gated(gate_up: Tensor) -> Tensor:
@@ -153,15 +171,7 @@ class Outside(Adapter):
             product: Tensor = activation(gate) * up
             return product
 
-        return partial(
-            expert_mlp,
-            SimpleNamespace(
-                has_gate=True,
-                has_bias=False,
-                is_transposed=self.is_transposed,
-                _apply_gate=getattr(module, "_apply_gate", gated),
-            ),
-        )
+        return getattr(module, "_apply_gate", gated)
 
     def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
         found: Callable[[Tensor], Tensor] = module.act_fn
@@ -268,6 +278,9 @@ class Dbrx(Outside):
     def orientation(self, module: Any) -> bool | None:
         return None
 
+    def hidden(self, module: Any) -> None:
+        return None
+
     def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
         rows = int(module.ffn_hidden_size)
         return {key: Home((f"mlp.{key}",), True, num_experts, rows) for key in ("w1", "v1", "w2")}
@@ -294,6 +307,9 @@ class OneModuleEach(Adapter):
     is_eager = True
 
     def orientation(self, module: Any) -> bool | None:
+        return None
+
+    def hidden(self, module: Any) -> None:
         return None
 
     def count(self, module: Any) -> int:

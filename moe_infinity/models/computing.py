@@ -4,42 +4,39 @@
     one by one, packed                         kernels/packed_cpu.py, for few rows
     one by one, unpacked if they are packed    as the class does, kernels/reference.py
 
-The first is for classes of transformers' experts interface with a gate and nothing special about
-it.
+The first is for experts that are two products with an activation between them that kernels know
+(kernels/activation.py), whatever class they are of.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.integrations import moe
 
 from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.kernels import has_packed_kernels
+from moe_infinity.kernels.activation import Activation, find_activation
 from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
 from moe_infinity.kernels.fused_rows import FUSED_ROWS, FusedRows
 from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.kernels.stored import KINDS, StoredPart, StoredWeight
 from moe_infinity.memory.host import Slots
-from moe_infinity.models.adapters import INTERFACE, ExpertsModule
+from moe_infinity.models.adapters import ExpertsModule
 from moe_infinity.models.recipes import Recipe, RowRecipes
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.experts_cpu import FusedExperts
 
-ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu"}  # by class
 PACKED = {  # by name of the scheme
     "fp8": "fp8", "mxfp8": "fp8", "float-quantized": "fp8", "pack-quantized": "int4",
     "int-quantized": "int8", "mxfp4": "mxfp4",
 }  # fmt: skip
-GPT_OSS_EXPERTS = "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts"
-
 
 Work = ExpertWork | FusedRows
 
@@ -108,89 +105,65 @@ def has_few_rows(flat_P: list[int], num_tokens: int) -> bool:
 
 def fused_row(row: ExpertsModule, recipes: RowRecipes) -> FusedExperts | None:
     """None if its experts can only be computed one by one."""
-    if not _is_plain_gate(row) or (weights := _gated_weights(recipes)) is None:
+    mlp = _two_products(row, recipes)
+    if mlp is None or mlp.is_interleaved or mlp.biases or row.adapter.weighs_input:
         return None
     from moe_infinity.kernels.experts_cpu import fused_experts
 
-    up, down = weights
-    return fused_experts(up, down, activation=_activation(row))
+    return fused_experts(mlp.up, mlp.down, mlp.activation)
 
 
 def slot_row(row: ExpertsModule, recipes: RowRecipes) -> SlotMlp | None:
     """None if kernels of a device do not read its experts."""
-    if _is_gpt_oss(row):
-        return _slot_row_of_gpt_oss(row, recipes)
-    if not _is_plain_gate(row) or (weights := _gated_weights(recipes)) is None:
+    mlp = _two_products(row, recipes)
+    if mlp is None or len(mlp.down) != 1 or (mlp.biases and len(mlp.up) != 1):
         return None
-    up, down = weights
-    return slot_mlp(up, down[0], activation=_activation(row)) if len(down) == 1 else None
-
-
-def _slot_row_of_gpt_oss(row: ExpertsModule, recipes: RowRecipes) -> SlotMlp | None:
-    """Packed; weights that are not lie transposed in a slot, which no kernel reads."""
-    biases = {
-        spec.name: StoredPart(spec.offset, getattr(torch, spec.dtype), spec.shape)
-        for recipe in recipes.recipes
-        for spec in recipe.stored
-        if not recipe.is_packed
-    }
-    if biases.keys() != {"gate_up_proj_bias", "down_proj_bias"}:
-        return None
-    if (weights := _gated_weights(recipes, *biases, is_transposed=True)) is None:
-        return None
-    ((up,), (down,)), known = weights, vars(row.module)
+    up_bias, down_bias = mlp.biases or (None, None)
     return slot_mlp(
-        [up],
-        down,
-        activation="swiglu_oai",
-        up_bias=[biases["gate_up_proj_bias"]],
-        down_bias=biases["down_proj_bias"],
-        is_interleaved=True,
-        alpha=float(known["alpha"]),
-        limit=float(known["limit"]),
+        mlp.up,
+        mlp.down[0],
+        activation=mlp.activation,
+        up_bias=[up_bias] if up_bias else [],
+        down_bias=down_bias,
+        is_interleaved=mlp.is_interleaved,
+        weighs_input=row.adapter.weighs_input,
     )
 
 
-def _activation(row: ExpertsModule) -> str:
-    return ACTIVATIONS[type(row.module.act_fn).__name__]
+class _TwoProducts(NamedTuple):
+    """An expert that is one product, an activation, and another product."""
+
+    up: list[StoredWeight]  # one below the other, as they lie in a slot
+    down: list[StoredWeight]
+    biases: list[StoredPart]  # one for each product, or none
+    activation: Activation
+    is_interleaved: bool
 
 
-def _gated_weights(
-    recipes: RowRecipes, *beside: str, is_transposed: bool = False
-) -> tuple[list[StoredWeight], list[StoredWeight]] | None:
-    """Gate and up, and down, as they lie in a slot; nothing but `beside` may be there, too."""
-    by_name = {
-        spec.name: _stored(recipe, is_transposed=is_transposed)
-        for recipe in recipes.recipes
-        for spec in recipe.targets.values()
-    }
-    up, down = by_name.get("gate_up_proj"), by_name.get("down_proj")
-    if len(by_name) != 2 + len(beside) or up is None or down is None:
+def _two_products(row: ExpertsModule, recipes: RowRecipes) -> _TwoProducts | None:
+    """None if it is anything else, or lies otherwise in its slot."""
+    hidden = row.adapter.hidden(row.module)
+    filled_by = {spec.name: found for found in recipes.recipes for spec in found.targets.values()}
+    is_gated = "gate_up_proj" in filled_by
+    names = ["gate_up_proj" if is_gated else "up_proj", "down_proj"]
+    bias_names = [f"{name}_bias" for name in names if f"{name}_bias" in filled_by]
+    if hidden is None or set(filled_by) != {*names, *bias_names}:
         return None
-    return up, down
+    biases = [part for name in bias_names if (part := _bias(filled_by[name])) is not None]
+    up, down = (_stored(filled_by[name], is_transposed=bool(row.is_transposed)) for name in names)
+    found = find_activation(hidden, is_gated=is_gated)
+    if up is None or down is None or found is None:
+        return None
+    if len(biases) != len(bias_names) or len(biases) == 1:
+        return None
+    return _TwoProducts(up, down, biases, *found)
 
 
-def _is_gpt_oss(row: ExpertsModule) -> bool:
-    """Gate and up in turn, biases, and a gate that clamps: the class and no other."""
-    kind = type(row.module)
-    return f"{kind.__module__}.{kind.__name__}" == GPT_OSS_EXPERTS and vars(row.module).keys() >= {
-        "alpha",
-        "limit",
-    }
-
-
-def _is_plain_gate(row: ExpertsModule) -> bool:
-    module, known = row.module, vars(row.module)
-    return (
-        row.adapter is INTERFACE
-        and known["has_gate"]
-        and known["is_concatenated"]
-        and not known["has_bias"]
-        and not known["is_transposed"]
-        and not known.get("has_post_expert_norm")
-        and getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
-        and type(getattr(module, "act_fn", None)).__name__ in ACTIVATIONS
-    )
+def _bias(recipe: Recipe) -> StoredPart | None:
+    if recipe.is_packed or len(recipe.stored) != 1:
+        return None
+    (spec,) = recipe.stored
+    return StoredPart(spec.offset, getattr(torch, spec.dtype), spec.shape)
 
 
 def _stored(recipe: Recipe, *, is_transposed: bool) -> list[StoredWeight] | None:
@@ -206,9 +179,11 @@ def _stored(recipe: Recipe, *, is_transposed: bool) -> list[StoredWeight] | None
     if not recipe.is_packed:
         (spec,) = recipe.stored
         kind = KINDS.get(getattr(torch, spec.dtype))
-        if kind is None or len(spec.shape) != 2 or is_transposed:
+        if kind is None or len(spec.shape) != 2:
             return None
-        return [StoredWeight(kind, (spec.shape[0], spec.shape[1]), {"": part(spec, spec.shape)})]
+        columns, rows = spec.shape if is_transposed else spec.shape[::-1]
+        parts = {"": part(spec, spec.shape)}
+        return [StoredWeight(kind, (rows, columns), parts, is_transposed=is_transposed)]
     weights = []
     for piece in recipe.pieces_in_slot(is_transposed=is_transposed):
         kind, (num_rows, num_columns) = PACKED.get(piece.scheme.name), piece.shape

@@ -21,8 +21,9 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_kernels import KINDS, Sizes, describe
 from moe_infinity.kernels import triton_experts, triton_resolve
+from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.device_table import DeviceTable
-from moe_infinity.kernels.slot_mlp import ACTIVATIONS, Part, SlotMlp
+from moe_infinity.kernels.slot_mlp import Part, SlotMlp
 
 Loads = dict[str, int]  # from global memory in the code of one thread: width in bits -> how many
 
@@ -78,7 +79,13 @@ def main() -> None:
     JITFunction.__getitem__ = lambda kernel, grid: compiler.launcher(kernel, grid)
     known = {kind: describe(Sizes(kind=kind))[0] for kind in KINDS}
     bias, zeros, exponents = Part(0, "bfloat16"), Part(0, "int32"), Part(0, "uint8")
-    more = {act: replace(known["bf16"], activation=act) for act in ACTIVATIONS}
+    more = {name: replace(known["bf16"], activation=Activation(name)) for name in FUNCTIONS}
+    limited = Activation("silu", alpha=1.702, shift=1.0, limit=7.0)
+    more["limited"] = replace(known["bf16"], activation=limited)
+    more["no gate"] = replace(known["bf16"], up=None, activation=Activation("relu2", False))
+    bf16 = known["bf16"]
+    gate, down = (replace(matrix, column_stride=1024) for matrix in (bf16.gate, bf16.down))
+    more["transposed"] = replace(bf16, gate=gate, down=down, weighs_input=True)
     more["bias"] = replace(known["mxfp4"], gate=replace(known["mxfp4"].gate, bias=bias))
     more["zeros"] = replace(known["int4"], gate=replace(known["int4"].gate, zeros=zeros))
     more["e8m0"] = replace(known["fp8"], gate=replace(known["fp8"].gate, scale=exponents))

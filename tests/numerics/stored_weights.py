@@ -17,7 +17,8 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
     name, *options = kind.split()
     if name in PLAIN:
         weight = torch.randn(rows, columns).to(PLAIN[name]) / columns**0.5
-        return {"": weight}, weight.float(), weight.float().abs()
+        stored = weight.t().contiguous() if options == ["transposed"] else weight
+        return {"": stored}, weight.float(), weight.float().abs()
     if name == "int8":
         bytes_RC = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
         scales = (torch.rand(rows, 1) / 1000).half()
@@ -81,6 +82,6 @@ class StoredExperts:
         self.described_biases = [parts.pop("bias") for parts in stored] if has_bias else []
         block = (16, 32) if kind in ("fp8 blocks", "fp8 exponents") else None
         self.described = [
-            StoredWeight(kind.split()[0], shape, parts, block)
+            StoredWeight(kind.split()[0], shape, parts, block, kind.endswith("transposed"))
             for shape, parts in zip(shapes, stored, strict=True)
         ]

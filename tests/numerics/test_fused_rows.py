@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.dispatch import NO_EXPERT, RoutedRows
 from moe_infinity.kernels.experts_cpu import fused_experts
 from moe_infinity.kernels.fused_rows import FUSED_ROWS, FusedRows
@@ -53,7 +54,7 @@ def routing(num_tokens: int) -> tuple[Any, Tensor, Tensor]:
 
 
 def together(num_tokens: int, portions: list[list[int]]) -> Tensor:
-    fused = fused_experts([UP], [DOWN], activation="silu")
+    fused = fused_experts([UP], [DOWN], Activation("silu"))
     assert fused is not None
     index_TK, x_TD, weights_TK = routing(num_tokens)
     rows = FusedRows(fused, index_TK.ravel().tolist(), x_TD, weights_TK)
@@ -84,7 +85,7 @@ def test_any_order_and_any_portions_give_the_sum_of_experts_one_by_one(num_token
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
 def test_work_is_told_as_routed_rows_tell_it(num_tokens):
     index_TK, x_TD, weights_TK = routing(num_tokens)
-    fused = fused_experts([UP], [DOWN], activation="silu")
+    fused = fused_experts([UP], [DOWN], Activation("silu"))
     assert fused is not None
     rows, plain = (
         FusedRows(fused, index_TK.ravel().tolist(), x_TD, weights_TK),

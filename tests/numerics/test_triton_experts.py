@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels import slot_reference
+from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.kernels.stored import PLAIN, StoredPart, StoredWeight
@@ -38,8 +38,18 @@ KINDS = [
     "fp8 rows",
     "fp8 exponents",
     "mxfp4",
+    "bf16 transposed",
+    "f32 transposed",
 ]
-
+SILU = Activation("silu")
+OF_GPT_OSS = Activation("silu", alpha=1.702, shift=1.0, limit=7.0)
+ACTIVATIONS = [
+    *map(Activation, FUNCTIONS),
+    OF_GPT_OSS,
+    Activation("silu", limit=3.0),
+    Activation("relu2", is_gated=False),
+    Activation("silu", is_gated=False),
+]
 
 pytestmark = [
     pytest.mark.triton,
@@ -60,8 +70,8 @@ def few_programs(monkeypatch):
 class Experts(StoredExperts):
     """Experts in slots, and routing to them."""
 
-    def __init__(self, kind, width, expert_width, *, act="silu", is_interleaved=False, **options):
-        super().__init__(kind, width, expert_width, **options)
+    def __init__(self, kind, width, expert_width, *, act=SILU, is_interleaved=False, **options):
+        super().__init__(kind, width, expert_width, is_gated=act.is_gated, **options)
         *up, down = self.described
         *up_bias, down_bias = self.described_biases if self.described_biases else (None,)
         mlp = slot_mlp(
@@ -104,6 +114,8 @@ class Experts(StoredExperts):
                 self.sizes[expert],
                 [bias.double() for bias in self.biases[expert]],
             )
+            if self.mlp.weighs_input:
+                x, share = share * x, torch.ones(())
             bias = torch.cat(biases[:-1])
             inner = up.double() @ x + bias
             terms = up_sizes.double() @ x.abs() + bias.abs()
@@ -116,20 +128,20 @@ class Experts(StoredExperts):
         return ((found_TD.double() - exact_TD).abs() / bound_TD.clamp(min=1e-30)).max().item()
 
     def _activated(self, inner: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-        def halves(t: Tensor) -> tuple[Tensor, Tensor]:
-            middle = len(t) // 2
-            return (t[0::2], t[1::2]) if self.is_interleaved else (t[:middle], t[middle:])
+        def parts(t: Tensor) -> list[Tensor]:
+            if self.is_interleaved:
+                return [t[0::2], t[1::2]]
+            return list(t.chunk(1 + self.act.is_gated))
 
-        (gate, up), (gate_bound, up_bound) = halves(inner), halves(bound)
-        if self.act == "swiglu_oai":
-            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
-            act = gate * torch.sigmoid(1.702 * gate)
-        elif self.act == "silu":
-            act = F.silu(gate)
-        else:
-            act = F.gelu(gate, approximate="tanh" if self.act == "gelu_tanh" else "none")
-        bound = 1.2 * gate_bound * up.abs() + gate.abs() * up_bound
-        return act * up, bound + 16 * EPS[torch.float32] * gate.abs() * up.abs()
+        (gate, *ups), (gate_bound, *up_bounds) = parts(inner), parts(bound)
+        size = gate.clamp(max=self.act.limit).abs()
+        if self.act.function == "relu2":
+            gate_bound, size = 2 * gate_bound * (size + gate_bound), size.square()
+        bound = 1.2 * gate_bound + 16 * EPS[torch.float32] * size
+        for up, up_bound in zip(ups, up_bounds, strict=True):
+            up_size = up.clamp(-self.act.limit, self.act.limit).abs() + abs(self.act.shift)
+            bound = (bound + EPS[torch.float32] * size) * up_size + size * up_bound
+        return self.act(gate, *ups), bound
 
 
 def routing(num_tokens: int, top_k: int, num_experts: int = 4) -> tuple[Tensor, Tensor]:
@@ -138,7 +150,7 @@ def routing(num_tokens: int, top_k: int, num_experts: int = 4) -> tuple[Tensor, 
 
 
 def inputs(kind: str, num_tokens: int, width: int) -> Tensor:
-    return torch.randn(num_tokens, width).to(PLAIN.get(kind, torch.bfloat16))
+    return torch.randn(num_tokens, width).to(PLAIN.get(kind.split()[0], torch.bfloat16))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -155,8 +167,8 @@ def test_every_kind_of_weight_computes_its_definition(kernels, kind):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
-def test_activations_are_those_of_torch(kernels, act):
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
+def test_activations_are_their_definition(kernels, act):
     experts = Experts("f32", 40, 24, act=act)
     x, (index, weights) = 20 * torch.randn(3, 40), routing(3, 2)
     found = experts.compute(kernels, x, index, weights)
@@ -164,9 +176,9 @@ def test_activations_are_those_of_torch(kernels, act):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("kind", ["mxfp4", "bf16"])
+@pytest.mark.parametrize("kind", ["mxfp4", "bf16", "bf16 transposed"])
 def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kernels, kind):
-    experts = Experts(kind, 64, 96, act="swiglu_oai", is_interleaved=True, has_bias=True)
+    experts = Experts(kind, 64, 96, act=OF_GPT_OSS, is_interleaved=True, has_bias=True)
     x, (index, weights) = inputs(kind, 2, 64), routing(2, 4)
     found = experts.compute(kernels, x, index, weights.bfloat16())
     assert experts.largest_error(found, x, index, weights.bfloat16()) < 1
@@ -175,8 +187,9 @@ def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kernels, kind):
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     ("kind", "width", "expert_width"),
-    [("bf16", 200, 72), ("bf16", 33, 17), ("f16", 1000, 8), ("int8", 33, 17), ("int4 None", 8, 8),
-     ("int4 8", 72, 40), ("fp8 rows", 33, 17), ("f32", 1, 1)],
+    [("bf16", 200, 72), ("bf16", 33, 17), ("bf16 transposed", 33, 17), ("f16 transposed", 17, 17),
+     ("f16", 1000, 8), ("int8", 33, 17), ("int4 None", 8, 8), ("int4 8", 72, 40),
+     ("fp8 rows", 33, 17), ("f32", 1, 1)],
 )  # fmt: skip
 def test_rows_of_a_weight_may_have_any_length(kernels, kind, width, expert_width):
     experts = Experts(kind, width, expert_width)
@@ -207,9 +220,24 @@ def test_a_pair_without_an_expert_adds_nothing(kernels):
     assert (found[2] == 0).all()
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("act", [SILU, OF_GPT_OSS])
+def test_weights_of_the_routing_may_scale_what_goes_in(kernels, act):
+    experts = Experts("bf16", 40, 24, act=act)
+    x, (index, weights) = inputs("bf16", 3, 40), routing(3, 2)
+    index[0, 1], weights[0, 1] = -1, torch.nan
+    experts.mlp = replace(experts.mlp, weighs_input=True)
+    found = experts.compute(kernels, x, index, weights)
+    assert experts.largest_error(found, x, index, weights) < 1
+    experts.mlp = replace(experts.mlp, weighs_input=False)
+    assert experts.largest_error(found, x, index, weights) > 1
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("kind", ["bf16", "int4 32", "fp8 blocks", "int8", "mxfp4"])
+@pytest.mark.parametrize(
+    "kind", ["bf16", "int4 32", "fp8 blocks", "int8", "mxfp4", "bf16 transposed"]
+)
 def test_the_tolerance_rejects_what_is_wrong(kernels, kind):
     experts = Experts(kind, 64, 64, splits=True)
     x, (index, weights) = inputs(kind, 2, 64), routing(2, 3)
@@ -220,8 +248,9 @@ def test_the_tolerance_rejects_what_is_wrong(kernels, kind):
 
     assert error() < 1
     mlp = experts.mlp
+    assert mlp.up is not None
     wrong: list[SlotMlp] = [replace(mlp, gate=mlp.up, up=mlp.gate), replace(mlp, gate=mlp.up)]
-    wrong.append(replace(mlp, activation="gelu"))
+    wrong.append(replace(mlp, activation=Activation("gelu")))
     if mlp.down.scale is not None:
         dropped = replace(mlp.gate, scale=mlp.up.scale), replace(mlp.down, scale=mlp.up.scale)
         wrong += [replace(mlp, gate=dropped[0]), replace(mlp, down=dropped[1])]
@@ -254,7 +283,7 @@ def test_every_float8_value_is_read(kernels):
     experts.slots = slot[None]
     found = []
     for down in (ones, packed):
-        mlp = slot_mlp([gate_up], down, activation="silu")
+        mlp = slot_mlp([gate_up], down, activation=SILU)
         assert mlp is not None
         experts.mlp = mlp
         one = torch.zeros(1, 1, dtype=torch.int64)
@@ -263,7 +292,7 @@ def test_every_float8_value_is_read(kernels):
     torch.testing.assert_close(found[1], expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int4 8", "f32"])
+@pytest.mark.parametrize("kind", ["bf16", "int4 8", "f32", "bf16 transposed"])
 def test_tiles_of_a_gpu_compute_the_same(kind, monkeypatch):
     """Rows and columns of several tiles, the last ones not full."""
     monkeypatch.undo()
@@ -303,18 +332,18 @@ def test_a_step_gives_the_same_bits_whatever_is_cached(num_slots):
 
 def test_what_kernels_do_not_read_is_refused():
     gate_up, down = Experts("bf16", 160, 192).described
-    assert slot_mlp([gate_up], down, activation="relu") is None
-    assert slot_mlp([gate_up], gate_up, activation="silu") is None
-    assert slot_mlp([down], down, activation="silu") is None
-    assert slot_mlp([gate_up] * 3, down, activation="silu") is None
-    assert slot_mlp([gate_up, gate_up], down, activation="silu") is None
-    assert slot_mlp([gate_up], down, activation="silu", up_bias=[gate_up.parts[""]] * 2) is None
+    assert slot_mlp([gate_up], down, activation=Activation(is_gated=False)) is None
+    assert slot_mlp([gate_up], gate_up, activation=SILU) is None
+    assert slot_mlp([down], down, activation=SILU) is None
+    assert slot_mlp([gate_up] * 3, down, activation=SILU) is None
+    assert slot_mlp([gate_up, gate_up], down, activation=SILU) is None
+    assert slot_mlp([gate_up], down, activation=SILU, up_bias=[gate_up.parts[""]] * 2) is None
     for part in (
         StoredPart(0, torch.float32, (384, 160)),
         StoredPart(8, torch.bfloat16, (384, 160)),
     ):
         other = StoredWeight("bf16", (384, 160), {"": part})
-        assert slot_mlp([other], down, activation="silu") is None
+        assert slot_mlp([other], down, activation=SILU) is None
 
 
 @pytest.mark.gpu

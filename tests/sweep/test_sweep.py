@@ -62,7 +62,7 @@ KERNELS = ("deepseek_v3", "gpt_oss", "qwen3_vl_moe", "zaya")
     ],
 )
 def test_steps_by_kernels_give_the_same_but_for_rounding(folder, tmp_path, monkeypatch):
-    """transformers 5.17: linear layers of all 70 classes that load, experts of 49."""
+    """transformers 5.17: linear layers of all 70 classes that load, experts of 62."""
     products: list[int] = []
     multiply = FusedLinear.__call__
 
