@@ -71,7 +71,7 @@ def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
 ):
     expected = token_by_token(folder, experts_implementation="grouped_mm")
     called = Counter[str]()
-    owners = dict.fromkeys(("mxfp4", "gptq", "awq"), kernels)
+    owners = dict.fromkeys(("gptq", "awq"), kernels)
     for function, owner in (owners | {"compute": experts_cpu.Rows}).items():
         stock = getattr(owner, function)
 

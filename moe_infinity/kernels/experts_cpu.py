@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
-from moe_infinity.kernels.stored import EXPONENTS, PLAIN, StoredWeight, block_of
+from moe_infinity.kernels.stored import EXPONENTS, PLAIN, StoredPart, StoredWeight, block_of
 
 try:
     from moe_infinity.kernels import experts_work
-    from moe_infinity.kernels.experts_work import Call, Weights, job_for
+    from moe_infinity.kernels.experts_work import BIASES, NO_BIAS, Call, Weights, job_for
     from moe_infinity.kernels.packed_rows import row_function
     from moe_infinity.kernels.row_steps import (
         Arrangement,
@@ -56,9 +56,13 @@ def fused_experts(
     up: Sequence[StoredWeight],
     down: Sequence[StoredWeight],
     activation: Activation,
+    *,
+    biases: Sequence[StoredPart] = (),
+    is_interleaved: bool = False,
 ) -> FusedExperts | None:
-    """Weights lie one below the other: of `up`, gate's rows come before up's. None: it cannot be
-    computed here. Compiles: 2 s of processor time for the first, then 0.3 s for each new kind.
+    """Weights lie one below the other: of `up`, gate's rows come before up's or, interleaved, in
+    turn with them. Biases: of up and of down, one weight each. None: it cannot be computed here.
+    Compiles: 2 s of processor time for the first, then 0.3 s for each new kind.
     """
     up_steps, down_steps = (steps_of(weights) for weights in (up, down))
     if up_steps is None or down_steps is None:
@@ -68,12 +72,16 @@ def fused_experts(
     up_rows, width = (sum(weight.shape[0] for weight in weights) for weights in (up, down))
     if columns != ({width}, {up_rows // 2 if is_gated else up_rows}):
         return None
-    if is_gated and up_rows % 2:
+    if (is_gated and up_rows % 2) or (biases and (len(up), len(down), len(biases)) != (1, 1, 2)):
+        return None
+    if biases and (biases[0].dtype not in BIASES or biases[0].dtype != biases[1].dtype):
         return None
     return FusedExperts(
         Side.of(up, up_steps, up_rows),
         Side.of(down, down_steps, width),
         activation,
+        biases,
+        is_interleaved=is_interleaved,
     )
 
 
@@ -100,7 +108,8 @@ def _step(weight: StoredWeight) -> Step | None:
         if stored == {"": (PLAIN[weight.kind], (rows, columns))} and not weight.is_transposed:
             step = step_for(weight.kind, columns, group=columns, scale=None)
     elif (block := block_of(weight)) is not None:
-        scale, has_zeros = weight.parts["scale"].dtype, "zero_point" in stored
+        assert weight.scale is not None, weight  # block_of has seen it
+        has_zeros, scale = "zero_point" in stored, weight.scale.dtype
         scale = torch.uint8 if scale in EXPONENTS else scale
         kind = "nibbles" if weight.kind == "int4" else weight.kind
         step = step_for(kind, columns, group=block[1], scale=scale, has_zeros=has_zeros)
@@ -141,17 +150,26 @@ def _fixed(weight: StoredWeight, step: Step) -> Fixed:
         found = block_of(weight)
         assert found is not None, weight  # _step has seen it
         block, num_scale_rows = found, -(-weight.shape[0] // found[0])
-    at = {role: part.offset for role, part in weight.parts.items()}
-    (first,) = [at[role] for role in ("", "weight", "packed") if role in at]
+    scale, zeros = weight.scale, weight.parts.get("zero_point")
     return fixed_for(step, weight.shape, block, num_scale_rows)._replace(
-        weight=first, scales=at.get("scale", 0), zeros=at.get("zero_point", 0)
+        weight=weight.values.offset,
+        scales=0 if scale is None else scale.offset,
+        zeros=0 if zeros is None else zeros.offset,
     )
 
 
 class FusedExperts:
     """The MLPs of one MoE row; `fused_experts` makes them. Any number of threads may call."""
 
-    def __init__(self, up: Side, down: Side, activation: Activation) -> None:
+    def __init__(
+        self,
+        up: Side,
+        down: Side,
+        activation: Activation,
+        biases: Sequence[StoredPart],
+        *,
+        is_interleaved: bool,
+    ) -> None:
         self.up = up
         self.down = down
         numbers = activation.alpha, activation.shift, activation.limit
@@ -168,6 +186,11 @@ class FusedExperts:
             function=FUNCTIONS.index(activation.function),
             is_gated=int(activation.is_gated),
             numbers=self._numbers.ctypes.data,
+            gate_step=2 if is_interleaved else 1,
+            first_up=1 if is_interleaved else up.num_rows // 2,
+            up_bias=biases[0].offset if biases else NO_BIAS,
+            down_bias=biases[1].offset if biases else NO_BIAS,
+            bias=BIASES.index(biases[0].dtype) if biases else 0,
         )
         self(torch.empty(0, down.num_rows), [0], [])  # compiles
 

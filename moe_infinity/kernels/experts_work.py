@@ -22,13 +22,22 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
 from moe_infinity.kernels.activation import FUNCTIONS
 from moe_infinity.kernels.row_steps import Arrangement, arrange
-from moe_infinity.kernels.vectors import I64, LANES, float_at, int_at, put_float
+from moe_infinity.kernels.vectors import (
+    I64,
+    LANES,
+    bfloat_at,
+    float_at,
+    half_at,
+    int_at,
+    put_float,
+)
 
 FINISHED = -1
 SILU, GELU, GELU_TANH = map(FUNCTIONS.index, ("silu", "gelu", "gelu_tanh"))
@@ -37,6 +46,8 @@ SPINS = 100_000  # looks at a counter, some 35 us, before Python hears that noth
 PAUSE_S = 1e-5  # for which a thread sleeps then; the machine makes it 60 us
 MAX_WAITING = 64  # calls that no helper has looked at; more are computed without
 STOPPED = 1 << 62  # an item that is never reached
+BIASES = (torch.float32, torch.bfloat16, torch.float16)
+NO_BIAS = -1
 LINE = 8  # int64s that share a cache line
 NEXT, DONE, OF_EXPERTS = 0, LINE, 2 * LINE  # in Job.state
 BLOCK = 7  # int64s; see Weights
@@ -57,6 +68,11 @@ class Weights(NamedTuple):
     function: int  # the place of its name in FUNCTIONS
     is_gated: int
     numbers: int  # address of three: alpha, shift and limit
+    gate_step: int  # from one output of gate to the next, and so for up
+    first_up: int
+    up_bias: int  # from the start of a slot, or NO_BIAS
+    down_bias: int
+    bias: int  # the place of their dtype in BIASES
 
 
 class Job(NamedTuple):
@@ -139,6 +155,8 @@ def _work(weights, places, job, item, waits_for_all):  # type: ignore[no-untyped
                 return item
             block = weights.down_blocks + 8 * BLOCK * ((item - ups) % weights.num_down)
             _multiply(job, block, expert, job.hidden, int_at(block, 6), job.out, weights.out_bytes)
+            if weights.down_bias != NO_BIAS:
+                _add_bias(weights, job, block, expert)
         _fetch_add(job.state + 8 * DONE, 1)
         item = _fetch_add(job.state + 8 * NEXT, 1)
     if waits_for_all and not _spin(job.state + 8 * DONE, num_items):
@@ -168,6 +186,23 @@ def _multiply(job, block, expert, x, x_bytes, out, out_bytes):  # type: ignore[n
 
 
 @njit(nogil=True)
+def _add_bias(weights, job, block, expert):  # type: ignore[no-untyped-def]
+    """To a block of rows of down."""
+    bias = int_at(job.slots, expert) + weights.down_bias
+    for p in range(int_at(job.starts, expert), int_at(job.stops, expert)):
+        row = job.out + p * weights.out_bytes
+        for r in range(int_at(block, 3), int_at(block, 4)):
+            put_float(row, r, float_at(row, r) + _bias_at(bias, r, weights.bias))
+
+
+@njit(nogil=True)
+def _bias_at(at, index, kind):  # type: ignore[no-untyped-def]
+    if kind == 0:
+        return float_at(at, index)
+    return bfloat_at(at, index) if kind == 1 else half_at(at, index)
+
+
+@njit(nogil=True)
 def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
     """What goes into down, of an expert whose up is complete."""
     first, stop = int_at(job.starts, expert), int_at(job.stops, expert)
@@ -175,12 +210,20 @@ def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
     hidden = job.hidden + first * places.num_steps * places.num_vectors * LANES * 4
     alpha, shift = float_at(weights.numbers, 0), float_at(weights.numbers, 1)
     limit = float_at(weights.numbers, 2)
+    bias = int_at(job.slots, expert) + weights.up_bias
     for p in range(stop - first):
         row = at + p * weights.up_bytes
         for f in range(places.num_columns):
-            value = _activated(min(float_at(row, f), limit), weights.function, alpha)
+            i = f * weights.gate_step
+            gate = float_at(row, i)
+            if weights.up_bias != NO_BIAS:
+                gate += _bias_at(bias, i, weights.bias)
+            value = _activated(min(gate, limit), weights.function, alpha)
             if weights.is_gated:
-                up = float_at(row, places.num_columns + f)
+                i += weights.first_up
+                up = float_at(row, i)
+                if weights.up_bias != NO_BIAS:
+                    up += _bias_at(bias, i, weights.bias)
                 value *= max(min(up, limit), -limit) + shift
             put_float(row, f, value)
     arrange(at, weights.up_bytes, hidden, stop - first, places)

@@ -14,15 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
-import torch
-
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.stored import EXPONENTS, PLAIN, StoredPart, StoredWeight, block_of
 
 LOAD_BYTES = 16
 VALUES = {"bf16": 8, "f16": 8, "f32": 4, "int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32}  # a load
 UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14}
-MXFP4_GROUP = 32  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,32 +136,24 @@ def _matrix(weight: StoredWeight) -> Matrix | None:
         return None
     if any(part.offset % LOAD_BYTES for part in weight.parts.values()):
         return None
-    parts = {role: _part(part) for role, part in weight.parts.items()}
     if weight.kind in PLAIN:
         shape, stride = ((columns, rows), rows) if weight.is_transposed else ((rows, columns), 1)
         if stored != {"": (PLAIN[weight.kind], shape)}:
             return None
-        return Matrix(weight.kind, rows, columns, parts[""], column_stride=stride)
-    if weight.kind == "mxfp4":
-        groups = columns // MXFP4_GROUP
-        wanted = {"blocks": (rows, groups, MXFP4_GROUP // 2), "scales": (rows, groups)}
-        if stored != {role: (torch.uint8, shape) for role, shape in wanted.items()}:
-            return None
-        block, scale, values = (1, MXFP4_GROUP), parts["scales"], parts["blocks"]
-    elif weight.kind in VALUES and (found := block_of(weight)) is not None:
-        block, scale = found, parts["scale"]
-        values = parts["packed" if weight.kind == "int4" else "weight"]
-        if weight.kind == "int8" and block != (1, columns):
-            return None
-    else:
+        return Matrix(weight.kind, rows, columns, _part(weight.values), column_stride=stride)
+    block = block_of(weight) if weight.kind in VALUES else None
+    if block is None or weight.scale is None:
         return None
+    if weight.kind == "int8" and block != (1, columns):
+        return None
+    zeros = weight.parts.get("zero_point")
     return Matrix(
         weight.kind,
         rows,
         columns,
-        values,
-        scale=scale,
-        zeros=parts.get("zero_point"),
+        _part(weight.values),
+        scale=_part(weight.scale),
+        zeros=None if zeros is None else _part(zeros),
         block_rows=block[0],
         block_columns=block[1],
         num_scale_columns=-(-columns // block[1]),

@@ -14,6 +14,8 @@ SCALES = (torch.float32, torch.bfloat16, torch.float16)
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # by kind
 KINDS = {dtype: kind for kind, dtype in PLAIN.items()}
+VALUES = ("", "weight", "packed", "blocks")  # the role that is not scales or zeros
+MXFP4_GROUP = 32  # columns
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by role
 
 
@@ -30,7 +32,8 @@ class StoredPart:
 class StoredWeight:
     """A weight [R, C] as it lies in a slot; parts by role as in models/formats.py."""
 
-    kind: str  # bf16, f16, f32 (role ""), int8, fp8 (weight, scale), int4 (packed, scale, ...)
+    kind: str  # bf16, f16, f32 (role ""), int8, fp8 (weight, scale), int4 (packed, scale, ...) and
+    # mxfp4 (blocks, scales)
     shape: tuple[int, int]
     parts: Mapping[str, StoredPart]
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: equal parts
@@ -40,12 +43,26 @@ class StoredWeight:
     def stored(self) -> Stored:
         return {role: (part.dtype, part.shape) for role, part in self.parts.items()}
 
+    @property
+    def values(self) -> StoredPart:
+        (found,) = [part for role, part in self.parts.items() if role in VALUES]
+        return found
+
+    @property
+    def scale(self) -> StoredPart | None:
+        return self.parts.get("scales" if self.kind == "mxfp4" else "scale")
+
 
 def block_of(weight: StoredWeight) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, of int8, fp8 and int4; None if the parts are not what
-    kernels read.
+    """Rows and columns that share a scale, of packed kinds; None if the parts are not what kernels
+    read.
     """
     (rows, columns), stored = weight.shape, weight.stored
+    if weight.kind == "mxfp4":
+        num_groups = columns // MXFP4_GROUP
+        wanted: Stored = {"blocks": (torch.uint8, (rows, num_groups, MXFP4_GROUP // 2))}
+        wanted["scales"] = torch.uint8, (rows, num_groups)
+        return (1, MXFP4_GROUP) if stored == wanted else None
     dtype, grid = stored.get("scale", (None, ()))
     if dtype not in SCALES + (EXPONENTS if weight.kind == "fp8" else ()):
         return None
@@ -54,7 +71,7 @@ def block_of(weight: StoredWeight) -> tuple[int, int] | None:
     block = weight.block or (rows // max(1, grid[0]), columns // max(1, grid[1]))
     if 0 in block or grid != (-(-rows // block[0]), -(-columns // block[1])):
         return None
-    wanted: Stored = {"scale": stored["scale"]}
+    wanted = {"scale": stored["scale"]}
     if weight.kind in ("int8", "fp8"):
         bytes_of = torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn
         wanted["weight"] = bytes_of, (rows, columns)

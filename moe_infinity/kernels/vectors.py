@@ -149,6 +149,23 @@ def float_at(_: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def bfloat_at(_: Any, address: Any, index: Any) -> Any:
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        bits = b.zext(b.load(_element(b, args, I16)), I32)
+        return b.bitcast(b.shl(bits, I32(16)), F32)
+
+    return types.float32(types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def half_at(_: Any, address: Any, index: Any) -> Any:
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        return b.fpext(b.load(_element(b, args, ir.HalfType())), F32)
+
+    return types.float32(types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def put_float(_: Any, address: Any, index: Any, value: Any) -> Any:
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         b.store(args[2], _element(b, args, F32))

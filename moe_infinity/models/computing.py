@@ -106,11 +106,17 @@ def has_few_rows(flat_P: list[int], num_tokens: int) -> bool:
 def fused_row(row: ExpertsModule, recipes: RowRecipes) -> FusedExperts | None:
     """None if its experts can only be computed one by one."""
     mlp = _two_products(row, recipes)
-    if mlp is None or mlp.is_interleaved or mlp.biases or row.adapter.weighs_input:
+    if mlp is None or row.adapter.weighs_input:
         return None
     from moe_infinity.kernels.experts_cpu import fused_experts
 
-    return fused_experts(mlp.up, mlp.down, mlp.activation)
+    return fused_experts(
+        mlp.up,
+        mlp.down,
+        mlp.activation,
+        biases=mlp.biases,
+        is_interleaved=mlp.is_interleaved,
+    )
 
 
 def slot_row(row: ExpertsModule, recipes: RowRecipes) -> SlotMlp | None:

@@ -7,6 +7,7 @@ Legend: P rows of all experts, D model width.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -31,12 +32,14 @@ KINDS = [
     "int4 None",
     "fp8 blocks",
     "fp8 rows",
+    "mxfp4",
 ]
 SILU = Activation("silu")
+LIMITED = Activation("silu", alpha=1.5, shift=0.5, limit=3.0)
 ACTIVATIONS = [
     Activation(function, is_gated) for function in FUNCTIONS for is_gated in (True, False)
 ]
-ACTIVATIONS.append(Activation("silu", alpha=1.5, shift=0.5, limit=3.0))
+ACTIVATIONS.append(LIMITED)
 
 
 @pytest.fixture(autouse=True, params=[1, 2])
@@ -51,10 +54,22 @@ def threads(request):
 class Experts(StoredExperts):
     """Some experts in slots, and who computes them."""
 
-    def __init__(self, kind, width, expert_width, *, act=SILU, splits=False):
-        super().__init__(kind, width, expert_width, is_gated=act.is_gated, splits=splits)
-        self.act = act
-        self.fused = fused_experts(self.described[:-1], self.described[-1:], act)
+    def __init__(self, kind, width, expert_width, *, act=SILU, is_interleaved=False, **options):
+        super().__init__(kind, width, expert_width, is_gated=act.is_gated, **options)
+        self.act, self.is_interleaved = act, is_interleaved
+        self.fused = fused_experts(
+            self.described[:-1],
+            self.described[-1:],
+            act,
+            biases=self.described_biases,
+            is_interleaved=is_interleaved,
+        )
+
+    def parts(self, outputs: Tensor) -> list[Tensor]:
+        """Gate and up, of outputs [P, 2F]; or all."""
+        if self.is_interleaved:
+            return [outputs[:, 0::2], outputs[:, 1::2]]
+        return list(outputs.chunk(1 + self.act.is_gated, 1))
 
     def compute(self, x_PD: Tensor, starts: list[int], order=(0, 1, 2, 3)) -> Tensor:
         assert self.fused is not None
@@ -70,16 +85,17 @@ class Experts(StoredExperts):
         largest = 0.0
         for i in range(len(starts) - 1):
             rows = slice(starts[i], starts[i + 1])
-            x, (up, down), (up_sizes, down_sizes) = (
+            x, (up, down), (up_sizes, down_sizes), biases = (
                 x_PD[rows].double(),
                 self.weights[i],
                 self.sizes[i],
+                [bias.double() for bias in self.biases[i]],
             )
-            inner = x @ up.double().t()
-            bound = (x.shape[1] / 8 + 16) * EPS[torch.float32] * (x.abs() @ up_sizes.double().t())
-            (gate, *ups), (gate_bound, *up_bounds) = (
-                part.chunk(1 + self.act.is_gated, 1) for part in (inner, bound)
-            )
+            up_bias = torch.cat(biases[:-1])
+            inner = x @ up.double().t() + up_bias
+            sizes = x.abs() @ up_sizes.double().t() + up_bias.abs()
+            bound = (x.shape[1] / 8 + 16) * EPS[torch.float32] * sizes
+            (gate, *ups), (gate_bound, *up_bounds) = self.parts(inner), self.parts(bound)
             hidden, size = self.act(gate, *ups), gate.abs()
             if self.act.function == "relu2":
                 gate_bound, size = 2 * gate_bound * (size + gate_bound), size.square()
@@ -87,10 +103,11 @@ class Experts(StoredExperts):
             for up_out, up_bound in zip(ups, up_bounds, strict=True):
                 up_size = up_out.abs() + abs(self.act.shift)
                 bound = (bound + EPS[torch.float32] * size) * up_size + size * up_bound
-            exact = hidden @ down.double().t()
+            exact = hidden @ down.double().t() + biases[-1]
             bound = bound @ down.double().abs().t()
             steps = hidden.shape[1] / 8 + 16
-            bound += steps * EPS[torch.float32] * (hidden.abs() @ down_sizes.double().t())
+            sizes = hidden.abs() @ down_sizes.double().t() + biases[-1].abs()
+            bound += steps * EPS[torch.float32] * sizes
             bound += EPS[found_PD.dtype] * exact.abs()
             error = ((found_PD[rows].double() - exact).abs() / bound.clamp(min=1e-30)).max().item()
             largest = max(largest, error)
@@ -108,6 +125,41 @@ def test_each_row_gets_what_its_expert_gives(kind):
     found = experts.compute(x, STARTS)
     assert found.dtype == x.dtype
     assert experts.largest_error(found, x, STARTS) < 1
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "bf16", "int4 32"])
+def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kind, monkeypatch):
+    monkeypatch.setattr("moe_infinity.kernels.experts_cpu.BLOCK_BYTES", 1 << 12)
+    experts = Experts(kind, 160, 192, act=LIMITED, is_interleaved=True, has_bias=True)
+    x = torch.randn(11, 160)
+    found = experts.compute(x, STARTS)
+    assert experts.largest_error(found, x, STARTS) < 1
+    described, biases = (experts.described[:-1], experts.described[-1:]), experts.described_biases
+    for told in (
+        {"biases": biases},
+        {"is_interleaved": True},
+        {"is_interleaved": True, "biases": [biases[0], biases[0]]},
+        {"is_interleaved": True, "biases": [biases[1], biases[1]]},
+    ):
+        experts.fused = fused_experts(*described, LIMITED, **told)
+        assert experts.largest_error(experts.compute(x, STARTS), x, STARTS) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_biases_may_have_any_dtype(dtype):
+    experts = Experts("f32", 40, 24, act=Activation("relu2", is_gated=False), has_bias=True)
+    given = [(512 * torch.rand(size)).to(dtype) for size in (24, 40)]
+    slot = torch.cat([experts.slots[0], *(t.view(torch.uint8) for t in given)])
+    offsets = experts.slots.shape[1], experts.slots.shape[1] + given[0].nbytes
+    biases = [
+        StoredPart(offset, dtype, tuple(t.shape)) for offset, t in zip(offsets, given, strict=True)
+    ]
+    up, down = experts.described
+    fused = fused_experts([up], [down], experts.act, biases=biases)
+    assert fused is not None
+    found = fused(torch.zeros(1, 40), [0, 1], [slot.data_ptr()])[0]
+    expected = experts.weights[0][1] @ given[0].float().square() + given[1].float()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
@@ -182,3 +234,9 @@ def test_what_kernels_do_not_read_is_refused():
         assert fused_experts([up], [down], SILU) is None
     assert fused_experts([gate_up], [gate_up], SILU) is None
     assert Experts("bf16", 8, 8).fused is None
+    biased = Experts("bf16", 160, 192, has_bias=True)
+    up_bias, down_bias = biased.described_biases
+    for wrong in ([up_bias], [up_bias, replace(down_bias, dtype=torch.float16)]):
+        assert fused_experts([gate_up], [down], SILU, biases=wrong) is None
+    whole = [replace(part, dtype=torch.int32) for part in (up_bias, down_bias)]
+    assert fused_experts([gate_up], [down], SILU, biases=whole) is None
