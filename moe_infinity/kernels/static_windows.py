@@ -22,7 +22,7 @@ class StaticWindows:
     """The sliding layers of one cache, one token a step."""
 
     def __init__(self, cache: StaticCache) -> None:
-        self._layers = [la for la in cache.layers if type(la) is StaticSlidingWindowLayer]
+        self._layers = [la for la in cache.layers if isinstance(la, StaticSlidingWindowLayer)]
 
     def catch_up(self) -> None:
         """Stock leaves the counter on the device alone once a window is full."""
