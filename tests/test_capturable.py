@@ -28,27 +28,25 @@ NAMED = {
 WINDOWS = "mixtral with sliding windows"
 # Routers with groups and biases, shared experts, masks by type of layer.
 OTHERS = ["deepseek_v3", "dots1", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe"]
-# With recurrent states, or an indexer; as their configs say which layer is what.
+# Indexers, convolutions and recurrent states, also beside a sliding window.
 MIXED = [
-    *["qwen3_next", "granitemoehybrid", "deepseek_v32", "jamba"],
-    *[
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("axk2", "exaone_moe", "glm_moe_dsa", "kimi_linear", "qwen3_5_moe", "zaya")
-    ],
-]
+    "axk2", "deepseek_v32", "exaone_moe", "glm_moe_dsa", "granitemoehybrid", "inkling", "jamba",
+    "kimi_linear", "qwen3_5_moe", "qwen3_next", "zaya",
+]  # fmt: skip
 
 
-def config_of(name: str) -> Any:
+def model_of(name: str) -> Any:
     if name in NAMED:
-        return NAMED[name]
-    config = tiny_config(architectures_in(name.split()[0])[0])
+        return AutoModelForCausalLM.from_config(NAMED[name], dtype=torch.bfloat16)
+    architecture = architectures_in(name.split()[0])[0]
+    config = tiny_config(architecture)
     if name == WINDOWS:
         config.sliding_window = 6
     elif name in OTHERS and getattr(config, "sliding_window", None) is not None:
         config.sliding_window = None
     if name in OTHERS and getattr(config, "layer_types", None) is not None:
         config.layer_types = ["full_attention"] * config.num_hidden_layers
-    return config
+    return architecture.model_class._from_config(config, dtype=torch.bfloat16)
 
 
 class Captured(BaseException):
@@ -81,11 +79,11 @@ def step_of(tmp_path, monkeypatch):
 
     def captured(name: str) -> Captured:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.bfloat16)
-        model.save_pretrained(tmp_path)
-        with on_device(tmp_path, "100%", "100%") as moe, pytest.raises(Captured) as found:
+        model_of(name).save_pretrained(tmp_path)
+        with on_device(tmp_path, "100%", "100%") as moe:
             bring_every_expert(moe)
-            greedy(moe, num_tokens=4, **STATIC)
+            with pytest.raises(Captured) as found:
+                greedy(moe, num_tokens=4, **STATIC)
         return found.value
 
     monkeypatch.setattr(GraphedStep, "_capture", capture)
@@ -95,7 +93,7 @@ def step_of(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [*NAMED, *OTHERS, WINDOWS, *MIXED])
 def test_a_step_neither_waits_nor_copies_between_host_and_device(step_of, name):
     step = step_of(name)
-    assert bool(step.windows._layers) == (name in (WINDOWS, "exaone_moe"))
+    assert bool(step.windows._layers) == (name in (WINDOWS, "exaone_moe", "inkling"))
     assert step.run().shape == (1, 1, step.model.config.vocab_size)
 
 

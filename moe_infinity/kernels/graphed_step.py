@@ -163,10 +163,9 @@ def can_capture(cache: object, *, can_lose: bool) -> bool:
     """
     if not isinstance(cache, StaticCache) or cache.offloading:
         return False
-    if any(vars(layer).get("record_past") for layer in cache.layers):  # not in place
-        return False
+    is_in_place = not any(vars(layer).get("record_past") for layer in cache.layers)
     known = COUNTING if can_lose else COUNTING | FORGETTING
-    return {type(layer).__name__ for layer in cache.layers} <= known
+    return is_in_place and {type(layer).__name__ for layer in cache.layers} <= known
 
 
 def state_of(cache: StaticCache) -> list[Any]:
