@@ -38,7 +38,7 @@ MIXED = [
 def model_of(name: str) -> Any:
     if name in NAMED:
         return AutoModelForCausalLM.from_config(NAMED[name], dtype=torch.bfloat16)
-    architecture = architectures_in(name.split()[0])[0]
+    architecture = architectures_in(name.split()[0])[-1]  # of text only, if there is one
     config = tiny_config(architecture)
     if name == WINDOWS:
         config.sliding_window = 6

@@ -40,7 +40,7 @@ def folder_of(tmp_path_factory):
     def folder(name: str) -> Path:
         if name not in found:
             found[name] = tmp_path_factory.mktemp(name)
-            tiny_model(architectures_in(name)[0]).save_pretrained(found[name])
+            tiny_model(architectures_in(name)[-1]).save_pretrained(found[name])
         return found[name]
 
     return folder
