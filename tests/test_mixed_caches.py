@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import StaticCache, StoppingCriteria
 
 from moe_infinity.kernels import graphed_step
@@ -158,9 +159,20 @@ def test_what_moves_a_tensor_between_two_steps_ends_a_graph(
                 max_new_tokens=20, do_sample=False, output_logits=True,
                 return_dict_in_generate=True, stopping_criteria=[Between(change, cache)],
             )  # fmt: skip
-            found.append(torch.stack(out.logits))
-    assert torch.equal(*found)
+            states = [v for layer in cache.layers for v in tree_leaves(vars(layer))]
+            found.append([*out.logits, *(v for v in states if isinstance(v, Tensor))])
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
     assert len(graphs) == num_graphs
+
+
+def test_what_a_model_adds_to_its_cache_is_part_of_a_graph(folder_of, expected, graphs):
+    """Qwen4 keeps all positions so far: they are a longer tensor in every step."""
+    with on_device(folder_of("qwen4_exp"), "100%", "100%") as moe:
+        bring_every_expert(moe)
+        for which, prompt in PROMPTS.items():
+            assert torch.equal(logits(moe, *prompt), expected("qwen4_exp")[which]), which
+    assert not graphs
 
 
 @pytest.mark.parametrize("name", [INDEXED, "qwen3_next"])

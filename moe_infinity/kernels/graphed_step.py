@@ -158,19 +158,18 @@ def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def can_capture(cache: object, *, can_lose: bool) -> bool:
-    """Whether the cache is written in place, where a counter on the device says, and nothing of it
-    is lost that a lost step needs when it is run again.
+    """Whether the cache is written where a counter on the device says, or all of it, and nothing of
+    it is lost that a lost step needs when it is run again.
     """
     if not isinstance(cache, StaticCache) or cache.offloading:
         return False
-    is_in_place = not any(vars(layer).get("record_past") for layer in cache.layers)
     known = COUNTING if can_lose else COUNTING | FORGETTING
-    return is_in_place and {type(layer).__name__ for layer in cache.layers} <= known
+    return {type(layer).__name__ for layer in cache.layers} <= known
 
 
 def state_of(cache: StaticCache) -> list[Any]:
-    """Where its tensors lie, which beams move, and what Python knows of them; but how far a window
-    is, which the device counts itself.
+    """Where its tensors lie, which beams move and who records the past replaces in every step, and
+    what Python knows of them; but how far a window is, which the device counts itself.
     """
     found: list[Any] = []
     for holder in (cache, *cache.layers):
