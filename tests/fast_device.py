@@ -31,6 +31,15 @@ def on_device(checkpoint: Path, device_memory: str, host_memory: str, **more: An
         yield moe
 
 
+def bring_every_expert(moe: MoE) -> None:
+    """To HOST, so that no step can be lost."""
+    steps = moe._runtime.device_steps
+    assert steps is not None
+    for row, keys in enumerate(moe._runtime._keys):
+        steps._bring(row, torch.arange(len(keys)))
+    assert not steps.can_lose
+
+
 def compute_as_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the reference path, from slots; they have room for all."""
     moe_layer = ExpertRuntime.moe_layer

@@ -95,9 +95,12 @@ def move(model: PreTrainedModel, cache: StaticCache) -> None:
             if buffer is not None:
                 module._buffers[name] = nowhere(buffer)
     for layer in cache.layers:
-        layer.device = NOWHERE
-        for name in ("keys", "values", "cumulative_length"):
-            setattr(layer, name, nowhere(getattr(layer, name)))
+        for held in (vars(layer), *(v for v in vars(layer).values() if isinstance(v, dict))):
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    held[name] = nowhere(value)
+                elif isinstance(value, torch.device):
+                    held[name] = NOWHERE
 
 
 def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:

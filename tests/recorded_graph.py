@@ -13,8 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import StaticCache
 
+from moe_infinity import MoE
+from moe_infinity.kernels import graphed_step
 from moe_infinity.kernels.slot_kernels import SlotRows
+from moe_infinity.models.device import ComputeDevice
+from tests.fast_device import STATIC
+from tests.on_device import LONG_PROMPT, PROMPT
 
 aten: Any = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.lift_fresh.default}  # for, or from, the host
@@ -58,6 +64,16 @@ def run_again(func: Any, args: Any, kwargs: Any, outs: list[Tensor], fresh: list
             out.copy_(new)
 
 
+def no_kernels_for_a_cpu(self: ComputeDevice, model: Any, *, is_packed: bool) -> None:
+    """They are none of torch's, which a recording notes."""
+
+
+def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a recording is compared with."""
+    monkeypatch.setattr(ComputeDevice, "lean_steps", no_kernels_for_a_cpu)
+    monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", 1 << 30)
+
+
 def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     """From now on captures are recordings; gives them as they come."""
     found: list[Recorder] = []
@@ -90,6 +106,43 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
         recording[-1].calls.append(lambda: out_TD.copy_(compute(self, row, x_TD, *args)))
         return out_TD
 
-    monkeypatch.setattr("moe_infinity.kernels.graphed_step.capture", capture)
+    monkeypatch.setattr(ComputeDevice, "lean_steps", no_kernels_for_a_cpu)
+    monkeypatch.setattr(graphed_step, "capture", capture)
     monkeypatch.setattr(SlotRows, "compute", kernels_of_a_row)
     return found
+
+
+# What is compared
+
+
+@torch.no_grad()
+def logits(moe: MoE, ids: Tensor, mask: Tensor, num_tokens: int = 24, **more: Any) -> Tensor:
+    out = moe.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False,
+        output_logits=True, return_dict_in_generate=True, **STATIC, **more,
+    )  # fmt: skip
+    return torch.stack(out.logits)
+
+
+def conversation(moe: MoE) -> list[Tensor]:
+    """Logits of two turns with one cache; in the second prompt the window fills up."""
+    cache = StaticCache(config=moe.model.config, max_cache_len=80)
+    ids, found = torch.empty(1, 0, dtype=torch.int64), []
+    for more in (PROMPT[:, :4], LONG_PROMPT[:, :9]):
+        ids = torch.cat([ids, more], dim=1)
+        out = moe.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+            max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        ids = out.sequences
+        found += out.logits
+    return found
+
+
+def beams(moe: MoE) -> list[Tensor]:
+    """They take turns in the cache, which then lies somewhere else."""
+    ids: Tensor = moe.generate(
+        input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=24,
+        do_sample=False, num_beams=3, **STATIC,
+    )  # fmt: skip
+    return [ids]

@@ -5,21 +5,17 @@ on, with a twin of CUDA graphs that does not run Python again.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import StaticCache
 
-from moe_infinity import MoE
 from moe_infinity.kernels import graphed_step
 from moe_infinity.kernels.static_windows import StaticWindows
-from moe_infinity.models.device import ComputeDevice
-from tests.fast_device import STATIC, on_device
+from tests.fast_device import bring_every_expert, on_device
 from tests.on_device import LONG_PROMPT, PROMPT
 from tests.quantized_checkpoints import build
-from tests.recorded_graph import record_graphs
+from tests.recorded_graph import beams, conversation, logits, record_graphs, without_graphs
 
 BATCH = torch.tensor([[0, 0, 0, 5, 9, 40], [7, 3, 17, 5, 9, 40]])
 PADDED = (BATCH > 0).long()
@@ -39,28 +35,8 @@ def folder(tmp_path_factory):
     return build("mxfp4", tmp_path_factory.mktemp("gpt_oss") / "model")
 
 
-@torch.no_grad()
-def logits(moe: MoE, ids: Tensor, mask: Tensor, num_tokens: int = 24, **more: Any) -> Tensor:
-    out = moe.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False,
-        output_logits=True, return_dict_in_generate=True, **STATIC, **more,
-    )  # fmt: skip
-    return torch.stack(out.logits)
-
-
-def no_kernels_for_a_cpu(self: ComputeDevice, model: Any, *, is_packed: bool) -> None:
-    """They are none of torch's, which a recording notes."""
-
-
-def bring_every_expert(moe: MoE) -> None:
-    """To HOST, so that no step can be lost."""
-    for ids in (torch.arange(3, 119), torch.arange(119, 3, -1)):
-        moe.generate(ids[None], max_new_tokens=4, do_sample=False)
-
-
 @pytest.fixture
 def graphs(monkeypatch):
-    monkeypatch.setattr(ComputeDevice, "lean_steps", no_kernels_for_a_cpu)
     return record_graphs(monkeypatch)
 
 
@@ -71,8 +47,7 @@ def expected(folder):
         pytest.MonkeyPatch.context() as patched,
         on_device(folder, "100%", "100%") as moe,
     ):
-        patched.setattr(ComputeDevice, "lean_steps", no_kernels_for_a_cpu)
-        patched.setattr(graphed_step, "WARM_UP_STEPS", 1 << 30)
+        without_graphs(patched)
         return {name: logits(moe, *prompt) for name, prompt in PROMPTS.items()}
 
 
@@ -103,30 +78,6 @@ def test_the_count_of_stock_would_be_frozen_in_a_graph(
         assert "not permitted when stream is capturing" in caplog.text
 
 
-def conversation(moe: MoE) -> list[Tensor]:
-    """Logits of two turns with one cache; in the second prompt the window fills up."""
-    cache = StaticCache(config=moe.model.config, max_cache_len=80)
-    ids, found = torch.empty(1, 0, dtype=torch.int64), []
-    for more in (PROMPT[:, :4], LONG_PROMPT[:, :9]):
-        ids = torch.cat([ids, more], dim=1)
-        out = moe.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
-            max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
-        ids = out.sequences
-        found += out.logits
-    return found
-
-
-def beams(moe: MoE) -> list[Tensor]:
-    """They take turns in the cache, which then lies somewhere else."""
-    ids: Tensor = moe.generate(
-        input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=24,
-        do_sample=False, num_beams=3, **STATIC,
-    )  # fmt: skip
-    return [ids]
-
-
 @pytest.mark.parametrize("run", [conversation, beams])
 @pytest.mark.parametrize("has_windows", [True, False])
 @torch.no_grad()
@@ -151,17 +102,18 @@ def test_a_step_that_may_be_lost_is_not_captured(folder, expected, graphs):
 
 
 @torch.no_grad()
-def test_a_mask_made_inside_the_step_is_refused(folder, graphs, caplog):
-    """It would be the mask of one length; generate() makes it outside."""
-    with on_device(folder, "100%", "100%") as moe:
-        bring_every_expert(moe)
-        found = []
-        for cache in (None, StaticCache(config=moe.model.config, max_cache_len=48)):
-            ids, past = torch.arange(3, 119)[None, :30], cache
-            for at in range(30):
-                out = moe.model(input_ids=ids[:, at : at + 1], past_key_values=past, use_cache=True)
-                past = out.past_key_values
-            found.append(out.logits)
-        torch.testing.assert_close(*found)
-    assert not graphs
-    assert "asks how many tokens a sliding window has seen" in caplog.text
+def test_a_mask_made_inside_the_step_is_of_the_devices_count_or_refused(
+    folder, graphs, monkeypatch, caplog
+):
+    """generate() makes it outside."""
+    found = []
+    for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
+        monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
+        with on_device(folder, "100%", "100%") as moe:
+            bring_every_expert(moe)
+            cache = StaticCache(config=moe.model.config, max_cache_len=48)
+            for token in torch.arange(3, 33):
+                out = moe.model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True)
+                found.append(out.logits)
+    assert all(map(torch.equal, found[:30], found[30:]))
+    assert graphs or "not permitted when stream is capturing" in caplog.text

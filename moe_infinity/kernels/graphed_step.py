@@ -7,7 +7,8 @@
 We stand in the place of `model.forward`. Inputs are all tensors in its arguments; whatever else it
 is called with, and the cache, are part of the graph: if they change, it is captured anew. A step
 that was lost (models/device_steps.py) is run again without a graph, from where the cache was: so
-one with sliding windows, which forget, is captured once HOST has all experts and no step is lost.
+one with sliding windows, convolutions or recurrent states, which forget, is captured once HOST has
+all experts and no step is lost.
 
 Private names of torch used here: `torch.utils._pytree`.
 """
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.utils import ModelOutput
 
 from moe_infinity.kernels.static_windows import StaticWindows
@@ -35,6 +35,14 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 2  # of a request, before it is captured
 CACHE = "past_key_values"
+# Layers of a cache, by name, as not every transformers has them all. Where counters on the device
+# say how far they are, they can be set back; the others forget.
+COUNTING = {"StaticLayer", "StaticIndexedLayer"}
+FORGETTING = {
+    "StaticSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer",  # the last holds nothing
+    "LinearAttentionAndStaticFullAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+}  # fmt: skip
 
 
 class GraphedStep:
@@ -84,7 +92,7 @@ class GraphedStep:
         values, spec = tree_flatten(rest)  # a mask may be one for each type of layer
         constants = [torch.is_inference_mode_enabled(), torch.is_grad_enabled(), spec]
         constants += [(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values]
-        constants += [layer.keys.data_ptr() for layer in cache.layers]  # beams move them
+        constants += state_of(cache)
         if constants != self._constants:
             self._forget()
             self._cache, self._constants = cache, constants
@@ -150,13 +158,27 @@ def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def can_capture(cache: object, *, can_lose: bool) -> bool:
-    """Whether the cache is written where a counter on the device says, and nothing of it is lost
-    that a lost step needs when it is run again.
+    """Whether the cache is written where a counter on the device says, or all of it, and nothing of
+    it is lost that a lost step needs when it is run again.
     """
     if not isinstance(cache, StaticCache) or cache.offloading:
         return False
-    known = {StaticLayer} if can_lose else {StaticLayer, StaticSlidingWindowLayer}
-    return {type(layer) for layer in cache.layers} <= known
+    known = COUNTING if can_lose else COUNTING | FORGETTING
+    return {type(layer).__name__ for layer in cache.layers} <= known
+
+
+def state_of(cache: StaticCache) -> list[Any]:
+    """Where its tensors lie, which beams move and who records the past replaces in every step, and
+    what Python knows of them; but how far a window is, which the device counts itself.
+    """
+    found: list[Any] = []
+    for holder in (cache, *cache.layers):
+        for name, value in vars(holder).items():
+            if isinstance(value, dict):  # of several states
+                found += value.values()
+            elif name != "cumulative_length_int":
+                found.append(value)
+    return [value.data_ptr() if isinstance(value, Tensor) else value for value in found]
 
 
 def rewind(cache: StaticCache, kwargs: dict[str, Any]) -> None:
@@ -165,6 +187,8 @@ def rewind(cache: StaticCache, kwargs: dict[str, Any]) -> None:
     num_new = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[1]
     for layer in cache.layers:
         layer.cumulative_length.sub_(num_new)
+        if vars(layer).get("is_indexer_initialized"):
+            layer.indexer_cumulative_length.sub_(num_new)
 
 
 def copy_of(out: Any) -> Any:

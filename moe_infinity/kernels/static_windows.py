@@ -7,7 +7,7 @@ same kernels before and after the window is full, and with the bits of stock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,10 +19,10 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 
 class StaticWindows:
-    """The sliding layers of one cache, one token a step."""
+    """The sliding layers of one cache, one token a step; states beside a window are left alone."""
 
     def __init__(self, cache: StaticCache) -> None:
-        self._layers = [la for la in cache.layers if type(la) is StaticSlidingWindowLayer]
+        self._layers = [la for la in cache.layers if isinstance(la, StaticSlidingWindowLayer)]
 
     def catch_up(self) -> None:
         """Stock leaves the counter on the device alone once a window is full."""
@@ -31,15 +31,14 @@ class StaticWindows:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """To ask for the Python int is an error inside."""
+        """The Python int is not asked inside."""
         try:
             for layer in self._layers:
-                own = {"update": partial(_update, layer), "get_seq_length": _refuse}
-                vars(layer).update(own, get_mask_sizes=_refuse)
+                vars(layer).update({name: partial(own, layer) for name, own in OWN.items()})
             yield
         finally:
             for layer in self._layers:
-                for name in ("update", "get_seq_length", "get_mask_sizes"):
+                for name in OWN:
                     vars(layer).pop(name, None)
 
     def advance(self) -> None:
@@ -62,5 +61,17 @@ def _update(
     return layer.keys, layer.values
 
 
-def _refuse(*_: Any) -> int:
-    raise RuntimeError("a captured step asks how many tokens a sliding window has seen")
+def _seq_length(layer: StaticSlidingWindowLayer) -> Any:
+    """Before this step, even if it is looked at after the update."""
+    return layer.cumulative_length.clone()
+
+
+def _mask_sizes(layer: StaticSlidingWindowLayer, _: int) -> tuple[int, Tensor]:
+    """How many, and the position of the first."""
+    size = layer.max_cache_len
+    return size, (layer.cumulative_length - size + 1).clamp(min=0)
+
+
+OWN: dict[str, Callable[..., Any]] = {
+    "update": _update, "get_seq_length": _seq_length, "get_mask_sizes": _mask_sizes
+}  # fmt: skip

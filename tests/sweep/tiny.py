@@ -57,7 +57,7 @@ SIZES: dict[str, Any] = {
     "num_expert_group": 4,
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
-    "sliding_window": 16,
+    **dict.fromkeys(("sliding_window", "sliding_window_size"), 16),
     "max_position_embeddings": 256,
     "max_seq_len": 256,
     **dict.fromkeys(("mamba_num_heads", "mamba_n_heads"), 8),

@@ -1,0 +1,227 @@
+"""Steps as one graph whose cache has more than keys and values: recurrent and convolution states,
+keys of an indexer, with the twin of CUDA graphs that does not run Python again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from transformers import StaticCache, StoppingCriteria
+
+from moe_infinity.kernels import graphed_step
+from tests.fast_device import bring_every_expert, on_device
+from tests.on_device import LONG_PROMPT, PROMPT
+from tests.recorded_graph import beams, conversation, logits, record_graphs, without_graphs
+from tests.sweep.discover import architectures_in
+from tests.sweep.tiny import tiny_model
+
+BATCH = torch.tensor([[0, 0, 0, 5, 9, 40], [7, 3, 17, 5, 9, 40]])
+PROMPTS = {
+    "short": (PROMPT, torch.ones_like(PROMPT)),
+    "long": (LONG_PROMPT, torch.ones_like(LONG_PROMPT)),
+    "padded": (BATCH, (BATCH > 0).long()),
+}
+INDEXED = "deepseek_v32"
+# Recurrent layers; both in one layer; with a sliding window, too.
+FORGETTING = ["qwen3_next", "zaya", "inkling"]
+OTHERS = ["axk2", "glm_moe_dsa", "granitemoehybrid", "jamba", "kimi_linear", "qwen3_5_moe"]
+NAMES = [INDEXED, *FORGETTING, *[pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """folder_of(name) -> a tiny model of that architecture."""
+    found: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in found:
+            found[name] = tmp_path_factory.mktemp(name)
+            tiny_model(architectures_in(name)[-1]).save_pretrained(found[name])
+        return found[name]
+
+    return folder
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    return record_graphs(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def expected(folder_of):
+    """expected(name) -> logits without a graph, of each prompt."""
+    found: dict[str, dict[str, Tensor]] = {}
+
+    def of_all_prompts(name: str) -> dict[str, Tensor]:
+        if name not in found:
+            with (
+                pytest.MonkeyPatch.context() as patched,
+                on_device(folder_of(name), "100%", "100%") as moe,
+            ):
+                without_graphs(patched)
+                found[name] = {which: logits(moe, *prompt) for which, prompt in PROMPTS.items()}
+        return found[name]
+
+    return of_all_prompts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_of_a_request_has_the_bits_of_no_graph(folder_of, expected, name, graphs, caplog):
+    with on_device(folder_of(name), "10%", "100%") as moe:
+        bring_every_expert(moe)
+        for number, (which, prompt) in enumerate(PROMPTS.items(), 1):
+            assert torch.equal(logits(moe, *prompt), expected(name)[which]), which
+            assert len(graphs) == number
+            moe.check_invariants()
+    assert "no CUDA graph" not in caplog.text
+
+
+@pytest.mark.parametrize("run", [conversation, beams])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_second_turn_is_captured_and_beams_are_not(folder_of, graphs, monkeypatch, name, run):
+    found = []
+    for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
+        monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
+        with on_device(folder_of(name), "100%", "100%") as moe:
+            bring_every_expert(moe)
+            found.append(run(moe))
+    assert all(map(torch.equal, *found))
+    assert len(graphs) == (2 if run is conversation else 0)
+
+
+class Between(StoppingCriteria):  # type: ignore[misc]
+    """Called between two steps with the cache, once."""
+
+    def __init__(self, change: Any, cache: StaticCache) -> None:
+        self.steps_left, self._change, self._cache = 8, change, cache
+
+    def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.steps_left -= 1
+        if self.steps_left == 0:
+            self._change(self._cache)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def move(held: dict[Any, Any], name: Any) -> None:
+    before = held[name]
+    held[name] = before.clone()
+    before.zero_()
+
+
+def move_conv_state(cache: StaticCache) -> None:
+    move(cache.layers[0].conv_states, 0)
+
+
+def move_recurrent_state(cache: StaticCache) -> None:
+    move(cache.layers[0].recurrent_states, 0)
+
+
+def move_values(cache: StaticCache) -> None:
+    move(vars(cache.layers[-1]), "values")
+
+
+def move_indexer_keys(cache: StaticCache) -> None:
+    move(vars(cache.layers[-1]), "indexer_keys")
+
+
+def record_past(cache: StaticCache) -> None:
+    cache.activate_past_recording()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "num_graphs"),
+    [
+        ("qwen3_next", move_conv_state, 2),
+        ("qwen3_next", move_recurrent_state, 2),
+        ("qwen3_next", move_values, 2),
+        (INDEXED, move_indexer_keys, 2),
+        ("qwen3_next", record_past, 1),  # its states then are new tensors after every step
+    ],
+)
+@torch.no_grad()
+def test_what_moves_a_tensor_between_two_steps_ends_a_graph(
+    folder_of, graphs, monkeypatch, name, change, num_graphs
+):
+    found = []
+    for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
+        monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
+        with on_device(folder_of(name), "100%", "100%") as moe:
+            bring_every_expert(moe)
+            cache = StaticCache(config=moe.model.config, max_cache_len=40)
+            out = moe.generate(
+                input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), past_key_values=cache,
+                max_new_tokens=20, do_sample=False, output_logits=True,
+                return_dict_in_generate=True, stopping_criteria=[Between(change, cache)],
+            )  # fmt: skip
+            states = [v for layer in cache.layers for v in tree_leaves(vars(layer))]
+            found.append([*out.logits, *(v for v in states if isinstance(v, Tensor))])
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
+    assert len(graphs) == num_graphs
+
+
+def test_what_a_model_adds_to_its_cache_is_part_of_a_graph(folder_of, expected, graphs):
+    """Qwen4 keeps all positions so far: they are a longer tensor in every step."""
+    with on_device(folder_of("qwen4_exp"), "100%", "100%") as moe:
+        bring_every_expert(moe)
+        for which, prompt in PROMPTS.items():
+            assert torch.equal(logits(moe, *prompt), expected("qwen4_exp")[which]), which
+    assert not graphs
+
+
+@pytest.mark.parametrize("name", [INDEXED, "qwen3_next"])
+@torch.no_grad()
+def test_a_cache_that_was_reset_begins_anew(folder_of, graphs, monkeypatch, name):
+    """Even with a prompt of one token."""
+    with on_device(folder_of(name), "100%", "100%") as moe:
+        bring_every_expert(moe)
+        cache, found = StaticCache(config=moe.model.config, max_cache_len=40), []
+        for ids in (PROMPT, PROMPT[:, :1], PROMPT, PROMPT[:, :1]):
+            cache.reset()
+            out = moe.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+                max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            found.append(torch.stack(out.logits))
+            if len(found) == 2:
+                assert len(graphs) == 2
+                without_graphs(monkeypatch)
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
+# Steps that may be lost
+
+
+def test_an_indexer_is_set_back_with_its_cache(folder_of, expected, graphs, monkeypatch):
+    lost_under_a_graph = []
+    rewind = graphed_step.rewind
+    with on_device(folder_of(INDEXED), "20%", "40%") as moe:
+        step = moe._graphed
+        assert step is not None
+
+        def watched(cache: StaticCache, kwargs: Any) -> None:
+            lost_under_a_graph.append(step._graph is not None)
+            rewind(cache, kwargs)
+
+        monkeypatch.setattr(graphed_step, "rewind", watched)
+        for which, prompt in PROMPTS.items():
+            assert torch.equal(logits(moe, *prompt), expected(INDEXED)[which]), which
+            moe.check_invariants()
+    assert True in lost_under_a_graph
+    assert len(graphs) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", FORGETTING)
+def test_what_forgets_is_not_captured_if_a_step_may_be_lost(folder_of, expected, graphs, name):
+    with on_device(folder_of(name), "20%", "50%") as moe:
+        for which, prompt in PROMPTS.items():
+            assert torch.equal(logits(moe, *prompt), expected(name)[which]), which
+            moe.check_invariants()
+    assert not graphs
