@@ -16,7 +16,7 @@ first. With a GPU and experts_implementation="fast" a step of few tokens is the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from threading import Event
 
@@ -210,11 +210,11 @@ class ExpertRuntime:
             raise Cancelled("generation was stopped in the middle of a prompt")
         self._is_moving, self._last_row = True, moe_row
 
-    def note_step(self, step: Step, routing: Sequence[Ints], missed: Collection[ExpertKey]) -> None:
-        """The bookkeeping of a step that the device decided, which is over."""
+    def note_step(self, step: Step, routing: dict[int, Ints], missed: set[ExpertKey]) -> None:
+        """The bookkeeping of a step that the device decided, which is over; by row that ran."""
         self._note_begin(step)
         host_table, counters = self.tiers[1].table, self.counters.of(step.phase)
-        for moe_row, index_TK in enumerate(routing):
+        for moe_row, index_TK in routing.items():
             chosen, counts = np.unique(index_TK[index_TK != NO_EXPERT], return_counts=True)
             self._learn(moe_row, without_gaps(index_TK), chosen.tolist(), counts)
             keys = [self._keys[moe_row][expert_idx] for expert_idx in self.activated[moe_row]]

@@ -37,6 +37,7 @@ from moe_infinity.experts import ExpertKey
 ABSENT = -1  # in the place of a slot
 ON_DISK = -2  # in the log: nowhere to be read
 FREE = -1  # in the place of an owner
+NOT_RUN = -2  # in the place of a row's expert ids
 
 # Two halves hit as often as scores for each row; one part would leave no victims to its first
 # rows. experiments.md, "A device that decides alone".
@@ -59,12 +60,14 @@ class StepReport(NamedTuple):
     """What the device did since the last report."""
 
     misses: list[Miss]  # in the order of rows, then of (token, k) pairs
-    routing_LP: NDArray[np.int32]  # the last step's expert ids; -1 where there is no pair
+    routing_LP: NDArray[np.int32]  # the last step's expert ids; -1 where there is no pair; NOT_RUN
     lost_row: int | None  # of the first expert that was on disk
 
-    def routing(self, moe_row: int, num_tokens: int, top_k: int) -> NDArray[np.int64]:
-        """[T, K]: what the last step's tokens were routed to."""
+    def routing(self, moe_row: int, num_tokens: int, top_k: int) -> NDArray[np.int64] | None:
+        """[T, K]: what the last step's tokens were routed to; None if the row was not in it."""
         index_P = self.routing_LP[moe_row, : num_tokens * top_k]
+        if index_P[0] == NOT_RUN:
+            return None
         return index_P.reshape(num_tokens, top_k).astype(np.int64)
 
 
@@ -113,7 +116,7 @@ class DeviceTable:
         # Tokens that the step routed to each expert.
         self.uses_LE = torch.zeros(cells, dtype=torch.int32, device=device)
         self.log_N3 = log.view(max_misses, ENTRY)
-        self.routing_LP.fill_(-1)
+        self.routing_LP.fill_(NOT_RUN)
         self._sizes = sizes
         on_gpu = device.type == "cuda"
         self._read = torch.empty(self._report.shape, dtype=torch.int32, pin_memory=on_gpu)
@@ -124,12 +127,13 @@ class DeviceTable:
     # After a step
 
     def begin_read(self) -> None:
-        """Have a report copied when the device comes to it; uses and log begin anew."""
+        """Have a report copied when the device comes to it; it begins anew, and so do uses."""
         assert not self._is_reading, "finish_read() comes first"
         self._read.copy_(self._report, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._report.device))
         self.head.zero_()
+        self.routing_LP.fill_(NOT_RUN)
         self.uses_LE.zero_()
         self._is_reading = True
 
@@ -171,7 +175,7 @@ class DeviceTable:
         self.host_addresses = {}
         self._report.zero_()
         self.uses_LE.zero_()
-        self.routing_LP.fill_(-1)
+        self.routing_LP.fill_(NOT_RUN)
         self._is_reading = False
 
     def offer(self, scores_HLE: NDArray[np.float64]) -> None:

@@ -174,8 +174,8 @@ def state_of(cache: StaticCache) -> list[Any]:
     found: list[Any] = []
     for holder in (cache, *cache.layers):
         for name, value in vars(holder).items():
-            if isinstance(value, dict):  # of several states
-                found += value.values()
+            if isinstance(value, dict | list | tuple):  # of several states
+                found += value.values() if isinstance(value, dict) else value
             elif name != "cumulative_length_int":
                 found.append(value)
     return [value.data_ptr() if isinstance(value, Tensor) else value for value in found]

@@ -65,7 +65,7 @@ class DeviceSteps:
         self._rows = SlotRows(slots_SB, mlps, num_experts=num_experts)
         self._table = self._rows.table
         self._gpu = -1 if slots_SB.device.index is None else slots_SB.device.index  # -1: none
-        self.top_k: dict[int, int] = {}  # by row
+        self.top_k: dict[int, int] = {}  # of the rows that have run
         self.has_begun = False  # a step, which is still to run
         self.is_running = False
         self._is_careful = False
@@ -83,9 +83,8 @@ class DeviceSteps:
         """A forward pass begins; False if the host decides in it."""
         if self._is_broken:
             self._recover()
-        is_known = len(self.top_k) == self._table.num_rows  # once a prompt was routed
-        num_pairs = step.num_tokens * max(self.top_k.values(), default=0)
-        if step.phase is not Phase.DECODE or not is_known or num_pairs > MAX_PAIRS:
+        num_pairs = step.num_tokens * max(self.top_k.values(), default=MAX_PAIRS + 1)
+        if step.phase is not Phase.DECODE or num_pairs > MAX_PAIRS:
             self.leave()
             return False
         self._take_report()
@@ -174,7 +173,11 @@ class DeviceSteps:
         for key, slot_id in misses:
             if slot_id >= 0:
                 self._residency.adopt(key, slot_id)
-        routing = [report.routing(row, step.num_tokens, k) for row, k in sorted(self.top_k.items())]
+        routing = {
+            row: index_TK
+            for row, top_k in sorted(self.top_k.items())
+            if (index_TK := report.routing(row, step.num_tokens, top_k)) is not None
+        }
         self._runtime.note_step(step, routing, {miss.key for miss in misses})
 
     # In a step
@@ -210,6 +213,7 @@ class DeviceSteps:
         self, moe_row: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
     ) -> Tensor:
         """[T, D] -> [T, D]: the routed experts of one layer."""
+        self.top_k[moe_row] = top_k_index_TK.shape[1]
         bring = self._bring if self._is_careful and self.can_lose else None
         return self._rows.compute(moe_row, x_TD, top_k_index_TK, top_k_weights_TK, bring)
 

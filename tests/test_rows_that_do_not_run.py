@@ -1,0 +1,80 @@
+"""A model with experts for text and others for images, on a fake device: steps of text are decided
+there, and nobody hears of rows that did not run in them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from moe_infinity import MoE
+from moe_infinity.kernels import slot_reference
+from moe_infinity.kernels.device_table import DeviceTable
+from moe_infinity.kernels.slot_kernels import SlotRows
+from tests.fast_device import CACHES, on_device
+from tests.sweep import tiny
+from tests.sweep.discover import architectures_in
+
+PROMPT = tiny.PROMPT[:1]
+TEXT = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    path: Path = tmp_path_factory.mktemp("ernie") / "model"
+    tiny.tiny_model(architectures_in("ernie4_5_vl_moe")[0]).save_pretrained(path)
+    return path
+
+
+def look_at_an_image(moe: MoE) -> None:
+    with torch.no_grad():
+        moe.model(**TEXT, moe_mm_token_type_ids=torch.ones_like(PROMPT))
+
+
+def write(moe: MoE, **cache: str) -> torch.Tensor:
+    tokens: torch.Tensor = moe.generate(**TEXT, max_new_tokens=8, do_sample=False, **cache)
+    return tokens
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("after_an_image", [False, True])
+def test_text_is_decided_by_the_device_and_images_are_not_counted(folder, cache, after_an_image):
+    with MoE(folder, host_memory="100%", experts_implementation="grouped_mm") as by_host:
+        if after_an_image:
+            look_at_an_image(by_host)
+        tokens = write(by_host)
+        (expected,) = by_host.request_eams()
+        lookups = by_host.report().decode.lookups
+    with (
+        on_device(folder, "40%", "100%") as moe,
+        mock.patch.object(SlotRows, "compute", autospec=True, side_effect=SlotRows.compute) as rows,
+    ):
+        if after_an_image:
+            look_at_an_image(moe)
+        assert torch.equal(write(moe, **cache), tokens)
+        (found,) = moe.request_eams()
+        ran = {call.args[1] for call in rows.call_args_list}
+        assert 0 < len(ran) < expected.decode.shape[0]
+        assert moe.report().decode.lookups == lookups
+        moe.check_invariants()
+    assert (found.decode == expected.decode).all()
+    assert set(found.decode.sum(axis=1).nonzero()[0].tolist()) == ran
+
+
+def test_a_row_that_ran_in_the_step_before_is_not_reported_again():
+    table = DeviceTable(
+        torch.zeros(4, 16, dtype=torch.uint8), num_rows=2, num_experts=4, max_pairs=8
+    )
+    ran = []
+    for rows in ([0, 1], [0], []):
+        for row in rows:
+            slot_reference.resolve(table, row, torch.tensor([[1, -1]]))
+        table.begin_read()
+        report = table.finish_read()
+        ran.append([row for row in range(2) if report.routing(row, 1, 2) is not None])
+        table.find_again()
+    assert ran == [[0, 1], [0], []]
