@@ -17,7 +17,8 @@ import torch
 import transformers
 
 from tests.sweep.compare import Row, rows_of
-from tests.sweep.discover import modelling_files
+from tests.sweep.discover import architectures_in, modelling_files
+from tests.sweep.on_gpu import GRAPH, decode_step
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN = "<!-- sweep: begin (python -m scripts.models_table) -->"
@@ -30,47 +31,57 @@ run from the same checkpoint with as few expert slots as there are MoE layers. *
 of the prompt and of the steps after it are equal bit for bit, and no longer are when two experts of
 any one MoE layer change places.
 
+The last column says how decode steps run on a GPU with `experts_implementation="fast"`, as seen on a
+fake device and on torch's meta device, not on a GPU: *one graph*, with
+`cache_implementation="static"`; *kernel by kernel*, the device deciding; or *by the host*.
+
 {BEGIN}
 {END}
 """
 
 
-def sweep() -> list[Row]:
-    """All rows, by model type."""
+def sweep() -> list[tuple[Row, str]]:
+    """All rows, by model type, with how decode steps run on a GPU."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     rows = []
     for folder in modelling_files():
         with tempfile.TemporaryDirectory() as scratch:
-            for row in rows_of(folder, Path(scratch)):
+            compared = rows_of(folder, Path(scratch))
+            steps = {
+                a.name: decode_step(a, Path(scratch, "gpu", a.name))
+                for a in architectures_in(folder)
+            }
+            for row in compared:
                 print(f"{row.model_type}: {row.result}", file=sys.stderr)
-                rows.append(row)
-    return sorted(rows, key=lambda row: (row.model_type, row.model_class))
+                rows.append((row, steps.get(row.model_class, "")))
+    return sorted(rows, key=lambda pair: (pair[0].model_type, pair[0].model_class))
 
 
-def as_markdown(rows: list[Row]) -> str:
+def as_markdown(rows: list[tuple[Row, str]]) -> str:
     lines = [
         f"transformers {transformers.__version__}: {summary(rows)}.",
         "",
-        "| model type | class | experts class | result |",
-        "|---|---|---|---|",
+        "| model type | class | experts class | result | decode steps on a GPU |",
+        "|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row, steps in rows:
         result = f"{row.result}: {row.reason}" if row.reason else row.result
-        cells = (row.model_type, row.model_class, row.experts_class, result.replace("|", "/"))
+        cells = row.model_type, row.model_class, row.experts_class, result.replace("|", "/"), steps
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[tuple[Row, str]]) -> str:
     """One line, for the README."""
-    generating = [row for row in rows if row.result != "not generating"]
+    generating = [row for row, _ in rows if row.result != "not generating"]
+    num_graphs = sum(steps == GRAPH for _, steps in rows)
     supported = [row for row in generating if row.is_supported]
     bitwise = [row for row in supported if row.result == "bitwise"]
     return (
         f"{len(supported)} of {len(generating)} generating classes with routed experts run "
-        f"offloaded, {len(bitwise)} of them bit for bit"
+        f"offloaded, {len(bitwise)} of them bit for bit; decode steps of {num_graphs} as one graph"
     )
 
 

@@ -22,8 +22,10 @@ from transformers import PreTrainedModel, StaticCache
 
 from benchmarks.fake_link import FakeLink
 from moe_infinity.kernels.device_table import DeviceTable
+from moe_infinity.kernels.graphed_step import CACHE, GraphedStep
 from moe_infinity.kernels.slot_kernels import SlotKernels
 from moe_infinity.kernels.slot_mlp import SlotMlp
+from moe_infinity.kernels.static_windows import StaticWindows
 from moe_infinity.models.computing import RowComputer
 
 NOWHERE = torch.device("meta")
@@ -118,6 +120,25 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, weights_TK: Tensor
 
 
 KERNELS = SlotKernels(resolve, fill, slot_moe)  # ours need memory to look into
+
+
+class Captured(BaseException):
+    """A decode step at the moment of its capture, with what generate() calls it with."""
+
+    def __init__(
+        self, step: GraphedStep, windows: StaticWindows, rest: Any, values: Any, spec: Any
+    ) -> None:
+        self.model, self.windows = step._model, windows
+        self._forward, self._steps = step._forward, step._steps
+        self._kwargs = rest | tree_of_nowhere(values, spec)
+        move(self.model, rest[CACHE])
+        self._steps._rows._kernels = KERNELS
+
+    def run(self) -> Tensor:
+        self._steps.is_running = True
+        with self.windows.on_device():
+            logits: Tensor = as_captured(lambda: self._forward(**self._kwargs)).logits
+        return logits
 
 
 # What the host decides

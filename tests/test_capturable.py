@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_models import deepseek_v2_lite, qwen3
-from moe_infinity.kernels.graphed_step import CACHE, GraphedStep
-from moe_infinity.kernels.static_windows import StaticWindows
-from tests import no_device
+from moe_infinity.kernels.graphed_step import GraphedStep
 from tests.fast_device import STATIC, bring_every_expert, on_device
-from tests.no_device import CannotBeCaptured, as_captured
+from tests.no_device import CannotBeCaptured, Captured
 from tests.on_device import greedy
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_config
@@ -47,25 +45,6 @@ def model_of(name: str) -> Any:
     if name in OTHERS and getattr(config, "layer_types", None) is not None:
         config.layer_types = ["full_attention"] * config.num_hidden_layers
     return architecture.model_class._from_config(config, dtype=torch.bfloat16)
-
-
-class Captured(BaseException):
-    """A decode step at the moment of its capture, with what generate() calls it with."""
-
-    def __init__(
-        self, step: GraphedStep, windows: StaticWindows, rest: Any, values: Any, spec: Any
-    ) -> None:
-        self.model, self.windows = step._model, windows
-        self._forward, self._steps = step._forward, step._steps
-        self._kwargs = rest | no_device.tree_of_nowhere(values, spec)
-        no_device.move(self.model, rest[CACHE])
-        self._steps._rows._kernels = no_device.KERNELS
-
-    def run(self) -> Tensor:
-        self._steps.is_running = True
-        with self.windows.on_device():
-            logits: Tensor = as_captured(lambda: self._forward(**self._kwargs)).logits
-        return logits
 
 
 @pytest.fixture

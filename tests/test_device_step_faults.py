@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from transformers import StaticCache
 from moe_infinity.cache.policies import Lru
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import CheckpointError
-from moe_infinity.kernels import graphed_step, slot_reference
+from moe_infinity.kernels import slot_reference
+from moe_infinity.kernels.cache_state import Before
 from moe_infinity.kernels.device_table import DeviceTable
-from moe_infinity.kernels.graphed_step import rewind
 from moe_infinity.memory.mover import Mover
 from moe_infinity.runtime import ExpertRuntime
 from tests.fast_device import CACHES, STATIC, on_device, tokens_of_a_cpu
@@ -85,16 +86,10 @@ def test_a_slot_is_filled_before_it_is_read(tiny_checkpoint, expected, monkeypat
 
 
 def test_a_lost_step_is_run_again_from_where_the_cache_was(tiny_checkpoint, expected, monkeypatch):
-    rewound = []
-
-    def counting(cache: StaticCache, kwargs: Any) -> None:
-        rewound.append(kwargs)
-        rewind(cache, kwargs)
-
-    monkeypatch.setattr(graphed_step, "rewind", counting)
-    assert not is_wrong(tiny_checkpoint, expected, *TIGHT, **STATIC)
-    assert rewound
-    monkeypatch.setattr(graphed_step, "rewind", lambda cache, kwargs: None)
+    with mock.patch.object(Before, "put_back", autospec=True, side_effect=Before.put_back) as found:
+        assert not is_wrong(tiny_checkpoint, expected, *TIGHT, **STATIC)
+    assert found.called
+    monkeypatch.setattr(Before, "put_back", lambda self: None)
     with pytest.raises(IndexError, match="out of bounds"):  # a place of the cache was lost
         is_wrong(tiny_checkpoint, expected, *TIGHT, **STATIC)
 
@@ -106,9 +101,11 @@ def test_running_a_step_again_changes_neither_its_logits_nor_the_cache(stock_mod
         found = []
         for _ in range(2):
             step = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[8]])}
+            before = Before(cache)
+            before.keep()
             logits = stock_model(**step, past_key_values=cache).logits
             found.append([logits, *(layer.keys.clone() for layer in cache.layers)])
-            rewind(cache, step)
+            before.put_back()
     assert all(map(torch.equal, *found))
 
 

@@ -5,12 +5,14 @@ on, with a twin of CUDA graphs that does not run Python again.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 from transformers import StaticCache
 
 from moe_infinity.kernels import graphed_step
+from moe_infinity.kernels.cache_state import Before
 from moe_infinity.kernels.static_windows import StaticWindows
 from tests.fast_device import bring_every_expert, on_device
 from tests.on_device import LONG_PROMPT, PROMPT
@@ -94,11 +96,16 @@ def test_a_cache_that_changes_between_steps_is_no_longer_that_of_the_graph(
     assert bool(graphs) == (run is conversation)
 
 
-def test_a_step_that_may_be_lost_is_not_captured(folder, expected, graphs):
-    """A window that moved on cannot be set back."""
-    with on_device(folder, "40%", "50%") as moe:
-        assert torch.equal(logits(moe, *PROMPTS["fills up"]), expected["fills up"])
-    assert not graphs
+def test_a_window_is_put_back_if_a_step_is_lost(folder, expected, graphs):
+    """Before it is full, when it fills up, and after it has moved on."""
+    with (
+        on_device(folder, "40%", "50%") as moe,
+        mock.patch.object(Before, "put_back", autospec=True, side_effect=Before.put_back) as lost,
+    ):
+        for name, prompt in PROMPTS.items():
+            assert torch.equal(logits(moe, *prompt), expected[name]), name
+    assert lost.called
+    assert len(graphs) == len(PROMPTS)
 
 
 @torch.no_grad()

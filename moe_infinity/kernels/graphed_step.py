@@ -6,9 +6,8 @@
 
 We stand in the place of `model.forward`. Inputs are all tensors in its arguments; whatever else it
 is called with, and the cache, are part of the graph: if they change, it is captured anew. A step
-that was lost (models/device_steps.py) is run again without a graph, from where the cache was: so
-one with sliding windows, convolutions or recurrent states, which forget, is captured once HOST has
-all experts and no step is lost.
+that was lost (models/device_steps.py) is run again without a graph, from where the cache was
+(cache_state.py).
 
 Private names of torch used here: `torch.utils._pytree`.
 """
@@ -26,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import PreTrainedModel, StaticCache
 from transformers.utils import ModelOutput
 
+from moe_infinity.kernels.cache_state import Before, can_capture, state_of
 from moe_infinity.kernels.static_windows import StaticWindows
 
 if TYPE_CHECKING:
@@ -35,14 +35,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 2  # of a request, before it is captured
 CACHE = "past_key_values"
-# Layers of a cache, by name, as not every transformers has them all. Where counters on the device
-# say how far they are, they can be set back; the others forget.
-COUNTING = {"StaticLayer", "StaticIndexedLayer"}
-FORGETTING = {
-    "StaticSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer",  # the last holds nothing
-    "LinearAttentionAndStaticFullAttentionLayer",
-    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
-}  # fmt: skip
 
 
 class GraphedStep:
@@ -63,13 +55,14 @@ class GraphedStep:
     def _forget(self) -> None:
         self._cache: StaticCache | None = None
         self._constants: list[Any] | None = None  # what the graph was captured with
+        self._before: Before | None = None
         self._inputs: list[Any] = []  # tensors that it reads, among values that are constant
         self._graph: Callable[[], Any] | None = None
         self._num_eager = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
-        may_be_captured = not args and can_capture(cache, can_lose=self._steps.can_lose)
+        may_be_captured = not args and can_capture(cache)
         if cache is not self._cache or not self._steps.has_begun or not may_be_captured:
             self._forget()  # before another cache takes memory, or a prompt goes on with this one
         if not self._steps.has_begun:
@@ -81,9 +74,11 @@ class GraphedStep:
         with self._steps.running(is_careful=False):
             out = self._run(cache, kwargs)
         if self._steps.is_lost():
-            rewind(cache, kwargs)
+            assert self._before is not None
+            self._before.put_back()
             with self._steps.running(is_careful=True):
                 out = self._forward(**kwargs)
+            StaticWindows(cache).catch_up()
         return out
 
     def _run(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
@@ -96,6 +91,9 @@ class GraphedStep:
         if constants != self._constants:
             self._forget()
             self._cache, self._constants = cache, constants
+        if self._steps.can_lose:
+            self._before = self._before or Before(cache)
+            self._before.keep()
         is_wanted = not self._is_refused and not torch.is_grad_enabled()
         if self._graph is None and is_wanted and self._num_eager >= WARM_UP_STEPS:
             self._capture(windows, {CACHE: cache}, values, spec)
@@ -155,40 +153,6 @@ def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
         return out
 
     return replay
-
-
-def can_capture(cache: object, *, can_lose: bool) -> bool:
-    """Whether the cache is written where a counter on the device says, or all of it, and nothing of
-    it is lost that a lost step needs when it is run again.
-    """
-    if not isinstance(cache, StaticCache) or cache.offloading:
-        return False
-    known = COUNTING if can_lose else COUNTING | FORGETTING
-    return {type(layer).__name__ for layer in cache.layers} <= known
-
-
-def state_of(cache: StaticCache) -> list[Any]:
-    """Where its tensors lie, which beams move and who records the past replaces in every step, and
-    what Python knows of them; but how far a window is, which the device counts itself.
-    """
-    found: list[Any] = []
-    for holder in (cache, *cache.layers):
-        for name, value in vars(holder).items():
-            if isinstance(value, dict | list | tuple):  # of several states
-                found += value.values() if isinstance(value, dict) else value
-            elif name != "cumulative_length_int":
-                found.append(value)
-    return [value.data_ptr() if isinstance(value, Tensor) else value for value in found]
-
-
-def rewind(cache: StaticCache, kwargs: dict[str, Any]) -> None:
-    """To before the step that was called with these."""
-    inputs = kwargs.get("input_ids")
-    num_new = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[1]
-    for layer in cache.layers:
-        layer.cumulative_length.sub_(num_new)
-        if vars(layer).get("is_indexer_initialized"):
-            layer.indexer_cumulative_length.sub_(num_new)
 
 
 def copy_of(out: Any) -> Any:

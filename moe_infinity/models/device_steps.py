@@ -11,7 +11,7 @@ tokens are the host's: it takes all slots back (`leave`) until the next `begin`.
 
 An expert that only the disk has loses the step at its row. Then the host brings the row's experts
 to HOST: at once, if it looks after every row (`is_careful`, which waits for the device), or when
-the whole step is run again by who could rewind it (models/graphed_step.py).
+the whole step is run again by who kept its cache (kernels/graphed_step.py).
 
 Legend: T tokens, K experts per token, D model width.
 """

@@ -18,6 +18,7 @@ from tests.fast_device import on_device
 from tests.sweep import tiny
 from tests.sweep.compare import difference
 from tests.sweep.discover import architectures_in, modelling_files
+from tests.sweep.on_gpu import decode_step
 from tests.sweep.overrides import NOT_COMPARED
 from tests.sweep.runners import Outcome, outcome
 
@@ -76,3 +77,18 @@ def test_no_budget_changes_a_bit_and_the_exact_path_agrees(folder, tmp_path):
         assert not difference(resident, exact, TOLERANCE)
         few, _ = run(checkpoint, "30%")
         assert not difference(few, resident, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("folder", "steps"),
+    [
+        ("qwen3_moe", "one graph"),
+        ("qwen3_next", "one graph"),
+        pytest.param("phimoe", "kernel by kernel", marks=pytest.mark.slow),  # a copy from the host
+        pytest.param("minimax", "kernel by kernel", marks=pytest.mark.slow),  # a cache of its own
+        ("dbrx", "by the host"),
+    ],
+)
+def test_how_steps_run_is_found(folder, steps, tmp_path):
+    (architecture,) = architectures_in(folder)
+    assert decode_step(architecture, tmp_path) == steps

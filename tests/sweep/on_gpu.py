@@ -1,0 +1,63 @@
+"""How the decode steps of an architecture would run on a GPU, seen on a fake device and on torch's
+meta device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from moe_infinity import MoEInfinityError
+from moe_infinity.kernels.graphed_step import GraphedStep
+from moe_infinity.kernels.slot_kernels import SlotRows
+from tests.fast_device import STATIC, on_device
+from tests.no_device import CannotBeCaptured, Captured
+from tests.sweep import tiny
+from tests.sweep.discover import Architecture
+from tests.sweep.runners import outcome
+
+GRAPH, DEVICE, HOST = "one graph", "kernel by kernel", "by the host"
+NUM_TOKENS = 5  # enough for a capture
+
+
+def decode_step(architecture: Architecture, folder: Path) -> str:
+    """One of the three, or nothing for what cannot be loaded. `folder` will hold its checkpoint."""
+    torch.manual_seed(0)
+    try:
+        tiny.tiny_model(architecture).save_pretrained(folder)
+        return _watched(folder)
+    except MoEInfinityError:
+        return ""
+
+
+def _watched(folder: Path) -> str:
+    def capture(step: GraphedStep, *args: Any) -> None:
+        raise Captured(step, *args)
+
+    with (
+        on_device(folder, "100%", "100%") as moe,
+        mock.patch.object(SlotRows, "compute", autospec=True, side_effect=SlotRows.compute) as rows,
+        mock.patch.object(GraphedStep, "_capture", capture),
+        torch.no_grad(),
+    ):
+
+        def generate(**inputs: Any) -> Tensor:
+            tokens: Tensor = moe.generate(**inputs | {"max_new_tokens": NUM_TOKENS}, **STATIC)
+            return tokens
+
+        try:
+            outcome(moe.model, generate)
+        except Captured as step:
+            try:
+                step.run()
+            except CannotBeCaptured:
+                return DEVICE
+            return GRAPH
+        except (KeyError, TypeError):  # stock's static cache is not for this one
+            with torch.no_grad():
+                outcome(moe.model, moe.generate)
+        return DEVICE if rows.called else HOST
