@@ -25,14 +25,14 @@ from tests.sweep.tiny import tiny_model
 BATCH = torch.tensor([[0, 0, 0, 5, 9, 40], [7, 3, 17, 5, 9, 40]])
 PROMPTS = {
     "short": (PROMPT, torch.ones_like(PROMPT)),
-    "long": (LONG_PROMPT, torch.ones_like(LONG_PROMPT)),
+    "long": (LONG_PROMPT[:, :40], torch.ones(1, 40, dtype=torch.int64)),
     "padded": (BATCH, (BATCH > 0).long()),
 }
 INDEXED = "deepseek_v32"
-# Recurrent layers; both in one layer; with a sliding window, too.
-FORGETTING = ["qwen3_next", "zaya", "inkling"]
+# Beside recurrent layers: keys and values in the same layer (zaya), a sliding window (inkling).
 OTHERS = ["axk2", "glm_moe_dsa", "granitemoehybrid", "jamba", "kimi_linear", "qwen3_5_moe"]
-NAMES = [INDEXED, *FORGETTING, *[pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("zaya", *OTHERS)]
+NAMES = [INDEXED, "qwen3_next", "inkling", *SLOW]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_one_graph_of_a_request_has_the_bits_of_no_graph(folder_of, expected, na
 
 
 @pytest.mark.parametrize("run", [conversation, beams])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(INDEXED, marks=pytest.mark.slow), *NAMES[1:]])
 @torch.no_grad()
 def test_a_second_turn_is_captured_and_beams_are_not(folder_of, graphs, monkeypatch, name, run):
     found = []
@@ -168,6 +168,7 @@ def test_what_moves_a_tensor_between_two_steps_ends_a_graph(
     assert len(graphs) == num_graphs
 
 
+@pytest.mark.slow
 def test_what_a_model_adds_to_its_cache_is_part_of_a_graph(folder_of, expected, graphs):
     """Qwen4 keeps all positions so far: they are a longer tensor in every step."""
     with on_device(folder_of("qwen4_exp"), "100%", "100%") as moe:
@@ -239,12 +240,12 @@ def skips(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "state"),
     [
-        (INDEXED, "cumulative_length"),
+        pytest.param(INDEXED, "cumulative_length", marks=pytest.mark.slow),
         (INDEXED, "indexer_cumulative_length"),
         ("qwen3_next", "conv_states"),
-        ("qwen3_next", "recurrent_states"),
-        ("granitemoehybrid", "conv_states"),
-        ("inkling", "keys"),
+        pytest.param("qwen3_next", "recurrent_states", marks=pytest.mark.slow),
+        pytest.param("granitemoehybrid", "conv_states", marks=pytest.mark.slow),
+        pytest.param("inkling", "keys", marks=pytest.mark.slow),
     ],
 )
 def test_each_kind_of_state_has_to_be_put_back(

@@ -24,7 +24,6 @@ from tests.sweep.runners import Outcome, outcome
 
 FAST = {
     "aria": "weights that lie transposed",
-    "gemma4": "another function",
     "gpt_oss": "transposed, with biases, gate and up in turn",
     "llama4": "routing weighs what goes in",
     "longcat_flash": "pairs without an expert",
