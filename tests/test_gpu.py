@@ -14,6 +14,9 @@ from moe_infinity.memory.link import CudaLink
 from moe_infinity.models.computing import RowComputer
 from tests.fast_device import STATIC
 from tests.on_device import BUDGETS, LONG_PROMPT, PROMPT, greedy
+from tests.recorded_graph import logits
+from tests.sweep.discover import architectures_in
+from tests.sweep.tiny import tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,6 +61,42 @@ def test_steps_that_the_device_decides_give_the_same_tokens_with_and_without_a_g
                 moe.check_invariants()
                 assert moe._graphed is not None
                 assert (moe._graphed._graph is not None) == bool(cache)  # it can be captured
+
+
+KINDS = {
+    "aria": "weights that lie transposed",
+    "deepseek_v32": "an indexer",
+    "gemma4": "sliding windows, another function",
+    "gpt_oss": "biases, gate and up in turn, transposed",
+    "granitemoehybrid": "convolutions and recurrent states",
+    "inkling": "a window beside them",
+    "lfm2_moe": "convolutions",
+    "longcat_flash": "pairs without an expert",
+    "minimax_m3_vl": "limits",
+    "nemotron_h": "no gate",
+    "qwen3_next": "linear attention",
+}
+
+
+@pytest.mark.parametrize("host_memory", ["60%", "100%"])
+@pytest.mark.parametrize("folder", KINDS)
+def test_a_graph_of_each_kind_of_model_has_the_bits_of_no_graph(
+    folder, host_memory, tmp_path, monkeypatch
+):
+    """And in float32 nearly the logits of the exact path."""
+    tiny_model(architectures_in(folder)[-1]).save_pretrained(tmp_path)
+    budgets = {"device_memory": "30%", "host_memory": host_memory, "dtype": "float32"}
+    found = {}
+    for how, warm_up_steps in (("auto", 1 << 30), ("fast", 1 << 30), ("fast", 2)):
+        monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
+        with MoE(tmp_path, device="cuda", experts_implementation=how, **budgets) as moe:
+            found[how, warm_up_steps] = logits(moe, PROMPT, torch.ones_like(PROMPT))
+            moe.check_invariants()
+            is_captured = moe._graphed is not None and moe._graphed._graph is not None
+            assert is_captured == (warm_up_steps == 2)
+    exact, without, with_graph = found.values()
+    assert torch.equal(with_graph, without)
+    assert (without - exact).abs().max() < 1e-3 * exact.abs().max()
 
 
 def test_the_result_is_where_the_model_computes(tiny_checkpoint):
