@@ -34,6 +34,9 @@ FAST = {
 BY_HOST = {
     "DbrxForCausalLM": "its two kinds of weights lie in two ways",
     "DiffusionGemmaForBlockDiffusion": "no step of few tokens: it refines a canvas",
+    "Inkling2ForCausalLM": "its gate is capped softly",
+    "Inkling2ForConditionalGeneration": "its gate is capped softly",
+    "MuseSparkForConditionalGeneration": "a norm after each expert",
     "NllbMoeForConditionalGeneration": "an encoder",
     "Qwen3OmniMoeForConditionalGeneration": "two models, of which one runs at a time",
     "SwitchTransformersForConditionalGeneration": "an encoder",
