@@ -47,22 +47,22 @@ class Activation:
 def find_activation(
     compute: Callable[[Tensor], Tensor], *, is_gated: bool
 ) -> tuple[Activation, bool] | None:
-    """What `compute` does to the outputs of the first product, [2F] or [F], and whether gate and up
-    come in turn there instead of one after the other. None: something else.
+    """What `compute` does to the outputs of the first product, [R, 2F] or [R, F], and whether gate
+    and up come in turn there instead of one after the other. None: something else.
     """
     values = torch.tensor([*ASKED, *(-x for x in ASKED)], dtype=torch.float64)
     grid = [axis.flatten() for axis in torch.meshgrid(values, values, indexing="ij")]
     for arranged in (torch.cat, _in_turn)[: 1 + is_gated]:
 
         def ask(gate: Tensor, up: Tensor, arranged: Callable[..., Tensor] = arranged) -> Tensor:
-            return compute(arranged([gate, up] if is_gated else [gate]))
+            return compute(arranged([gate, up] if is_gated else [gate])[None])[0]
 
         try:
             told = ask(grid[0], grid[1])
             if told.shape != grid[0].shape:
                 return None
             alpha, shift, limit = _measured(ask, is_gated=is_gated)
-        except (RuntimeError, TypeError):  # it has parameters, or wants another dtype
+        except Exception:  # of anybody's code: it has parameters, or wants another dtype or width
             return None
         for function in FUNCTIONS:
             found = Activation(function, is_gated, 1.0, shift, limit)

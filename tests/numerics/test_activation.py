@@ -77,7 +77,9 @@ def clamped(outputs: Tensor, low: float = -7.0, high: float = 7.0, gate: float =
 
 
 WRONG = {
-    "up in the place of gate": lambda outputs: gated(SILU)(outputs.roll(len(outputs) // 2)),
+    "up in the place of gate": lambda outputs: gated(SILU)(
+        outputs.roll(outputs.shape[-1] // 2, -1)
+    ),
     "another function": gated(torch.tanh),
     "without a product": lambda outputs: SILU(outputs.chunk(2, -1)[0]),
     "a sum": lambda outputs: SILU(outputs.chunk(2, -1)[0]) + outputs.chunk(2, -1)[1],
@@ -89,13 +91,23 @@ WRONG = {
     "a slightly other function": gated(lambda x: x * torch.sigmoid(x) * 1.00001),
     "of another number": lambda outputs: SILU(outputs.chunk(4, -1)[0]),
     "not a number": lambda outputs: outputs.chunk(2, -1)[0] * math.nan,
-    "other numbers only": lambda outputs: gated(SILU)(torch.ones(2, dtype=torch.int32) @ outputs),
+    "other numbers only": lambda outputs: gated(SILU)(outputs @ torch.ones(2, dtype=torch.int32)),
+    "of more than one dimension": lambda outputs: SILU(outputs[:, :, 0]),
+    "two results": lambda outputs: (outputs, outputs),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_anything_else_is_not_taken_for_it(name):
     assert find_activation(WRONG[name], is_gated=True) is None
+
+
+def test_it_is_asked_for_rows_as_experts_ask_for_them():
+    def gate(outputs: Tensor) -> Tensor:
+        width = outputs.shape[1] // 2
+        return SILU(outputs[:, :width]) * outputs[:, width:]
+
+    assert find_activation(gate, is_gated=True) == (Activation(), False)
 
 
 def test_without_a_gate_a_gate_is_not_found():
