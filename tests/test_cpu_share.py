@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from benchmarks.fake_link import FakeLink, fake_device
 from moe_infinity import MoE
 from moe_infinity.errors import ConfigError
+from moe_infinity.kernels.dispatch import NO_EXPERT, RoutedRows
 from moe_infinity.models import cpu_share
 from moe_infinity.models.cpu_share import CpuShare
 from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
@@ -213,3 +215,10 @@ def test_it_is_refused_without_numba_and_for_experts_it_cannot_compute(
     monkeypatch.setattr(cpu_share, "fused_row", lambda row, recipes: None)
     with fake_device(FakeLink()), pytest.raises(ConfigError, match="no kernel of ours"):
         MoE(tiny_checkpoint, device_memory="30%", split_misses=True)
+
+
+def test_a_row_may_have_no_experts_to_share(tiny_checkpoint):
+    """Of two tokens that LongCat routes to nothing but the identity."""
+    work = RoutedRows(np.full((2, 2), NO_EXPERT), is_eager=True)
+    with split(tiny_checkpoint, AT_ONCE) as (_, share, _), share.sharing(0, work, []) as of_device:
+        assert not of_device

@@ -99,7 +99,8 @@ class CpuShare:
         """Gives those that the device is to compute. The others are computed here once it has been
         told to.
         """
-        mine = self._choose(moe_row, waiting) if np.max(work.counts) <= FUSED_ROWS else []
+        is_few = np.max(work.counts, initial=0) <= FUSED_ROWS
+        mine = self._choose(moe_row, waiting) if is_few else []
         if not mine or not isinstance(work, RoutedRows):
             yield waiting
             return
