@@ -36,7 +36,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in WAITS:
+        if func in WAITS or has_any_shape(func, args):
             raise RuntimeError(f"{func}: not permitted when stream is capturing")
         for declared, value in zip(func._schema.arguments, args, strict=False):
             if declared.alias_info is not None and declared.alias_info.is_write:
@@ -51,6 +51,14 @@ class Recorder(TorchDispatchMode):
     def undo(self) -> None:
         for value, before in reversed(self._before):
             value.copy_(before)
+
+
+def has_any_shape(func: Any, args: Any) -> bool:
+    """Whether the device has to say how large the result is."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    indices = tree_leaves(args[1:]) if func is aten.index.Tensor else []
+    return not indices or any(t is not None and t.dtype is torch.bool for t in indices)
 
 
 def memory_of(tensor: Tensor) -> int:

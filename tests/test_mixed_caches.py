@@ -178,6 +178,16 @@ def test_what_a_model_adds_to_its_cache_is_part_of_a_graph(folder_of, expected, 
     assert not graphs
 
 
+def test_what_has_a_size_that_the_device_says_is_not_captured(folder_of, expected, graphs, caplog):
+    """GLM 5 keeps those pools of keys that are complete."""
+    with on_device(folder_of("glm5_next"), "100%", "100%") as moe:
+        bring_every_expert(moe)
+        for which, prompt in PROMPTS.items():
+            assert torch.equal(logits(moe, *prompt), expected("glm5_next")[which]), which
+    assert not graphs
+    assert "no CUDA graph" in caplog.text
+
+
 @pytest.mark.parametrize("name", [INDEXED, "qwen3_next"])
 @torch.no_grad()
 def test_a_cache_that_was_reset_begins_anew(folder_of, graphs, monkeypatch, name):
