@@ -19,6 +19,8 @@ from moe_infinity.models.recipes import Recipe
 from moe_infinity.packer import pack_checkpoint
 from tests import conftest
 from tests.quantized_checkpoints import CHECKPOINTS, build
+from tests.sweep.discover import architectures_in
+from tests.sweep.tiny import tiny_model
 from tests.test_architectures import SMALL
 
 pytest.importorskip("numba", reason="numba is not installed")
@@ -160,6 +162,13 @@ def test_experts_stored_transposed_are_packed_along_their_inputs(tmp_path):
     assert 0 < (near - plain).norm() < 0.15 * plain.norm()
     unpacked = token_by_token(tmp_path, expert_dtype="int8", experts_implementation="grouped_mm")
     assert distance(near, unpacked) < 1e-5
+
+
+def test_routing_may_weigh_what_goes_into_packed_experts(tmp_path):
+    tiny_model(architectures_in("llama4")[0]).save_pretrained(tmp_path)
+    found = token_by_token(tmp_path, expert_dtype="int8")
+    unpacked = token_by_token(tmp_path, expert_dtype="int8", experts_implementation="grouped_mm")
+    assert distance(found, unpacked) < 1e-5
 
 
 def test_what_cannot_be_packed_on_load_is_refused(folder, tiny_checkpoint, tmp_path):
