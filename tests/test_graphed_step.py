@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from moe_infinity.kernels import graphed_step
 from tests.fast_device import STATIC, on_device, tokens_of_a_cpu
@@ -67,6 +68,15 @@ def test_a_mask_for_each_type_of_layer_is_copied_in_every_step(tmp_path, capture
         tokens = greedy(moe)
         assert torch.equal(greedy(moe, **STATIC), tokens)
     assert len(captures) == 1
+
+
+@pytest.mark.parametrize("can_lose", [False, True])
+def test_a_cache_that_is_moved_between_its_layers_is_not_captured(can_lose):
+    config = tiny_config(architectures_in("qwen3_moe")[0])
+    cache = StaticCache(config=config, max_cache_len=8)
+    assert graphed_step.can_capture(cache, can_lose=can_lose)
+    cache.offloading = True
+    assert not graphed_step.can_capture(cache, can_lose=can_lose)
 
 
 def test_a_capture_that_fails_is_told_once_and_changes_no_token(

@@ -18,6 +18,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
 
 from moe_infinity.kernels.activation import LARGE, Activation, find_activation
+from moe_infinity.models.adapters import INTERFACE
 
 NAMES = {
     "silu": "silu",
@@ -113,6 +114,13 @@ def test_it_is_asked_for_rows_as_experts_ask_for_them():
 def test_without_a_gate_a_gate_is_not_found():
     assert find_activation(gated(SILU), is_gated=False) is None
     assert find_activation(SILU, is_gated=True) is None
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_experts_with_a_norm_after_them_are_not_two_products(has_norm):
+    """Since transformers 5.23."""
+    module = SimpleNamespace(has_gate=True, _apply_gate=SILU, has_post_expert_norm=has_norm)
+    assert (INTERFACE.hidden(module) is None) == has_norm
 
 
 def test_limits_may_be_as_large_as_any_that_is_asked():
