@@ -178,6 +178,13 @@ def test_what_a_model_adds_to_its_cache_is_part_of_a_graph(folder_of, expected, 
     assert not graphs
 
 
+def test_what_a_model_adds_to_its_cache_in_a_lost_step_is_taken_back(folder_of, expected):
+    with on_device(folder_of("qwen4_exp"), "20%", "40%") as moe:
+        for which, prompt in PROMPTS.items():
+            assert torch.equal(logits(moe, *prompt), expected("qwen4_exp")[which]), which
+            moe.check_invariants()
+
+
 def test_what_has_a_size_that_the_device_says_is_not_captured(folder_of, expected, graphs, caplog):
     """GLM 5 keeps those pools of keys that are complete."""
     with on_device(folder_of("glm5_next"), "100%", "100%") as moe:

@@ -59,22 +59,25 @@ class Before:
     """What a cache was before a step. Of one whose tensors stay where they are."""
 
     def __init__(self, cache: StaticCache) -> None:
-        self._layers = cache.layers
+        self._owners = cache, *cache.layers
         self._tensors = [t for layer in cache.layers for t in _overwritten(layer)]
         self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
-        self._lengths: list[int | None] = []
+        self._held: list[dict[str, Any]] = []  # by owner; some replace tensors, and add them
 
     @torch.no_grad()
     def keep(self) -> None:
         torch._foreach_copy_(self._copies, self._tensors)
-        self._lengths = [vars(layer).get(LENGTH) for layer in self._layers]
+        self._held = [
+            {name: dict(v) if isinstance(v, dict) else v for name, v in vars(owner).items()}
+            for owner in self._owners
+        ]
 
     @torch.no_grad()
     def put_back(self) -> None:
         torch._foreach_copy_(self._tensors, self._copies)
-        for layer, length in zip(self._layers, self._lengths, strict=True):
-            if length is not None:
-                setattr(layer, LENGTH, length)
+        for owner, held in zip(self._owners, self._held, strict=True):
+            vars(owner).clear()
+            vars(owner).update(held)
 
 
 def _overwritten(layer: Any) -> list[Tensor]:
