@@ -234,6 +234,10 @@ def test_what_kernels_do_not_read_is_refused():
         assert fused_experts([up], [down], SILU) is None
     assert fused_experts([gate_up], [gate_up], SILU) is None
     assert Experts("bf16", 8, 8).fused is None
+    ungated = Activation(is_gated=False)
+    up, square = Experts("bf16", 160, 160, act=ungated).described
+    assert fused_experts([up], [square], ungated) is not None
+    assert fused_experts([up], [replace(square, is_transposed=True)], ungated) is None
     biased = Experts("bf16", 160, 192, has_bias=True)
     up_bias, down_bias = biased.described_biases
     for wrong in ([up_bias], [up_bias, replace(down_bias, dtype=torch.float16)]):
