@@ -33,6 +33,10 @@ INDEXED = "deepseek_v32"
 OTHERS = ["axk2", "glm_moe_dsa", "granitemoehybrid", "jamba", "kimi_linear", "qwen3_5_moe"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("zaya", *OTHERS)]
 NAMES = [INDEXED, "qwen3_next", "inkling", *SLOW]
+ONE_FAST = [
+    "qwen3_next",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in (INDEXED, "inkling", "zaya", *OTHERS)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,7 @@ def expected(folder_of):
     return of_all_prompts
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_FAST)
 def test_one_graph_of_a_request_has_the_bits_of_no_graph(folder_of, expected, name, graphs, caplog):
     with on_device(folder_of(name), "10%", "100%") as moe:
         bring_every_expert(moe)
@@ -84,7 +88,7 @@ def test_one_graph_of_a_request_has_the_bits_of_no_graph(folder_of, expected, na
 
 
 @pytest.mark.parametrize("run", [conversation, beams])
-@pytest.mark.parametrize("name", [pytest.param(INDEXED, marks=pytest.mark.slow), *NAMES[1:]])
+@pytest.mark.parametrize("name", ONE_FAST)
 @torch.no_grad()
 def test_a_second_turn_is_captured_and_beams_are_not(folder_of, graphs, monkeypatch, name, run):
     found = []
@@ -178,6 +182,7 @@ def test_what_a_model_adds_to_its_cache_is_part_of_a_graph(folder_of, expected, 
     assert not graphs
 
 
+@pytest.mark.slow
 def test_what_a_model_adds_to_its_cache_in_a_lost_step_is_taken_back(folder_of, expected):
     with on_device(folder_of("qwen4_exp"), "20%", "40%") as moe:
         for which, prompt in PROMPTS.items():
@@ -185,6 +190,7 @@ def test_what_a_model_adds_to_its_cache_in_a_lost_step_is_taken_back(folder_of, 
             moe.check_invariants()
 
 
+@pytest.mark.slow
 def test_what_has_a_size_that_the_device_says_is_not_captured(folder_of, expected, graphs, caplog):
     """GLM 5 keeps those pools of keys that are complete."""
     with on_device(folder_of("glm5_next"), "100%", "100%") as moe:

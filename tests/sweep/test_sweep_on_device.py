@@ -23,11 +23,9 @@ from tests.sweep.overrides import NOT_COMPARED
 from tests.sweep.runners import Outcome, outcome
 
 FAST = {
-    "aria": "weights that lie transposed",
     "gpt_oss": "transposed, with biases, gate and up in turn",
     "llama4": "routing weighs what goes in",
     "longcat_flash": "pairs without an expert",
-    "minimax_m3_vl": "limits",
     "nemotron_h": "no gate",
 }
 # Whose steps the host decides.
