@@ -183,7 +183,7 @@ def test_what_a_model_adds_to_its_cache_is_part_of_a_graph(folder_of, expected, 
 
 
 @pytest.mark.slow
-def test_what_a_model_adds_to_its_cache_in_a_lost_step_is_taken_back(folder_of, expected):
+def test_what_a_model_adds_to_its_cache_in_a_lost_step_is_taken_back(folder_of, expected, graphs):
     with on_device(folder_of("qwen4_exp"), "20%", "40%") as moe:
         for which, prompt in PROMPTS.items():
             assert torch.equal(logits(moe, *prompt), expected("qwen4_exp")[which]), which
