@@ -30,9 +30,8 @@ PROMPT_TOKENS = 64
 
 def fast_correctness(check: Check, folder: Path) -> None:
     """With and without a graph the tokens of the run with all experts on the device and no graph,
-    whatever the budgets; and whether there was a graph: with sliding windows only where HOST has
-    all experts. Each cache has its own tokens: with the mask of a static one torch takes another
-    attention, which rounds differently.
+    whatever the budgets; and whether there was a graph. Each cache has its own tokens: with the
+    mask of a static one torch takes another attention, which rounds differently.
     """
     ids, num = token_ids(256, 48), check.num_checked
     no_graph = mock.patch.object(graphed_step, "WARM_UP_STEPS", 1 << 30)
@@ -48,12 +47,11 @@ def fast_correctness(check: Check, folder: Path) -> None:
                     warm_every_expert(check, moe)
                     found = [tokens_of(moe, ids, check.num_checked, **cache) for _ in range(2)]
                     moe.check_invariants()
-                    must_be = host_memory == "100%" or moe.model.config.model_type != "gpt_oss"
                     has_graph = is_captured(moe)
                 same = found == [expected[bool(cache)]] * 2
                 check.add("same tokens", same, experts="fast", cache=str(cache), **budgets)
                 if cache:
-                    check.add("captured where it can be", has_graph == must_be, **budgets)
+                    check.add("captured", has_graph, **budgets)
 
 
 def is_captured(moe: MoE) -> bool:
