@@ -169,10 +169,12 @@ def test_a_long_prompt_streams_the_next_row_before_it_is_routed(tiny_checkpoint,
             fake_device(FakeLink(bytes_per_s=3e8)) as link,
             MoE(tiny_checkpoint, device_memory="70%", host_memory="100%") as moe,
         ):
-            for _ in range(3):
+            greedy(moe, LONG_PROMPT, num_tokens=1)  # from disk, which has no modelled clock
+            began_s = link.clock.now_s
+            for _ in range(2):
                 greedy(moe, LONG_PROMPT, num_tokens=1)
             assert (moe.report().prefill.late_hits > 0) == is_streaming
-        took_s.append(link.clock.now_s)
+        took_s.append(link.clock.now_s - began_s)
     assert took_s[0] < 0.95 * took_s[1]
 
 
