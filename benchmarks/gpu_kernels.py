@@ -31,8 +31,9 @@ from moe_infinity.kernels.slot_kernels import MAX_PAIRS, slot_kernels
 from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.kernels.stored import StoredPart, StoredWeight
 
-KINDS = ("bf16", "int8", "fp8", "int4", "mxfp4")
+KINDS = ("bf16", "int8", "fp8", "int4", "mxfp4", "gptq", "awq")
 GROUP, BLOCK = 32, 128  # columns that share a scale: of nibbles, and of fp8 with as many rows
+GROUP_OF_WORDS = 128  # of gptq and awq, as most are published
 COPY_BYTES = 1 << 30
 CUDA = torch.device("cuda")
 
@@ -60,7 +61,12 @@ def parts_of(kind: str, rows: int, columns: int) -> dict[str, tuple[tuple[int, .
     groups = columns // GROUP
     if kind == "int4":
         return {"packed": ((rows, columns // 8), "int32"), "scale": ((rows, groups), "bfloat16")}
-    return {"blocks": ((rows, groups, 16), "uint8"), "scales": ((rows, groups), "uint8")}
+    if kind == "mxfp4":
+        return {"blocks": ((rows, groups, 16), "uint8"), "scales": ((rows, groups), "uint8")}
+    groups = columns // GROUP_OF_WORDS
+    shape = (columns // 8, rows) if kind == "gptq" else (columns, rows // 8)
+    zeros, scales = ((groups, rows // 8), "int32"), ((groups, rows), "float16")
+    return {"qweight": (shape, "int32"), "qzeros": zeros, "scales": scales}
 
 
 def describe(sizes: Sizes) -> tuple[SlotMlp, ExpertLayout]:

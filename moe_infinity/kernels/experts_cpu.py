@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
-from moe_infinity.kernels.stored import EXPONENTS, PLAIN, StoredPart, StoredWeight, block_of
+from moe_infinity.kernels.stored import EXPONENTS, PLAIN, WORDS, StoredPart, StoredWeight, block_of
 
 try:
     from moe_infinity.kernels import experts_work
@@ -107,9 +107,9 @@ def _step(weight: StoredWeight) -> Step | None:
     if weight.kind in PLAIN:
         if stored == {"": (PLAIN[weight.kind], (rows, columns))} and not weight.is_transposed:
             step = step_for(weight.kind, columns, group=columns, scale=None)
-    elif (block := block_of(weight)) is not None:
+    elif weight.kind not in WORDS and (block := block_of(weight)) is not None:
         assert weight.scale is not None, weight  # block_of has seen it
-        has_zeros, scale = "zero_point" in stored, weight.scale.dtype
+        has_zeros, scale = weight.zeros is not None, weight.scale.dtype
         scale = torch.uint8 if scale in EXPONENTS else scale
         kind = "nibbles" if weight.kind == "int4" else weight.kind
         step = step_for(kind, columns, group=block[1], scale=scale, has_zeros=has_zeros)
@@ -150,7 +150,7 @@ def _fixed(weight: StoredWeight, step: Step) -> Fixed:
         found = block_of(weight)
         assert found is not None, weight  # _step has seen it
         block, num_scale_rows = found, -(-weight.shape[0] // found[0])
-    scale, zeros = weight.scale, weight.parts.get("zero_point")
+    scale, zeros = weight.scale, weight.zeros
     return fixed_for(step, weight.shape, block, num_scale_rows)._replace(
         weight=weight.values.offset,
         scales=0 if scale is None else scale.offset,

@@ -56,23 +56,23 @@ BLOCK = 7  # int64s; see Weights
 class Weights(NamedTuple):
     """Where things lie in a slot, the same for all experts: integers, for numba. Blocks are seven:
     addresses of a function for one row of x, one for two, and a Fixed; first and last row; offset
-    in a row of out and bytes of a row of x.
+    in a row of out and bytes of a row of x. A single product is up without anything else.
     """
 
     up_blocks: int  # address
     num_up: int
-    down_blocks: int  # address
-    num_down: int  # none for a single product, whose out is up
     up_bytes: int  # of a row of up's outputs
-    out_bytes: int  # of a row of down's outputs
-    function: int  # the place of its name in FUNCTIONS
-    is_gated: int
-    numbers: int  # address of three: alpha, shift and limit
-    gate_step: int  # from one output of gate to the next, and so for up
-    first_up: int
-    up_bias: int  # from the start of a slot, or NO_BIAS
-    down_bias: int
-    bias: int  # the place of their dtype in BIASES
+    down_blocks: int = 0  # address
+    num_down: int = 0
+    out_bytes: int = 0  # of a row of down's outputs
+    function: int = 0  # the place of its name in FUNCTIONS
+    is_gated: int = 0
+    numbers: int = 0  # address of three: alpha, shift and limit
+    gate_step: int = 0  # from one output of gate to the next, and so for up
+    first_up: int = 0
+    up_bias: int = NO_BIAS  # from the start of a slot
+    down_bias: int = NO_BIAS
+    bias: int = 0  # the place of their dtype in BIASES
 
 
 class Job(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.kernels.experts_cpu import Side, steps_of
-from moe_infinity.kernels.experts_work import NO_BIAS, Call, Weights, job_for
+from moe_infinity.kernels.experts_work import Call, Weights, job_for
 from moe_infinity.kernels.row_steps import arrange
 from moe_infinity.kernels.stored import KINDS, StoredPart, StoredWeight
 from moe_infinity.kernels.threads import num_threads
@@ -47,18 +47,7 @@ class FusedLinear:
         self._told = Weights(
             up_blocks=side.blocks.ctypes.data,
             num_up=len(side.blocks),
-            down_blocks=0,
-            num_down=0,
             up_bytes=4 * side.num_rows,
-            out_bytes=0,
-            function=0,
-            is_gated=0,
-            numbers=0,
-            gate_step=0,
-            first_up=0,
-            up_bias=NO_BIAS,
-            down_bias=NO_BIAS,
-            bias=0,
         )
         num_bytes = sum(weight.numel() * weight.itemsize for weight in weights)
         self._is_shared = num_bytes >= MIN_SHARED_BYTES

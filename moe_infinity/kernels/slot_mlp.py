@@ -6,6 +6,7 @@ of its slot: everything is a number known when they are compiled.
 Of experts without a gate, the one matrix before `down` stands in its place.
 
 A matrix is read in chunks: columns of a row that one 16-byte load brings and that share a scale.
+Where a weight lies as [C, R], a load brings neighbouring rows instead.
 """
 
 from __future__ import annotations
@@ -15,10 +16,21 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from moe_infinity.kernels.activation import Activation
-from moe_infinity.kernels.stored import EXPONENTS, PLAIN, StoredPart, StoredWeight, block_of
+from moe_infinity.kernels.stored import (
+    EXPONENTS,
+    PLAIN,
+    WORDS,
+    StoredPart,
+    StoredWeight,
+    block_of,
+)
+from moe_infinity.kernels.unpack import NIBBLES
 
 LOAD_BYTES = 16
-VALUES = {"bf16": 8, "f16": 8, "f32": 4, "int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32}  # a load
+VALUES = {  # of a load
+    "bf16": 8, "f16": 8, "f32": 4, "int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32,
+    **dict.fromkeys(WORDS, 32),
+}  # fmt: skip
 UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14}
 
 
@@ -40,9 +52,10 @@ class Matrix:
     values: Part
     first_row: int = 0  # of the weight: row 0
     row_step: int = 1  # and how far it is to row 1; 2 where gate and up alternate
-    column_stride: int = 1  # in numbers; more where the weight lies as [C, R]
+    column_stride: int = 1  # in numbers; where the weight lies as [C, R], its R
     scale: Part | None = None
-    zeros: Part | None = None  # int4 with zero points, packed along rows
+    zeros: Part | None = None  # of int4 and WORDS, packed along rows
+    groups: Part | None = None  # which scale a column has, if that is not in order
     bias: Part | None = None
     block_rows: int = 1  # rows and columns of the weight that share a scale
     block_columns: int = 1
@@ -55,6 +68,10 @@ class Matrix:
     @property
     def chunk(self) -> int:
         """Columns, a power of two."""
+        if self.groups is not None:
+            return 1
+        if self.kind in WORDS:
+            return gcd(NIBBLES, self.block_columns)
         if self.column_stride > 1:
             return 1
         if self.num_scale_columns == 1:
@@ -64,6 +81,20 @@ class Matrix:
     @property
     def row_stride(self) -> int:
         return self.num_columns if self.column_stride == 1 else 1
+
+    @property
+    def scale_strides(self) -> tuple[int, int]:
+        """From one row of scales to the next, and from column to column."""
+        if self.kind in WORDS:
+            return 1, self.column_stride
+        return self.num_scale_columns, 1
+
+    @property
+    def zeros_strides(self) -> tuple[int, int]:
+        """Of words."""
+        if self.kind in WORDS:
+            return 1, self.column_stride // NIBBLES
+        return self.num_scale_columns, 1
 
     @property
     def unit(self) -> float:
@@ -118,6 +149,8 @@ def slot_mlp(
         halves = [half, replace(half, first_row=1 if is_interleaved else width)]
     elif is_interleaved:
         return None
+    if any(m.kind == "awq" and (m.first_row % NIBBLES or m.row_step > 1) for m in halves):
+        return None
     kinds = {(m.kind, m.num_rows, m.num_columns, m.chunk) for m in halves}
     if len(halves) != 1 + is_gated or len(kinds) != 1:
         return None
@@ -146,14 +179,15 @@ def _matrix(weight: StoredWeight) -> Matrix | None:
         return None
     if weight.kind == "int8" and block != (1, columns):
         return None
-    zeros = weight.parts.get("zero_point")
     return Matrix(
         weight.kind,
         rows,
         columns,
         _part(weight.values),
+        column_stride=rows if weight.kind in WORDS else 1,
         scale=_part(weight.scale),
-        zeros=None if zeros is None else _part(zeros),
+        zeros=None if weight.zeros is None else _part(weight.zeros),
+        groups=None if weight.groups is None or block[1] == columns else _part(weight.groups),
         block_rows=block[0],
         block_columns=block[1],
         num_scale_columns=-(-columns // block[1]),

@@ -18,6 +18,8 @@ from torch import Tensor
 from moe_infinity.kernels import unpack
 from moe_infinity.kernels.device_table import ABSENT, FREE, LOST, NUM_LOGGED, ON_DISK, DeviceTable
 from moe_infinity.kernels.slot_mlp import Matrix, Part, SlotMlp
+from moe_infinity.kernels.stored import WORDS
+from moe_infinity.kernels.unpack import NIBBLES
 
 
 def memory_at(address: int, num_bytes: int) -> Tensor:
@@ -131,6 +133,8 @@ def weight_of(matrix: Matrix, slot: Tensor) -> Tensor:
         if matrix.zeros is not None:
             zeros = _numbers(slot, matrix.zeros, -(-rows // unpack.NIBBLES), scales.shape[1])
         weight = unpack.int4_rows(words, scales.float(), zeros, torch.float32)
+    elif matrix.kind in WORDS:
+        weight = _of_words(matrix, slot)
     else:
         rows = rows if matrix.column_stride == 1 else matrix.column_stride
         weight = _numbers(slot, matrix.values, rows * columns)
@@ -141,6 +145,24 @@ def weight_of(matrix: Matrix, slot: Tensor) -> Tensor:
             block = matrix.block_rows, matrix.block_columns
             weight = unpack.fp8(weight, scales, block, torch.float32)
     return weight.float()[_rows(matrix)]
+
+
+def _of_words(matrix: Matrix, slot: Tensor) -> Tensor:
+    """[R, C] of the whole weight."""
+    assert matrix.scale is not None, matrix
+    assert matrix.zeros is not None, matrix
+    rows, columns, groups = matrix.column_stride, matrix.num_columns, matrix.num_scale_columns
+    words = (columns, rows // NIBBLES) if matrix.kind == "awq" else (columns // NIBBLES, rows)
+    parts = {
+        "qweight": _numbers(slot, matrix.values, *words),
+        "qzeros": _numbers(slot, matrix.zeros, groups, rows // NIBBLES),
+        "scales": _numbers(slot, matrix.scale, groups, rows).float(),
+    }
+    if matrix.kind == "awq":
+        return unpack.awq(parts, torch.float32)
+    if matrix.groups is not None:
+        parts["g_idx"] = _numbers(slot, matrix.groups, columns)
+    return unpack.gptq(parts, torch.float32, adds_one_to_zeros=matrix.kind == "gptq")
 
 
 def _rows(matrix: Matrix) -> slice:

@@ -14,8 +14,9 @@ SCALES = (torch.float32, torch.bfloat16, torch.float16)
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # by kind
 KINDS = {dtype: kind for kind, dtype in PLAIN.items()}
-VALUES = ("", "weight", "packed", "blocks")  # the role that is not scales or zeros
+VALUES = ("", "weight", "packed", "blocks", "qweight")  # the role that is not scales or zeros
 MXFP4_GROUP = 32  # columns
+WORDS = ("gptq", "gptq_v2", "awq")  # kinds that lie as [C, R], 8 values to a word
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by role
 
 
@@ -32,8 +33,8 @@ class StoredPart:
 class StoredWeight:
     """A weight [R, C] as it lies in a slot; parts by role as in models/formats.py."""
 
-    kind: str  # bf16, f16, f32 (role ""), int8, fp8 (weight, scale), int4 (packed, scale, ...) and
-    # mxfp4 (blocks, scales)
+    kind: str  # bf16, f16, f32 (role ""), int8, fp8 (weight, scale), int4 (packed, scale, ...),
+    # mxfp4 (blocks, scales), WORDS (qweight, qzeros, scales, ...)
     shape: tuple[int, int]
     parts: Mapping[str, StoredPart]
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: equal parts
@@ -50,7 +51,16 @@ class StoredWeight:
 
     @property
     def scale(self) -> StoredPart | None:
-        return self.parts.get("scales" if self.kind == "mxfp4" else "scale")
+        return self.parts.get("scale", self.parts.get("scales"))
+
+    @property
+    def zeros(self) -> StoredPart | None:
+        return self.parts.get("zero_point", self.parts.get("qzeros"))
+
+    @property
+    def groups(self) -> StoredPart | None:
+        """Of every column the group, where groups may be in any order."""
+        return None if self.block else self.parts.get("g_idx")
 
 
 def block_of(weight: StoredWeight) -> tuple[int, int] | None:
@@ -63,6 +73,8 @@ def block_of(weight: StoredWeight) -> tuple[int, int] | None:
         wanted: Stored = {"blocks": (torch.uint8, (rows, num_groups, MXFP4_GROUP // 2))}
         wanted["scales"] = torch.uint8, (rows, num_groups)
         return (1, MXFP4_GROUP) if stored == wanted else None
+    if weight.kind in WORDS:
+        return _block_of_words(weight)
     dtype, grid = stored.get("scale", (None, ()))
     if dtype not in SCALES + (EXPONENTS if weight.kind == "fp8" else ()):
         return None
@@ -80,3 +92,18 @@ def block_of(weight: StoredWeight) -> tuple[int, int] | None:
         if "zero_point" in stored:
             wanted["zero_point"] = torch.int32, (-(-rows // NIBBLES), grid[1])
     return block if stored == wanted else None
+
+
+def _block_of_words(weight: StoredWeight) -> tuple[int, int] | None:
+    """As if groups were in order."""
+    (rows, columns), stored = weight.shape, weight.stored
+    dtype, (num_groups, *_) = stored.get("scales", (None, (0,)))
+    if dtype not in SCALES or 0 in (rows, columns, num_groups):
+        return None
+    words = (columns, rows // NIBBLES) if weight.kind == "awq" else (columns // NIBBLES, rows)
+    wanted: Stored = {"qweight": (torch.int32, words), "scales": (dtype, (num_groups, rows))}
+    wanted["qzeros"] = torch.int32, (num_groups, rows // NIBBLES)
+    if "g_idx" in stored:
+        wanted["g_idx"] = torch.int32, (columns,)
+    is_whole = rows % NIBBLES == columns % NIBBLES == columns % num_groups == 0
+    return (1, columns // num_groups) if is_whole and stored == wanted else None

@@ -40,7 +40,8 @@ def tile_of(matrix: Matrix, num_loads: int) -> tuple[int, int]:
     """Rows and chunks, powers of two."""
     chunks = triton.next_power_of_2(triton.cdiv(matrix.num_columns, matrix.chunk))
     if matrix.column_stride > 1:  # loads are of rows
-        return MAX_ROWS, min(chunks, num_loads * VALUES[matrix.kind] // MAX_ROWS)
+        rows = 2 * MAX_ROWS if matrix.kind == "awq" else MAX_ROWS  # of which 16 are 8 bytes
+        return rows, min(chunks, num_loads * VALUES[matrix.kind] // (rows * matrix.chunk))
     chunks = min(chunks, MAX_CHUNKS, num_loads // 4)
     return min(num_loads // chunks, MAX_ROWS), chunks
 

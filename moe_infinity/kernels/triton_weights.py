@@ -54,22 +54,29 @@ def chunk_sums(
     first_N = first_column + tl.arange(0, CHUNKS) * MATRIX.chunk
     is_there_RN = (is_there & (first_N < MATRIX.num_columns))[None, :]
     group_N = first_N // MATRIX.block_columns
+    if MATRIX.groups is not None:
+        groups = numbers_at(slot, MATRIX.groups.offset, "int32")
+        group_N = tl.load(groups + first_N, mask=is_there & (first_N < MATRIX.num_columns), other=0)
+        group_N = tl.minimum(tl.maximum(group_N, 0), MATRIX.num_scale_columns - 1)
     values_RNC = load_values(slot, is_there, row_R, first_N, MATRIX)
     if MATRIX.zeros is not None:
         zeros = numbers_at(slot, MATRIX.zeros.offset, "int32")
-        word_RN = (row_R // _NIBBLES * MATRIX.num_scale_columns)[:, None] + group_N[None, :]
+        word_R = row_R // _NIBBLES * MATRIX.zeros_strides[0]
+        word_RN = word_R[:, None] + (group_N * MATRIX.zeros_strides[1])[None, :]
         words_RN = tl.load(zeros + word_RN, mask=is_there_RN, other=0)
-        zero_RN = (words_RN >> (row_R % _NIBBLES * 4)[:, None]) & 15
+        if MATRIX.kind == "gptq":  # zeros are stored less one
+            words_RN += 0x11111111
+        zero_RN = (words_RN >> shift_of(row_R, tl.constexpr(MATRIX.kind))[:, None]) & 15
         values_RNC -= zero_RN.to(tl.float32)[:, :, None]
     elif MATRIX.kind == "int4":
         values_RNC -= _SYMMETRIC_ZERO
     sums_RN = tl.sum(values_RNC * x_NC[None, :, :], 2) * MATRIX.unit
     if MATRIX.scale is not None:
-        at_R = row_R // MATRIX.block_rows * MATRIX.num_scale_columns
+        at_R = row_R // MATRIX.block_rows * MATRIX.scale_strides[0]
         if MATRIX.num_scale_columns == 1:
             sums_RN *= load_scale(slot, at_R, is_there, MATRIX)[:, None]
         else:
-            at_RN = at_R[:, None] + group_N[None, :]
+            at_RN = at_R[:, None] + (group_N * MATRIX.scale_strides[1])[None, :]
             sums_RN *= load_scale(slot, at_RN, is_there_RN, MATRIX)
     return sums_RN
 
@@ -99,6 +106,10 @@ def load_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
         low_RNC = nibble_value(byte_RNC & 15, tl.constexpr(MATRIX.kind))
         high_RNC = nibble_value(byte_RNC >> 4, tl.constexpr(MATRIX.kind))
         values_RNC = tl.interleave(low_RNC, high_RNC)
+    elif MATRIX.kind == "awq":
+        values_RNC = awq_values(slot, is_there, row_R, first_N, MATRIX)
+    elif MATRIX.kind == "gptq" or MATRIX.kind == "gptq_v2":
+        values_RNC = gptq_values(slot, is_there, row_R, first_N, MATRIX)
     else:
         values = numbers_at(slot, MATRIX.values.offset, tl.constexpr(MATRIX.values.dtype))
         at_NC = first_N[:, None] + tl.arange(0, MATRIX.chunk)[None, :]
@@ -109,6 +120,47 @@ def load_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
         is_fp8: tl.constexpr = MATRIX.kind == "fp8"
         values_RNC = float8_value(values_RNC) if is_fp8 else values_RNC.to(tl.float32)
     return values_RNC
+
+
+@triton.jit
+def gptq_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
+    """A word is neighbouring columns of a row."""
+    words = numbers_at(slot, MATRIX.values.offset, "int32")
+    at_RN = row_R[:, None] + (first_N // _NIBBLES * MATRIX.column_stride)[None, :]
+    is_there_RN = (is_there & (first_N < MATRIX.num_columns))[None, :]
+    words_RN = tl.load(words + at_RN, mask=is_there_RN, other=0)
+    shift_NC = (first_N[:, None] + tl.arange(0, MATRIX.chunk)[None, :]) % _NIBBLES * 4
+    return ((words_RN[:, :, None] >> shift_NC[None, :, :]) & 15).to(tl.float32)
+
+
+@triton.jit
+def awq_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
+    """A word is 8 neighbouring rows of a column, as row_R has them."""
+    ROWS: tl.constexpr = row_R.shape[0]
+    NUM_WORDS: tl.constexpr = ROWS // _NIBBLES
+    CHUNKS: tl.constexpr = first_N.shape[0]
+    words = numbers_at(slot, MATRIX.values.offset, "int32")
+    at_NC = first_N[:, None] + tl.arange(0, MATRIX.chunk)[None, :]
+    is_there_NC = is_there & (at_NC < MATRIX.num_columns)
+    first = tl.min(row_R, 0) // _NIBBLES
+    if tl.constexpr(MATRIX.num_rows) % ROWS == 0 and tl.constexpr(MATRIX.first_row) % ROWS == 0:
+        word_W = tl.multiple_of(first, NUM_WORDS) + tl.arange(0, NUM_WORDS)
+    else:
+        word_W = tl.minimum(first + tl.arange(0, NUM_WORDS), MATRIX.num_weight_rows // _NIBBLES - 1)
+    at_WNC = word_W[:, None, None] + at_NC[None, :, :] * (MATRIX.column_stride // _NIBBLES)
+    words_WNC = tl.load(words + at_WNC, mask=is_there_NC[None, :, :], other=0)
+    shift_8 = shift_of(tl.arange(0, _NIBBLES), "awq")
+    values_W8NC = (words_WNC[:, None, :, :] >> shift_8[None, :, None, None]) & 15
+    return tl.reshape(values_W8NC, (ROWS, CHUNKS, MATRIX.chunk)).to(tl.float32)
+
+
+@triton.jit
+def shift_of(row_R, KIND: tl.constexpr):
+    """Of the nibble of a row, in a word of rows; awq has them in the order 0, 2, 4, 6, 1, 3, ..."""
+    place_R = row_R % _NIBBLES
+    if KIND == "awq":
+        place_R = place_R // 2 + place_R % 2 * 4
+    return place_R * 4
 
 
 @triton.jit

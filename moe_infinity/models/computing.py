@@ -25,7 +25,7 @@ from moe_infinity.kernels.activation import Activation, find_activation
 from moe_infinity.kernels.dispatch import NO_EXPERT, ExpertWork, RoutedRows
 from moe_infinity.kernels.fused_rows import FUSED_ROWS, FusedRows
 from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
-from moe_infinity.kernels.stored import KINDS, StoredPart, StoredWeight
+from moe_infinity.kernels.stored import KINDS, WORDS, StoredPart, StoredWeight
 from moe_infinity.memory.host import Slots
 from moe_infinity.models.adapters import ExpertsModule
 from moe_infinity.models.recipes import Recipe, RowRecipes
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PACKED = {  # by name of the scheme
     "fp8": "fp8", "mxfp8": "fp8", "float-quantized": "fp8", "pack-quantized": "int4",
-    "int-quantized": "int8", "mxfp4": "mxfp4",
+    "int-quantized": "int8", "mxfp4": "mxfp4", **{kind: kind for kind in WORDS},
 }  # fmt: skip
 
 Work = ExpertWork | FusedRows

@@ -10,6 +10,7 @@ kernels/unpack.py. No transformers here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -285,9 +286,11 @@ def _find_gptq(config: Config) -> tuple[Scheme, ...]:
     stored_format = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
     if stored_format not in ("gptq", "gptq_v2"):
         raise _unsupported(f"gptq with checkpoint_format {stored_format!r}")
+    is_in_order = not config.get("desc_act", True)
     for pattern, changes in (config.get("dynamic") or {}).items():
         if not pattern.startswith("-:"):  # those are left as they were
             _require(f"gptq of {pattern}", changes, "bits", 4, default=4)
+            is_in_order &= not changes.get("desc_act")
     unpack_gptq = partial(unpack.gptq, adds_one_to_zeros=stored_format == "gptq")
     index = Part("g_idx", ".g_idx", INDICES, is_optional=True)
 
@@ -295,7 +298,14 @@ def _find_gptq(config: Config) -> tuple[Scheme, ...]:
         adds_one = stored_format == "gptq"
         return _multiply("gptq", x_TC, parts, adds_one_to_zeros=adds_one)
 
-    return (_words_scheme("gptq", (index,), _gptq_shape, unpack_gptq, multiply),)
+    scheme = _words_scheme(stored_format, (index,), _gptq_shape, unpack_gptq, multiply)
+    return (replace(scheme, find_block=_gptq_block) if is_in_order else scheme,)
+
+
+def _gptq_block(shapes: Shapes) -> Block | None:
+    """Where no columns were reordered; g_idx says the same then."""
+    num_columns, num_groups = NIBBLES * shapes["qweight"][0], shapes["scales"][0]
+    return None if num_columns % num_groups else (1, num_columns // num_groups)
 
 
 def _gptq_shape(shapes: Shapes) -> Shape | None:

@@ -235,6 +235,20 @@ def test_gptq_groups_may_be_of_unequal_length_or_in_any_order():
         assert same_bits(unpack_gptq(tensors, checkpoint_format="gptq_v2"), expected)
 
 
+@pytest.mark.parametrize(
+    ("config", "groups", "block"),
+    [({"desc_act": False}, 2, (1, 32)), ({"desc_act": False}, 3, None), ({}, 2, None),
+     ({"desc_act": True}, 2, None), ({"desc_act": False, "dynamic": {"-:.*": {}}}, 2, (1, 32)),
+     ({"desc_act": False, "dynamic": {"+:.*": {"desc_act": True}}}, 2, None)],
+)  # fmt: skip
+def test_gptq_says_whether_groups_are_in_order(config, groups, block):
+    (scheme,) = find_format({"quant_method": "gptq", "bits": 4, **config}).schemes
+    shapes = {
+        name.removeprefix("layer."): tuple(t.shape) for name, t in gptq_parts(groups=groups).items()
+    }
+    assert (scheme.find_block and scheme.find_block(shapes)) == block
+
+
 @pytest.mark.parametrize("group", [-1, 2])
 def test_a_gptq_index_that_names_no_group_is_refused(group):
     tensors = gptq_parts()

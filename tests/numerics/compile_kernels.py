@@ -86,6 +86,9 @@ def main() -> None:
     bf16 = known["bf16"]
     gate, down = (replace(matrix, column_stride=1024) for matrix in (bf16.gate, bf16.down))
     more["transposed"] = replace(bf16, gate=gate, down=down, weighs_input=True)
+    gptq = known["gptq"]
+    any_order = replace(gptq.gate, groups=Part(0, "int32"))
+    more["gptq any"] = replace(gptq, gate=any_order, up=any_order)
     more["bias"] = replace(known["mxfp4"], gate=replace(known["mxfp4"].gate, bias=bias))
     more["zeros"] = replace(known["int4"], gate=replace(known["int4"].gate, zeros=zeros))
     more["e8m0"] = replace(known["fp8"], gate=replace(known["fp8"].gate, scale=exponents))

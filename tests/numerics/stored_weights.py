@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_infinity.experts import ExpertLayout
 from moe_infinity.kernels import unpack
-from moe_infinity.kernels.stored import PLAIN, StoredPart, StoredWeight
+from moe_infinity.kernels.stored import PLAIN, WORDS, StoredPart, StoredWeight
 
 
 def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -38,6 +38,8 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
         exponents = torch.randint(112, 122, blocks.shape[:2]).to(torch.uint8)
         weight = unpack.mxfp4(blocks, exponents, torch.float32).t()
         return {"blocks": blocks, "scales": exponents}, weight, weight.abs()
+    if name in WORDS:
+        return _words(name, rows, columns, options)
     group = columns if options[-1] == "None" else int(options[-1])
     parts = {"packed": torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32)}
     parts["scale"] = ((torch.rand(rows, columns // group) + 0.1) / 200).bfloat16()
@@ -47,6 +49,32 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
         parts["packed"], parts["scale"].float(), parts.get("zero_point"), torch.float32
     )
     return parts, weight, 31 * parts["scale"].float().repeat_interleave(group, 1)
+
+
+def _words(
+    name: str, rows: int, columns: int, options: list[str]
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """gptq or awq; the first option is the length of a group. gptq with "any" has columns in any
+    order, with "in" an index that says they are in order.
+    """
+
+    def words(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
+
+    group, num_groups = int(options[0]), columns // int(options[0])
+    index = torch.arange(num_groups, dtype=torch.int32).repeat_interleave(group)
+    values = (columns, rows // 8) if name == "awq" else (columns // 8, rows)
+    parts = {"qweight": words(*values), "qzeros": words(num_groups, rows // 8)}
+    parts["scales"] = ((torch.rand(num_groups, rows) + 0.1) / 200).half()
+    if len(options) > 1:
+        index = index[torch.randperm(columns)] if options[1] == "any" else index
+        parts["g_idx"] = index
+    floats = parts | {"scales": parts["scales"].float()}
+    if name == "awq":
+        weight = unpack.awq(floats, torch.float32)
+    else:
+        weight = unpack.gptq(floats, torch.float32, adds_one_to_zeros=name == "gptq")
+    return parts, weight, 31 * floats["scales"].t()[:, index.long()]
 
 
 class StoredExperts:
@@ -81,6 +109,7 @@ class StoredExperts:
             stored[int(i)][role] = part
         self.described_biases = [parts.pop("bias") for parts in stored] if has_bias else []
         block = (16, 32) if kind in ("fp8 blocks", "fp8 exponents") else None
+        block = (1, int(kind.split()[1])) if kind.endswith(" in") else block
         self.described = [
             StoredWeight(kind.split()[0], shape, parts, block, kind.endswith("transposed"))
             for shape, parts in zip(shapes, stored, strict=True)

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs triton")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_weights_are_loaded_16_bytes_at_once(capability):
     """An address that is read from memory loses what is known of its alignment, and then every
-    byte would be loaded alone. Narrow loads are scales and single numbers.
+    byte would be loaded alone. Narrow loads are scales, zeros and single numbers.
     """
     done = subprocess.run(
         [sys.executable, "-m", "tests.numerics.compile_kernels", str(capability)],
@@ -32,4 +32,5 @@ def test_weights_are_loaded_16_bytes_at_once(capability):
     for name, widths in loads.items():
         if name.startswith(("up ", "down ")):
             assert widths.pop("128") >= 2, name
-            assert sum(widths.values()) <= 12, (name, widths)
+            few = {"gptq any": 80, "gptq": 20, "awq": 20}.get(name.partition(" ")[2], 12)
+            assert sum(widths.values()) <= few, (name, widths)

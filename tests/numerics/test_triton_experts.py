@@ -40,6 +40,12 @@ KINDS = [
     "mxfp4",
     "bf16 transposed",
     "f32 transposed",
+    "gptq 32 in",
+    "gptq 32 any",
+    "gptq_v2 32",
+    "gptq_v2 16 any",
+    "awq 32",
+    "awq 4",
 ]
 SILU = Activation("silu")
 OF_GPT_OSS = Activation("silu", alpha=1.702, shift=1.0, limit=7.0)
@@ -189,7 +195,8 @@ def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kernels, kind):
     ("kind", "width", "expert_width"),
     [("bf16", 200, 72), ("bf16", 33, 17), ("bf16 transposed", 33, 17), ("f16 transposed", 17, 17),
      ("f16", 1000, 8), ("int8", 33, 17), ("int4 None", 8, 8), ("int4 8", 72, 40),
-     ("fp8 rows", 33, 17), ("f32", 1, 1)],
+     ("fp8 rows", 33, 17), ("f32", 1, 1), ("gptq 8", 24, 40), ("gptq 8 any", 24, 8),
+     ("awq 8", 24, 40), ("awq 8", 8, 8)],
 )  # fmt: skip
 def test_rows_of_a_weight_may_have_any_length(kernels, kind, width, expert_width):
     experts = Experts(kind, width, expert_width)
@@ -236,7 +243,8 @@ def test_weights_of_the_routing_may_scale_what_goes_in(kernels, act):
 @pytest.mark.grid
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
-    "kind", ["bf16", "int4 32", "fp8 blocks", "int8", "mxfp4", "bf16 transposed"]
+    "kind",
+    ["bf16", "int4 32", "fp8 blocks", "int8", "mxfp4", "bf16 transposed", "gptq 32 any", "awq 32"],
 )
 def test_the_tolerance_rejects_what_is_wrong(kernels, kind):
     experts = Experts(kind, 64, 64, splits=True)
@@ -292,7 +300,7 @@ def test_every_float8_value_is_read(kernels):
     torch.testing.assert_close(found[1], expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int4 8", "f32", "bf16 transposed"])
+@pytest.mark.parametrize("kind", ["bf16", "int4 8", "f32", "bf16 transposed", "gptq 8", "awq 8"])
 def test_tiles_of_a_gpu_compute_the_same(kind, monkeypatch):
     """Rows and columns of several tiles, the last ones not full."""
     monkeypatch.undo()
@@ -330,20 +338,18 @@ def test_a_step_gives_the_same_bits_whatever_is_cached(num_slots):
         assert torch.equal(found.cpu(), resident)
 
 
-def test_what_kernels_do_not_read_is_refused():
-    gate_up, down = Experts("bf16", 160, 192).described
-    assert slot_mlp([gate_up], down, activation=Activation(is_gated=False)) is None
-    assert slot_mlp([gate_up], gate_up, activation=SILU) is None
-    assert slot_mlp([down], down, activation=SILU) is None
-    assert slot_mlp([gate_up] * 3, down, activation=SILU) is None
-    assert slot_mlp([gate_up, gate_up], down, activation=SILU) is None
-    assert slot_mlp([gate_up], down, activation=SILU, up_bias=[gate_up.parts[""]] * 2) is None
-    for part in (
-        StoredPart(0, torch.float32, (384, 160)),
-        StoredPart(8, torch.bfloat16, (384, 160)),
-    ):
-        other = StoredWeight("bf16", (384, 160), {"": part})
-        assert slot_mlp([other], down, activation=SILU) is None
+@pytest.mark.parametrize("group", [-1, 4])
+def test_an_index_beyond_the_groups_is_the_nearest_group(group):
+    """Where the host unpacks it is an error; a kernel can only stay inside the slot."""
+    experts, found = Experts("gptq_v2 8 any", 32, 32, num=1), []
+    x, (index, weights) = inputs("bf16", 1, 32), routing(1, 1, 1)
+    matrix = experts.mlp.gate
+    assert matrix.groups is not None
+    groups = experts.slots[0, matrix.groups.offset :][: 4 * 32].view(torch.int32)
+    for told in (min(max(group, 0), 3), group):
+        groups[5] = told
+        found.append(experts.compute(triton_experts, x, index, weights))
+    assert torch.equal(*found)
 
 
 @pytest.mark.gpu
