@@ -160,7 +160,7 @@ def test_threads_that_cannot_be_started_never_give_wrong_tokens(
 
     with MoE(tiny_checkpoint, host_memory="50%") as moe:
         with monkeypatch.context() as patch:
-            patch.setattr("concurrent.futures.ThreadPoolExecutor.submit", no_thread)
+            patch.setattr("moe_infinity.memory.threads.ReadThreads.submit", no_thread)
             with pytest.raises(RuntimeError, match="new thread"):
                 tokens_of(moe)
         assert tokens_of(moe) == expected
@@ -176,7 +176,7 @@ def interrupted_at(event: int, act: Callable[[], object]) -> int:
 
     def trace(frame: Any, kind: str, arg: Any) -> Any:
         nonlocal seen
-        if Path(frame.f_code.co_filename).stem not in ("residency", "mover", "runtime"):
+        if Path(frame.f_code.co_filename).stem not in ("residency", "mover", "threads", "runtime"):
             return None
         seen += kind == "line"
         if kind == "line" and seen == event:

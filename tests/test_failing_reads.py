@@ -7,7 +7,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import torch
 from moe_infinity import CheckpointError, LoadTimeout, MoE
 from moe_infinity.memory import files
 from moe_infinity.memory import mover as mover_module
+from moe_infinity.memory import threads as threads_module
 from moe_infinity.memory.chunks import BLOCK_BYTES
 from tests.disk import Disk, Read
 
@@ -148,3 +152,58 @@ def test_a_disk_that_hangs_ends_in_a_timeout_and_may_come_back(moe, disk, expect
                 tokens_of(moe)
     awake.set()
     assert tokens_of(moe) == expected
+
+
+def test_nobody_waits_long_for_a_disk_that_hangs(tiny_checkpoint, disk, monkeypatch, caplog):
+    """Not even who closes: what is read at last goes to memory that is still there."""
+    awake, began = threading.Event(), time.monotonic()
+    monkeypatch.setattr(mover_module, "LOAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(threads_module, "CLOSE_TIMEOUT_S", 0.1)
+
+    def generate() -> None:
+        with MoE(tiny_checkpoint, host_memory="25%") as moe:
+            disk.act = lambda read: awake.wait(50)
+            tokens_of(moe)
+
+    with pytest.raises(LoadTimeout):
+        generate()
+    assert time.monotonic() - began < 20
+    assert "are left behind" in caplog.text
+    late = [t for t in threading.enumerate() if t.name.startswith("moe-infinity-")]
+    assert late
+    awake.set()
+    for thread in late:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+HANGING = """
+import os, sys, threading
+from moe_infinity import cli
+from moe_infinity.memory import mover, threads
+
+def hang(*args, preadv=os.preadv):
+    if threading.current_thread().name.startswith("moe-infinity-read"):
+        threading.Event().wait()
+    return preadv(*args)
+
+mover.LOAD_TIMEOUT_S = threads.CLOSE_TIMEOUT_S = 0.5
+os.preadv = hang
+sys.argv = ["moe-infinity", "run", sys.argv[1], "--prompt", "Once", "--host-memory", "50%"]
+cli.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["through the page cache"], indirect=True)
+def test_a_command_ends_where_the_disk_hangs(tiny_checkpoint):
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, str(tiny_checkpoint)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "did not arrive" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -11,16 +11,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import LoadTimeout
 from moe_infinity.experts import ExpertKey, Residency
+from moe_infinity.memory.threads import ReadThreads
 
 # One expert from a slow network disk takes seconds; past this something is wrong.
 LOAD_TIMEOUT_S = 120.0
 LOAD_TIME_RATE = 0.1  # of the moving average of the time a load takes
+
+Read = Callable[[ExpertKey, int], None]  # into a slot
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +36,16 @@ class Mover:
     def __init__(
         self,
         table: ResidencyTable,
-        read: Callable[[ExpertKey, int], None],
+        read: Read,
         *,
         num_threads: int,
-        read_ahead: Callable[[ExpertKey, int], None] | None = None,  # None: as `read` does
+        read_ahead: Read | None = None,  # None: as `read` does
     ) -> None:
         self._table = table
         self._read = read
         self._read_ahead = read_ahead or read
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="moe-infinity-read")
-        self._ahead_pool = ThreadPoolExecutor(1, thread_name_prefix="moe-infinity-prefetch")
+        self._threads = ReadThreads(num_threads, "moe-infinity-read")
+        self._ahead_threads = ReadThreads(1, "moe-infinity-prefetch")
         self._loading: dict[ExpertKey, Future[None]] = {}
         self._ahead: dict[ExpertKey, int] = {}  # prefetches no layer has asked for yet, and slots
         self.failed: set[ExpertKey] = set()  # prefetches that failed; until a demand load succeeds
@@ -51,25 +54,19 @@ class Mover:
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: dict[ExpertKey, int]) -> None:
         """Start loads the current layer waits for. The slots are reserved already."""
         for key in keys:
-            self._submit(self._pool, self._read, key, slot_ids[key])
+            self._submit(self._threads, self._read, key, slot_ids[key])
 
     def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
         """Queue loads no layer waits for yet, one at a time. The slots are reserved already."""
         for key, slot_id in slot_ids.items():
-            self._submit(self._ahead_pool, self._read_timed, key, slot_id)
+            self._submit(self._ahead_threads, self._read_timed, key, slot_id)
             self._ahead[key] = slot_id
 
     def num_read(self, keys: Collection[ExpertKey]) -> int:
         """How many of these loads, just begun, read from disk."""
         return len(keys)
 
-    def _submit(
-        self,
-        pool: ThreadPoolExecutor,
-        read: Callable[[ExpertKey, int], None],
-        key: ExpertKey,
-        slot: int,
-    ) -> None:
+    def _submit(self, threads: ReadThreads, read: Read, key: ExpertKey, slot: int) -> None:
         """The future is noted first: a `submit` that is interrupted may have begun the read."""
         future = self._loading[key] = Future()
 
@@ -81,7 +78,7 @@ class Mover:
                 except BaseException as error:
                     future.set_exception(error)
 
-        pool.submit(run)
+        threads.submit(run)
 
     def _read_timed(self, key: ExpertKey, slot_id: int) -> None:
         started = time.perf_counter()
@@ -117,7 +114,7 @@ class Mover:
         for key in self._ahead.keys() & keys:  # those still in the queue become demand loads
             slot_id = self._ahead.pop(key)
             if self._loading[key].cancel():
-                self._submit(self._pool, self._read, key, slot_id)
+                self._submit(self._threads, self._read, key, slot_id)
         waiting = {self._loading[key]: key for key in keys if key in self._loading}
         resident = [key for key in keys if key not in self._loading]
         assert all(self._table.lookup(key) is Residency.RESIDENT for key in resident), resident
@@ -169,6 +166,8 @@ class Mover:
         self.failed.discard(key)
 
     def close(self) -> None:
-        """Drop what has not begun and wait for the reads that have."""
-        for pool in (self._pool, self._ahead_pool):
-            pool.shutdown(wait=True, cancel_futures=True)
+        """Drop what has not begun and wait a while for the reads that have."""
+        for future in self._loading.values():
+            future.cancel()
+        for threads in (self._threads, self._ahead_threads):
+            threads.close()

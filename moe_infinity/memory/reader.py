@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from moe_infinity.errors import CheckpointError
 from moe_infinity.memory.chunks import BounceBuffer, Chunk, Job, Piece, chunks_of
 from moe_infinity.memory.extents import Extent
 from moe_infinity.memory.files import OpenFile
+from moe_infinity.memory.threads import ReadThreads
 
 # In random reads of 9.4 MB experts through bounce buffers, 1, 2, 4 and 8 threads reached 0.5, 0.8,
 # 0.9 and 1.0 GB/s, of 2.5 MB ones 0.7, 0.8, 0.9 and 0.9 (2 cores, a virtual disk of 1.0-1.7 GB/s).
@@ -35,7 +35,7 @@ class Reader:
 
     def __init__(self, *, num_threads: int = NUM_READ_THREADS) -> None:
         self._num_threads = num_threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._threads: ReadThreads | None = None
         self._files: dict[Path, OpenFile] = {}
         self._lock = threading.Lock()
         self._thread = threading.local()  # a bounce buffer, and whether its reads give way
@@ -94,7 +94,7 @@ class Reader:
         try:
             if len(chunks) > 1:
                 for _ in range(min(self._num_threads, len(chunks))):
-                    self._threads().submit(job.work)
+                    self._started().submit(job.work)
             else:
                 job.work()
         except RuntimeError:  # no thread can be started, or `close` came between
@@ -102,13 +102,11 @@ class Reader:
         finally:
             job.finish()
 
-    def _threads(self) -> ThreadPoolExecutor:
+    def _started(self) -> ReadThreads:
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(
-                    self._num_threads, thread_name_prefix="moe-infinity-disk"
-                )
-            return self._pool
+            if self._threads is None:
+                self._threads = ReadThreads(self._num_threads, "moe-infinity-disk")
+            return self._threads
 
     def _read_chunk(self, chunk: Chunk) -> None:
         done = 0
@@ -158,11 +156,13 @@ class Reader:
                 self._files.pop(path).retire()
 
     def close(self) -> None:
-        """Let reads end and close all files. A later read opens its file anew."""
+        """Wait a while for reads to end, and close all files, those still read once they are not.
+        A later read opens its file anew.
+        """
         with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=True)
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.close()
         with self._lock:
             for file in self._files.values():
                 file.retire()

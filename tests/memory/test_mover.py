@@ -157,7 +157,7 @@ def test_an_expert_whose_load_was_never_started_does_not_count_as_arrived(bench,
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.mover._pool, "submit", no_thread)
+        patch.setattr(bench.mover._threads, "submit", no_thread)
         with pytest.raises(RuntimeError, match="new thread"):
             bench.load(A)
     bench.disk.deliver(A)

@@ -1,0 +1,61 @@
+"""Threads that read. A disk that does not answer holds up neither `close` nor the end of the
+program: reads that do not end are left behind, and keep the memory that they write.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+CLOSE_TIMEOUT_S = 10.0
+
+Work = Callable[[], None]  # raises nothing
+Waiting = SimpleQueue[Work | None]  # None is the end
+
+logger = logging.getLogger(__name__)
+
+
+class ReadThreads:
+    """At most `num_threads`, each started when there is first something to do for it."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads, self._name = num_threads, name
+        self._waiting: Waiting = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._end = weakref.finalize(self, self._waiting.put, None)  # once
+
+    def submit(self, work: Work) -> None:
+        """Raises RuntimeError after `close`, or if no thread can be started."""
+        with self._lock:
+            if not self._end.alive:
+                raise RuntimeError(f"{self._name}: closed")
+            self._waiting.put(work)
+            if len(self._threads) < self._num_threads:
+                name = f"{self._name}_{len(self._threads)}"
+                thread = threading.Thread(
+                    target=_run, args=(self._waiting,), name=name, daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+
+    def close(self) -> None:
+        """Wait a while for what was submitted."""
+        with self._lock:
+            self._end()
+        give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, give_up_at - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            logger.warning("%s: reads did not end, and are left behind", self._name)
+
+
+def _run(waiting: Waiting) -> None:
+    while (work := waiting.get()) is not None:
+        work()
+        del work  # and what it holds, before the next comes
+    waiting.put(None)  # for the others, of which Ctrl-C may have kept one from being known
