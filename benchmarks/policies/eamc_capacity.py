@@ -22,6 +22,7 @@ from typing import Any
 
 import common
 import numpy as np
+from kmeans import from_kmeans
 
 from moe_infinity.cache import moe_infinity_v3
 from moe_infinity.errors import ConfigError
@@ -86,7 +87,7 @@ def starts_of(eams: Sequence[RequestEam]) -> dict[str, Callable[..., Eamc]]:
     for capacity in CAPACITIES:
         starts[str(capacity)] = lambda *_, n=capacity: filled(eams, n)
     for capacity in KMEANS:
-        starts[f"K-means {capacity}"] = lambda *_, n=capacity: Eamc.from_kmeans(eams, n)
+        starts[f"K-means {capacity}"] = lambda *_, n=capacity: from_kmeans(eams, n)
     return starts
 
 
@@ -150,7 +151,7 @@ def foretelling(name: str, eams: Sequence[RequestEam], asked: Any, top_k: int) -
         result[str(capacity)] = foretold(nearest(filled(eams, capacity)), asked, top_k)
     for capacity in KMEANS:
         try:
-            eamc = Eamc.from_kmeans(eams, capacity)
+            eamc = from_kmeans(eams, capacity)
         except ConfigError as error:
             print(f"K-means: {error}")
             break

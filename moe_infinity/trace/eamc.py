@@ -10,9 +10,7 @@ simulator run this same code. Shapes: P stored requests, L MoE rows, E experts.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -51,24 +49,6 @@ class Eamc:
         self.squares = {phase: np.zeros((num_rows, capacity)) for phase in Phase}  # of row norms
         self.decode = np.zeros((capacity, num_rows, num_experts), dtype=np.float32)
         self._mean_LE: Floats | None = None
-
-    @classmethod
-    def from_kmeans(cls, eams: Sequence[RequestEam], capacity: int, *, seed: int = 0) -> Eamc:
-        """The offline construction of v1: of each of `capacity` clusters the member nearest the
-        centroid, or all distinct requests if they fit. Raises ConfigError if scipy is missing.
-        """
-        if not eams:
-            raise ConfigError("an EAMC cannot be made of no requests: its shape is unknown")
-        distinct: dict[bytes, RequestEam] = {}
-        for eam in (eam for eam in eams if eam.decode.any()):
-            distinct.setdefault(row_normalised(eam.decode).tobytes(), eam)
-        chosen = list(distinct.values())
-        if len(chosen) > capacity:
-            chosen = _one_per_cluster(chosen, capacity, seed)
-        eamc = cls(capacity, *eams[0].decode.shape)
-        for eam in chosen:
-            eamc.add(eam)
-        return eamc
 
     @property
     def norms(self) -> Floats:
@@ -248,24 +228,6 @@ class EamcMatch:
             self._observed_squares_P[:] = TINY + self._squares_LP[self._is_observed_L].sum(axis=0)
             self._similarities_P = None
             self._version = self._eamc.version
-
-
-def _one_per_cluster(eams: Sequence[RequestEam], num: int, seed: int) -> list[RequestEam]:
-    """Of each of `num` clusters the member nearest the centroid; fewer if a cluster is empty."""
-    try:
-        kmeans2 = import_module("scipy.cluster.vq").kmeans2
-    except ImportError as error:
-        raise ConfigError(
-            "clustering requests needs scipy\nhint: pip install 'moe-infinity[cluster]'"
-        ) from error
-    points = np.stack([row_normalised(eam.decode).reshape(-1) for eam in eams])
-    points /= np.linalg.norm(points, axis=1, keepdims=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of an empty cluster
-        centroids, labels = kmeans2(points, num, minit="++", seed=seed)
-    distances_P = np.linalg.norm(points - centroids[labels], axis=1)
-    members = [np.flatnonzero(labels == cluster) for cluster in np.unique(labels)]
-    return [eams[of_one[distances_P[of_one].argmin()]] for of_one in members]
 
 
 def _is_normalised(matrices_PLE: NDArray[np.float32]) -> bool:
