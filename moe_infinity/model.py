@@ -38,6 +38,7 @@ from moe_infinity.errors import (
     TraceError,
     UnsupportedModelError,
 )
+from moe_infinity.experts import Tier
 from moe_infinity.models import experts_backend
 from moe_infinity.models.cpu_share import CpuShare
 from moe_infinity.models.device import ComputeDevice
@@ -215,9 +216,8 @@ class MoE:
             TierOccupancy(t.tier.value, len(t.table), t.slots.num_slots, t.slots.num_bytes)
             for t in runtime.tiers
         ]
-        disk = TierOccupancy(
-            "disk", runtime.total_experts, runtime.total_experts, runtime.total_expert_bytes
-        )
+        num_experts, num_bytes = runtime.total_experts, runtime.total_expert_bytes
+        disk = TierOccupancy(Tier.DISK.value, num_experts, num_experts, num_bytes)
         counters = copy.deepcopy(runtime.counters)
         return Report(
             policy=self.config.policy,

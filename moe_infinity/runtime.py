@@ -56,7 +56,7 @@ class ExpertRuntime:
         plan: Plan,
         reader: Reader,
         config: OffloadConfig,
-        device_slots: DeviceSlots | None = None,  # None: experts compute on the CPU
+        device_slots: DeviceSlots | None,  # None: experts compute on the CPU
     ) -> None:
         rows = self._rows = plan.rows
         num_experts = max(row.num_experts for row in rows)

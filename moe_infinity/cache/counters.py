@@ -4,7 +4,7 @@ by phase.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_infinity.experts import Phase
@@ -76,13 +76,7 @@ class PrefetchCounters:
         return self.useful / would_be if would_be else None
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "begun": self.begun,
-            "useful": self.useful,
-            "late": self.late,
-            "wasted": self.wasted,
-            "precision": self.precision,
-        }
+        return asdict(self) | {"precision": self.precision}
 
 
 @dataclass(slots=True)

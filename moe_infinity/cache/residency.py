@@ -246,15 +246,13 @@ class ResidencyTable:
             raise OutOfSlots(f"all {self.num_slots} slots are held or loading, {num_slots} wanted")
         self._evict(victims)
 
-    def _evict(self, victims: list[int]) -> list[ExpertKey]:
-        """Slots, to experts."""
+    def _evict(self, victims: list[int]) -> None:
+        """Free these slots, which experts have."""
         rows, experts = self._row_of_slot[victims].tolist(), self._expert_of_slot[victims].tolist()
-        keys = list(map(ExpertKey, rows, experts))
-        for key in keys:
+        for key in map(ExpertKey, rows, experts):
             self.prefetches.wasted += self._entries.pop(key).is_ahead
         self._free_slots(victims)
         self.evictions += len(victims)
-        return keys
 
     def lowest_scores(self, num_slots: int) -> NDArray[np.float64]:
         """What so many loads, one after the other, would evict: the victims' scores, -inf for a

@@ -89,8 +89,8 @@ def load_without_experts(
     experts_implementation: str,
     trust_remote_code: bool,
     num_read_threads: int,
-    device: torch.device = CPU,
-    prepare: Callable[[Plan, int], Plan] = lambda plan, dense_bytes: plan,
+    device: torch.device,
+    prepare: Callable[[Plan, int], Plan],
 ) -> LoadedModel:
     """The model of a folder or hub id with dense weights on `device` and experts on disk.
 
