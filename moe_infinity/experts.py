@@ -7,6 +7,11 @@ from enum import Enum
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
 PARAM_ALIGNMENT = 64  # bytes; a cache line, so that no two parameters of a slot share one
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16", "float64")

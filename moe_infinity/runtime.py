@@ -27,8 +27,8 @@ from moe_infinity.cache.counters import Counters, PhaseCounters
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import Cancelled, ClosedError
-from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.kernels.dispatch import NO_EXPERT, Ints
+from moe_infinity.experts import ExpertKey, Ints, Phase
+from moe_infinity.kernels.dispatch import NO_EXPERT
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.prefetcher import Prefetcher

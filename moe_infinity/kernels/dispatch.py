@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Ints = NDArray[np.int64]
+from moe_infinity.experts import Ints
+
 NO_EXPERT = -1  # in place of an expert id: the pair has none
 ExpertMlp = Callable[..., Tensor]  # (weights of one expert by name, its rows [R, D]) -> [R, D]
 

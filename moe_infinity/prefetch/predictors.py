@@ -24,14 +24,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.experts import Phase
-from moe_infinity.prefetch.tables import FollowTable, TokenTable
+from moe_infinity.experts import Ints, Phase
+from moe_infinity.prefetch.tables import Floats, FollowTable, TokenTable
 from moe_infinity.trace.eam import RequestEam
 from moe_infinity.trace.eamc import Eamc, EamcMatch
 from moe_infinity.trace.recorder import Step
-
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
 
 FACTORS = ("request", "transition", "next_token", "eamc", "token", "layer", "gate")
 BASE, BIAS, REQUEST, TRANSITION, NEXT_TOKEN, EAMC, TOKEN, LAYER, GATE = range(NUM_PLANES := 9)

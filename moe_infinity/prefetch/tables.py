@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_infinity.experts import Ints
+
 Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
 
 # A probability is (count + PRIOR * base rate) / (number + PRIOR). Halved or doubled it moves the
 # hit rate by 0.06 points at most (docs/experiments.md, four requests).

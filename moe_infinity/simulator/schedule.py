@@ -11,13 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Ints, Phase
 from moe_infinity.trace.recorder import Step
 from moe_infinity.trace.tracefile import SequenceTrace
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

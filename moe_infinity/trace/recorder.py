@@ -17,11 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Ints, Phase
 from moe_infinity.trace.eam import BatchEam, RequestEam
 from moe_infinity.trace.tracefile import SequenceTrace
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

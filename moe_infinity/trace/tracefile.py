@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
+from moe_infinity.experts import Ints
 from moe_infinity.trace.archive import DAMAGED, read_arrays, write_arrays
-
-Ints = NDArray[np.int64]
 
 MOST_EXPERTS = 4096  # per row: more is a damaged file, not a model
 
