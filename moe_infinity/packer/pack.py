@@ -6,7 +6,7 @@ What comes out is a checkpoint again, named and laid out as compressed-tensors h
 extensions: an expert's tensors lie side by side and begin at a page of the file, filled up by
 tensors padding.N; and where the checkpoint stacks experts in one tensor NAME, its parts are
 NAME_packed and NAME_scale, stacked as well. The arithmetic is in kernels/pack.py, writing and going
-on after an interruption in memory/shards.py.
+on after an interruption in packer/shards.py.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PackReport:
 
 @dataclass(slots=True)
 class Notes:
-    """Of the shard that is being written."""
+    """Errors and time of the shard that is being written, for the progress file."""
 
     errors: dict[str, float] = field(default_factory=dict)  # relative, by weight
     began: float = field(default_factory=time.monotonic)
