@@ -82,7 +82,7 @@ class OffloadConfig:
     expert_dtype: str | None = None  # pack experts into one of EXPERT_DTYPES as they are loaded
     experts_implementation: str = "auto"  # how experts compute, see EXPERTS_IMPLEMENTATIONS
     trust_remote_code: bool = False  # run Python code that the checkpoint brings with it
-    num_read_threads: int = 4  # concurrent disk reads
+    num_read_threads: int = 4  # experts read at once, and threads that share their bytes
 
     def __post_init__(self) -> None:
         self._require_one_of("policy", POLICIES)

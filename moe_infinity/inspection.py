@@ -38,7 +38,7 @@ class Summary:
     packing: str | None  # how the checkpoint is quantized; None: not at all
     bytes_per_expert: int  # in a slot
     stored_bytes_per_expert: int  # on disk
-    unpacked_bytes_per_expert: int  # what computes
+    unpacked_bytes_per_expert: int  # what computes where no kernel reads it packed
     expert_bytes: int  # all experts, in slots
     dense_bytes: int  # everything else, on disk
     shared_expert_bytes: int  # the part of it that shared experts are
@@ -55,7 +55,7 @@ class Summary:
         expert = f"{format_bytes(self.bytes_per_expert)}, loads are {loads}"
         if self.packing is not None:
             unpacked = format_bytes(self.unpacked_bytes_per_expert)
-            expert += f"; {self.packing}, unpacked to {unpacked} when it computes"
+            expert += f"; {self.packing}, unpacked to {unpacked} where no kernel reads it packed"
         shared = self.shared_expert_bytes
         lines = [
             f"{self.model}: {self.architecture}",
