@@ -224,7 +224,9 @@ class ExpertRuntime:
             host_table.note_use(copied)
 
     def note_reads(self, moe_row: int, keys: Sequence[ExpertKey]) -> PhaseCounters:
-        """A decode step reads these from disk; gives where its waiting is counted."""
+        """Count what a decode step reads from disk. Returns the counters of its phase, to which the
+        caller adds the time it waits.
+        """
         self.counters.decode.bytes_read += len(keys) * self._bytes_per_expert[moe_row]
         return self.counters.decode
 
@@ -290,6 +292,8 @@ class ExpertRuntime:
 
 
 def without_gaps(index_TK: Ints) -> Ints:
-    """To those who keep account a pair without an expert has another one of the token's, or 0."""
+    """For the recorder and the predictor, which know no NO_EXPERT: in its place another expert of
+    the token, or 0 if it has none at all.
+    """
     another_T1 = index_TK.max(axis=1, keepdims=True).clip(0)
     return np.where(index_TK == NO_EXPERT, another_T1, index_TK)

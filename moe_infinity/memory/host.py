@@ -46,7 +46,9 @@ class Slots:
         return buffer.data_ptr() + start
 
     def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
-        """The first bytes of the slot; in one buffer, more than a slot has go on in the next."""
+        """So many bytes from where the slot begins. More than one slot has are the bytes of this
+        one and of those that follow it in the same buffer.
+        """
         buffer, start = self._places[slot_id]
         return buffer[start : start + num_bytes]
 

@@ -35,7 +35,7 @@ MEASURED_EXPERTS, MEASURED_ROUNDS = 8, 5
 
 
 class CpuShare:
-    """Of one model."""
+    """Chooses which misses of a decode step the CPU computes, and computes them. One per model."""
 
     def __init__(self, plan: Plan, tiers: Sequence[SlotTier]) -> None:
         """Measures, while no slot is in use yet. Raises ConfigError without a device, numba, or

@@ -347,8 +347,9 @@ class RowRecipes:
         return sum(extent.num_bytes for recipe in self.recipes for extent in recipe.extents(0))
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
-        """Fill a slot. What only is to be read is read at once: its parts are neighbours in the
-        file, as a rule. Raises CheckpointError.
+        """Fill a slot with one expert. What needs no conversion goes to the reader in one call,
+        which reads neighbours in the file, as these mostly are, as one. The rest is converted,
+        recipe by recipe. Raises CheckpointError.
         """
         pieces = [recipe.pieces(expert_idx, slot) for recipe in self.recipes]
         reader.read([piece for found in pieces if found is not None for piece in found])

@@ -41,7 +41,7 @@ JOIN_TIMEOUT_S = 120.0  # a step may have to wait for a slow disk
 
 @dataclass(slots=True)
 class EngineCounts:
-    """Since the start."""
+    """What became of requests, and the work they were, since the engine was made."""
 
     finished: int = 0
     cancelled: int = 0
