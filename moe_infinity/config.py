@@ -86,10 +86,13 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         self._require_one_of("policy", POLICIES)
-        if not isinstance(self.without, tuple | list) or not set(self.without) <= set(FACTORS):
+        is_list = isinstance(self.without, tuple | list)
+        if not is_list or not all(name in FACTORS for name in self.without):
             raise ConfigError(
                 f"without must name some of {', '.join(FACTORS)}, got {self.without!r}"
             )
+        if self.without and self.policy != ACTIVATION_AWARE:
+            raise ConfigError(f"policy {self.policy} has no factors to leave out")
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("expert_dtype", (None, *EXPERT_DTYPES))
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)

@@ -19,7 +19,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -135,17 +136,20 @@ class MoE:
             kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
             if self._device.slots is not None:
                 kwargs.setdefault("disable_compile", True)  # what we decide cannot be compiled
-            config = kwargs.get("generation_config")
+            named = signature(self.model.generate).bind_partial(*args).arguments | kwargs
+            config = named.get("generation_config")
             try:
                 self._runtime.cancelled = cancelled
-                self._steps.end_ids = kwargs.get("eos_token_id", config and config.eos_token_id)
-                self._steps.prompt_mask = kwargs.get("attention_mask")
+                self._steps.end_ids = named.get("eos_token_id", config and config.eos_token_id)
+                self._steps.prompt_mask = named.get("attention_mask")
                 return self.model.generate(*args, **kwargs)
             except Cancelled:
                 self._runtime.recorder.drop_step()
                 raise
             finally:
                 self._steps.end_ids = self._steps.prompt_mask = self._runtime.cancelled = None
+                if self._lean is not None:
+                    self._lean.end()
                 self._runtime.settle()
 
     def forward(self, step: Step, **inputs: Any) -> Any:
@@ -162,18 +166,17 @@ class MoE:
                 self._steps.named = None
 
     def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
-        """Generate from text, or from what the tokenizer returned; iterate the result for pieces of
-        text.
+        """Generate from text, or from what the tokenizer returned with return_tensors="pt"; iterate
+        the result for pieces of text.
 
         `kwargs` are those of `generate()`. One sequence at a time. Raises ConfigError for a batch.
         """
         self._require_open()
-        if not isinstance(prompt, str | Mapping):
-            raise ConfigError(
-                f"stream() takes text or what the tokenizer returned, got {type(prompt).__name__}"
-            )
         inputs = self.tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else prompt
-        num_sequences, num_tokens = inputs["input_ids"].shape
+        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            raise ConfigError("stream() takes text, or tokenizer(text, return_tensors='pt')")
+        num_sequences, num_tokens = ids.shape
         if num_sequences != 1:
             raise ConfigError(f"stream() takes one sequence, got {num_sequences}; use generate()")
         if num_tokens == 0:
@@ -195,15 +198,17 @@ class MoE:
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], list[SequenceTrace]]]:
-        """Keep the routing of every token generated inside; call what this gives to get the traces
-        at the end.
+        """Keep the routing of every token generated inside. Call what this gives, inside or after
+        it, to end that and get the traces. Raises ConfigError inside another recording.
         """
         with self._lock:
             self._require_open()
             self._runtime.settle()
             self._runtime.recorder.begin_tokens()
+        finish = cache(self._runtime.finish_tokens)
         try:
-            yield self._runtime.finish_tokens
+            yield finish
+            finish()
         finally:
             self._runtime.recorder.drop_tokens()
 

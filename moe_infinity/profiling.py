@@ -18,6 +18,7 @@ from typing import Any
 
 from moe_infinity.experts import Phase
 from moe_infinity.model import MoE
+from moe_infinity.trace.recorder import Step
 
 BETWEEN, DENSE, ATTENTION = "between steps", "dense layers", "attention"
 MACHINERY, EXPERTS, WAITING = "expert cache", "experts", "waiting for experts"
@@ -102,19 +103,21 @@ def profiling(moe: MoE) -> Iterator[Profile]:
     ]
     replaced += [(runtime, "moe_layer", MACHINERY), (runtime, "compute", MACHINERY)]
     replaced += [(computer, "run", EXPERTS) for computer in runtime._computers]
+    replaced += [(runtime, "begin_step", MACHINERY)]
     for owner, name, part in replaced:
         setattr(owner, name, profile.timed(part, getattr(owner, name)))
-    hooks = [
-        moe.model.register_forward_pre_hook(
-            lambda *_: profile.begin_step(runtime.recorder.step.phase)
-        ),
-        moe.model.register_forward_hook(lambda *_: profile.end_step(), always_call=True),
-    ]
+    begin_step = runtime.begin_step
+
+    def begun(step: Step) -> None:
+        profile.begin_step(step.phase)
+        begin_step(step)
+
+    vars(runtime)["begin_step"] = begun  # an encoder and a decoder begin one each
+    hook = moe.model.register_forward_hook(lambda *_: profile.end_step(), always_call=True)
     try:
         yield profile
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
         for owner, name, _ in replaced:
             delattr(owner, name)
         profile.end_step()

@@ -38,7 +38,7 @@ class TextStream:
         self._streamer = _TimedStreamer(tokenizer)
         self._cancelled = threading.Event()
         self._error: BaseException | None = None
-        stopping: Any = StoppingCriteriaList(arguments.pop("stopping_criteria", []))
+        stopping: Any = StoppingCriteriaList(arguments.pop("stopping_criteria", None) or [])
         stopping.append(_StopWhen(self._cancelled))
         arguments = arguments | {"streamer": self._streamer, "stopping_criteria": stopping}
         self._generate = partial(generate, self._cancelled, **arguments)

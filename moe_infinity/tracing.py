@@ -5,6 +5,7 @@ model wrote.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,11 +31,14 @@ def read_prompts(file: Path) -> list[str]:
         if not line.strip():
             continue
         try:
-            prompts.append(str(json.loads(line)["prompt"]))
+            prompt = json.loads(line)["prompt"]
         except (ValueError, KeyError, TypeError) as error:
             raise TraceError(
                 f"{file}, line {number}: expected a JSON object with a 'prompt': {error!r}"
             ) from error
+        if not isinstance(prompt, str) or not prompt:
+            raise TraceError(f"{file}, line {number}: expected text as 'prompt', got {prompt!r}")
+        prompts.append(prompt)
     if not prompts:
         raise TraceError(f"{file}: no prompts in it")
     return prompts
@@ -51,8 +55,11 @@ def record_trace(
     """Generate greedily from each prompt and write the routing of all tokens to `output`. Raises
     TraceError.
     """
-    if not output.parent.is_dir():  # said before an hour of generating
-        raise TraceError(f"{output}: the folder {output.parent} does not exist")
+    folder = output.absolute().parent  # what is wrong is said before an hour of generating
+    if not folder.is_dir():
+        raise TraceError(f"{output}: the folder {folder} does not exist")
+    if output.is_dir() or not os.access(folder, os.W_OK):
+        raise TraceError(f"{output}: no file can be written there")
     with moe.recording() as finish:
         for prompt in prompts:
             inputs = moe.tokenizer(prompt, return_tensors="pt")

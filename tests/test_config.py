@@ -77,7 +77,7 @@ def test_an_unknown_option_is_named_with_those_that_exist(given):
         ("num_read_threads", 0), ("num_read_threads", -1), ("num_read_threads", "two"),
         ("num_read_threads", 1.5), ("num_read_threads", None),
         ("prefetch", "yes"), ("early_gate", 1), ("history", 3), ("without", "token"),
-        ("without", ["tokens"]),
+        ("without", ["tokens"]), ("without", [["token"]]),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_where_the_option_is_made(name, value):
@@ -174,6 +174,12 @@ def test_a_policy_that_predicts_nothing_cannot_prefetch():
 def test_an_ablation_keeps_no_history():
     with pytest.raises(ConfigError, match="ablation"):
         options(history="file.npz", without=("token",))
+
+
+@pytest.mark.parametrize("policy", ["lru", "moe-infinity-v3"])
+def test_only_a_policy_of_factors_can_leave_some_out(policy):
+    with pytest.raises(ConfigError, match="no factors"):
+        options(policy=policy, without=("token",))
 
 
 def test_only_a_policy_that_learns_keeps_a_history():

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from moe_infinity import MoE, TraceError
+from moe_infinity.profiling import profiling
 from tests.encoder_decoders import (
     BUDGETS,
     CONFIGS,
@@ -235,6 +236,12 @@ def test_a_second_request_is_counted_on_its_own(checkpoint):
             assert (before.prefill == after.prefill).all()
             assert (before.decode == after.decode).all()
         moe.check_invariants()
+
+
+def test_a_profile_has_the_steps_of_the_decoder(checkpoint):
+    with MoE(checkpoint, host_memory="50%") as moe, profiling(moe) as profile:
+        generate_with(moe)
+        assert profile.num_steps == moe.report().decode.steps > 0
 
 
 def test_recording_is_refused_and_changes_nothing_after_it(checkpoint, stock):

@@ -176,7 +176,7 @@ def interrupted_at(event: int, act: Callable[[], object]) -> int:
 
     def trace(frame: Any, kind: str, arg: Any) -> Any:
         nonlocal seen
-        if Path(frame.f_code.co_filename).stem not in ("residency", "mover", "threads", "runtime"):
+        if Path(frame.f_code.co_filename).stem not in ("residency", "mover", "runtime"):
             return None
         seen += kind == "line"
         if kind == "line" and seen == event:

@@ -188,6 +188,26 @@ def test_a_stream_keeps_the_stopping_criteria_of_the_caller(moe):
     assert len(stream.token_ids) == 3
 
 
+@pytest.mark.parametrize(
+    "prompt", [7, {}, {"input_ids": [5, 6]}, {"input_ids": [[5, 6]]}, {"input_ids": torch.ones(3)}]
+)
+def test_a_stream_of_something_else_says_what_it_takes(moe, prompt):
+    with pytest.raises(ConfigError, match="return_tensors"):
+        moe.stream(prompt)
+
+
+def test_a_stream_takes_no_stopping_criteria_as_generate_does(moe):
+    stream = moe.stream(PROMPT, max_new_tokens=4, stopping_criteria=None)
+    assert len(list(stream)) > 0
+    assert len(stream.token_ids) == 4
+
+
+def test_fast_without_its_kernels_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_infinity.models.device.has_packed_kernels", lambda: False)
+    with pytest.raises(ConfigError, match=r"moe-infinity\[cpu\]"):
+        MoE(tmp_path / "none", experts_implementation="fast", device="cpu")
+
+
 # close
 
 

@@ -42,7 +42,7 @@ class LeanSteps:
         _wrap_sdpa()
         self._hooks = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
+            model.register_forward_hook(lambda *_: self.end(), always_call=True),
         ]
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -51,7 +51,8 @@ class LeanSteps:
         if inputs is not None and inputs.shape[:2].numel() <= FUSED_ROWS:
             leave_torch_one()
 
-    def _end(self, *_: Any) -> None:
+    def end(self) -> None:
+        """Of a step, whatever ended it: torch calls no hook after Ctrl-C. Again is harmless."""
         give_torch_all()
 
     def close(self) -> None:

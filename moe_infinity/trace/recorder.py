@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.errors import TraceError
+from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Ints, Phase
 from moe_infinity.trace.eam import BatchEam, RequestEam
 from moe_infinity.trace.tracefile import SequenceTrace
@@ -113,7 +113,9 @@ class Recorder:
         return self._batch.requests()
 
     def begin_tokens(self) -> None:
-        """From here on keep the routing of every token."""
+        """From here on keep the routing of every token. Raises ConfigError if we do already."""
+        if self._tokens is not None:
+            raise ConfigError("the routing of tokens is being recorded already")
         self._tokens = TokenRecorder(self._num_rows, self._batch.num_sequences)
 
     def finish_tokens(self) -> list[SequenceTrace]:

@@ -227,3 +227,17 @@ def test_a_model_is_lean_when_it_is_asked_to_be_fast_and_stops_when_it_is_closed
         assert bool(products) == (implementation == "fast")
     assert distance(torch.cat(logits["fast"]), torch.cat(logits["auto"])) < 1e-4
     assert torch.get_num_threads() == 2
+
+
+def test_torch_has_its_threads_again_after_ctrl_c(tiny_checkpoint, monkeypatch):
+    """For which torch calls no hook."""
+
+    def press(*_: Any) -> None:
+        assert torch.get_num_threads() == 1
+        raise KeyboardInterrupt
+
+    with MoE(tiny_checkpoint, experts_implementation="fast", device="cpu") as moe:
+        monkeypatch.setattr(moe._runtime, "moe_layer", press)
+        with pytest.raises(KeyboardInterrupt):
+            moe.generate(torch.tensor([[5]]), max_new_tokens=2)
+    assert torch.get_num_threads() == 2

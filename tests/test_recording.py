@@ -1,0 +1,89 @@
+"""What is kept of requests while they run, asked for in every way that is natural: `recording()`
+and the EAMs of `generate()`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from moe_infinity import ConfigError, MoE, TraceError
+from moe_infinity.tracing import read_prompts, record_trace
+
+pytestmark = pytest.mark.timeout(60)
+PROMPT = torch.tensor([[5, 6, 9], [7, 8, 9]])
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+
+
+@pytest.fixture
+def moe(tiny_checkpoint):
+    with MoE(tiny_checkpoint, host_memory="50%") as moe:
+        yield moe
+
+
+def generate(moe: MoE, *args: Any, **kwargs: Any) -> Any:
+    return moe.generate(*args, attention_mask=torch.ones_like(PROMPT), **kwargs)
+
+
+def test_traces_are_given_inside_and_after_as_often_as_they_are_asked_for(moe):
+    with moe.recording() as finish:
+        generate(moe, PROMPT, **GREEDY)
+        traces = finish()
+        generate(moe, PROMPT, **GREEDY)
+        assert finish() is traces
+    assert finish() is traces
+    assert len(traces) == 2
+    with moe.recording() as of_second:
+        generate(moe, PROMPT, **GREEDY)
+    for found, expected in zip(of_second(), traces, strict=True):
+        assert (found.experts_TLK == expected.experts_TLK).all()
+
+
+def test_a_recording_inside_another_is_refused_and_harms_nothing(moe):
+    with moe.recording() as finish:
+        with pytest.raises(ConfigError, match="already"), moe.recording():
+            pass
+        generate(moe, PROMPT, **GREEDY)
+    assert len(finish()) == 2
+
+
+def test_a_configuration_in_second_place_counts_as_one_by_name(moe):
+    """A sequence that has ended is filled up with padding, which nobody learns from."""
+    ids = generate(moe, PROMPT, **GREEDY)
+    end = next(t for t in ids[0, 3:].tolist() if t not in ids[1, 3:])  # of the first alone
+    config = GenerationConfig(**GREEDY, eos_token_id=int(end), pad_token_id=0)
+    found = []
+    for given in ({"inputs": PROMPT, "generation_config": config}, (PROMPT, config)):
+        if isinstance(given, dict):
+            generate(moe, **given)
+        else:
+            generate(moe, *given)
+        found.append([int(eam.decode.sum()) for eam in moe.request_eams()])
+    assert found[0] == found[1]
+    assert found[0][0] < found[0][1]
+
+
+# moe-infinity trace
+
+
+@pytest.mark.parametrize("line", ['{"prompt": ""}', '{"prompt": null}', '{"prompt": 7}', "[]", "7"])
+def test_what_is_no_prompt_is_said_with_its_line(tmp_path, line):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w5"}\n\n' + line + "\n")
+    with pytest.raises(TraceError, match="line 3"):
+        read_prompts(file)
+
+
+def test_a_trace_that_could_not_be_written_is_refused_before_generating(moe, tmp_path, monkeypatch):
+    def refused(output: Path) -> None:
+        with pytest.raises(TraceError, match="no file can be written"):
+            record_trace(moe, ["w5"], output, max_new_tokens=4)
+
+    refused(tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    refused(tmp_path / "trace.npz")
+    assert moe.report().prefill.steps == 0
