@@ -9,6 +9,14 @@ import typer
 
 from moe_infinity.cache.policies import POLICIES
 
+
+def above_zero(value: float) -> float:
+    """A range that leaves out its lower end, which typer cannot say. NaN is in none."""
+    if not value > 0:
+        raise typer.BadParameter(f"{value:g} is not above 0")
+    return value
+
+
 Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", metavar="MODEL")]
 ChatModel = Annotated[
     str | None, typer.Argument(help="Checkpoint folder or hub id.", metavar="[MODEL]")
@@ -88,7 +96,12 @@ Temperature = Annotated[
     float, typer.Option(min=0.0, help="0 takes the likeliest token, above 0 samples.")
 ]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")
+    float,
+    typer.Option(
+        max=1.0,
+        callback=above_zero,
+        help="Sample from the likeliest tokens of this mass, above 0.",
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed for sampling.")]
 ApiKey = Annotated[

@@ -36,7 +36,7 @@ class GenerationBody(Body):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)  # 0: the likeliest token
     top_k: int | None = Field(None, ge=-1)  # 0 or -1: all
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)

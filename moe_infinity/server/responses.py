@@ -74,7 +74,7 @@ class ResponsesBody(Body):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[Literal["message.output_text.logprobs"]] | None = None
     tools: list[FunctionTool] | None = None

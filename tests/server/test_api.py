@@ -135,6 +135,11 @@ def test_top_k_of_one_is_greedy_at_any_temperature(client, expected):
     assert answer.choices[0].text == words(expected)
 
 
+def test_a_top_p_of_zero_is_greedy_at_any_temperature(client, expected):
+    answer = client.completions.create(prompt=PROMPT, **(GREEDY | {"temperature": 2}), top_p=0)
+    assert answer.choices[0].text == words(expected)
+
+
 def test_a_temperature_next_to_zero_is_greedy(client, expected):
     for temperature in (1e-20, 1e-40, 5e-324):
         answer = client.completions.create(prompt=PROMPT, **(GREEDY | {"temperature": temperature}))
@@ -235,7 +240,8 @@ def test_tokenize_and_back(server):
     [
         ({"temperature": 3}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"n": 17}, "n"),
