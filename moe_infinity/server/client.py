@@ -12,6 +12,8 @@ import httpx
 from moe_infinity.errors import MoEInfinityError
 
 CONNECT_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 660.0  # of silence; our own server gives up after 600 (--deadline)
+MAX_SHOWN = 200  # of what is no answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class ChatClient:
     def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """Pieces of the answer. Raises MoEInfinityError with what the server said."""
         base = self.url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        key = self.api_key
+        headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}  # of any letters
         body: dict[str, Any] = {
             "messages": messages,
             "stream": True,
@@ -36,35 +39,52 @@ class ChatClient:
             "temperature": self.temperature,
         }
         if self.temperature > 0:
-            body |= {"top_p": self.top_p or 1.0}
+            body |= {"top_p": self.top_p}
         if self.seed is not None:
             body |= {"seed": self.seed}
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         try:
             with httpx.stream(
                 "POST", f"{base}/v1/chat/completions", json=body, headers=headers, timeout=timeout
             ) as response:
                 if response.status_code != 200:
-                    raise MoEInfinityError(f"{base}: {_said(response.read())}")
+                    raise MoEInfinityError(_said(response.read()))
                 yield from _pieces(response)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise MoEInfinityError(f"{base}: no answer: {error}") from error
+        except MoEInfinityError as error:
+            raise MoEInfinityError(f"{base}: {error}") from error
 
 
 def _pieces(response: httpx.Response) -> Iterator[str]:
+    has_begun = False
     for line in response.iter_lines():
-        payload = line.removeprefix("data: ")
-        if payload == line or payload == "[DONE]":
-            continue
+        field, _, payload = line.partition(":")
+        if field == "data":
+            has_begun = True
+            yield _text_of(payload.strip())
+    if not has_begun:
+        raise MoEInfinityError("no stream of events: is this the address of a chat server?")
+
+
+def _text_of(payload: str) -> str:
+    """What an event adds. Raises MoEInfinityError for an error, and for what is no chunk."""
+    if payload == "[DONE]":
+        return ""
+    try:
         chunk = json.loads(payload)
-        if "error" in chunk:
-            raise MoEInfinityError(chunk["error"]["message"])
-        for choice in chunk["choices"]:
-            yield choice["delta"].get("content") or ""
+        if chunk.get("error") is None:
+            texts = [choice["delta"].get("content") for choice in chunk["choices"]]
+            return "".join(text or "" for text in texts)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MoEInfinityError(f"not a chunk of an answer: {payload[:MAX_SHOWN]}") from error
+    raise MoEInfinityError(_said(payload.encode()))
 
 
 def _said(body: bytes) -> str:
+    """The message of an error object, or else the beginning of what came."""
     try:
-        return str(json.loads(body)["error"]["message"])
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
+        return body[:MAX_SHOWN].decode(errors="replace")
