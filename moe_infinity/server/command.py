@@ -82,7 +82,7 @@ def serve(
     require_extra()
     from moe_infinity.cli import open_model
     from moe_infinity.server.sequences import EngineConfig
-    from moe_infinity.server.serve import ServeConfig, serve_model
+    from moe_infinity.server.serve import ServeConfig, bound_sockets, serve_model
 
     engine = EngineConfig(
         max_batch=max_batch, max_queue=max_queue, prefill_chunk=prefill_chunk, deadline_s=deadline
@@ -91,22 +91,22 @@ def serve(
         host=host, port=port, api_key=api_key, model_name=served_name, max_context=max_context,
         max_new_tokens=max_new_tokens, max_body_bytes=max_body, engine=engine,
     )  # fmt: skip
-    with open_model(
-        model,
-        device=device,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        policy=policy,
-        prefetch=prefetch,
-        early_gate=early_gate,
-        split_misses=split_misses,
-        history=history,
-        dtype=dtype,
-        expert_dtype=expert_dtype,
-        experts_implementation=implementation,
-        trust_remote_code=trust_remote_code,
-    ) as moe:
-        serve_model(moe, config)
+    options = {
+        "device": device,
+        "device_memory": device_memory,
+        "host_memory": host_memory,
+        "policy": policy,
+        "prefetch": prefetch,
+        "early_gate": early_gate,
+        "split_misses": split_misses,
+        "history": history,
+        "dtype": dtype,
+        "expert_dtype": expert_dtype,
+        "experts_implementation": implementation,
+        "trust_remote_code": trust_remote_code,
+    }
+    with bound_sockets(config) as sockets, open_model(model, **options) as moe:
+        serve_model(moe, config, sockets)
 
 
 def require_extra(needs: Sequence[str] = NEEDS) -> None:

@@ -5,11 +5,14 @@ SIGTERM or Ctrl-C: no more requests are taken, those that run are finished. A se
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from socket import socket
 from types import FrameType
 
 import uvicorn
@@ -26,6 +29,7 @@ from moe_infinity.server.sequences import EngineConfig
 SWITCH_INTERVAL_S = 0.001
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 logger = logging.getLogger(__name__)
+uvicorn_logger = logging.getLogger("uvicorn.error")  # what says that it has started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._on_exit = on_exit
 
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """uvicorn tells the address only of what it bound itself."""
+        await super().startup(sockets)
+        for listener in (sockets or [])[:1]:
+            address = address_of(self.config.host, listener.getsockname()[1])
+            uvicorn_logger.info("Uvicorn running on http://%s (Press CTRL+C to quit)", address)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
@@ -67,8 +78,43 @@ def name_of(checkpoint: str) -> str:
     return path.resolve().name if path.exists() else checkpoint
 
 
-def serve_model(moe: MoE, config: ServeConfig) -> None:
-    """Serve until told to stop. Raises MoEInfinityError for a model that cannot be served."""
+def address_of(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@contextmanager
+def bound_sockets(config: ServeConfig) -> Iterator[list[socket]]:
+    """Bound before a model is loaded, so that a taken port is known at once; until the server
+    listens, connections are refused. Closed at the end. Raises ConfigError.
+    """
+    with ExitStack() as stack:
+        with _told(config):
+            sockets = asyncio.run(_bind(config.host, config.port))
+        for listener in sockets:
+            stack.enter_context(listener)
+        yield sockets
+
+
+async def _bind(host: str, port: int) -> list[socket]:
+    """Every address of `host`, as uvicorn would bind it."""
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(asyncio.Protocol, host, port, start_serving=False) as bound:
+        return [listener.dup() for listener in bound.sockets]  # theirs end with the loop
+
+
+@contextmanager
+def _told(config: ServeConfig) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeError) as error:  # a host whose name cannot be one is the latter
+        address = address_of(config.host, config.port)
+        raise ConfigError(f"cannot listen on {address}: {error}") from error
+
+
+def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
+    """Serve on bound sockets until told to stop. Raises MoEInfinityError for a model that cannot be
+    served, ConfigError when another process listens where we are bound, too.
+    """
     engine = Engine(moe, config.engine)
     defaults = Defaults(config.max_new_tokens, context_of(moe, config.max_context))
     api_config = ApiConfig(
@@ -89,8 +135,11 @@ def serve_model(moe: MoE, config: ServeConfig) -> None:
         lifespan="off",
     )
     server = Server(settings, on_exit=engine.drain)
+    with _told(config):
+        for listener in sockets:
+            listener.listen()
     engine.start()
     try:
-        server.run()
+        server.run(sockets)
     finally:
         engine.close()
