@@ -81,9 +81,25 @@ def refused_by_fields(error: ValidationError) -> Refused:
 def refuse_other_sites(request: HttpRequest) -> None:
     """A page of another site, open in a browser on this machine, could ask without being able to
     read the answer. Raises Refused.
+
+    Browsers mark whom they ask for only where nobody in between can read it: over TLS, and on
+    loopback. Elsewhere there is only the page's origin.
     """
-    if request.headers.get("sec-fetch-site") == "cross-site":
+    marked = request.headers.get("sec-fetch-site")
+    if marked in ("same-origin", "none"):  # so it stays behind a proxy that asks with another Host
+        return
+    if marked == "cross-site" or not _has_own_origin(request):
         raise refuse(403, "requests from pages of other sites are refused", code="cross_site")
+
+
+def _has_own_origin(request: HttpRequest) -> bool:
+    """True, too, of what is no browser's: it tells no origin."""
+    origin = request.headers.get("origin")
+    if origin is None:
+        return True
+    _, _, place = origin.lower().partition("://")  # nothing of "null"
+    host = request.headers.get("host", "").lower()
+    return bool(place) and place in (host, host.removesuffix(":80"))  # browsers leave out that one
 
 
 def require_key(request: HttpRequest, api_key: str | None) -> None:

@@ -140,6 +140,31 @@ def test_other_sites_are_told_nothing(server):
     assert post(server, SHORT, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://192.168.1.5:8000"}, 200),
+        ({"Origin": "HTTP://192.168.1.5:8000"}, 200),
+        ({"Origin": "http://example.org"}, 403),
+        ({"Origin": "http://192.168.1.5"}, 403),
+        ({"Origin": "http://192.168.1.5:3000"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": ""}, 403),
+        ({"Origin": "null", "Host": ""}, 403),
+        ({"Origin": "http://box", "Host": "box:80"}, 200),
+        ({"Origin": "http://192.168.1.5:3000", "Sec-Fetch-Site": "same-site"}, 403),
+        ({"Origin": "https://example.org", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Origin": "http://192.168.1.5:8000", "Sec-Fetch-Site": "cross-site"}, 403),
+    ],
+)
+def test_a_page_of_another_origin_is_refused_where_the_browser_tells_no_more(
+    server, headers, status
+):
+    """Over plain HTTP to another machine there is an Origin, and no Sec-Fetch-Site."""
+    headers = {"Host": "192.168.1.5:8000"} | headers
+    assert post(server, SHORT, headers=headers).status_code == status
+
+
 def test_logs_have_sizes_and_no_prompts(server, caplog):
     caplog.set_level(logging.DEBUG)
     post(server, SHORT | {"prompt": "w99 w98 w97"})
