@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server import gate
 from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
@@ -26,8 +27,9 @@ from moe_infinity.server.document import document_of
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange
 from moe_infinity.server.metrics import Metrics, stats_of
-from moe_infinity.server.prompts import BadRequest, PromptReader
+from moe_infinity.server.prompts import PromptReader
 from moe_infinity.server.protocol import (
+    BadRequest,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -245,5 +247,10 @@ class Api:
             tokenizer=self._reader.tokenizer,
             wants_usage=body.wants_usage,
         )
-        exchange = Exchange(self._engine, self._metrics, answer, requests)
+        try:
+            exchange = Exchange(self._engine, self._metrics, answer, requests)
+        except ConfigError as error:  # more sequences than may ever wait
+            num_prompts = len(requests) // body.num_choices
+            too_many = "prompt" if num_prompts > self._engine.config.max_queue else "n"
+            raise BadRequest(str(error), param=too_many) from error
         return exchange.stream() if body.stream else await exchange.body(request)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hmac
+import re
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 
-from moe_infinity.errors import ConfigError
-from moe_infinity.server.prompts import BadRequest
+from moe_infinity.server.protocol import BadRequest
 from moe_infinity.server.sequences import Cancelled, DeadlineExceeded, EngineStopped, QueueFull
 
+KIND = re.compile(r"(constrained-)?str|.*\[.*")  # of several, as pydantic names it in a place
 RETRY_AFTER_S = 2  # about what one of a batch's answers takes; any number would do
 
 
@@ -47,8 +48,6 @@ def refused_by(error: BaseException) -> Refused:
     if isinstance(error, BadRequest):
         message = f"{error.param}: {error}" if error.param else str(error)
         return refuse(400, message, param=error.param, code=error.code)
-    if isinstance(error, ConfigError):
-        return refuse(400, f"n times prompts: {error}", param="n")
     if isinstance(error, QueueFull):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         kind = "rate_limit_error"
@@ -65,17 +64,20 @@ def refused_by(error: BaseException) -> Refused:
 
 def refused_by_fields(error: ValidationError) -> Refused:
     """400, naming the first field that is wrong."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = [str(part) for part in first["loc"]]
-    param = ".".join(place) or None
-    message = first["msg"]
-    if first["type"] == "extra_forbidden":
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    # A field of several kinds has errors as each of them: the kind that was meant got furthest.
+    of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+    told = max(of_field, key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
+    message = told["msg"]
+    if told["type"] == "extra_forbidden":
         message = "this field is not supported"
-    elif first["type"] == "literal_error":
+    elif told["type"] == "literal_error":
         message = f"not supported with this value: {message}"
-    return refuse(
-        400, f"{param}: {message}" if param else message, param=place[0] if place else None
-    )
+    if not told["loc"]:
+        return refuse(400, message)
+    param, *rest = map(str, told["loc"])
+    place = ".".join([param, *(part for part in rest if not KIND.fullmatch(part))])
+    return refuse(400, f"{place}: {message}", param=param)
 
 
 def refuse_other_sites(request: HttpRequest) -> None:

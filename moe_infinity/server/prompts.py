@@ -10,19 +10,17 @@ from typing import Any
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
-from moe_infinity.server.protocol import ChatBody, CompletionBody, GenerationBody, Message
+from moe_infinity.server.protocol import (
+    BadRequest,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+)
 from moe_infinity.server.sampling import Sampling
 from moe_infinity.server.sequences import Request
 
 COMPLETION_TOKENS = 16  # when /v1/completions does not say, as in OpenAI's
-
-
-class BadRequest(Exception):
-    """A field asks for what cannot be; the answer names it."""
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param, self.code = param, code
 
 
 @dataclass(frozen=True, slots=True)

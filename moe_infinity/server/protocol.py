@@ -1,7 +1,8 @@
 """What clients ask, in the words of OpenAI's API: a field is honoured, or refused by its name.
 
 A field with a single allowed value is one that clients send with its default; any other value of
-it asks for something this server does not do.
+it asks for something this server does not do. What is wrong between two fields is a BadRequest,
+which pydantic lets through as it is: an error of its own would name neither.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 # Digits enough for any vocabulary: int() refuses thousands of them, and that would be our error.
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class BadRequest(Exception):
+    """A field asks for what cannot be; the answer names it."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
 
 
 class Body(BaseModel):
@@ -51,7 +60,7 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for stream=true")
+            raise BadRequest("this is for stream=true", param="stream_options")
         return self
 
     @property
@@ -136,9 +145,10 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _logprobs_belong_together(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
+            raise BadRequest("this needs logprobs=true", param="top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens are the same: give one of them")
+            message = "this is the same as max_completion_tokens: give one of them"
+            raise BadRequest(message, param="max_tokens")
         return self
 
     @property
@@ -158,7 +168,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give one of prompt and messages")
+            raise BadRequest("give either this or messages", param="prompt")
         return self
 
 
