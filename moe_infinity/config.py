@@ -194,12 +194,11 @@ def _translate_legacy(options: dict[str, Any]) -> dict[str, Any]:
     """Honour or answer each key of the older config dict."""
     kept: dict[str, Any] = {}
     for name, value in options.items():
-        devices_bytes: list[int] = []
+        device_memory = None
         if name == "device_memory_ratio":
-            devices_bytes = device_memory_bytes(str(options.get("device", "auto")))
-        if devices_bytes:
-            sizes = [str(int(_ratio(name, value) * num_bytes)) for num_bytes in devices_bytes]
-            kept["device_memory"] = ",".join(sizes)
+            device_memory = memory_of_ratio(value, str(options.get("device", "auto")))
+        if device_memory is not None:
+            kept["device_memory"] = device_memory
         elif name in LEGACY_IGNORED:
             warnings.warn(
                 f"option {name!r} has no effect: {LEGACY_IGNORED[name]}", UserWarning, stacklevel=4
@@ -209,6 +208,13 @@ def _translate_legacy(options: dict[str, Any]) -> dict[str, Any]:
         else:
             kept[name] = value
     return kept
+
+
+def memory_of_ratio(ratio: Any, device: str) -> str | None:
+    """The device_memory of an older device_memory_ratio; None without a GPU. Raises ConfigError."""
+    share = _ratio("device_memory_ratio", ratio)
+    sizes = [str(int(share * num_bytes)) for num_bytes in device_memory_bytes(device)]
+    return ",".join(sizes) or None
 
 
 def _ratio(name: str, ratio: Any) -> float:

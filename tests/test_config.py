@@ -110,8 +110,16 @@ def test_a_key_of_the_older_config_without_effect_is_answered_by_a_warning(name)
 def test_the_older_share_of_device_memory_is_honoured_where_there_is_a_device(monkeypatch):
     monkeypatch.setattr("moe_infinity.config.device_memory_bytes", lambda device: [1 << 30])
     assert options({"device_memory_ratio": 0.75}).device_memory == str(3 << 28)
+
+
+@pytest.mark.parametrize("ratio", [75, 0, -1, "0.5", None, True, float("nan")])
+@pytest.mark.parametrize("devices_bytes", [[], [1 << 30]])
+def test_an_older_share_that_is_none_is_refused_with_and_without_a_device(
+    monkeypatch, ratio, devices_bytes
+):
+    monkeypatch.setattr("moe_infinity.config.device_memory_bytes", lambda device: devices_bytes)
     with pytest.raises(ConfigError, match="device_memory_ratio must be above 0"):
-        options({"device_memory_ratio": 75})
+        options({"device_memory_ratio": ratio})
 
 
 def test_the_older_share_is_of_each_of_several_devices(monkeypatch):

@@ -11,10 +11,9 @@ import argparse
 import sys
 
 from moe_infinity import cli
-from moe_infinity.config import LEGACY_IGNORED
+from moe_infinity.config import LEGACY_IGNORED, OffloadConfig, memory_of_ratio
+from moe_infinity.errors import ConfigError
 from moe_infinity.terminal import stderr
-
-OLD_OPTIONS = {"--offload-dir": "offload_path", "--device-memory-ratio": "device_memory_ratio"}
 
 
 def main() -> None:
@@ -24,14 +23,35 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--model", required=True, help="Checkpoint folder or hub id.")
-    for option, name in OLD_OPTIONS.items():
-        parser.add_argument(option, help=f"No effect: {LEGACY_IGNORED[name]}.")
+    parser.add_argument("--device", default="auto", help="Where to compute, as of serve.")
+    parser.add_argument("--offload-dir", help=f"No effect: {LEGACY_IGNORED['offload_path']}.")
+    parser.add_argument(
+        "--device-memory-ratio",
+        type=float,
+        help="Share of the GPU's memory for experts, above 0 and at most 1; without a GPU, no "
+        "effect. --device-memory says it in bytes.",
+    )
     options, others = parser.parse_known_args()
-    for option, name in OLD_OPTIONS.items():
-        if getattr(options, option.removeprefix("--").replace("-", "_")) is not None:
-            stderr.print(f"{option} has no effect: {LEGACY_IGNORED[name]}", soft_wrap=True)
-    sys.argv = ["moe-infinity", "serve", options.model, *others]
+    memory: list[str] = []
+    if options.offload_dir is not None:
+        tell_ignored("--offload-dir", "offload_path")
+    if options.device_memory_ratio is not None:
+        try:
+            device = OffloadConfig(device=options.device).device
+            size = memory_of_ratio(options.device_memory_ratio, device)
+        except ConfigError as error:
+            parser.error(str(error))
+        if size is None:
+            tell_ignored("--device-memory-ratio", "device_memory_ratio")
+        else:
+            memory = ["--device-memory", size]
+    device_options = ["--device", options.device, *memory]
+    sys.argv = ["moe-infinity", "serve", options.model, *device_options, *others]
     cli.main()
+
+
+def tell_ignored(option: str, name: str) -> None:
+    stderr.print(f"{option} has no effect: {LEGACY_IGNORED[name]}", soft_wrap=True)
 
 
 if __name__ == "__main__":
