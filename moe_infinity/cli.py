@@ -18,8 +18,8 @@ from rich.progress import Progress
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.cli_options import (
-    ApiKey,
     AsJson,
+    ChatKey,
     ChatModel,
     Device,
     DeviceMemory,
@@ -46,7 +46,7 @@ from moe_infinity.cli_options import (
 )
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.prefetch.predictors import FACTORS
-from moe_infinity.server.command import require_extra, serve
+from moe_infinity.server.command import chat_with_server, refuse_model_options, serve
 from moe_infinity.terminal import stderr, talk, write
 
 app = typer.Typer(
@@ -122,9 +122,10 @@ def run(
 
 @app.command()
 def chat(
+    context: typer.Context,
     model: ChatModel = None,
     url: Url = None,
-    api_key: ApiKey = None,
+    api_key: ChatKey = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -147,11 +148,8 @@ def chat(
     if (model is None) == (url is None):
         raise typer.BadParameter("give one of MODEL and --url")
     if url is not None:
-        require_extra(["httpx"])
-        from moe_infinity.server.client import ChatClient
-
-        client = ChatClient(url, api_key, max_new_tokens, temperature, top_p, seed)
-        talk(client.stream)
+        refuse_model_options(context)
+        chat_with_server(url, api_key, max_new_tokens, temperature, top_p, seed)
         return
     assert model is not None
     with open_model(

@@ -104,6 +104,14 @@ TopP = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed for sampling.")]
+ChatKey = Annotated[
+    str | None,
+    typer.Option(
+        help="With --url: key to show the server; better given by the environment, which `ps` "
+        "hides.",
+        envvar="MOE_INFINITY_API_KEY",
+    ),
+]
 ApiKey = Annotated[
     str | None,
     typer.Option(

@@ -1,4 +1,4 @@
-"""`moe-infinity serve`."""
+"""`moe-infinity serve`, and `chat --url`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from moe_infinity.cli_options import (
     TrustRemoteCode,
 )
 from moe_infinity.errors import ConfigError
+from moe_infinity.terminal import talk
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
-
+OF_CHAT_WITH_SERVER = ("url", "api_key", "max_new_tokens", "temperature", "top_p", "seed")
 
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")]
@@ -107,6 +108,37 @@ def serve(
     }
     with bound_sockets(config) as sockets, open_model(model, **options) as moe:
         serve_model(moe, config, sockets)
+
+
+def refuse_model_options(context: typer.Context) -> None:
+    """Raises ConfigError for options of `chat` that are about a model loaded here."""
+    given = [
+        option.opts[0]
+        for option in context.command.params
+        if option.name not in OF_CHAT_WITH_SERVER and _is_typed(context, option.name)
+    ]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: this is the server's to choose, not with --url")
+
+
+def _is_typed(context: typer.Context, name: str | None) -> bool:
+    source = context.get_parameter_source(name or "")
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def chat_with_server(
+    url: str,
+    api_key: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int | None,
+) -> None:
+    """Raises ConfigError without httpx, MoEInfinityError for what the server refuses."""
+    require_extra(["httpx"])
+    from moe_infinity.server.client import ChatClient
+
+    talk(ChatClient(url, api_key, max_new_tokens, temperature, top_p, seed).stream)
 
 
 def require_extra(needs: Sequence[str] = NEEDS) -> None:

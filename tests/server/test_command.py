@@ -40,6 +40,29 @@ def test_chat_wants_one_of_a_model_and_a_server(command, arguments):
     assert outcome.said("give one of MODEL and --url")
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--device", "cuda", "--prefetch"], "--device, --prefetch: "),
+        (["--device", "auto"], "--device: "),  # typed, though it is the default
+        (["--experts-implementation", "fast"], "--experts-implementation: "),
+        (["--static-cache"], "--static-cache: "),
+    ],
+)
+def test_options_of_a_model_are_refused_with_a_server(command, options, named):
+    outcome = command("chat", "--url", "http://127.0.0.1:1", *options, stdin="hello\n")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.said(f"error: {named}")
+
+
+def test_chat_and_serve_each_say_what_their_key_is_for(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown, wanted = command("chat", "--help").out, command("serve", "--help").out
+    assert "key to show the server" in " ".join(shown.split())
+    assert "Key that requests must bring" not in shown
+    assert "Key that requests must bring" in " ".join(wanted.split())
+
+
 def test_a_server_that_is_not_there_is_an_error_with_its_address(command):
     outcome = command("chat", "--url", "http://127.0.0.1:1", stdin="hello\n")
     assert outcome.code == 1
