@@ -88,9 +88,7 @@ class OffloadConfig:
         self._require_one_of("policy", POLICIES)
         is_list = isinstance(self.without, tuple | list)
         if not is_list or not all(name in FACTORS for name in self.without):
-            raise ConfigError(
-                f"without must name some of {', '.join(FACTORS)}, got {self.without!r}"
-            )
+            raise ConfigError(f"without names some of {', '.join(FACTORS)}, not {self.without!r}")
         if self.without and self.policy != ACTIVATION_AWARE:
             raise ConfigError(f"policy {self.policy} has no factors to leave out")
         self._require_one_of("dtype", DTYPES)
@@ -124,8 +122,7 @@ class OffloadConfig:
             raise ConfigError("device_memory is for a GPU; with device='cpu' use host_memory")
         if self.device == "cpu" and self.split_misses:
             raise ConfigError("split_misses is for a GPU; with device='cpu' all is the CPU's")
-        threads = self.num_read_threads
-        if type(threads) is not int or threads < 1:
+        if type(threads := self.num_read_threads) is not int or threads < 1:
             raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")
 
     @property

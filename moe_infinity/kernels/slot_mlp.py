@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import gcd, prod
 
 from moe_infinity.kernels.activation import Activation
@@ -124,22 +125,20 @@ def slot_mlp(
     down: StoredWeight,
     *,
     activation: Activation,
-    up_bias: Sequence[StoredPart] = (),
-    down_bias: StoredPart | None = None,
+    biases: Sequence[StoredPart] = (),
     is_interleaved: bool = False,
     weighs_input: bool = False,
 ) -> SlotMlp | None:
     """`up` is gate and up: two weights, or one with gate's rows before up's, or, interleaved, with
-    gate's rows and up's in turn; one weight without a gate. As many biases as weights, or none.
-    None: kernels cannot read it.
+    gate's rows and up's in turn; one weight without a gate. As many biases as weights, down's
+    last, or none. None: kernels cannot read it.
     """
-    biases: list[StoredPart | None] = [*up_bias] if up_bias else [None] * len(up)
     matrices = [_matrix(weight) for weight in (*up, down)]
-    if len(biases) != len(up) or None in matrices:
+    if len(biases) not in (0, len(matrices)) or None in matrices:
         return None
     *halves, last = [
         replace(matrix, bias=None if bias is None else _part(bias))
-        for matrix, bias in zip(matrices, (*biases, down_bias), strict=True)
+        for matrix, bias in zip_longest(matrices, biases)
         if matrix is not None
     ]
     is_gated = activation.is_gated
@@ -158,8 +157,9 @@ def slot_mlp(
     if (gate.num_rows, gate.num_columns) != (last.num_columns, last.num_rows):
         return None
     parts = [part for weight in (*up, down) for part in weight.parts.values()]
-    parts += [part for part in (*biases, down_bias) if part is not None]
-    num_bytes = max(part.offset + prod(part.shape) * part.dtype.itemsize for part in parts)
+    num_bytes = max(
+        part.offset + prod(part.shape) * part.dtype.itemsize for part in (*parts, *biases)
+    )
     return SlotMlp(gate, up_half, last, activation, num_bytes, weighs_input)
 
 

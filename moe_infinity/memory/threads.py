@@ -5,11 +5,11 @@ program: reads that do not end are left behind, and keep the memory that they wr
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
+from threading import Lock, Thread
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -25,8 +25,8 @@ class ReadThreads:
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads, self._name = num_threads, name
         self._waiting: Waiting = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
+        self._threads: list[Thread] = []
+        self._lock = Lock()
         self._end = weakref.finalize(self, self._waiting.put, None)  # once
 
     def submit(self, work: Work) -> None:
@@ -37,9 +37,7 @@ class ReadThreads:
             self._waiting.put(work)
             if len(self._threads) < self._num_threads:
                 name = f"{self._name}_{len(self._threads)}"
-                thread = threading.Thread(
-                    target=_run, args=(self._waiting,), name=name, daemon=True
-                )
+                thread = Thread(target=_run, args=(self._waiting,), name=name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
 

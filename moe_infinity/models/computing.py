@@ -122,15 +122,13 @@ def fused_row(row: ExpertsModule, recipes: RowRecipes) -> FusedExperts | None:
 def slot_row(row: ExpertsModule, recipes: RowRecipes) -> SlotMlp | None:
     """None if kernels of a device do not read its experts."""
     mlp = _two_products(row, recipes)
-    if mlp is None or len(mlp.down) != 1 or (mlp.biases and len(mlp.up) != 1):
+    if mlp is None or len(mlp.down) != 1:
         return None
-    up_bias, down_bias = mlp.biases or (None, None)
     return slot_mlp(
         mlp.up,
         mlp.down[0],
         activation=mlp.activation,
-        up_bias=[up_bias] if up_bias else [],
-        down_bias=down_bias,
+        biases=mlp.biases,
         is_interleaved=mlp.is_interleaved,
         weighs_input=row.adapter.weighs_input,
     )

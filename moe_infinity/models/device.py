@@ -42,10 +42,7 @@ class ComputeDevice:
             )
         self.device = self._links[0].device if self._links else torch.device("cpu")
         if config.experts_implementation == "fast" and not (self._links or has_packed_kernels()):
-            raise ConfigError(
-                "experts_implementation='fast' needs numba on a CPU\n"
-                "hint: pip install 'moe-infinity[cpu]'"
-            )
+            raise ConfigError("'fast' on a CPU needs numba\nhint: pip install 'moe-infinity[cpu]'")
         self.slots: DeviceSlots | None = None  # of all devices, once the plan is known
 
     def prepare(self, plan: Plan, dense_bytes: int) -> Plan:

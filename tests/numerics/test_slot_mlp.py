@@ -22,7 +22,7 @@ def test_what_kernels_do_not_read_is_refused():
     assert slot_mlp([down], down, activation=SILU) is None
     assert slot_mlp([gate_up] * 3, down, activation=SILU) is None
     assert slot_mlp([gate_up, gate_up], down, activation=SILU) is None
-    assert slot_mlp([gate_up], down, activation=SILU, up_bias=[gate_up.parts[""]] * 2) is None
+    assert slot_mlp([gate_up], down, activation=SILU, biases=[gate_up.parts[""]] * 3) is None
     for part in (
         StoredPart(0, torch.float32, (384, 160)),
         StoredPart(8, torch.bfloat16, (384, 160)),

@@ -79,14 +79,12 @@ class Experts(StoredExperts):
     def __init__(self, kind, width, expert_width, *, act=SILU, is_interleaved=False, **options):
         super().__init__(kind, width, expert_width, is_gated=act.is_gated, **options)
         *up, down = self.described
-        *up_bias, down_bias = self.described_biases if self.described_biases else (None,)
         mlp = slot_mlp(
             up,
             down,
             activation=act,
             is_interleaved=is_interleaved,
-            up_bias=up_bias,
-            down_bias=down_bias,
+            biases=self.described_biases,
         )
         assert mlp is not None
         self.mlp, self.act, self.is_interleaved = mlp, act, is_interleaved
