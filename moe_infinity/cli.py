@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
-from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
+from moe_infinity.cache.policies import POLICIES
 from moe_infinity.cli_options import (
     AsJson,
     ChatKey,
@@ -24,25 +24,19 @@ from moe_infinity.cli_options import (
     Device,
     DeviceMemory,
     Dtype,
-    EarlyGate,
-    ExpertDtype,
-    History,
     HostMemory,
-    Implementation,
     MaxNewTokens,
     Model,
-    Policy,
-    Prefetch,
     Prompt,
     Seed,
     ShowProfile,
     ShowReport,
-    SplitMisses,
     StaticCache,
     Temperature,
     TopP,
     TrustRemoteCode,
     Url,
+    with_model_options,
 )
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.prefetch.predictors import FACTORS
@@ -58,6 +52,7 @@ app = typer.Typer(
 
 
 @app.command()
+@with_model_options
 def run(
     model: Model,
     prompt: Prompt,
@@ -65,44 +60,19 @@ def run(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
-    device: Device = "auto",
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
-    policy: Policy = ACTIVATION_AWARE,
-    prefetch: Prefetch = False,
-    early_gate: EarlyGate = False,
-    split_misses: SplitMisses = False,
-    history: History = None,
-    dtype: Dtype = "auto",
-    expert_dtype: ExpertDtype = None,
-    implementation: Implementation = "auto",
     static_cache: StaticCache = False,
-    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text.")
     ] = False,
     report: ShowReport = False,
     profile: ShowProfile = False,
+    **options: Any,
 ) -> None:
     """Continue a prompt."""
     from moe_infinity.profiling import profiling
 
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    with open_model(
-        model,
-        device=device,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        policy=policy,
-        prefetch=prefetch,
-        early_gate=early_gate,
-        split_misses=split_misses,
-        history=history,
-        dtype=dtype,
-        expert_dtype=expert_dtype,
-        experts_implementation=implementation,
-        trust_remote_code=trust_remote_code,
-    ) as moe:
+    with open_model(model, **options) as moe:
         stream = moe.stream(
             text, **settings_of(max_new_tokens, temperature, top_p, seed, static_cache)
         )
@@ -121,6 +91,7 @@ def run(
 
 
 @app.command()
+@with_model_options
 def chat(
     context: typer.Context,
     model: ChatModel = None,
@@ -130,19 +101,8 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
-    device: Device = "auto",
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
-    policy: Policy = ACTIVATION_AWARE,
-    prefetch: Prefetch = False,
-    early_gate: EarlyGate = False,
-    split_misses: SplitMisses = False,
-    history: History = None,
-    dtype: Dtype = "auto",
-    expert_dtype: ExpertDtype = None,
-    implementation: Implementation = "auto",
     static_cache: StaticCache = False,
-    trust_remote_code: TrustRemoteCode = False,
+    **options: Any,
 ) -> None:
     """Talk to a model or a server; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
     if (model is None) == (url is None):
@@ -152,21 +112,7 @@ def chat(
         chat_with_server(url, api_key, max_new_tokens, temperature, top_p, seed)
         return
     assert model is not None
-    with open_model(
-        model,
-        device=device,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        policy=policy,
-        prefetch=prefetch,
-        early_gate=early_gate,
-        split_misses=split_misses,
-        history=history,
-        dtype=dtype,
-        expert_dtype=expert_dtype,
-        experts_implementation=implementation,
-        trust_remote_code=trust_remote_code,
-    ) as moe:
+    with open_model(model, **options) as moe:
         if moe.tokenizer.chat_template is None:
             raise MoEInfinityError(f"{model} has no chat template; use `moe-infinity run`")
         settings = settings_of(max_new_tokens, temperature, top_p, seed, static_cache)
@@ -239,7 +185,6 @@ def trace(
     device: Device = "auto",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
-    policy: Policy = ACTIVATION_AWARE,
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -253,7 +198,6 @@ def trace(
             device=device,
             device_memory=device_memory,
             host_memory=host_memory,
-            policy=policy,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
         ) as moe,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from moe_infinity.cache.policies import POLICIES
+from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 
 
 def above_zero(value: float) -> float:
@@ -119,3 +122,36 @@ ApiKey = Annotated[
         envvar="MOE_INFINITY_API_KEY",
     ),
 ]
+
+
+def _of_model(
+    device: Device = "auto",
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    policy: Policy = ACTIVATION_AWARE,
+    prefetch: Prefetch = False,
+    early_gate: EarlyGate = False,
+    split_misses: SplitMisses = False,
+    history: History = None,
+    dtype: Dtype = "auto",
+    expert_dtype: ExpertDtype = None,
+    experts_implementation: Implementation = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """What `with_model_options` adds: options of OffloadConfig, by its names."""
+
+
+def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command of a model that is opened here: what follows its own options comes to it as
+    `**options`, ready for `MoE(...)`.
+    """
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        command(**given)
+
+    own = signature(command, eval_str=True).parameters.values()
+    of_model = signature(_of_model, eval_str=True).parameters.values()
+    merged = [*(option for option in own if option.kind is not option.VAR_KEYWORD), *of_model]
+    vars(run)["__signature__"] = Signature(merged)
+    return run

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from moe_infinity.cache.policies import ACTIVATION_AWARE
-from moe_infinity.cli_options import (
-    ApiKey,
-    Device,
-    DeviceMemory,
-    Dtype,
-    EarlyGate,
-    ExpertDtype,
-    History,
-    HostMemory,
-    Implementation,
-    Model,
-    Policy,
-    Prefetch,
-    SplitMisses,
-    TrustRemoteCode,
-)
+from moe_infinity.cli_options import ApiKey, Model, with_model_options
 from moe_infinity.errors import ConfigError
 from moe_infinity.terminal import talk
 
@@ -53,6 +37,7 @@ Deadline = Annotated[
 MaxBody = Annotated[int, typer.Option(min=1, help="Bytes of a request.")]
 
 
+@with_model_options
 def serve(
     model: Model,
     host: Host = "127.0.0.1",
@@ -66,18 +51,7 @@ def serve(
     prefill_chunk: PrefillChunk = 512,
     deadline: Deadline = 600.0,
     max_body: MaxBody = 4 << 20,
-    device: Device = "auto",
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
-    policy: Policy = ACTIVATION_AWARE,
-    prefetch: Prefetch = False,
-    early_gate: EarlyGate = False,
-    split_misses: SplitMisses = False,
-    history: History = None,
-    dtype: Dtype = "auto",
-    expert_dtype: ExpertDtype = None,
-    implementation: Implementation = "auto",
-    trust_remote_code: TrustRemoteCode = False,
+    **options: Any,
 ) -> None:
     """Serve a model to several users over OpenAI's API, with a page at /."""
     require_extra()
@@ -92,20 +66,6 @@ def serve(
         host=host, port=port, api_key=api_key, model_name=served_name, max_context=max_context,
         max_new_tokens=max_new_tokens, max_body_bytes=max_body, engine=engine,
     )  # fmt: skip
-    options = {
-        "device": device,
-        "device_memory": device_memory,
-        "host_memory": host_memory,
-        "policy": policy,
-        "prefetch": prefetch,
-        "early_gate": early_gate,
-        "split_misses": split_misses,
-        "history": history,
-        "dtype": dtype,
-        "expert_dtype": expert_dtype,
-        "experts_implementation": implementation,
-        "trust_remote_code": trust_remote_code,
-    }
     with bound_sockets(config) as sockets, open_model(model, **options) as moe:
         serve_model(moe, config, sockets)
 
