@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from moe_infinity.errors import TraceError
+from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Phase
 from moe_infinity.trace.recorder import Recorder, Step
 from moe_infinity.trace.tracefile import SequenceTrace
@@ -235,6 +235,13 @@ def test_tokens_are_kept_from_begin_tokens_on_in_the_middle_of_a_request_too(rec
     kept = [run(recorder, decode_of(1, token_ids_T=[9 + i]), seed=i) for i in (1, 2)]
     (trace,) = recorder.finish_tokens()
     assert_trace(trace, np.concatenate(kept), [10, 11], num_prefill=0)
+
+
+def test_tokens_are_kept_for_one_at_a_time(recorder):
+    recorder.begin_tokens()
+    with pytest.raises(ConfigError, match="already"):
+        recorder.begin_tokens()
+    assert recorder.finish_tokens() == []
 
 
 def test_no_tokens_are_kept_without_begin_tokens(recorder):
