@@ -19,6 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ try:
     from moe_infinity.kernels import experts_work
     from moe_infinity.kernels.experts_work import BIASES, NO_BIAS, Call, Weights, job_for
     from moe_infinity.kernels.packed_rows import row_function
+    from moe_infinity.kernels.packed_words import BLOCK_ROWS
     from moe_infinity.kernels.row_steps import (
         Arrangement,
         Fixed,
@@ -76,6 +78,8 @@ def fused_experts(
         return None
     if biases and (biases[0].dtype not in BIASES or biases[0].dtype != biases[1].dtype):
         return None
+    if biases and {up[0].kind, down[0].kind} & {*WORDS}:  # rows of two blocks would have it twice
+        return None
     return FusedExperts(
         Side.of(up, up_steps, up_rows),
         Side.of(down, down_steps, width),
@@ -107,7 +111,9 @@ def _step(weight: StoredWeight) -> Step | None:
     if weight.kind in PLAIN:
         if stored == {"": (PLAIN[weight.kind], (rows, columns))} and not weight.is_transposed:
             step = step_for(weight.kind, columns, group=columns, scale=None)
-    elif weight.kind not in WORDS and (block := block_of(weight)) is not None:
+    elif (block := block_of(weight)) is not None and (rows >= BLOCK_ROWS.get(weight.kind, 1)):
+        if weight.groups is not None and block[1] < columns:
+            return None
         assert weight.scale is not None, weight  # block_of has seen it
         has_zeros, scale = weight.zeros is not None, weight.scale.dtype
         scale = torch.uint8 if scale in EXPONENTS else scale
@@ -134,7 +140,9 @@ class Side:
             told = _fixed(weight, step)._replace(out_bytes=4 * num_rows)
             row[:] = told
             functions = [row_function(step._replace(num_tokens=n)).address for n in (1, 2)]
-            at_once = max(1, BLOCK_BYTES // told.row_bytes)
+            values, unit = weight.values, BLOCK_ROWS.get(weight.kind, 1)
+            row_bytes = prod(values.shape) * values.dtype.itemsize // weight.shape[0]
+            at_once = max(1, BLOCK_BYTES // (row_bytes * unit)) * unit
             for first in range(0, weight.shape[0], at_once):
                 last = min(first + at_once, weight.shape[0])
                 at = row.ctypes.data

@@ -29,11 +29,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.kernels import unpack
+from moe_infinity.kernels.stored import WORDS
 
 try:
-    from moe_infinity.kernels import packed_rows, packed_words
-    from moe_infinity.kernels.packed_words import AWQ_ROWS, BLOCK_ROWS
-    from moe_infinity.kernels.row_steps import NIBBLE_UNITS, arranged, fixed_for, step_for
+    from moe_infinity.kernels import packed_rows
+    from moe_infinity.kernels.packed_words import BLOCK_ROWS
+    from moe_infinity.kernels.row_steps import arranged, fixed_for, step_for
     from moe_infinity.kernels.vectors import NIBBLES
 except ImportError as error:
     raise ImportError(
@@ -42,14 +43,13 @@ except ImportError as error:
     ) from error
 
 PIECES = 4  # per thread, so that one that starts late finds less left to do
-AWQ_PLACES = [AWQ_ROWS.index(row) for row in range(NIBBLES)]
 MIN_SHARED_BYTES = 4 << 20  # a weight of 1.5 MB took longer shared: 0.33 ms instead of 0.29
 Call = Callable[[int, int], None]
 
 
 def int8(x_TC: Tensor, weight_RC: Tensor, scales_R1: Tensor) -> Tensor:
     """compressed-tensors int-quantized, symmetric, one scale per row."""
-    out_TR = _rows("int8", x_TC, weight_RC, scales_R1, (1, weight_RC.shape[1]))
+    out_TR = _product("int8", x_TC, weight_RC, scales_R1, (1, weight_RC.shape[1]))
     if out_TR is None:
         return _plain(x_TC, weight_RC.to(torch.float32) * scales_R1.to(torch.float32))
     return out_TR
@@ -61,7 +61,7 @@ def fp8(x_TC: Tensor, weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, in
         scales_rc = scales_rc.view(torch.uint8)
     if scales_rc.dim() != 2:
         scales_rc = scales_rc.reshape(1, 1)
-    out_TR = _rows("fp8", x_TC, weight_RC, scales_rc, block)
+    out_TR = _product("fp8", x_TC, weight_RC, scales_rc, block)
     if out_TR is None:
         return _plain(x_TC, unpack.fp8(weight_RC, scales_rc, block, torch.float32))
     return out_TR
@@ -72,7 +72,7 @@ def int4_rows(
 ) -> Tensor:
     """compressed-tensors pack-quantized; see unpack.int4_rows. Not rounded to the scale's dtype."""
     group = NIBBLES * packed_RW.shape[1] // scales_RG.shape[1]
-    out_TR = _rows("nibbles", x_TC, packed_RW, scales_RG, (1, group), zeros_WG)
+    out_TR = _product("nibbles", x_TC, packed_RW, scales_RG, (1, group), zeros_WG)
     if out_TR is None:
         weight_RC = unpack.int4_rows(packed_RW, scales_RG.float(), zeros_WG, torch.float32)
         return _plain(x_TC, weight_RC)
@@ -81,7 +81,7 @@ def int4_rows(
 
 def mxfp4(x_TC: Tensor, blocks_RGB: Tensor, scales_RG: Tensor) -> Tensor:
     """gpt-oss: x_TC times unpack.mxfp4, which is [C, R] already."""
-    out_TR = _rows("mxfp4", x_TC, blocks_RGB.flatten(1), scales_RG, (1, 32))
+    out_TR = _product("mxfp4", x_TC, blocks_RGB.flatten(1), scales_RG, (1, 32))
     if out_TR is None:
         return _plain(x_TC, unpack.mxfp4(blocks_RGB, scales_RG, torch.float32).t())
     return out_TR
@@ -91,35 +91,33 @@ def _plain(x_TC: Tensor, weight_RC: Tensor) -> Tensor:
     return (x_TC.to(torch.float32) @ weight_RC.t()).to(x_TC.dtype)
 
 
-# Row formats
-
-
-def _rows(
+def _product(
     kind: str,
     x_TC: Tensor,
     weight: Tensor,
     scales: Tensor,
     block: tuple[int, int],
-    zeros_WG: Tensor | None = None,
+    zeros: Tensor | None = None,
 ) -> Tensor | None:
     """None: the shape fits no step."""
     step = step_for(
-        kind, x_TC.shape[1], group=block[1], scale=scales.dtype, has_zeros=zeros_WG is not None
+        kind, x_TC.shape[1], group=block[1], scale=scales.dtype, has_zeros=zeros is not None
     )
     if step is None:
         return None
     weight, scales = weight.contiguous(), scales.contiguous()
-    zeros_WG = None if zeros_WG is None else zeros_WG.contiguous()
+    zeros = None if zeros is None else zeros.contiguous()
+    num_rows = scales.shape[1] if kind in WORDS else len(weight)
     x = arranged(_floats(x_TC), step)
-    out_TR = np.empty((len(x), len(weight)), np.float32)
+    out_TR = np.empty((len(x), num_rows), np.float32)
     x_at, out_at = x.ctypes.data, out_TR.ctypes.data
     kernels = [
         (t, packed_rows.row_kernel(step._replace(num_tokens=count))) for t, count in _portions(x)
     ]
-    fixed = fixed_for(step, (len(weight), x_TC.shape[1]), block, len(scales))._replace(
+    fixed = fixed_for(step, (num_rows, x_TC.shape[1]), block, len(scales))._replace(
         weight=weight.data_ptr(),
         scales=scales.data_ptr(),
-        zeros=0 if zeros_WG is None else zeros_WG.data_ptr(),
+        zeros=0 if zeros is None else zeros.data_ptr(),
         out_bytes=out_TR.strides[0],
     )
 
@@ -127,7 +125,7 @@ def _rows(
         for t, kernel in kernels:
             kernel(first, last, x_at + t * fixed.x_bytes, out_at + t * fixed.out_bytes, fixed)
 
-    _share(call, len(weight), 1, weight.numel() * weight.itemsize)
+    _share(call, num_rows, BLOCK_ROWS.get(kind, 1), weight.numel() * weight.itemsize)
     return torch.from_numpy(out_TR).to(x_TC.dtype)
 
 
@@ -145,60 +143,30 @@ def _floats(x_TC: Tensor) -> NDArray[np.float32]:
 
 def gptq(x_TC: Tensor, parts: dict[str, Tensor], *, adds_one_to_zeros: bool) -> Tensor:
     """qweight [C/8, R], qzeros [G, R/8], scales [G, R], perhaps g_idx [C]; see unpack.gptq."""
-    groups_C, (num_groups, num_rows) = parts.get("g_idx"), parts["scales"].shape
-    fits = num_rows >= BLOCK_ROWS["gptq"] and len(parts["qweight"]) % num_groups == 0
-    if not fits or (groups_C is not None and not unpack._is_in_order(groups_C, num_groups)):
+    groups_C, out_TR = parts.get("g_idx"), None
+    if groups_C is None or unpack._is_in_order(groups_C, len(parts["scales"])):
+        out_TR = _words("gptq" if adds_one_to_zeros else "gptq_v2", x_TC, parts)
+    if out_TR is None:
         parts = parts | {"scales": parts["scales"].float()}
         weight_RC = unpack.gptq(parts, torch.float32, adds_one_to_zeros=adds_one_to_zeros)
         return _plain(x_TC, weight_RC)
-    zeros_GW = parts["qzeros"] + 0x11111111 if adds_one_to_zeros else parts["qzeros"]
-    return _words("gptq", x_TC, parts, zeros_GW)
+    return out_TR
 
 
 def awq(x_TC: Tensor, parts: dict[str, Tensor]) -> Tensor:
     """qweight [C, R/8], qzeros [G, R/8], scales [G, R]; see unpack.awq."""
-    num_groups, num_rows = parts["scales"].shape
-    if num_rows < BLOCK_ROWS["awq"] or len(parts["qweight"]) % num_groups:
+    out_TR = _words("awq", x_TC, parts)
+    if out_TR is None:
         return _plain(x_TC, unpack.awq(parts | {"scales": parts["scales"].float()}, torch.float32))
-    return _words("awq", x_TC, parts, parts["qzeros"])
+    return out_TR
 
 
-def _words(kind: str, x_TC: Tensor, parts: dict[str, Tensor], zeros_GW: Tensor) -> Tensor:
-    words, zeros_GW = parts["qweight"].contiguous(), zeros_GW.contiguous()
-    scales_GR = parts["scales"].to(torch.float32).contiguous()
-    num_groups, num_rows = scales_GR.shape
-    x = _floats(x_TC)
-    sums = x.reshape(len(x), num_groups, -1).sum(axis=2)
-    if kind == "gptq":
-        x = (x.reshape(len(x), -1, NIBBLES) * NIBBLE_UNITS).reshape(x.shape)
-    out_TR = np.empty((len(x), num_rows), np.float32)
-    x_at, out_at = x.ctypes.data, out_TR.ctypes.data
-    fixed = packed_words.Fixed(
-        words=words.data_ptr(),
-        scales=scales_GR.data_ptr(),
-        zeros=zeros_GW.data_ptr(),
-        sums=sums.ctypes.data,
-        line_bytes=words.stride(0) * words.itemsize,
-        num_rows=num_rows,
-        num_groups=num_groups,
-        num_lines=len(words) // num_groups,
-        x_bytes=x.strides[0],
-        out_bytes=out_TR.strides[0],
-    )
-    kernels = [
-        (t, packed_words.word_kernel(kind, count), fixed._replace(sums=sums[t:].ctypes.data))
-        for t, count in _portions(x)
-    ]
-
-    def call(first: int, last: int) -> None:
-        for t, kernel, fixed in kernels:
-            kernel(first, last, x_at + t * fixed.x_bytes, out_at + t * fixed.out_bytes, fixed)
-
-    _share(call, num_rows, BLOCK_ROWS[kind], words.numel() * words.itemsize)
-    if kind == "awq":
-        by_place = out_TR.reshape(len(x), NIBBLES, -1)[:, AWQ_PLACES]
-        out_TR = by_place.transpose(0, 2, 1).reshape(len(x), num_rows)
-    return torch.from_numpy(out_TR).to(x_TC.dtype)
+def _words(kind: str, x_TC: Tensor, parts: dict[str, Tensor]) -> Tensor | None:
+    (num_groups, num_rows), num_columns = parts["scales"].shape, x_TC.shape[1]
+    if num_rows < BLOCK_ROWS[kind] or num_columns % num_groups:
+        return None
+    block = 1, num_columns // num_groups
+    return _product(kind, x_TC, parts["qweight"], parts["scales"], block, parts["qzeros"])
 
 
 # Threads

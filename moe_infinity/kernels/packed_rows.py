@@ -1,6 +1,6 @@
-"""The inner loop of weights that lie row by row, for packed_cpu.py and experts_cpu.py, as vector
-instructions. LLVM finds worse ones by itself: with sums across lanes at every group, or scales
-spread in memory.
+"""The inner loop of weights for packed_cpu.py and experts_cpu.py, as vector instructions; of those
+that lie column by column it is in packed_words.py. LLVM finds worse ones by itself: with sums
+across lanes at every group, or scales spread in memory.
 
     for each row    for each step of 64 bytes or so    values x x, times scale, onto 16 sums
 
@@ -12,12 +12,13 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
-import torch
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from moe_infinity.kernels.packed_words import STORED, emit_words, scales_of
 from moe_infinity.kernels.row_steps import BITS, Fixed, Step
+from moe_infinity.kernels.stored import WORDS
 from moe_infinity.kernels.vectors import (
     F32,
     FLOATS,
@@ -29,7 +30,6 @@ from moe_infinity.kernels.vectors import (
     all_lanes,
     fma,
     from_bfloat,
-    from_exponent,
     from_half,
     load,
     nibbles_of,
@@ -102,6 +102,9 @@ def _emit_rows(step: Step, context: Any, b: Any, _: Any, args: Any) -> Any:
 
 def _emit_loop(step: Step, b: Any, first: Any, last: Any, x: Any, out: Any, a: Fixed) -> None:
     """out[t, row] = the sum over steps of scale x (values x x[t]), for rows [first, last)."""
+    if step.kind in WORDS:
+        emit_words(step, b, first, last, x, out, a)
+        return
     tokens = range(step.num_tokens)
     last_offset = b.sub(a.row_bytes, I64(step.num_bytes))
     with cgutils.for_range_slice(b, first, last, I64(1), intp=I64) as (row, _):
@@ -175,13 +178,7 @@ def _scales(b: Any, step: Step, a: Fixed, row: Any, scale_idx: Any) -> Any:
     at = b.add(a.scales, b.mul(b.udiv(row, a.block_rows), a.scales_bytes))
     assert step.scale is not None, step
     at = b.add(at, b.mul(scale_idx, I64(step.scale.itemsize)))
-    stored = {4: F32, 2: I16, 1: I8}[step.scale.itemsize]
-    scales = load(b, at, 0, stored, step.num_scales)
-    if step.scale == torch.float32:
-        return scales
-    if step.scale == torch.float16:
-        return from_half(b, scales)
-    return from_bfloat(b, scales) if step.scale == torch.bfloat16 else from_exponent(b, scales)
+    return scales_of(b, step.scale, load(b, at, 0, STORED[step.scale.itemsize], step.num_scales))
 
 
 def _zeros(b: Any, step: Step, a: Fixed, row: Any, scale_idx: Any) -> list[Any]:

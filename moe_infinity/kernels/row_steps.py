@@ -1,8 +1,9 @@
-"""How a product with a weight that lies row by row goes along a row, and how x is arranged for it;
-packed_rows.py has the machine code.
+"""How a product goes along the columns of a weight, and how x is arranged for it; packed_rows.py
+and packed_words.py have the machine code.
 
-A step is `num_vectors` vectors of LANES weights, and x comes arranged as they come out of decoding.
-The last step of a row may overlap the one before: x is 0 where it does.
+A step is `num_vectors` vectors of LANES columns, and x comes arranged as weights come out of
+decoding; of WORDS, which lie column by column, a step is a group. The last step of a row may
+overlap the one before: x is 0 where it does.
 
 Legend: T tokens, C columns (inputs) of a weight.
 """
@@ -17,10 +18,15 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from moe_infinity.kernels.stored import WORDS
 from moe_infinity.kernels.unpack import ZERO_OF_SYMMETRIC
 from moe_infinity.kernels.vectors import LANES, NIBBLES, float_at, put_float
 
-BITS = {"nibbles": 4, "mxfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "f16": 16, "f32": 32}
+BITS = {
+    "nibbles": 4, "mxfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "f16": 16, "f32": 32,
+    **dict.fromkeys(WORDS, 4),
+}  # fmt: skip
+SUMMED = ("nibbles", *WORDS)  # zeros times the sum of x are taken from a product
 NIBBLE_UNITS = np.array([*(16.0**-k for k in range(NIBBLES - 1)), 1.0], np.float32)
 PER_LANE = {"nibbles": 8, "mxfp4": 4}  # columns that are decoded from one lane
 LACKS = {"fp8": 2.0**8, "mxfp4": 2.0**14}  # what decoding leaves to x
@@ -29,7 +35,7 @@ LACKS = {"fp8": 2.0**8, "mxfp4": 2.0**14}  # what decoding leaves to x
 class Step(NamedTuple):
     """What the inner loop does; a kernel is compiled for each that occurs."""
 
-    kind: str  # int8, fp8, nibbles or mxfp4; bf16, f16 or f32 as it is
+    kind: str  # of BITS; nibbles are int4
     num_vectors: int  # decoded at a step
     num_scales: int  # loaded at a step: more than one where groups are shorter than a step
     scale: torch.dtype | None  # a float of 2 or 4 bytes, or uint8 for an exponent; None: no scales
@@ -46,8 +52,8 @@ class Step(NamedTuple):
 
     @property
     def num_x(self) -> int:
-        """Vectors of x at a step; nibbles have their sum, too."""
-        return self.num_vectors + (self.kind == "nibbles")
+        """Vectors of x at a step, perhaps with their sum."""
+        return self.num_vectors + (self.kind in SUMMED)
 
 
 class Fixed(NamedTuple):
@@ -58,10 +64,10 @@ class Fixed(NamedTuple):
     weight: Any
     scales: Any
     zeros: Any  # words [rows / 8, groups]; anything if there are none
-    row_bytes: Any  # of weight
+    row_bytes: Any  # of weight; of words, of a line: a word of every row, or of every eighth
     x_bytes: Any  # of a token
     out_bytes: Any  # of a token
-    scales_bytes: Any  # of a row of scales
+    scales_bytes: Any  # of a row of scales; of words, of a group
     block_rows: Any  # that share a row of scales
     num_steps: Any
     inverse: Any  # 2 ** 32 over the steps that share a scale, and 1
@@ -91,6 +97,8 @@ def _num_vectors(kind: str, num_columns: int, num_groups: int, group: int) -> in
         width = LANES * NIBBLES
         fits = num_groups == 1 or group in (32, 64) or group % width == 0
         return NIBBLES if num_columns >= width and fits else None
+    if kind in WORDS:
+        return group // LANES if group % LANES == 0 else None
     if kind == "mxfp4":
         return 4 if num_groups > 1 else None
     for num_vectors in (8, 4, 2) if BITS[kind] == 8 else (4, 2, 1):
@@ -109,15 +117,18 @@ def fixed_for(
     num_rows, num_columns = shape_RC
     num_steps = -(-num_columns // step.num_columns)
     num_groups = -(-num_columns // block[1])
+    row_bytes, num_scales = num_columns * BITS[step.kind] // 8, num_groups
+    if step.kind in WORDS:
+        row_bytes, num_scales = num_rows // 2 if step.kind == "awq" else num_rows * 4, num_rows
     per_scale = step.num_scales * block[1] // step.num_columns if num_groups > 1 else num_steps
     return Fixed(
         weight=0,
         scales=0,
         zeros=0,
-        row_bytes=num_columns * BITS[step.kind] // 8,
+        row_bytes=row_bytes,
         x_bytes=num_steps * step.num_x * LANES * 4,
         out_bytes=0,
-        scales_bytes=0 if step.scale is None else num_groups * step.scale.itemsize,
+        scales_bytes=0 if step.scale is None else num_scales * step.scale.itemsize,
         block_rows=block[0] if num_scale_rows > 1 else num_rows,
         num_steps=num_steps,
         inverse=(1 << 32) // per_scale + 1,
@@ -131,10 +142,10 @@ class Arrangement(NamedTuple):
     num_columns: int
     num_steps: int
     num_vectors: int  # of x at a step
-    has_sum: int  # of x less one of its vectors: nibbles have one for their zeros
+    has_sum: int  # one of the vectors is for zeros: what they stand for times the sum of x, less
     per_lane: int  # neighbouring columns that lie in the same lane of neighbouring vectors
     zero: int  # the nibble that stands for 0, or 1 if zeros are stored
-    factors: int  # address of what decoding leaves out, by vector
+    factors: int  # address of what decoding leaves out, by vector and lane
 
     @property
     def row_shape(self) -> tuple[int, int, int]:
@@ -161,8 +172,10 @@ def arrangement_for(step: Step, num_columns: int) -> Arrangement:
 @cache
 def _factors(kind: str, num_vectors: int) -> NDArray[np.float32]:
     if kind == "nibbles":
-        return NIBBLE_UNITS
-    return np.full(num_vectors, LACKS.get(kind, 1.0), np.float32)
+        return np.repeat(NIBBLE_UNITS, LANES)
+    if kind.startswith("gptq"):
+        return np.tile(NIBBLE_UNITS, num_vectors * LANES // NIBBLES)
+    return np.full(num_vectors * LANES, LACKS.get(kind, 1.0), np.float32)
 
 
 def arranged(x_TC: NDArray[np.float32], step: Step) -> NDArray[np.float32]:
@@ -189,11 +202,12 @@ def arrange(x, x_bytes, out, num_rows, places):  # type: ignore[no-untyped-def]
             for lane in range(places.has_sum * LANES):
                 put_float(sums, lane, np.float32(0))
             for k in range(weights_of_step):
-                factor, place = float_at(places.factors, k), k % places.per_lane
+                place = k % places.per_lane
                 first = start + (k - place) * LANES + place
                 for lane in range(LANES):
                     column = first + lane * places.per_lane
                     value = float_at(x, column) if column >= counted else np.float32(0)
+                    factor = float_at(places.factors, k * LANES + lane)
                     put_float(out, k * LANES + lane, value * factor)
                     if places.has_sum:
                         total = float_at(sums, lane) - np.float32(places.zero) * value

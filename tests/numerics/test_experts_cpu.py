@@ -33,6 +33,9 @@ KINDS = [
     "fp8 blocks",
     "fp8 rows",
     "mxfp4",
+    "gptq 32 in",
+    "gptq_v2 64",
+    "awq 32",
 ]
 SILU = Activation("silu")
 LIMITED = Activation("silu", alpha=1.5, shift=0.5, limit=3.0)
@@ -171,7 +174,16 @@ def test_activations_are_their_definition(act):
 
 @pytest.mark.parametrize(
     ("kind", "width", "expert_width"),
-    [("bf16", 200, 72), ("bf16", 33, 17), ("f16", 1000, 40), ("int8", 200, 72), ("int8", 1000, 40)],
+    [
+        ("bf16", 200, 72),
+        ("bf16", 33, 17),
+        ("f16", 1000, 40),
+        ("int8", 200, 72),
+        ("int8", 1000, 40),
+        ("gptq 16", 144, 80),
+        ("gptq 144 any", 144, 144),
+        ("awq 16", 144, 208),
+    ],
 )
 def test_rows_of_a_weight_may_have_any_length(kind, width, expert_width):
     experts = Experts(kind, width, expert_width)
@@ -179,10 +191,11 @@ def test_rows_of_a_weight_may_have_any_length(kind, width, expert_width):
     assert experts.largest_error(experts.compute(x, STARTS), x, STARTS) < 1
 
 
-def test_many_blocks_give_what_one_thread_gives_bit_for_bit(monkeypatch):
+@pytest.mark.parametrize("kind", ["bf16", "gptq 32", "awq 32"])
+def test_many_blocks_give_what_one_thread_gives_bit_for_bit(kind, monkeypatch):
     """And rows give the same alone, in other company, and as one row that all experts share."""
     monkeypatch.setattr("moe_infinity.kernels.experts_cpu.BLOCK_BYTES", 1 << 10)
-    experts = Experts("bf16", 160, 192)
+    experts = Experts(kind, 160, 192)
     x = torch.randn(1, 160).expand(4, -1)
     shared = experts.compute(x, [0, 1, 2, 3, 4])
     assert torch.equal(experts.compute(x.clone(), [0, 1, 2, 3, 4]), shared)
@@ -194,8 +207,9 @@ def test_many_blocks_give_what_one_thread_gives_bit_for_bit(monkeypatch):
         assert torch.equal(experts.compute(x[:1], [0, 1], (i,)), shared[i : i + 1])
 
 
-def test_the_tolerance_rejects_swapped_experts_and_rows_and_gate_for_up():
-    experts = Experts("int4 32", 160, 192, splits=True)
+@pytest.mark.parametrize("kind", ["int4 32", "gptq 32", "awq 32"])
+def test_the_tolerance_rejects_swapped_experts_and_rows_and_gate_for_up(kind):
+    experts = Experts(kind, 160, 192, splits=True)
     x = torch.randn(11, 160)
     found = experts.compute(x, STARTS)
     other = experts.compute(x, STARTS, (1, 0, 2, 3))
@@ -242,5 +256,10 @@ def test_what_kernels_do_not_read_is_refused():
     up_bias, down_bias = biased.described_biases
     for wrong in ([up_bias], [up_bias, replace(down_bias, dtype=torch.float16)]):
         assert fused_experts([gate_up], [down], SILU, biases=wrong) is None
+    assert Experts("gptq 32 any", 160, 192).fused is None
+    assert Experts("awq 16", 160, 48).fused is None  # fewer rows than a block has
+    words = Experts("gptq 32", 160, 192, has_bias=True)
+    assert fused_experts(words.described[:1], words.described[1:], SILU) is not None
+    assert words.fused is None
     whole = [replace(part, dtype=torch.int32) for part in (up_bias, down_bias)]
     assert fused_experts([gate_up], [down], SILU, biases=whole) is None
