@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from moe_infinity import MoE
 from moe_infinity.kernels import graphed_step
 from moe_infinity.kernels.slot_kernels import SlotRows
 from moe_infinity.models.device import ComputeDevice
-from tests.fast_device import STATIC
+from tests.fast_device import STATIC, bring_every_expert, on_device
 from tests.on_device import LONG_PROMPT, PROMPT
 
 aten: Any = torch.ops.aten
@@ -121,6 +122,20 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
 
 # What is compared
+
+
+@torch.no_grad()
+def without_and_with_graph(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, run: Callable[[MoE], list[Tensor]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What `run` gives of a model all of whose experts have slots."""
+    found = []
+    for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
+        with monkeypatch.context() as patch, on_device(folder, "100%", "100%") as moe:
+            patch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
+            bring_every_expert(moe)
+            found.append(run(moe))
+    return found[0], found[1]
 
 
 @torch.no_grad()

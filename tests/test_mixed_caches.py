@@ -14,11 +14,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import StaticCache, StoppingCriteria
 
-from moe_infinity.kernels import cache_state, graphed_step
+from moe_infinity import MoE
+from moe_infinity.kernels import cache_state
 from moe_infinity.kernels.cache_state import Before
 from tests.fast_device import bring_every_expert, on_device
 from tests.on_device import LONG_PROMPT, PROMPT
-from tests.recorded_graph import beams, conversation, logits, record_graphs, without_graphs
+from tests.recorded_graph import (
+    beams,
+    conversation,
+    logits,
+    record_graphs,
+    without_and_with_graph,
+    without_graphs,
+)
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 
@@ -89,14 +97,8 @@ def test_one_graph_of_a_request_has_the_bits_of_no_graph(folder_of, expected, na
 
 @pytest.mark.parametrize("run", [conversation, beams])
 @pytest.mark.parametrize("name", ONE_FAST)
-@torch.no_grad()
 def test_a_second_turn_is_captured_and_beams_are_not(folder_of, graphs, monkeypatch, name, run):
-    found = []
-    for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
-        monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
-        with on_device(folder_of(name), "100%", "100%") as moe:
-            bring_every_expert(moe)
-            found.append(run(moe))
+    found = without_and_with_graph(monkeypatch, folder_of(name), run)
     assert all(map(torch.equal, *found))
     assert len(graphs) == (2 if run is conversation else 0)
 
@@ -150,23 +152,20 @@ def record_past(cache: StaticCache) -> None:
         ("qwen3_next", record_past, 1),  # its states then are new tensors after every step
     ],
 )
-@torch.no_grad()
 def test_what_moves_a_tensor_between_two_steps_ends_a_graph(
     folder_of, graphs, monkeypatch, name, change, num_graphs
 ):
-    found = []
-    for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
-        monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
-        with on_device(folder_of(name), "100%", "100%") as moe:
-            bring_every_expert(moe)
-            cache = StaticCache(config=moe.model.config, max_cache_len=40)
-            out = moe.generate(
-                input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), past_key_values=cache,
-                max_new_tokens=20, do_sample=False, output_logits=True,
-                return_dict_in_generate=True, stopping_criteria=[Between(change, cache)],
-            )  # fmt: skip
-            states = [v for layer in cache.layers for v in tree_leaves(vars(layer))]
-            found.append([*out.logits, *(v for v in states if isinstance(v, Tensor))])
+    def run(moe: MoE) -> list[Tensor]:
+        cache = StaticCache(config=moe.model.config, max_cache_len=40)
+        out = moe.generate(
+            input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), past_key_values=cache,
+            max_new_tokens=20, do_sample=False, output_logits=True,
+            return_dict_in_generate=True, stopping_criteria=[Between(change, cache)],
+        )  # fmt: skip
+        states = [v for layer in cache.layers for v in tree_leaves(vars(layer))]
+        return [*out.logits, *(v for v in states if isinstance(v, Tensor))]
+
+    found = without_and_with_graph(monkeypatch, folder_of(name), run)
     assert len(found[0]) == len(found[1])
     assert all(map(torch.equal, *found))
     assert len(graphs) == num_graphs

@@ -9,15 +9,23 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import StaticCache
 
-from moe_infinity.kernels import graphed_step
+from moe_infinity import MoE
 from moe_infinity.kernels.cache_state import Before
 from moe_infinity.kernels.static_windows import StaticWindows
 from tests.fast_device import bring_every_expert, on_device
 from tests.on_device import LONG_PROMPT, PROMPT
 from tests.quantized_checkpoints import build
-from tests.recorded_graph import beams, conversation, logits, record_graphs, without_graphs
+from tests.recorded_graph import (
+    beams,
+    conversation,
+    logits,
+    record_graphs,
+    without_and_with_graph,
+    without_graphs,
+)
 
 BATCH = torch.tensor([[0, 0, 0, 5, 9, 40], [7, 3, 17, 5, 9, 40]])
 PADDED = (BATCH > 0).long()
@@ -82,16 +90,11 @@ def test_the_count_of_stock_would_be_frozen_in_a_graph(
 
 @pytest.mark.parametrize("run", [conversation, beams])
 @pytest.mark.parametrize("has_windows", [True, False])
-@torch.no_grad()
 def test_a_cache_that_changes_between_steps_is_no_longer_that_of_the_graph(
     folder, tiny_checkpoint, graphs, monkeypatch, run, has_windows
 ):
-    found = []
-    for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
-        monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
-        with on_device(folder if has_windows else tiny_checkpoint, "100%", "100%") as moe:
-            bring_every_expert(moe)
-            found.append(run(moe))
+    model = folder if has_windows else tiny_checkpoint
+    found = without_and_with_graph(monkeypatch, model, run)
     assert all(map(torch.equal, *found))
     assert bool(graphs) == (run is conversation)
 
@@ -108,19 +111,17 @@ def test_a_window_is_put_back_if_a_step_is_lost(folder, expected, graphs):
     assert len(graphs) == len(PROMPTS)
 
 
-@torch.no_grad()
 def test_a_mask_made_inside_the_step_is_of_the_devices_count_or_refused(
     folder, graphs, monkeypatch, caplog
 ):
     """generate() makes it outside."""
-    found = []
-    for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
-        monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
-        with on_device(folder, "100%", "100%") as moe:
-            bring_every_expert(moe)
-            cache = StaticCache(config=moe.model.config, max_cache_len=48)
-            for token in torch.arange(3, 33):
-                out = moe.model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True)
-                found.append(out.logits)
-    assert all(map(torch.equal, found[:30], found[30:]))
+
+    def run(moe: MoE) -> list[Tensor]:
+        cache = StaticCache(config=moe.model.config, max_cache_len=48)
+        return [
+            moe.model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True).logits
+            for token in torch.arange(3, 33)
+        ]
+
+    assert all(map(torch.equal, *without_and_with_graph(monkeypatch, folder, run)))
     assert graphs or "not permitted when stream is capturing" in caplog.text
