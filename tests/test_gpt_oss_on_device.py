@@ -203,9 +203,10 @@ def parts_of(matrix: Matrix) -> list[Any]:
     return [part for part in (matrix.values, matrix.scale, matrix.bias) if part is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "num_experts"),
-    [(24, 32), pytest.param(36, 128, marks=pytest.mark.slow)],
+    [(24, 32), (36, 128)],
     ids=["20b", "120b"],
 )
 def test_published_sizes_are_described(layers, num_experts):

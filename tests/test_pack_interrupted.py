@@ -258,10 +258,6 @@ def check_killed(source: Path, folder: Path, kills: list[list[int]], *, at_least
         assert everything_in(folder / str(number)) == expected, kills[number]
 
 
-def test_killed_at_three_moments_it_goes_on_to_the_same_bytes(source, tmp_path):
-    check_killed(source, tmp_path, [[2, 40, 100]], at_least=3)
-
-
 @pytest.mark.slow
 def test_killed_at_ten_moments_it_goes_on_to_the_same_bytes(source, tmp_path):
     kills = [1, 2, 3, 5, 40, 100, 30, 60, 20, 10]
