@@ -31,6 +31,7 @@ from gpu_fast import (  # noqa: E402
     fast_capped,
     fast_correctness,
     fast_machinery,
+    fast_packed,
     fast_resident,
 )
 from gpu_models import (  # noqa: E402
@@ -77,6 +78,7 @@ def run_checks(check: Check) -> None:
     made = shapes(is_fake=check.is_fake)
     for shape in made:
         measure(check, shape, {fast_resident: 30, fast_capped: 40})
+    check.stage("kernels of packed weights", 40, partial(fast_packed, check))
     check_tokens(check, correctness)
     slower = {resident: 45, capped: 60, prefill: 40, ablation: 80, accelerate_offload: 60}
     for shape in made[:3]:

@@ -226,3 +226,16 @@ def fast_machinery(check: Check) -> None:
     check.add("resolve, for each miss", found["resolve_miss_us"], "us")
     for name in ("resident", "layer", "fill_one", "fill_all", "through"):
         check.add(f"kernels, {name}", found[f"{name}_share"], "share", ceiling=1.0)
+
+
+def fast_packed(check: Check) -> None:
+    """Experts of every packed kind from device memory."""
+    if check.is_fake:
+        check.add("kernels of packed weights", "left out: no GPU")
+        return
+    from gpu_kernels import KINDS, Layers, Sizes, ceilings, time_resident
+
+    read_gbps = ceilings(rounds=5)["read_gbps"]
+    for kind in KINDS[1:]:
+        found = time_resident(Layers(Sizes(kind=kind)), 5, read_gbps)
+        check.add(f"kernels, resident, {kind}", found["resident_share"], "share", ceiling=1.0)
