@@ -148,8 +148,6 @@ class MoE:
                 raise
             finally:
                 self._steps.end_ids = self._steps.prompt_mask = self._runtime.cancelled = None
-                if self._lean is not None:
-                    self._lean.end()
                 self._runtime.settle()
 
     def forward(self, step: Step, **inputs: Any) -> Any:
@@ -199,7 +197,7 @@ class MoE:
     @contextmanager
     def recording(self) -> Iterator[Callable[[], list[SequenceTrace]]]:
         """Keep the routing of every token generated inside. Call what this gives, inside or after
-        it, to end that and get the traces. Raises ConfigError inside another recording.
+        it if it ended well, to end that and get the traces. Raises ConfigError inside another.
         """
         with self._lock:
             self._require_open()

@@ -207,3 +207,25 @@ def test_a_command_ends_where_the_disk_hangs(tiny_checkpoint):
     assert done.returncode == 1
     assert "did not arrive" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+LEFT_OPEN = """
+import sys, torch
+from moe_infinity import MoE
+
+moe = MoE(sys.argv[1], host_memory="25%", prefetch=True, expert_dtype="int4")
+moe.generate(torch.tensor([[5, 6, 9]]), max_new_tokens=7, do_sample=False)
+print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["through the page cache"], indirect=True)
+def test_a_program_that_closes_nothing_ends_well(tiny_checkpoint):
+    """Seven times, as a read has to be under way."""
+    for _ in range(7):
+        done = subprocess.run(
+            [sys.executable, "-c", LEFT_OPEN, str(tiny_checkpoint)],
+            capture_output=True, text=True, timeout=50, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -49,12 +49,17 @@ def test_the_device_reads_what_the_host_unpacks(name, tmp_path):
 
 
 def test_gptq_that_says_its_columns_are_in_order_is_believed(tmp_path):
-    """As other kernels for it do; so the index is not read, and this would fail if it were."""
+    """As other kernels for it do; so the index is not read, and this would fail if it were. By the
+    host alike: a prompt and the steps after it have one weight.
+    """
     folder = build("gptq_v2 with act-order", tmp_path)
     by_index = decided_logits(folder, "100%")
     edit_config(
         folder,
         lambda c: c | {"quantization_config": c["quantization_config"] | {"desc_act": False}},
     )
-    apart = (decided_logits(folder, "100%") - by_index).abs().max()
+    believed = decided_logits(folder, "100%")
+    apart = (believed - by_index).abs().max()
     assert apart > 100 * TOLERANCE * by_index.abs().max()
+    with MoE(folder, host_memory="50%", dtype="float32") as moe:
+        assert (logits_of(moe) - believed).abs().max() < TOLERANCE * believed.abs().max()

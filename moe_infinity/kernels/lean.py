@@ -12,7 +12,7 @@ once; other models pass through.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -40,24 +40,23 @@ class LeanSteps:
                     vars(child)["forward"] = partial(siblings.forward, child)
             vars(module)[MARK] = True
         _wrap_sdpa()
-        self._hooks = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(lambda *_: self.end(), always_call=True),
-        ]
+        self._model, stock = model, model.forward
 
-    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [*map(kwargs.get, ("decoder_input_ids", "input_ids", "inputs_embeds")), *args]
-        inputs = next((value for value in given if isinstance(value, Tensor)), None)
-        if inputs is not None and inputs.shape[:2].numel() <= FUSED_ROWS:
-            leave_torch_one()
+        @wraps(stock)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = [*map(kwargs.get, ("decoder_input_ids", "input_ids", "inputs_embeds")), *args]
+            inputs = next((value for value in given if isinstance(value, Tensor)), None)
+            if inputs is not None and inputs.shape[:2].numel() <= FUSED_ROWS:
+                leave_torch_one()
+            try:
+                return stock(*args, **kwargs)
+            finally:  # of Ctrl-C, too, for which torch calls no hook
+                give_torch_all()
 
-    def end(self) -> None:
-        """Of a step, whatever ended it: torch calls no hook after Ctrl-C. Again is harmless."""
-        give_torch_all()
+        vars(model)["forward"] = forward
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        vars(self._model).pop("forward", None)
 
 
 class Siblings:

@@ -60,7 +60,7 @@ class StoredWeight:
     @property
     def groups(self) -> StoredPart | None:
         """Of every column the group, where groups may be in any order."""
-        return None if self.block else self.parts.get("g_idx")
+        return self.parts.get("g_idx")
 
 
 def block_of(weight: StoredWeight) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import LoadTimeout
 from moe_infinity.experts import ExpertKey, Residency
+from moe_infinity.memory import threads
 from moe_infinity.memory.threads import ReadThreads
 
 # One expert from a slow network disk takes seconds; past this something is wrong.
@@ -66,7 +67,7 @@ class Mover:
         """How many of these loads, just begun, read from disk."""
         return len(keys)
 
-    def _submit(self, threads: ReadThreads, read: Read, key: ExpertKey, slot: int) -> None:
+    def _submit(self, pool: ReadThreads, read: Read, key: ExpertKey, slot: int) -> None:
         """The future is noted first: a `submit` that is interrupted may have begun the read."""
         future = self._loading[key] = Future()
 
@@ -78,7 +79,7 @@ class Mover:
                 except BaseException as error:
                     future.set_exception(error)
 
-        threads.submit(run)
+        pool.submit(run)
 
     def _read_timed(self, key: ExpertKey, slot_id: int) -> None:
         started = time.perf_counter()
@@ -169,5 +170,4 @@ class Mover:
         """Drop what has not begun and wait a while for the reads that have."""
         for future in self._loading.values():
             future.cancel()
-        for threads in (self._threads, self._ahead_threads):
-            threads.close()
+        threads.close(self._threads, self._ahead_threads)

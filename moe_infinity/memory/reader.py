@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moe_infinity.errors import CheckpointError
+from moe_infinity.memory import threads
 from moe_infinity.memory.chunks import BounceBuffer, Chunk, Job, Piece, chunks_of
 from moe_infinity.memory.extents import Extent
 from moe_infinity.memory.files import OpenFile
@@ -160,9 +161,9 @@ class Reader:
         A later read opens its file anew.
         """
         with self._lock:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.close()
+            ended, self._threads = self._threads, None
+        if ended is not None:
+            threads.close(ended)
         with self._lock:
             for file in self._files.values():
                 file.retire()

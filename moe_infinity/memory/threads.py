@@ -4,6 +4,7 @@ program: reads that do not end are left behind, and keep the memory that they wr
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 import weakref
@@ -19,6 +20,9 @@ Waiting = SimpleQueue[Work | None]  # None is the end
 logger = logging.getLogger(__name__)
 
 
+open_threads: weakref.WeakSet[ReadThreads] = weakref.WeakSet()
+
+
 class ReadThreads:
     """At most `num_threads`, each started when there is first something to do for it."""
 
@@ -28,6 +32,7 @@ class ReadThreads:
         self._threads: list[Thread] = []
         self._lock = Lock()
         self._end = weakref.finalize(self, self._waiting.put, None)  # once
+        open_threads.add(self)
 
     def submit(self, work: Work) -> None:
         """Raises RuntimeError after `close`, or if no thread can be started."""
@@ -41,15 +46,28 @@ class ReadThreads:
                 thread.start()
                 self._threads.append(thread)
 
-    def close(self) -> None:
-        """Wait a while for what was submitted."""
+    def end(self) -> list[Thread]:
+        """Nothing is submitted any more; gives those who may still be at work."""
         with self._lock:
             self._end()
-        give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(0.0, give_up_at - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            logger.warning("%s: reads did not end, and are left behind", self._name)
+            open_threads.discard(self)
+            return self._threads
+
+
+def close(*those: ReadThreads) -> None:
+    """Wait a while for what was submitted to any of them."""
+    running = [thread for threads in those for thread in threads.end()]
+    give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
+    for thread in running:
+        thread.join(max(0.0, give_up_at - time.monotonic()))
+    if left := [thread.name for thread in running if thread.is_alive()]:
+        logger.warning("reads did not end, and are left behind: %s", ", ".join(left))
+
+
+@atexit.register
+def _close_all() -> None:
+    """Python ends daemons where they are, and in the middle of torch's code that aborts."""
+    close(*open_threads)
 
 
 def _run(waiting: Waiting) -> None:

@@ -286,7 +286,7 @@ def _find_gptq(config: Config) -> tuple[Scheme, ...]:
     stored_format = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
     if stored_format not in ("gptq", "gptq_v2"):
         raise _unsupported(f"gptq with checkpoint_format {stored_format!r}")
-    is_in_order = not config.get("desc_act", True)
+    is_in_order = config.get("desc_act") is False  # and nobody looks into g_idx
     for pattern, changes in (config.get("dynamic") or {}).items():
         if not pattern.startswith("-:"):  # those are left as they were
             _require(f"gptq of {pattern}", changes, "bits", 4, default=4)
@@ -299,13 +299,9 @@ def _find_gptq(config: Config) -> tuple[Scheme, ...]:
         return _multiply("gptq", x_TC, parts, adds_one_to_zeros=adds_one)
 
     scheme = _words_scheme(stored_format, (index,), _gptq_shape, unpack_gptq, multiply)
-    return (replace(scheme, find_block=_gptq_block) if is_in_order else scheme,)
-
-
-def _gptq_block(shapes: Shapes) -> Block | None:
-    """Where no columns were reordered; g_idx says the same then."""
-    num_columns, num_groups = NIBBLES * shapes["qweight"][0], shapes["scales"][0]
-    return None if num_columns % num_groups else (1, num_columns // num_groups)
+    if is_in_order:
+        scheme = replace(scheme, parts=scheme.parts[:-1], ignored=("g_idx",))
+    return (scheme,)
 
 
 def _gptq_shape(shapes: Shapes) -> Shape | None:

@@ -236,17 +236,17 @@ def test_gptq_groups_may_be_of_unequal_length_or_in_any_order():
 
 
 @pytest.mark.parametrize(
-    ("config", "groups", "block"),
-    [({"desc_act": False}, 2, (1, 32)), ({"desc_act": False}, 3, None), ({}, 2, None),
-     ({"desc_act": True}, 2, None), ({"desc_act": False, "dynamic": {"-:.*": {}}}, 2, (1, 32)),
-     ({"desc_act": False, "dynamic": {"+:.*": {"desc_act": True}}}, 2, None)],
+    ("config", "is_read"),
+    [({"desc_act": False}, False), ({}, True), ({"desc_act": True}, True),
+     ({"desc_act": None}, True),
+     ({"desc_act": False, "dynamic": {"-:.*": {}}}, False),
+     ({"desc_act": False, "dynamic": {"+:.*": {"desc_act": True}}}, True)],
 )  # fmt: skip
-def test_gptq_says_whether_groups_are_in_order(config, groups, block):
-    (scheme,) = find_format({"quant_method": "gptq", "bits": 4, **config}).schemes
-    shapes = {
-        name.removeprefix("layer."): tuple(t.shape) for name, t in gptq_parts(groups=groups).items()
-    }
-    assert (scheme.find_block and scheme.find_block(shapes)) == block
+def test_gptq_reads_no_index_that_is_said_to_be_in_order(config, is_read):
+    tensors = gptq_parts()
+    in_order = unpack_gptq(tensors, **config)
+    tensors["layer.g_idx"] = tensors["layer.g_idx"].flip(0)
+    assert same_bits(unpack_gptq(tensors, **config), in_order) != is_read
 
 
 @pytest.mark.parametrize("group", [-1, 2])

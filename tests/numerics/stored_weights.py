@@ -54,8 +54,8 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
 def _words(
     name: str, rows: int, columns: int, options: list[str]
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """gptq or awq; the first option is the length of a group. gptq with "any" has columns in any
-    order, with "in" an index that says they are in order.
+    """gptq or awq; the first option is the length of a group. With "any" columns of gptq are in any
+    order.
     """
 
     def words(*shape: int) -> Tensor:
@@ -66,9 +66,8 @@ def _words(
     values = (columns, rows // 8) if name == "awq" else (columns // 8, rows)
     parts = {"qweight": words(*values), "qzeros": words(num_groups, rows // 8)}
     parts["scales"] = ((torch.rand(num_groups, rows) + 0.1) / 200).half()
-    if len(options) > 1:
-        index = index[torch.randperm(columns)] if options[1] == "any" else index
-        parts["g_idx"] = index
+    if "any" in options:
+        parts["g_idx"] = index = index[torch.randperm(columns)]
     floats = parts | {"scales": parts["scales"].float()}
     if name == "awq":
         weight = unpack.awq(floats, torch.float32)
@@ -109,7 +108,6 @@ class StoredExperts:
             stored[int(i)][role] = part
         self.described_biases = [parts.pop("bias") for parts in stored] if has_bias else []
         block = (16, 32) if kind in ("fp8 blocks", "fp8 exponents") else None
-        block = (1, int(kind.split()[1])) if kind.endswith(" in") else block
         self.described = [
             StoredWeight(kind.split()[0], shape, parts, block, kind.endswith("transposed"))
             for shape, parts in zip(shapes, stored, strict=True)

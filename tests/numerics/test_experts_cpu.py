@@ -33,7 +33,7 @@ KINDS = [
     "fp8 blocks",
     "fp8 rows",
     "mxfp4",
-    "gptq 32 in",
+    "gptq 32",
     "gptq_v2 64",
     "awq 32",
 ]

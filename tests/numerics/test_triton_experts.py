@@ -40,7 +40,7 @@ KINDS = [
     "mxfp4",
     "bf16 transposed",
     "f32 transposed",
-    "gptq 32 in",
+    "gptq 32",
     "gptq 32 any",
     "gptq_v2 32",
     "gptq_v2 16 any",
