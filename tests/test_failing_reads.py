@@ -220,6 +220,7 @@ print("done")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ["through the page cache"], indirect=True)
 def test_a_program_that_closes_nothing_ends_well(tiny_checkpoint):
     """Seven times, as a read has to be under way."""

@@ -229,7 +229,8 @@ def test_a_model_is_lean_when_it_is_asked_to_be_fast_and_stops_when_it_is_closed
     assert torch.get_num_threads() == 2
 
 
-def test_torch_has_its_threads_again_after_ctrl_c(tiny_checkpoint, monkeypatch):
+@pytest.mark.parametrize("way", [{"generate": {"max_new_tokens": 2}}, {"model": {}}], ids=str)
+def test_torch_has_its_threads_again_after_ctrl_c(tiny_checkpoint, monkeypatch, way):
     """For which torch calls no hook."""
 
     def press(*_: Any) -> None:
@@ -238,6 +239,7 @@ def test_torch_has_its_threads_again_after_ctrl_c(tiny_checkpoint, monkeypatch):
 
     with MoE(tiny_checkpoint, experts_implementation="fast", device="cpu") as moe:
         monkeypatch.setattr(moe._runtime, "moe_layer", press)
-        with pytest.raises(KeyboardInterrupt):
-            moe.generate(torch.tensor([[5]]), max_new_tokens=2)
-    assert torch.get_num_threads() == 2
+        ((call, options),) = way.items()
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            getattr(moe, call)(torch.tensor([[5]]), **options)
+        assert torch.get_num_threads() == 2
