@@ -234,3 +234,11 @@ def command(
 
     yield call
     logging.root.handlers[:] = handlers  # main() logs to what was stderr during the test
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Captures are recordings (recorded_graph.py); those made, as they come."""
+    from tests.recorded_graph import record_graphs
+
+    return record_graphs(monkeypatch)

@@ -26,6 +26,9 @@ from tests.on_device import LONG_PROMPT, PROMPT
 aten: Any = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.lift_fresh.default}  # for, or from, the host
 
+BATCH = torch.tensor([[0, 0, 0, 5, 9, 40], [7, 3, 17, 5, 9, 40]])
+PADDED = BATCH, (BATCH > 0).long()  # ids and mask
+
 
 class Recorder(TorchDispatchMode):
     """Kernels run once when they are recorded; `undo` takes back what they wrote."""
@@ -145,6 +148,18 @@ def logits(moe: MoE, ids: Tensor, mask: Tensor, num_tokens: int = 24, **more: An
         output_logits=True, return_dict_in_generate=True, **STATIC, **more,
     )  # fmt: skip
     return torch.stack(out.logits)
+
+
+def logits_without_graph(
+    folder: Path, prompts: dict[str, tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
+    """Of each prompt, ids and mask, of a model all of whose experts have slots."""
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        on_device(folder, "100%", "100%") as moe,
+    ):
+        without_graphs(patched)
+        return {name: logits(moe, *prompt) for name, prompt in prompts.items()}
 
 
 def conversation(moe: MoE) -> list[Tensor]:

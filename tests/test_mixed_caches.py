@@ -17,24 +17,16 @@ from transformers import StaticCache, StoppingCriteria
 from moe_infinity import MoE
 from moe_infinity.kernels import cache_state
 from moe_infinity.kernels.cache_state import Before
+from tests import recorded_graph
 from tests.fast_device import bring_every_expert, on_device
 from tests.on_device import LONG_PROMPT, PROMPT
-from tests.recorded_graph import (
-    beams,
-    conversation,
-    logits,
-    record_graphs,
-    without_and_with_graph,
-    without_graphs,
-)
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 
-BATCH = torch.tensor([[0, 0, 0, 5, 9, 40], [7, 3, 17, 5, 9, 40]])
 PROMPTS = {
     "short": (PROMPT, torch.ones_like(PROMPT)),
     "long": (LONG_PROMPT[:, :40], torch.ones(1, 40, dtype=torch.int64)),
-    "padded": (BATCH, (BATCH > 0).long()),
+    "padded": recorded_graph.PADDED,
 }
 INDEXED = "deepseek_v32"
 # Beside recurrent layers: keys and values in the same layer (zaya), a sliding window (inkling).
@@ -59,11 +51,6 @@ def folder_of(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    return record_graphs(monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def expected(folder_of):
     """expected(name) -> logits without a graph, of each prompt."""
@@ -71,15 +58,16 @@ def expected(folder_of):
 
     def of_all_prompts(name: str) -> dict[str, Tensor]:
         if name not in found:
-            with (
-                pytest.MonkeyPatch.context() as patched,
-                on_device(folder_of(name), "100%", "100%") as moe,
-            ):
-                without_graphs(patched)
-                found[name] = {which: logits(moe, *prompt) for which, prompt in PROMPTS.items()}
+            found[name] = recorded_graph.logits_without_graph(folder_of(name), PROMPTS)
         return found[name]
 
     return of_all_prompts
+
+
+def assert_same(moe: MoE, expected: dict[str, Tensor]) -> None:
+    for which, prompt in PROMPTS.items():
+        assert torch.equal(recorded_graph.logits(moe, *prompt), expected[which]), which
+        moe.check_invariants()
 
 
 @pytest.mark.parametrize("name", ONE_FAST)
@@ -87,18 +75,18 @@ def test_one_graph_of_a_request_has_the_bits_of_no_graph(folder_of, expected, na
     with on_device(folder_of(name), "10%", "100%") as moe:
         bring_every_expert(moe)
         for number, (which, prompt) in enumerate(PROMPTS.items(), 1):
-            assert torch.equal(logits(moe, *prompt), expected(name)[which]), which
+            assert torch.equal(recorded_graph.logits(moe, *prompt), expected(name)[which]), which
             assert len(graphs) == number
             moe.check_invariants()
     assert "no CUDA graph" not in caplog.text
 
 
-@pytest.mark.parametrize("run", [conversation, beams])
+@pytest.mark.parametrize("run", [recorded_graph.conversation, recorded_graph.beams])
 @pytest.mark.parametrize("name", ONE_FAST)
 def test_a_second_turn_is_captured_and_beams_are_not(folder_of, graphs, monkeypatch, name, run):
-    found = without_and_with_graph(monkeypatch, folder_of(name), run)
+    found = recorded_graph.without_and_with_graph(monkeypatch, folder_of(name), run)
     assert all(map(torch.equal, *found))
-    assert len(graphs) == (2 if run is conversation else 0)
+    assert len(graphs) == (2 if run is recorded_graph.conversation else 0)
 
 
 class Between(StoppingCriteria):  # type: ignore[misc]
@@ -163,7 +151,7 @@ def test_what_moves_a_tensor_between_two_steps_ends_a_graph(
         states = [v for layer in cache.layers for v in tree_leaves(vars(layer))]
         return [*out.logits, *(v for v in states if isinstance(v, Tensor))]
 
-    found = without_and_with_graph(monkeypatch, folder_of(name), run)
+    found = recorded_graph.without_and_with_graph(monkeypatch, folder_of(name), run)
     assert len(found[0]) == len(found[1])
     assert all(map(torch.equal, *found))
     assert len(graphs) == num_graphs
@@ -174,17 +162,14 @@ def test_what_a_model_adds_to_its_cache_is_part_of_a_graph(folder_of, expected, 
     """Qwen4 keeps all positions so far: they are a longer tensor in every step."""
     with on_device(folder_of("qwen4_exp"), "100%", "100%") as moe:
         bring_every_expert(moe)
-        for which, prompt in PROMPTS.items():
-            assert torch.equal(logits(moe, *prompt), expected("qwen4_exp")[which]), which
+        assert_same(moe, expected("qwen4_exp"))
     assert not graphs
 
 
 @pytest.mark.slow
 def test_what_a_model_adds_to_its_cache_in_a_lost_step_is_taken_back(folder_of, expected, graphs):
     with on_device(folder_of("qwen4_exp"), "20%", "40%") as moe:
-        for which, prompt in PROMPTS.items():
-            assert torch.equal(logits(moe, *prompt), expected("qwen4_exp")[which]), which
-            moe.check_invariants()
+        assert_same(moe, expected("qwen4_exp"))
 
 
 @pytest.mark.slow
@@ -192,8 +177,7 @@ def test_what_has_a_size_that_the_device_says_is_not_captured(folder_of, expecte
     """GLM 5 keeps those pools of keys that are complete."""
     with on_device(folder_of("glm5_next"), "100%", "100%") as moe:
         bring_every_expert(moe)
-        for which, prompt in PROMPTS.items():
-            assert torch.equal(logits(moe, *prompt), expected("glm5_next")[which]), which
+        assert_same(moe, expected("glm5_next"))
     assert not graphs
     assert "no CUDA graph" in caplog.text
 
@@ -214,7 +198,7 @@ def test_a_cache_that_was_reset_begins_anew(folder_of, graphs, monkeypatch, name
             found.append(torch.stack(out.logits))
             if len(found) == 2:
                 assert len(graphs) == 2
-                without_graphs(monkeypatch)
+                recorded_graph.without_graphs(monkeypatch)
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
 
@@ -233,7 +217,7 @@ def run_with_losses(folder: Path) -> tuple[dict[str, Tensor], int]:
             put_back(self)
 
         with mock.patch.object(Before, "put_back", watched):
-            found = {which: logits(moe, *prompt) for which, prompt in PROMPTS.items()}
+            found = {k: recorded_graph.logits(moe, *prompt) for k, prompt in PROMPTS.items()}
         moe.check_invariants()
     assert len(lost_under_a_graph) < sum(len(each) for each in found.values()) - 10
     return found, sum(lost_under_a_graph)

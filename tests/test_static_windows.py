@@ -15,20 +15,11 @@ from transformers import StaticCache
 from moe_infinity import MoE
 from moe_infinity.kernels.cache_state import Before
 from moe_infinity.kernels.static_windows import StaticWindows
+from tests import recorded_graph
 from tests.fast_device import bring_every_expert, on_device
 from tests.on_device import LONG_PROMPT, PROMPT
 from tests.quantized_checkpoints import build
-from tests.recorded_graph import (
-    beams,
-    conversation,
-    logits,
-    record_graphs,
-    without_and_with_graph,
-    without_graphs,
-)
 
-BATCH = torch.tensor([[0, 0, 0, 5, 9, 40], [7, 3, 17, 5, 9, 40]])
-PADDED = (BATCH > 0).long()
 ONE_BELOW = LONG_PROMPT[:, :13]  # captured with 15 of 16 tokens in the window
 FULL = LONG_PROMPT[:, :16]
 PROMPTS = {
@@ -36,7 +27,7 @@ PROMPTS = {
     "fills up at once": (ONE_BELOW, torch.ones_like(ONE_BELOW)),
     "is full": (FULL, torch.ones_like(FULL)),
     "was overrun": (LONG_PROMPT, torch.ones_like(LONG_PROMPT)),
-    "padded": (BATCH, PADDED),
+    "padded": recorded_graph.PADDED,
 }
 
 
@@ -45,20 +36,9 @@ def folder(tmp_path_factory):
     return build("mxfp4", tmp_path_factory.mktemp("gpt_oss") / "model")
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    return record_graphs(monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def expected(folder):
-    """Without a graph."""
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        on_device(folder, "100%", "100%") as moe,
-    ):
-        without_graphs(patched)
-        return {name: logits(moe, *prompt) for name, prompt in PROMPTS.items()}
+    return recorded_graph.logits_without_graph(folder, PROMPTS)
 
 
 @pytest.mark.parametrize("device_memory", ["7%", "100%"])
@@ -68,7 +48,7 @@ def test_one_graph_of_a_request_has_the_bits_of_no_graph(
     with on_device(folder, device_memory, "100%") as moe:
         bring_every_expert(moe)
         for number, (name, prompt) in enumerate(PROMPTS.items(), 1):
-            assert torch.equal(logits(moe, *prompt), expected[name]), name
+            assert torch.equal(recorded_graph.logits(moe, *prompt), expected[name]), name
             assert len(graphs) == number
             moe.check_invariants()
     assert "no CUDA graph" not in caplog.text
@@ -82,21 +62,23 @@ def test_the_count_of_stock_would_be_frozen_in_a_graph(
     with on_device(folder, "100%", "100%") as moe:
         bring_every_expert(moe)
         with pytest.raises((AssertionError, IndexError, RuntimeError)):
-            assert torch.equal(logits(moe, *PROMPTS["fills up"]), expected["fills up"])
+            assert torch.equal(
+                recorded_graph.logits(moe, *PROMPTS["fills up"]), expected["fills up"]
+            )
         assert len(graphs) == 1
-        logits(moe, *PROMPTS["is full"])
+        recorded_graph.logits(moe, *PROMPTS["is full"])
         assert "not permitted when stream is capturing" in caplog.text
 
 
-@pytest.mark.parametrize("run", [conversation, beams])
+@pytest.mark.parametrize("run", [recorded_graph.conversation, recorded_graph.beams])
 @pytest.mark.parametrize("has_windows", [True, False])
 def test_a_cache_that_changes_between_steps_is_no_longer_that_of_the_graph(
     folder, tiny_checkpoint, graphs, monkeypatch, run, has_windows
 ):
     model = folder if has_windows else tiny_checkpoint
-    found = without_and_with_graph(monkeypatch, model, run)
+    found = recorded_graph.without_and_with_graph(monkeypatch, model, run)
     assert all(map(torch.equal, *found))
-    assert bool(graphs) == (run is conversation)
+    assert bool(graphs) == (run is recorded_graph.conversation)
 
 
 def test_a_window_is_put_back_if_a_step_is_lost(folder, expected, graphs):
@@ -106,7 +88,7 @@ def test_a_window_is_put_back_if_a_step_is_lost(folder, expected, graphs):
         mock.patch.object(Before, "put_back", autospec=True, side_effect=Before.put_back) as lost,
     ):
         for name, prompt in PROMPTS.items():
-            assert torch.equal(logits(moe, *prompt), expected[name]), name
+            assert torch.equal(recorded_graph.logits(moe, *prompt), expected[name]), name
     assert lost.called
     assert len(graphs) == len(PROMPTS)
 
@@ -123,5 +105,5 @@ def test_a_mask_made_inside_the_step_is_of_the_devices_count_or_refused(
             for token in torch.arange(3, 33)
         ]
 
-    assert all(map(torch.equal, *without_and_with_graph(monkeypatch, folder, run)))
+    assert all(map(torch.equal, *recorded_graph.without_and_with_graph(monkeypatch, folder, run)))
     assert graphs or "not permitted when stream is capturing" in caplog.text
