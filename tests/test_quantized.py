@@ -4,7 +4,6 @@ stay as small as they are stored until an expert is computed.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -34,12 +33,10 @@ def plain(folder) -> Path:
 
 def expert_bytes(folder: Path) -> int:
     """Of one expert of layer 0, as stored. What unpacking does not need is not counted."""
-    unneeded, total = [".weight_shape", ".input_scale"], 0
-    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
-    if settings.get("desc_act") is False:
-        unneeded.append(".g_idx")
+    unneeded = (".weight_shape", ".input_scale")
+    total = 0
     for name, tensor in read_headers([folder / "model.safetensors"]).tensors.items():
-        if "layers.0.mlp.experts" not in name or name.endswith(tuple(unneeded)):
+        if "layers.0.mlp.experts" not in name or name.endswith(unneeded):
             continue
         if ".experts.0." in name:
             total += tensor.extent.num_bytes

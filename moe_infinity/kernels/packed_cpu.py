@@ -35,7 +35,6 @@ try:
     from moe_infinity.kernels import packed_rows
     from moe_infinity.kernels.packed_words import BLOCK_ROWS
     from moe_infinity.kernels.row_steps import arranged, fixed_for, step_for
-    from moe_infinity.kernels.vectors import NIBBLES
 except ImportError as error:
     raise ImportError(
         "moe_infinity.kernels.packed_cpu needs numba, which is not installed\n"
@@ -71,7 +70,7 @@ def int4_rows(
     x_TC: Tensor, packed_RW: Tensor, scales_RG: Tensor, zeros_WG: Tensor | None = None
 ) -> Tensor:
     """compressed-tensors pack-quantized; see unpack.int4_rows. Not rounded to the scale's dtype."""
-    group = NIBBLES * packed_RW.shape[1] // scales_RG.shape[1]
+    group = unpack.NIBBLES * packed_RW.shape[1] // scales_RG.shape[1]
     out_TR = _product("nibbles", x_TC, packed_RW, scales_RG, (1, group), zeros_WG)
     if out_TR is None:
         weight_RC = unpack.int4_rows(packed_RW, scales_RG.float(), zeros_WG, torch.float32)

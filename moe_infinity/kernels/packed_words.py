@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from moe_infinity.kernels.row_steps import NIBBLE_UNITS, Fixed, Step
+from moe_infinity.kernels.unpack import NIBBLES
 from moe_infinity.kernels.vectors import (
     F32,
     FLOATS,
@@ -24,7 +25,6 @@ from moe_infinity.kernels.vectors import (
     I32,
     I64,
     LANES,
-    NIBBLES,
     all_lanes,
     fma,
     from_bfloat,

@@ -19,8 +19,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from moe_infinity.kernels.stored import WORDS
-from moe_infinity.kernels.unpack import ZERO_OF_SYMMETRIC
-from moe_infinity.kernels.vectors import LANES, NIBBLES, float_at, put_float
+from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
+from moe_infinity.kernels.vectors import LANES, float_at, put_float
 
 BITS = {
     "nibbles": 4, "mxfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "f16": 16, "f32": 32,

@@ -60,7 +60,7 @@ class StoredWeight:
     @property
     def groups(self) -> StoredPart | None:
         """Of every column the group, where groups may be in any order."""
-        return self.parts.get("g_idx")
+        return None if self.block else self.parts.get("g_idx")
 
 
 def block_of(weight: StoredWeight) -> tuple[int, int] | None:
@@ -104,6 +104,6 @@ def _block_of_words(weight: StoredWeight) -> tuple[int, int] | None:
     wanted: Stored = {"qweight": (torch.int32, words), "scales": (dtype, (num_groups, rows))}
     wanted["qzeros"] = torch.int32, (num_groups, rows // NIBBLES)
     if "g_idx" in stored:
-        wanted["g_idx"] = torch.int32, (columns,)
+        wanted["g_idx"] = (torch.int32, (columns,)) if weight.groups else stored["g_idx"]
     is_whole = rows % NIBBLES == columns % NIBBLES == columns % num_groups == 0
     return (1, columns // num_groups) if is_whole and stored == wanted else None

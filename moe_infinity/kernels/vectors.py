@@ -12,8 +12,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from moe_infinity.kernels.unpack import NIBBLES
+
 LANES = 16  # float32 values of a vector; LLVM splits them where the machine has narrower ones
-NIBBLES = 8  # in a word
 
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 

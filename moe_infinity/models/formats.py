@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels import unpack
+from moe_infinity.kernels.unpack import NIBBLES
 from moe_infinity.models.packing import Format, Part, Parts, Scheme, Shape, Shapes
 
 SUPPORTED = """\
@@ -39,7 +39,6 @@ OF_ACTIVATIONS = (
     "input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale",
     "output_zero_point", "k_scale", "v_scale",
 )  # fmt: skip
-NIBBLES = 8  # in a word
 
 Config = Mapping[str, Any]
 Block = tuple[int, int]
@@ -286,22 +285,36 @@ def _find_gptq(config: Config) -> tuple[Scheme, ...]:
     stored_format = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
     if stored_format not in ("gptq", "gptq_v2"):
         raise _unsupported(f"gptq with checkpoint_format {stored_format!r}")
-    is_in_order = config.get("desc_act") is False  # and nobody looks into g_idx
+    is_in_order = config.get("desc_act") is False
     for pattern, changes in (config.get("dynamic") or {}).items():
         if not pattern.startswith("-:"):  # those are left as they were
             _require(f"gptq of {pattern}", changes, "bits", 4, default=4)
             is_in_order &= not changes.get("desc_act")
-    unpack_gptq = partial(unpack.gptq, adds_one_to_zeros=stored_format == "gptq")
-    index = Part("g_idx", ".g_idx", INDICES, is_optional=True)
+    adds_one = stored_format == "gptq"
+
+    def unpack_one(parts: Parts, dtype: torch.dtype) -> Tensor:
+        parts = _without_index(parts) if is_in_order else parts
+        return unpack.gptq(parts, dtype, adds_one_to_zeros=adds_one)
 
     def multiply(x_TC: Tensor, parts: Parts) -> Tensor:
-        adds_one = stored_format == "gptq"
+        parts = _without_index(parts) if is_in_order else parts
         return _multiply("gptq", x_TC, parts, adds_one_to_zeros=adds_one)
 
-    scheme = _words_scheme(stored_format, (index,), _gptq_shape, unpack_gptq, multiply)
-    if is_in_order:
-        scheme = replace(scheme, parts=scheme.parts[:-1], ignored=("g_idx",))
-    return (scheme,)
+    index = Part("g_idx", ".g_idx", INDICES, is_optional=True)
+    scheme = _words_scheme(stored_format, (index,), _gptq_shape, unpack_one, multiply)
+    return (replace(scheme, find_block=_gptq_block) if is_in_order else scheme,)
+
+
+def _gptq_block(shapes: Shapes) -> Block | None:
+    """Of columns in order. A last group that is shorter is told by the index alone."""
+    num_columns, num_groups = NIBBLES * shapes["qweight"][0], shapes["scales"][0]
+    return None if num_columns % num_groups else (1, num_columns // num_groups)
+
+
+def _without_index(parts: Parts) -> Parts:
+    """Where the block says what the index would."""
+    block = _gptq_block({role: tuple(part.shape) for role, part in parts.items()})
+    return {role: part for role, part in parts.items() if role != "g_idx" or not block}
 
 
 def _gptq_shape(shapes: Shapes) -> Shape | None:

@@ -249,6 +249,13 @@ def test_gptq_reads_no_index_that_is_said_to_be_in_order(config, is_read):
     assert same_bits(unpack_gptq(tensors, **config), in_order) != is_read
 
 
+def test_a_gptq_group_that_is_shorter_is_known_by_the_index_alone():
+    tensors = gptq_parts(groups=3)
+    tensors["layer.g_idx"] = torch.arange(64, dtype=torch.int32) // 24  # the last has 16 columns
+    by_index = unpack_gptq(tensors)
+    assert same_bits(unpack_gptq(tensors, desc_act=False), by_index)
+
+
 @pytest.mark.parametrize("group", [-1, 2])
 def test_a_gptq_index_that_names_no_group_is_refused(group):
     tensors = gptq_parts()
