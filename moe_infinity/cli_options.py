@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -145,13 +144,8 @@ def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command of a model that is opened here: what follows its own options comes to it as
     `**options`, ready for `MoE(...)`.
     """
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        command(**given)
-
     own = signature(command, eval_str=True).parameters.values()
     of_model = signature(_of_model, eval_str=True).parameters.values()
     merged = [*(option for option in own if option.kind is not option.VAR_KEYWORD), *of_model]
-    vars(run)["__signature__"] = Signature(merged)
-    return run
+    vars(command)["__signature__"] = Signature(merged)
+    return command

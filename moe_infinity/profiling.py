@@ -103,10 +103,9 @@ def profiling(moe: MoE) -> Iterator[Profile]:
     ]
     replaced += [(runtime, "moe_layer", MACHINERY), (runtime, "compute", MACHINERY)]
     replaced += [(computer, "run", EXPERTS) for computer in runtime._computers]
-    replaced += [(runtime, "begin_step", MACHINERY)]
     for owner, name, part in replaced:
         setattr(owner, name, profile.timed(part, getattr(owner, name)))
-    begin_step = runtime.begin_step
+    begin_step = profile.timed(MACHINERY, runtime.begin_step)
 
     def begun(step: Step) -> None:
         profile.begin_step(step.phase)
@@ -120,5 +119,6 @@ def profiling(moe: MoE) -> Iterator[Profile]:
         hook.remove()
         for owner, name, _ in replaced:
             delattr(owner, name)
+        del vars(runtime)["begin_step"]
         profile.end_step()
         profile.move_to_waiting(runtime.counters.decode.stall_s - stalled_before)

@@ -210,23 +210,29 @@ def test_a_command_ends_where_the_disk_hangs(tiny_checkpoint):
 
 
 LEFT_OPEN = """
-import sys, torch
-from moe_infinity import MoE
+from threading import Event
+import torch
+from moe_infinity.memory.threads import ReadThreads
 
-moe = MoE(sys.argv[1], host_memory="25%", prefetch=True, expert_dtype="int4")
-moe.generate(torch.tensor([[5, 6, 9]]), max_new_tokens=7, do_sample=False)
+started, values = Event(), torch.rand(1 << 18)
+
+def read():
+    started.set()
+    for _ in range(60):
+        torch.sort(values)
+    print("read")
+
+threads = ReadThreads(1, "test")
+threads.submit(read)
+started.wait()
 print("done")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ["through the page cache"], indirect=True)
-def test_a_program_that_closes_nothing_ends_well(tiny_checkpoint):
-    """Seven times, as a read has to be under way."""
-    for _ in range(7):
-        done = subprocess.run(
-            [sys.executable, "-c", LEFT_OPEN, str(tiny_checkpoint)],
-            capture_output=True, text=True, timeout=50, check=False,
-        )  # fmt: skip
-        assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+def test_a_program_that_closes_nothing_ends_well():
+    """Python ends daemons where they are; in the middle of torch's code that aborts."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "done\nread\n"), done.stderr

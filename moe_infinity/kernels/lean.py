@@ -46,9 +46,9 @@ class LeanSteps:
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = [*map(kwargs.get, ("decoder_input_ids", "input_ids", "inputs_embeds")), *args]
             inputs = next((value for value in given if isinstance(value, Tensor)), None)
-            if inputs is not None and inputs.shape[:2].numel() <= FUSED_ROWS:
-                leave_torch_one()
             try:
+                if inputs is not None and inputs.shape[:2].numel() <= FUSED_ROWS:
+                    leave_torch_one()
                 return stock(*args, **kwargs)
             finally:  # of Ctrl-C, too, for which torch calls no hook
                 give_torch_all()
