@@ -60,7 +60,7 @@ class StepReport(NamedTuple):
     """What the device did since the last report."""
 
     misses: list[Miss]  # in the order of rows, then of (token, k) pairs
-    routing_LP: NDArray[np.int32]  # the last step's expert ids; -1 where there is no pair; NOT_RUN
+    routing_LP: NDArray[np.int32]  # the last step's expert ids, -1 for none; NOT_RUN beyond them
     lost_row: int | None  # of the first expert that was on disk
 
     def routing(self, moe_row: int, num_tokens: int, top_k: int) -> NDArray[np.int64] | None:

@@ -31,10 +31,9 @@ def memory_at(address: int, num_bytes: int) -> Tensor:
 def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
     """See triton_resolve.resolve."""
     index_P = top_k_index_TK.flatten().tolist()
-    table.sources_P.zero_()
+    table.sources_P[: len(index_P)] = 0
     if int(table.head[LOST]):
         index_P = [-1] * len(index_P)
-    table.routing_LP[moe_row] = -1
     table.routing_LP[moe_row, : len(index_P)] = torch.tensor(index_P)
     for expert, num_uses in Counter(index_P).items():
         if expert >= 0:
@@ -91,7 +90,8 @@ def _take_slot(table: DeviceTable, moe_row: int, expert: int) -> int:
 def fill(table: DeviceTable, pointers_TK: Tensor) -> None:
     """See triton_resolve.fill."""
     slot_bytes = table.slots_SB.shape[1]
-    for pointer, source in zip(table.pointers_P.tolist(), table.sources_P.tolist(), strict=True):
+    sources = table.sources_P[: pointers_TK.numel()].tolist()
+    for pointer, source in zip(pointers_TK.flatten().tolist(), sources, strict=True):
         if source:
             memory_at(pointer, slot_bytes).copy_(memory_at(source, slot_bytes))
 

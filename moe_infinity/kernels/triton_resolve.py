@@ -46,7 +46,7 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
     num_pairs = top_k_index_TK.numel()
     assert num_pairs <= table.max_pairs <= MAX_PAIRS, (num_pairs, table.max_pairs)
     assert top_k_index_TK.is_contiguous(), top_k_index_TK.stride()
-    block = max(16, triton.next_power_of_2(table.max_pairs))
+    block = max(16, triton.next_power_of_2(num_pairs))
     num_slots, part = len(table.slots_SB), table.part_of(moe_row)
     _resolve[(1,)](
         top_k_index_TK,
@@ -127,13 +127,13 @@ def _resolve(
     address = tl.load(address_S + slot_now, mask=is_pair & (slot_now >= 0), other=0)
     pointer = tl.where(slot_now >= 0, address, host)
     tl.store(pointers_P + pair, tl.where(is_pair, pointer, 0), mask=pair < num_pairs)
-    tl.store(sources_P + pair, tl.where(taken >= 0, host, 0), mask=pair < MAX_PAIRS)
+    tl.store(sources_P + pair, tl.where(taken >= 0, host, 0), mask=pair < num_pairs)
     tl.store(head + _NUM_LOGGED, num_logged + tl.sum(is_miss.to(tl.int32)))
     is_missing = is_pair & (slot < 0) & (host == 0)
     tl.store(head + _LOST, moe_row + 1, mask=tl.sum(is_missing.to(tl.int32)) > 0)
     told = tl.where(host == 0, _ON_DISK, taken)
     store_entry(log_N3 + entry * _ENTRY, moe_row, expert, told, is_logged)
-    tl.store(routing_LP + moe_row * MAX_PAIRS + pair, expert, mask=pair < MAX_PAIRS)
+    tl.store(routing_LP + moe_row * MAX_PAIRS + pair, expert, mask=pair < num_pairs)
 
 
 @triton.jit

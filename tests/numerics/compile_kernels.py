@@ -65,11 +65,12 @@ def compute(mlp: SlotMlp, num_tokens: int = 1, top_k: int = 8) -> None:
     triton_experts.slot_moe(mlp, x_TD, pointers_TK, torch.zeros(num_tokens, top_k))
 
 
-def resolve(max_pairs: int) -> None:
+def resolve(num_pairs: int) -> None:
     """An odd number of 16 bytes."""
     slots = torch.zeros(2, 16 * 1001, dtype=torch.uint8)
-    table = DeviceTable(slots, num_rows=2, num_experts=4, max_pairs=max_pairs)
-    pointers_TK = triton_resolve.resolve(table, 1, torch.zeros(1, 8, dtype=torch.int64))
+    table = DeviceTable(slots, num_rows=2, num_experts=4, max_pairs=128)
+    index_TK = torch.zeros(1, num_pairs, dtype=torch.int64)
+    pointers_TK = triton_resolve.resolve(table, 1, index_TK)
     triton_resolve.fill(table, pointers_TK)
 
 
@@ -92,8 +93,8 @@ def main() -> None:
     more["bias"] = replace(known["mxfp4"], gate=replace(known["mxfp4"].gate, bias=bias))
     more["zeros"] = replace(known["int4"], gate=replace(known["int4"].gate, zeros=zeros))
     more["e8m0"] = replace(known["fp8"], gate=replace(known["fp8"].gate, scale=exponents))
-    for max_pairs in (8, 64, 128):
-        resolve(max_pairs)
+    for num_pairs in (8, 64, 128):
+        resolve(num_pairs)
     for compiler.name, mlp in (known | more).items():
         compute(mlp)
     sys.stdout.write(json.dumps(compiler.loads))

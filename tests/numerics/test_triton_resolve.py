@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels import slot_reference
-from moe_infinity.kernels.device_table import ABSENT, ON_DISK, Miss
+from moe_infinity.kernels.device_table import ABSENT, NOT_RUN, ON_DISK, Miss
 from tests.numerics.device_tables import World
 
 pytest.importorskip("triton", reason="needs triton")
@@ -70,7 +70,7 @@ def test_an_expert_that_several_tokens_miss_takes_one_slot(kernels):
     assert world.table.uses_LE[0].tolist() == [0, 0, 0, 3, 0, 2, 0, 1]
     report = report_of(world)
     assert report.misses == [Miss(ExpertKey(0, e), s) for e, s in ((5, 0), (3, 1), (7, 2))]
-    assert report.routing_LP[0].tolist() == [5, 3, 3, 5, 3, 7] + 10 * [-1]
+    assert report.routing_LP[0].tolist() == [5, 3, 3, 5, 3, 7] + 10 * [NOT_RUN]
     assert report.lost_row is None
     assert not world.table.uses_LE.any()
 
@@ -184,7 +184,7 @@ def test_an_expert_on_disk_loses_the_step_from_its_row_on(kernels):
     assert report.lost_row == 1
     assert report.misses[2:] == [Miss(on_disk, ON_DISK), Miss(ExpertKey(1, 4), 2)]
     assert not uses_LE[2].any()
-    assert (report.routing_LP[2] == -1).all()
+    assert report.routing_LP[2].tolist() == 2 * [-1] + 14 * [NOT_RUN]
     world.table.set_host_addresses({on_disk: world.address_of(on_disk)})
     again = step(kernels, world, [[[2, 1]], [[2, 4]], [[3, 5]]])
     assert again == [[0, 1], [0, 2], [0, 1]]
