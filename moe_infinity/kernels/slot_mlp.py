@@ -32,7 +32,11 @@ VALUES = {  # of a load
     "bf16": 8, "f16": 8, "f32": 4, "int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32,
     **dict.fromkeys(WORDS, 32),
 }  # fmt: skip
-UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14}
+# Whole numbers are read as n * 2 ** (bit - 149); x is multiplied by 2 ** (X_EXPONENT - bit), and
+# sums by the rest. Products are rounded as ever for x from 2 ** -41 to 2 ** 63.
+X_EXPONENT = 64
+NUMBER_BITS = {"int8": 8, "int4": 4, **dict.fromkeys(WORDS, 4)}
+UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14, **dict.fromkeys(NUMBER_BITS, 2.0 ** (149 - X_EXPONENT))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,19 @@ class Matrix:
     num_scale_columns: int = 1
 
     @property
-    def has_nibbles(self) -> bool:
-        return self.kind in ("int4", "mxfp4")
+    def number_bits(self) -> int:
+        """Of whole numbers; 0 for floats."""
+        return NUMBER_BITS.get(self.kind, 0)
+
+    @property
+    def zero(self) -> float:
+        """Which of the whole numbers stands for 0, where no zeros are stored."""
+        return 2.0 ** (self.number_bits - 1)
+
+    @property
+    def per_word(self) -> int:
+        """How many values are in an int32; 1 where they are loaded as they are."""
+        return {"fp8": 4, "mxfp4": 8}.get(self.kind, 32 // (self.number_bits or 32))
 
     @property
     def chunk(self) -> int:
@@ -99,7 +114,7 @@ class Matrix:
 
     @property
     def unit(self) -> float:
-        """What values lack whose bits are read as those of a float16."""
+        """What values lack whose bits are read as those of another float."""
         return UNITS.get(self.kind, 1.0)
 
     @property
@@ -179,7 +194,7 @@ def _matrix(weight: StoredWeight) -> Matrix | None:
         return None
     if weight.kind == "int8" and block != (1, columns):
         return None
-    return Matrix(
+    matrix = Matrix(
         weight.kind,
         rows,
         columns,
@@ -192,6 +207,8 @@ def _matrix(weight: StoredWeight) -> Matrix | None:
         block_columns=block[1],
         num_scale_columns=-(-columns // block[1]),
     )
+    has_words = gcd(matrix.chunk, columns) % matrix.per_word == 0 or weight.kind in WORDS
+    return matrix if has_words else None
 
 
 def _part(part: StoredPart) -> Part:

@@ -32,18 +32,21 @@ _NAN = tl.constexpr(tl.PropagateNan.ALL)
 # share, and few programs: for one token of Qwen3-30B-A3B 256, so that each needs more warps.
 UP_LOADS, UP_WARPS = 256, 4
 DOWN_LOADS, DOWN_WARPS = 1024, 8
+AWQ_ROWS, AWQ_WARPS = 32, 4  # 16 bytes of a column; a thread has chunks of its own
 MAX_CHUNKS = 128  # of a row at once; rows that are shorter leave room for more rows
 MAX_ROWS = 16  # more would leave too few programs
 
 
-def tile_of(matrix: Matrix, num_loads: int) -> tuple[int, int]:
-    """Rows and chunks, powers of two."""
+def tile_of(matrix: Matrix, num_loads: int, num_warps: int) -> tuple[int, int, int]:
+    """Rows and chunks, powers of two, and warps."""
     chunks = triton.next_power_of_2(triton.cdiv(matrix.num_columns, matrix.chunk))
+    if matrix.kind == "awq":
+        return AWQ_ROWS, min(chunks, 32 * AWQ_WARPS), AWQ_WARPS
     if matrix.column_stride > 1:  # loads are of rows
-        rows = 2 * MAX_ROWS if matrix.kind == "awq" else MAX_ROWS  # of which 16 are 8 bytes
-        return rows, min(chunks, num_loads * VALUES[matrix.kind] // (rows * matrix.chunk))
+        fit = num_loads * VALUES[matrix.kind] // (MAX_ROWS * matrix.chunk)
+        return MAX_ROWS, min(chunks, fit), num_warps
     chunks = min(chunks, MAX_CHUNKS, num_loads // 4)
-    return min(num_loads // chunks, MAX_ROWS), chunks
+    return min(num_loads // chunks, MAX_ROWS), chunks, num_warps
 
 
 def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
@@ -54,8 +57,8 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: 
     assert width == mlp.down.num_rows == mlp.gate.num_columns, (width, mlp)
     assert all(t.is_contiguous() for t in (x_TD, pointers_TK, top_k_weights_TK)), x_TD.stride()
     num_pairs, expert_width = num_tokens * top_k, mlp.down.num_columns
-    up_rows, up_chunks = tile_of(mlp.gate, UP_LOADS)
-    down_rows, down_chunks = tile_of(mlp.down, DOWN_LOADS)
+    up_rows, up_chunks, up_warps = tile_of(mlp.gate, UP_LOADS, UP_WARPS)
+    down_rows, down_chunks, down_warps = tile_of(mlp.down, DOWN_LOADS, DOWN_WARPS)
     hidden_PF = torch.empty(num_pairs, expert_width, dtype=torch.float32, device=x_TD.device)
     out_TD = torch.empty_like(x_TD)
     _up[(triton.cdiv(expert_width, up_rows), num_pairs)](
@@ -67,7 +70,7 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: 
         TOP_K=top_k,
         ROWS=up_rows,
         CHUNKS=up_chunks,
-        num_warps=UP_WARPS,
+        num_warps=up_warps,
     )
     _down[(triton.cdiv(width, down_rows), num_tokens)](
         hidden_PF,
@@ -78,7 +81,7 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: 
         TOP_K=top_k,
         ROWS=down_rows,
         CHUNKS=down_chunks,
-        num_warps=DOWN_WARPS,
+        num_warps=down_warps,
     )
     return out_TD
 

@@ -1,8 +1,13 @@
 """Products of x with rows of a matrix that lies in a slot, decoded in registers: what the packed
 formats (unpack.py) mean, written for Triton.
 
-A tile is [R rows, N chunks, C columns of a chunk]. A thread loads a chunk of a row at once and sums
-it up alone; scales are multiplied after that, one for each chunk.
+A tile is [R rows, N chunks, C columns of a chunk]. A thread loads a chunk at once and sums it up
+alone; scales and zeros come after that, one for each chunk.
+
+Whole numbers are not converted. A number n, masked where it lies in the lower 24 bits of its word,
+is the float32 n * 2 ** (its lowest bit - 149), unrounded; the rest of that power of two goes to x
+or into the sum. Words are loaded with a dimension of 1 that becomes the numbers in them, so that
+those stay in the thread that loaded them.
 
 Every function has one `return`: what follows one in a branch would be compiled for every kind.
 """
@@ -12,11 +17,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_infinity.kernels.slot_mlp import LOAD_BYTES
-from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
+from moe_infinity.kernels.slot_mlp import LOAD_BYTES, X_EXPONENT
+from moe_infinity.kernels.unpack import NIBBLES
 
 _LOAD_BYTES, _NIBBLES = tl.constexpr(LOAD_BYTES), tl.constexpr(NIBBLES)
-_SYMMETRIC_ZERO = tl.constexpr(ZERO_OF_SYMMETRIC)
+_X_EXPONENT = tl.constexpr(X_EXPONENT)
+_SIGNS = tl.constexpr(-0x7FFF8000)  # of two float16s in an int32
+_INT8_SIGNS = tl.constexpr(-0x7F7F7F80)  # of four int8s: exchanged, they count from 0
 
 
 @triton.jit
@@ -59,6 +66,12 @@ def chunk_sums(
         group_N = tl.load(groups + first_N, mask=is_there & (first_N < MATRIX.num_columns), other=0)
         group_N = tl.minimum(tl.maximum(group_N, 0), MATRIX.num_scale_columns - 1)
     values_RNC = load_values(slot, is_there, row_R, first_N, MATRIX)
+    all_N = tl.sum(x_NC, 1)
+    if MATRIX.number_bits > 0:
+        x_NC *= power_of_two(_X_EXPONENT, lowest_bit(column_places(first_N, MATRIX), MATRIX))
+    sums_RN = tl.sum(values_RNC * x_NC[None, :, :], 2) * MATRIX.unit
+    if MATRIX.kind == "awq":
+        sums_RN *= power_of_two(0, lowest_bit(row_places(row_R, "awq"), MATRIX))[:, None]
     if MATRIX.zeros is not None:
         zeros = numbers_at(slot, MATRIX.zeros.offset, "int32")
         word_R = row_R // _NIBBLES * MATRIX.zeros_strides[0]
@@ -66,11 +79,10 @@ def chunk_sums(
         words_RN = tl.load(zeros + word_RN, mask=is_there_RN, other=0)
         if MATRIX.kind == "gptq":  # zeros are stored less one
             words_RN += 0x11111111
-        zero_RN = (words_RN >> shift_of(row_R, tl.constexpr(MATRIX.kind))[:, None]) & 15
-        values_RNC -= zero_RN.to(tl.float32)[:, :, None]
-    elif MATRIX.kind == "int4":
-        values_RNC -= _SYMMETRIC_ZERO
-    sums_RN = tl.sum(values_RNC * x_NC[None, :, :], 2) * MATRIX.unit
+        place_R = row_places(row_R, tl.constexpr(MATRIX.kind))
+        sums_RN -= ((words_RN >> (4 * place_R)[:, None]) & 15).to(tl.float32) * all_N[None, :]
+    elif MATRIX.number_bits > 0:
+        sums_RN -= MATRIX.zero * all_N[None, :]
     if MATRIX.scale is not None:
         at_R = row_R // MATRIX.block_rows * MATRIX.scale_strides[0]
         if MATRIX.num_scale_columns == 1:
@@ -94,43 +106,51 @@ def load_bias(slot, is_there, row_R, MATRIX: tl.constexpr):
 
 @triton.jit
 def load_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
-    """[R, N, C] in float32, in units of their scale and of MATRIX.unit."""
-    if MATRIX.has_nibbles:
-        # Two columns to a byte, the lower bits first; words are little-endian.
-        HALF: tl.constexpr = MATRIX.chunk // 2
-        byte = numbers_at(slot, MATRIX.values.offset, "uint8")
-        at_NC = (first_N // 2)[:, None] + tl.arange(0, HALF)[None, :]
-        is_there_NC = is_there & (at_NC < MATRIX.num_columns // 2)
-        at_RNC = row_R[:, None, None] * (MATRIX.num_columns // 2) + at_NC[None, :, :]
-        byte_RNC = tl.load(byte + at_RNC, mask=is_there_NC[None, :, :], other=0)
-        low_RNC = nibble_value(byte_RNC & 15, tl.constexpr(MATRIX.kind))
-        high_RNC = nibble_value(byte_RNC >> 4, tl.constexpr(MATRIX.kind))
-        values_RNC = tl.interleave(low_RNC, high_RNC)
-    elif MATRIX.kind == "awq":
+    """[R, N, C] in float32, in units of their scale and of MATRIX.unit; whole numbers times two to
+    their lowest bit.
+    """
+    if MATRIX.kind == "awq":
         values_RNC = awq_values(slot, is_there, row_R, first_N, MATRIX)
     elif MATRIX.kind == "gptq" or MATRIX.kind == "gptq_v2":
-        values_RNC = gptq_values(slot, is_there, row_R, first_N, MATRIX)
+        # A word is neighbouring columns of a row.
+        words = numbers_at(slot, MATRIX.values.offset, "int32")
+        at_RN = row_R[:, None] + (first_N // _NIBBLES * MATRIX.column_stride)[None, :]
+        is_there_RN1 = (is_there & (first_N < MATRIX.num_columns))[None, :, None]
+        words_RN1 = tl.load(words + at_RN[:, :, None], mask=is_there_RN1, other=0)
+        values_RNC = whole_numbers(words_RN1, column_places(first_N, MATRIX)[None, :, :], MATRIX)
+    elif MATRIX.per_word > 1:
+        values_RNC = row_values(slot, is_there, row_R, first_N, MATRIX)
     else:
         values = numbers_at(slot, MATRIX.values.offset, tl.constexpr(MATRIX.values.dtype))
         at_NC = first_N[:, None] + tl.arange(0, MATRIX.chunk)[None, :]
         is_there_NC = is_there & (at_NC < MATRIX.num_columns)
         at_NC *= MATRIX.column_stride
         at_RNC = row_R[:, None, None] * MATRIX.row_stride + at_NC[None, :, :]
-        values_RNC = tl.load(values + at_RNC, mask=is_there_NC[None, :, :], other=0)
-        is_fp8: tl.constexpr = MATRIX.kind == "fp8"
-        values_RNC = float8_value(values_RNC) if is_fp8 else values_RNC.to(tl.float32)
+        values_RNC = tl.load(values + at_RNC, mask=is_there_NC[None, :, :], other=0).to(tl.float32)
     return values_RNC
 
 
 @triton.jit
-def gptq_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
-    """A word is neighbouring columns of a row."""
+def row_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
+    """Of words along the rows; they are little-endian, so lower bits are earlier columns."""
+    NUM_WORDS: tl.constexpr = MATRIX.chunk // MATRIX.per_word
+    ROW: tl.constexpr = MATRIX.num_columns // MATRIX.per_word
     words = numbers_at(slot, MATRIX.values.offset, "int32")
-    at_RN = row_R[:, None] + (first_N // _NIBBLES * MATRIX.column_stride)[None, :]
-    is_there_RN = (is_there & (first_N < MATRIX.num_columns))[None, :]
-    words_RN = tl.load(words + at_RN, mask=is_there_RN, other=0)
-    shift_NC = (first_N[:, None] + tl.arange(0, MATRIX.chunk)[None, :]) % _NIBBLES * 4
-    return ((words_RN[:, :, None] >> shift_NC[None, :, :]) & 15).to(tl.float32)
+    at_NW = (first_N // MATRIX.per_word)[:, None] + tl.arange(0, NUM_WORDS)[None, :]
+    at_RNW = row_R[:, None, None] * ROW + at_NW[None, :, :]
+    is_there_NW1 = (is_there & (at_NW < ROW))[:, :, None]
+    words_RNW1 = tl.load(words + at_RNW[:, :, :, None], mask=is_there_NW1[None, :, :, :], other=0)
+    if MATRIX.number_bits > 0:
+        if MATRIX.kind == "int8":
+            words_RNW1 ^= _INT8_SIGNS
+        places = tl.arange(0, MATRIX.per_word)[None, None, None, :]
+        values = whole_numbers(words_RNW1, places, MATRIX)
+    elif MATRIX.kind == "mxfp4":
+        values = float_values(words_RNW1, tl.arange(0, 4)[None, None, None, :] * 4, 12, 9, 0xE00)
+    else:
+        values = float_values(words_RNW1, tl.arange(0, 2)[None, None, None, :] * 8, 8, 7, 0x3F80)
+        values = tl.where(tl.abs(values) == 1.875, float("nan"), values)
+    return tl.reshape(values, (row_R.shape[0], first_N.shape[0], MATRIX.chunk))
 
 
 @triton.jit
@@ -140,48 +160,75 @@ def awq_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
     NUM_WORDS: tl.constexpr = ROWS // _NIBBLES
     CHUNKS: tl.constexpr = first_N.shape[0]
     words = numbers_at(slot, MATRIX.values.offset, "int32")
-    at_NC = first_N[:, None] + tl.arange(0, MATRIX.chunk)[None, :]
-    is_there_NC = is_there & (at_NC < MATRIX.num_columns)
+    # Neighbouring threads have chunks, not columns of one.
+    place = tl.arange(0, MATRIX.chunk * CHUNKS)
+    column = tl.min(first_N, 0) + place % CHUNKS * MATRIX.chunk + place // CHUNKS
+    is_there_11X = (is_there & (column < MATRIX.num_columns))[None, None, :]
     first = tl.min(row_R, 0) // _NIBBLES
     if tl.constexpr(MATRIX.num_rows) % ROWS == 0 and tl.constexpr(MATRIX.first_row) % ROWS == 0:
         word_W = tl.multiple_of(first, NUM_WORDS) + tl.arange(0, NUM_WORDS)
     else:
         word_W = tl.minimum(first + tl.arange(0, NUM_WORDS), MATRIX.num_weight_rows // _NIBBLES - 1)
-    at_WNC = word_W[:, None, None] + at_NC[None, :, :] * (MATRIX.column_stride // _NIBBLES)
-    words_WNC = tl.load(words + at_WNC, mask=is_there_NC[None, :, :], other=0)
-    shift_8 = shift_of(tl.arange(0, _NIBBLES), "awq")
-    values_W8NC = (words_WNC[:, None, :, :] >> shift_8[None, :, None, None]) & 15
-    return tl.reshape(values_W8NC, (ROWS, CHUNKS, MATRIX.chunk)).to(tl.float32)
+    at_WX = word_W[:, None] + (column * (MATRIX.column_stride // _NIBBLES))[None, :]
+    words_W1X = tl.load(words + at_WX[:, None, :], mask=is_there_11X, other=0)
+    place_8 = row_places(tl.arange(0, _NIBBLES), "awq")
+    values_W8X = whole_numbers(words_W1X, place_8[None, :, None], MATRIX)
+    return tl.permute(tl.reshape(values_W8X, (ROWS, MATRIX.chunk, CHUNKS)), (0, 2, 1))
 
 
 @triton.jit
-def shift_of(row_R, KIND: tl.constexpr):
-    """Of the nibble of a row, in a word of rows; awq has them in the order 0, 2, 4, 6, 1, 3, ..."""
+def column_places(first_N, MATRIX: tl.constexpr):
+    """[N or 1, C]: of each column's number in its word, the lowest bits' first; awq has the same in
+    all columns.
+    """
+    places_NC = tl.arange(0, MATRIX.chunk)[None, :]
+    if MATRIX.kind == "awq":
+        places_NC *= 0
+    elif MATRIX.chunk % MATRIX.per_word > 0:
+        places_NC += first_N[:, None]
+    return places_NC % MATRIX.per_word
+
+
+@triton.jit
+def row_places(row_R, KIND: tl.constexpr):
+    """The same of words along columns; awq has rows in the order 0, 2, 4, 6, 1, 3, ..."""
     place_R = row_R % _NIBBLES
     if KIND == "awq":
         place_R = place_R // 2 + place_R % 2 * 4
-    return place_R * 4
+    return place_R
 
 
 @triton.jit
-def nibble_value(nibble, KIND: tl.constexpr):
-    """mxfp4: the sign to bit 15, exponent and mantissa to bits 9-11 of a float16."""
-    if KIND == "mxfp4":
-        bits = nibble.to(tl.int16)
-        bits = ((bits & 8) << 12) | ((bits & 7) << 9)
-        value = bits.to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        value = nibble.to(tl.float32)
-    return value
+def lowest_bit(place, MATRIX: tl.constexpr):
+    """After those beyond the lower 24 bits were moved there."""
+    return place % (24 // MATRIX.number_bits) * MATRIX.number_bits
 
 
 @triton.jit
-def float8_value(byte):
-    """float8_e4m3fn on any GPU: the sign to bit 15, the rest to bits 7-13 of a float16."""
-    byte = byte.to(tl.int16)
-    bits = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
-    value = bits.to(tl.float16, bitcast=True).to(tl.float32)
-    return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
+def whole_numbers(words, place, MATRIX: tl.constexpr):
+    BITS: tl.constexpr = MATRIX.number_bits
+    words = tl.where(place < 24 // BITS, words, words >> 24)
+    mask = ((1 << BITS) - 1) << lowest_bit(place, MATRIX)
+    return (words & mask).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_of_two(EXPONENT: tl.constexpr, less):
+    return ((-less + (127 + EXPONENT)) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def float_values(
+    words, first_bit, SIGN_SHIFT: tl.constexpr, SHIFT: tl.constexpr, REST: tl.constexpr
+):
+    """float8_e4m3fn or float4_e2m1 on any GPU: two at once are put where the sign and the rest of
+    the float16s in a word are, of which the higher one is another half of the columns.
+    """
+    words = words >> first_bit
+    halves = ((words << SIGN_SHIFT) & _SIGNS) | ((words << SHIFT) & (REST | REST << 16))
+    lower = halves.to(tl.int16).to(tl.float16, bitcast=True)
+    upper = (halves >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.permute(tl.join(lower, upper), (0, 1, 2, 4, 3)).to(tl.float32)
 
 
 @triton.jit

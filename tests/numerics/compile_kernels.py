@@ -1,5 +1,5 @@
 """Compiles the kernels for a GPU that need not be there, as their callers launch them, and prints
-what their loads are like.
+what they are like.
 
     TRITON_INTERPRET=0 python -m tests.numerics.compile_kernels 80     # compute capability 8.0
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -25,7 +28,8 @@ from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.kernels.slot_mlp import Part, SlotMlp
 
-Loads = dict[str, int]  # from global memory in the code of one thread: width in bits -> how many
+FLUSHES = re.compile(r"\b(?:add|mul|fma)\.(?:\w+\.)*ftz\.(?:\w+\.)*f32")
+LABEL, INSTRUCTION = r"^(\.L_x_\d+):", r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*)"
 
 
 class AbsentGpu:
@@ -46,17 +50,44 @@ class Compiler:
     """Stands for launching."""
 
     def __init__(self) -> None:
-        self.loads: dict[str, Loads] = {}
+        self.told: dict[str, dict[str, Any]] = {}  # of the code of one thread, by kernel and model
         self.name = ""
 
     def launcher(self, kernel: Any, grid: Any) -> Callable[..., None]:
         def compile_only(*args: Any, **options: Any) -> None:
-            ptx = kernel.run(*args, grid=grid, warmup=True, **options).asm["ptx"]
-            found = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+            asm = kernel.run(*args, grid=grid, warmup=True, **options).asm
+            found = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", asm["ptx"])
             widths = Counter(str(int(count or 1) * int(bits)) for count, bits in found)
-            self.loads[f"{kernel.fn.__name__.strip('_')} {self.name}".strip()] = widths
+            told = {"loads": widths, "loses_denormals": bool(FLUSHES.search(asm["ptx"]))}
+            if (mlp := options.get("MLP")) is not None:
+                matrix = mlp.gate if kernel.fn.__name__ == "_up" else mlp.down
+                tile = options["ROWS"] * options["CHUNKS"] * matrix.chunk
+                tile *= 1 + (matrix is mlp.gate and mlp.up is not None)
+                num_values = tile / (32 * options["num_warps"])
+                told["instructions"] = instructions(asm["cubin"]) / num_values
+            self.told[f"{kernel.fn.__name__.strip('_')} {self.name}".strip()] = told
 
         return compile_only
+
+
+def instructions(cubin: bytes) -> int:
+    """In the longest loop; in all where there is none."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names, labels, loops = list[str](), dict[str, int](), list[int]()
+    for line in code.splitlines():
+        if label := re.match(LABEL, line):
+            labels[label[1]] = len(names)
+        elif one := re.match(INSTRUCTION, line):
+            names.append(one[1])
+            target = re.search(r"\.L_x_\d+", one[2])
+            if one[1] == "BRA" and target and (first := labels.get(target[0])) is not None:
+                loops.append(len(names) - first)
+    longest = max(loops, default=0)
+    return longest if longest > 1 else len(names) - names.count("NOP")
 
 
 def compute(mlp: SlotMlp, num_tokens: int = 1, top_k: int = 8) -> None:
@@ -97,7 +128,7 @@ def main() -> None:
         resolve(num_pairs)
     for compiler.name, mlp in (known | more).items():
         compute(mlp)
-    sys.stdout.write(json.dumps(compiler.loads))
+    sys.stdout.write(json.dumps(compiler.told))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,14 @@ def test_words_of_other_shapes_are_refused(kind, role, shape):
     assert slot_mlp([replace(up, parts=parts), gate], down, activation=SILU) is None
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8 rows"])
+def test_rows_that_end_within_a_word_are_refused(kind):
+    up, gate, down = StoredExperts(kind, 16, 24, splits=True).described
+    assert slot_mlp([up, gate], down, activation=SILU) is not None
+    up, gate, down = StoredExperts(kind, 18, 24, splits=True).described
+    assert slot_mlp([up, gate], down, activation=SILU) is None
+
+
 def test_groups_of_unequal_length_are_refused():
     up, gate, down = StoredExperts("gptq 8 any", 16, 24, splits=True).described
     unequal = {"qzeros": (3, 3), "scales": (3, 24)}

@@ -192,14 +192,24 @@ def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kernels, kind):
 @pytest.mark.parametrize(
     ("kind", "width", "expert_width"),
     [("bf16", 200, 72), ("bf16", 33, 17), ("bf16 transposed", 33, 17), ("f16 transposed", 17, 17),
-     ("f16", 1000, 8), ("int8", 33, 17), ("int4 None", 8, 8), ("int4 8", 72, 40),
-     ("fp8 rows", 33, 17), ("f32", 1, 1), ("gptq 8", 24, 40), ("gptq 8 any", 24, 8),
+     ("f16", 1000, 8), ("int8", 36, 20), ("int4 None", 8, 8), ("int4 8", 72, 40),
+     ("fp8 rows", 36, 20), ("f32", 1, 1), ("gptq 8", 24, 40), ("gptq 8 any", 24, 8),
      ("awq 8", 24, 40), ("awq 8", 8, 8)],
 )  # fmt: skip
 def test_rows_of_a_weight_may_have_any_length(kernels, kind, width, expert_width):
     experts = Experts(kind, width, expert_width)
     x, (index, weights) = inputs(kind, 2, width), routing(2, 3)
     found = experts.compute(kernels, x, index, weights)
+    assert experts.largest_error(found, x, index, weights) < 1
+
+
+@pytest.mark.parametrize("scale", [2.0**-18, 2.0**28])
+@pytest.mark.parametrize("kind", ["int4 32", "int8", "gptq 32", "awq 32", "mxfp4"])
+def test_small_and_large_x_are_rounded_no_more_than_others(kind, scale):
+    """What comes to `down` is about the square."""
+    experts = Experts(kind, 64, 96)
+    x, (index, weights) = scale * inputs("f32", 2, 64), routing(2, 3)
+    found = experts.compute(triton_experts, x, index, weights)
     assert experts.largest_error(found, x, index, weights) < 1
 
 
@@ -272,29 +282,29 @@ def test_the_tolerance_rejects_what_is_wrong(kernels, kind):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_every_float8_value_is_read(kernels):
-    """Of 256 rows with one value each, times what a row of ones gives."""
-    up = torch.zeros(2, 256)
-    up[:, 0] = 1
-    numbers = torch.arange(256).to(torch.uint8)
-    stored = [up, torch.ones(256, 1), torch.ones(4), numbers]
+    """Of 256 rows with one value each, beside zeros, times what a row of ones gives."""
+    up, ones, numbers = torch.zeros(8, 256), torch.zeros(256, 4), torch.zeros(256, 4).byte()
+    up[[0, 4], 0] = ones[:, 0] = 1
+    numbers[:, 0] = torch.arange(256)
+    stored = [up, ones, torch.ones(4), numbers]
     slot = torch.cat([t.view(torch.uint8).flatten() for t in stored])
-    gate_up = StoredWeight("f32", (2, 256), {"": StoredPart(0, torch.float32, (2, 256))})
-    ones = StoredWeight("f32", (256, 1), {"": StoredPart(2048, torch.float32, (256, 1))})
+    gate_up = StoredWeight("f32", (8, 256), {"": StoredPart(0, torch.float32, (8, 256))})
+    plain = StoredWeight("f32", (256, 4), {"": StoredPart(8192, torch.float32, (256, 4))})
     parts = {
-        "scale": StoredPart(3072, torch.float32, (1, 1)),
-        "weight": StoredPart(3088, torch.float8_e4m3fn, (256, 1)),
+        "scale": StoredPart(12288, torch.float32, (1, 1)),
+        "weight": StoredPart(12304, torch.float8_e4m3fn, (256, 4)),
     }
-    packed = StoredWeight("fp8", (256, 1), parts)
+    packed = StoredWeight("fp8", (256, 4), parts)
     experts = Experts("f32", 1, 1, num=1)
     experts.slots = slot[None]
     found = []
-    for down in (ones, packed):
+    for down in (plain, packed):
         mlp = slot_mlp([gate_up], down, activation=SILU)
         assert mlp is not None
         experts.mlp = mlp
         one = torch.zeros(1, 1, dtype=torch.int64)
         found.append(experts.compute(kernels, torch.ones(1, 256), one, torch.ones(1, 1))[0])
-    expected = numbers.view(torch.float8_e4m3fn).float() * found[0]
+    expected = numbers[:, 0].view(torch.float8_e4m3fn).float() * found[0]
     torch.testing.assert_close(found[1], expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -304,7 +314,7 @@ def test_tiles_of_a_gpu_compute_the_same(kind, monkeypatch):
     monkeypatch.undo()
     experts = Experts(kind, 1096 if kind == "f32" else 72, 40)
     x, (index, weights) = inputs(kind, 1, experts.described[-1].shape[0]), routing(1, 2)
-    assert triton_experts.tile_of(experts.mlp.gate, triton_experts.UP_LOADS)[0] < 40
+    assert triton_experts.tile_of(experts.mlp.gate, triton_experts.UP_LOADS, 4)[0] < 40
     found = experts.compute(triton_experts, x, index, weights)
     assert experts.largest_error(found, x, index, weights) < 1
 
