@@ -32,6 +32,7 @@ _NAN = tl.constexpr(tl.PropagateNan.ALL)
 # share, and few programs: for one token of Qwen3-30B-A3B 256, so that each needs more warps.
 UP_LOADS, UP_WARPS = 256, 4
 DOWN_LOADS, DOWN_WARPS = 1024, 8
+DOWN_STAGES = 1  # experts whose loads are under way; not measured: benchmarks/gpu_tiles.py
 AWQ_ROWS, AWQ_WARPS = 32, 4  # 16 bytes of a column; a thread has chunks of its own
 MAX_CHUNKS = 128  # of a row at once; rows that are shorter leave room for more rows
 MAX_ROWS = 16  # more would leave too few programs
@@ -81,6 +82,7 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: 
         TOP_K=top_k,
         ROWS=down_rows,
         CHUNKS=down_chunks,
+        STAGES=DOWN_STAGES,
         num_warps=down_warps,
     )
     return out_TD
@@ -139,6 +141,7 @@ def _down(
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     DOWN: tl.constexpr = MLP.down
     CHUNK: tl.constexpr = DOWN.chunk
@@ -147,7 +150,7 @@ def _down(
     valid_R = inside(row_R, DOWN.num_rows, ROWS)
     biases_R = tl.zeros((ROWS,), tl.float32)
     sums_RN = tl.zeros((ROWS, CHUNKS), tl.float32)
-    for pair in range(token * TOP_K, token * TOP_K + TOP_K):
+    for pair in tl.range(token * TOP_K, token * TOP_K + TOP_K, num_stages=STAGES):
         pointer = tl.load(pointers_P + pair)
         slot = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint8)), _LOAD_BYTES)
         is_there = pointer != 0
