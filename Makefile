@@ -12,10 +12,10 @@ INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench format clean
+.PHONY: help demo test test-all test-compiled check bench format clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## generate text with the bundled model, a quarter of its experts in memory
 	$(BIN)/moe-infinity run models/demo -p "$(PROMPT)" --max-new-tokens 64 --temperature 0.8 --top-p 0.9 --seed 0 --host-memory 25% --report
@@ -29,6 +29,11 @@ test: $(INSTALLED) ## the coverage gate of the parts without torch, then all oth
 
 test-all: $(INSTALLED) ## every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+test-compiled: export TRITON_INTERPRET = 0
+test-compiled: export CAPABILITY ?= 80
+test-compiled: $(INSTALLED) ## kernels of a GPU as they are compiled for one, run without one
+	$(BIN)/python -m pytest -n 2 -m "triton and not slow"
 
 check: $(INSTALLED) ## format, lint, types, line budget: changes nothing
 	$(BIN)/python -m ruff format --check .

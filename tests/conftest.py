@@ -47,6 +47,13 @@ VOCAB_SIZE = 128
 SPECIAL_TOKENS = ("<unk>", "<eos>", "<pad>")
 
 
+def pytest_configure() -> None:
+    if os.environ["TRITON_INTERPRET"] == "0" and not torch.cuda.is_available():
+        from tests.numerics.compiled import use_absent_gpu
+
+        use_absent_gpu(int(os.environ.get("CAPABILITY", "80")))
+
+
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `grid` the combinations on every second or third diagonal stay fast: each

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -27,23 +26,10 @@ from moe_infinity.kernels import triton_experts, triton_resolve
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.kernels.slot_mlp import Part, SlotMlp
+from tests.numerics.compiled import AbsentGpu
 
 FLUSHES = re.compile(r"\b(?:add|mul|fma)\.(?:\w+\.)*ftz\.(?:\w+\.)*f32")
 LABEL, INSTRUCTION = r"^(\.L_x_\d+):", r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*)"
-
-
-class AbsentGpu:
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 class Compiler:

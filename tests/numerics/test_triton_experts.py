@@ -319,6 +319,17 @@ def test_tiles_of_a_gpu_compute_the_same(kind, monkeypatch):
     assert experts.largest_error(found, x, index, weights) < 1
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("kind", ["bf16", "int4 32", "awq 32"])
+def test_experts_may_be_under_way_before_their_turn(kind, stages, monkeypatch):
+    monkeypatch.setattr(triton_experts, "DOWN_STAGES", stages)
+    experts = Experts(kind, 64, 96, num=5)
+    x, (index, weights) = inputs(kind, 1, 64), routing(1, 5, 5)
+    index[0, 2] = -1
+    found = experts.compute(triton_experts, x, index, weights)
+    assert experts.largest_error(found, x, index, weights) < 1
+
+
 @pytest.mark.parametrize("kind", ["bf16", "int4 32"])
 def test_a_token_gets_the_same_bits_in_any_company(kind):
     experts = Experts(kind, 64, 96, num=6)

@@ -1,0 +1,35 @@
+"""Memory that the threads of a program share, and who touched it; for ptx.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Lanes = NDArray[Any]
+
+
+class Memory:
+    """Bytes, and which warps touched each since the last barrier: a bit for each."""
+
+    def __init__(self, content: NDArray[np.uint8], start: int) -> None:
+        self.content, self.start = content, start
+        self.forget()
+
+    def forget(self) -> None:
+        self.read_by, self.written_by = np.zeros((2, len(self.content)), np.uint32)
+
+    def at(self, address: Lanes, warp: Lanes, num_bytes: int, *, writes: bool) -> Lanes:
+        """[lanes, num_bytes] of places, which are noted as touched."""
+        place = (address - self.start)[:, None] + np.arange(num_bytes)
+        one = np.broadcast_to((1 << warp).astype(np.uint32)[:, None], place.shape)
+        others = self.written_by[place] | (self.read_by[place] if writes else 0)
+        if (others & ~one).any():
+            raise RaceError("two warps at one address, and one writes, without a barrier")
+        np.bitwise_or.at(self.written_by if writes else self.read_by, place, one)
+        return place
+
+
+class RaceError(AssertionError):
+    """What a GPU may do in either order."""
