@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tests.numerics.ptx_code import Instruction, code_of
-from tests.numerics.ptx_memory import Lanes, Memory, RaceError
+from tests.numerics.ptx_memory import Lanes, Memory
 
 WARP = 32
 SHARED_BYTES = 100 << 10
@@ -116,10 +116,7 @@ class Program:
                 address + n * dtype.itemsize, self.warp[is_on], dtype.itemsize, writes=is_store
             )
             if is_store:
-                numbers = self.get(name, dtype)[is_on].view(np.uint8).reshape(at.shape)
-                memory.content[at] = numbers
-                if (memory.content[at] != numbers).any():  # the same from all is what layouts do
-                    raise RaceError(f"different numbers to one address: {one.text}")
+                memory.put(at, self.get(name, dtype)[is_on], self.warp[is_on])
             else:
                 found = np.zeros(self.num_threads, dtype)
                 found[is_on] = np.ascontiguousarray(memory.content[at]).view(dtype)[:, 0]

@@ -30,6 +30,17 @@ class Memory:
         np.bitwise_or.at(self.written_by if writes else self.read_by, place, one)
         return place
 
+    def put(self, place: Lanes, numbers: Lanes, warp: Lanes) -> None:
+        """Threads that hold the same element all write it. Of those of a warp one is kept: a sum
+        across threads begins with a product that each of them rounds but its own.
+        """
+        given = numbers.view(np.uint8).reshape(place.shape)
+        self.content[place] = given
+        last = np.zeros(len(self.content), np.int64)
+        last[place] = warp[:, None]
+        if ((self.content[place] != given) & (last[place] != warp[:, None])).any():
+            raise RaceError("different numbers from two warps to one address")
+
 
 class RaceError(AssertionError):
     """What a GPU may do in either order."""
