@@ -290,31 +290,27 @@ def _find_gptq(config: Config) -> tuple[Scheme, ...]:
         if not pattern.startswith("-:"):  # those are left as they were
             _require(f"gptq of {pattern}", changes, "bits", 4, default=4)
             is_in_order &= not changes.get("desc_act")
-    adds_one = stored_format == "gptq"
+    adds_one, group_size = stored_format == "gptq", int(config.get("group_size") or 0)
+
+    def find_groups(shapes: Shapes) -> Block | None:
+        """Of columns in order; None where the last group is shorter, or sizes are not told."""
+        num_columns, num_groups = NIBBLES * shapes["qweight"][0], shapes["scales"][0]
+        size = num_columns if num_groups == 1 else group_size
+        return (1, size) if is_in_order and num_columns == num_groups * size else None
+
+    def needed(parts: Parts) -> Parts:
+        block = find_groups({role: tuple(part.shape) for role, part in parts.items()})
+        return {role: part for role, part in parts.items() if role != "g_idx" or not block}
 
     def unpack_one(parts: Parts, dtype: torch.dtype) -> Tensor:
-        parts = _without_index(parts) if is_in_order else parts
-        return unpack.gptq(parts, dtype, adds_one_to_zeros=adds_one)
+        return unpack.gptq(needed(parts), dtype, adds_one_to_zeros=adds_one)
 
     def multiply(x_TC: Tensor, parts: Parts) -> Tensor:
-        parts = _without_index(parts) if is_in_order else parts
-        return _multiply("gptq", x_TC, parts, adds_one_to_zeros=adds_one)
+        return _multiply("gptq", x_TC, needed(parts), adds_one_to_zeros=adds_one)
 
     index = Part("g_idx", ".g_idx", INDICES, is_optional=True)
     scheme = _words_scheme(stored_format, (index,), _gptq_shape, unpack_one, multiply)
-    return (replace(scheme, find_block=_gptq_block) if is_in_order else scheme,)
-
-
-def _gptq_block(shapes: Shapes) -> Block | None:
-    """Of columns in order. A last group that is shorter is told by the index alone."""
-    num_columns, num_groups = NIBBLES * shapes["qweight"][0], shapes["scales"][0]
-    return None if num_columns % num_groups else (1, num_columns // num_groups)
-
-
-def _without_index(parts: Parts) -> Parts:
-    """Where the block says what the index would."""
-    block = _gptq_block({role: tuple(part.shape) for role, part in parts.items()})
-    return {role: part for role, part in parts.items() if role != "g_idx" or not block}
+    return (replace(scheme, find_block=find_groups),)
 
 
 def _gptq_shape(shapes: Shapes) -> Shape | None:

@@ -244,16 +244,19 @@ def test_gptq_groups_may_be_of_unequal_length_or_in_any_order():
 )  # fmt: skip
 def test_gptq_reads_no_index_that_is_said_to_be_in_order(config, is_read):
     tensors = gptq_parts()
-    in_order = unpack_gptq(tensors, **config)
+    in_order = unpack_gptq(tensors, group_size=32, **config)
     tensors["layer.g_idx"] = tensors["layer.g_idx"].flip(0)
-    assert same_bits(unpack_gptq(tensors, **config), in_order) != is_read
+    assert same_bits(unpack_gptq(tensors, group_size=32, **config), in_order) != is_read
 
 
-def test_a_gptq_group_that_is_shorter_is_known_by_the_index_alone():
-    tensors = gptq_parts(groups=3)
-    tensors["layer.g_idx"] = torch.arange(64, dtype=torch.int32) // 24  # the last has 16 columns
+@pytest.mark.parametrize(("columns", "groups", "size"), [(64, 3, 24), (96, 2, 64), (64, 2, 32)])
+def test_a_gptq_group_that_is_shorter_is_known_by_the_index_alone(columns, groups, size):
+    """Even if their number divides the columns."""
+    tensors = gptq_parts(columns=columns, groups=groups)
+    tensors["layer.g_idx"] = torch.arange(columns, dtype=torch.int32) // size
     by_index = unpack_gptq(tensors)
-    assert same_bits(unpack_gptq(tensors, desc_act=False), by_index)
+    for told in ({"group_size": size}, {}):
+        assert same_bits(unpack_gptq(tensors, desc_act=False, **told), by_index)
 
 
 @pytest.mark.parametrize("group", [-1, 2])
