@@ -24,7 +24,7 @@ OTHERS = {
     "DOWN_LOADS": (512, 2048),
     "DOWN_WARPS": (4, 16),
     "DOWN_STAGES": (2, 3, 4),
-    "MAX_CHUNKS": (64, 256),
+    "MAX_CHUNKS": (64,),
     "MAX_ROWS": (8, 32),
 }
 OF_AWQ = {"AWQ_ROWS": (16, 64), "AWQ_WARPS": (2, 8), "DOWN_STAGES": (2, 3, 4)}
@@ -35,20 +35,36 @@ def rows_of(sizes: Sizes, rounds: int, read_gbps: float) -> Iterator[dict[str, A
 
     layers = Layers(sizes)
     num_bytes = sizes.num_layers * layers.num_pairs * layers.expert_bytes
-    usual_us = 0.0
+    told = {"kind": sizes.kind, "tokens": sizes.num_tokens}
+
+    def timed() -> dict[str, float]:
+        us = captured_us(lambda: layers.step(machinery=False), rounds)
+        return {"us": us / sizes.num_layers, "share": gbps(num_bytes, us) / read_gbps}
+
+    usual, usual_tiles = timed(), tiles_of(layers)
+    yield told | usual
     others = OF_AWQ if sizes.kind == "awq" else OTHERS
-    for name, value in [("", 0), *((n, v) for n, values in others.items() for v in values)]:
-        row: dict[str, Any] = {"kind": sizes.kind, "tokens": sizes.num_tokens, name: value}
-        assert not name or hasattr(triton_experts, name), name
-        try:
-            with mock.patch.dict(vars(triton_experts), {name: value} if name else {}):
-                us = captured_us(lambda: layers.step(machinery=False), rounds)
-        except Exception as error:  # a tile may need more registers or memory than there are
-            yield row | {"failed": f"{type(error).__name__}: {error}"[:200]}
-            continue
-        usual_us = usual_us or us
-        share = gbps(num_bytes, us) / read_gbps
-        yield row | {"us": us / sizes.num_layers, "share": share, "times": usual_us / us}
+    for name, value in ((name, value) for name, values in others.items() for value in values):
+        assert hasattr(triton_experts, name), name
+        row = told | {name: value}
+        with mock.patch.dict(vars(triton_experts), {name: value}):
+            if tiles_of(layers) == usual_tiles:
+                continue
+            try:
+                found = timed()
+            except Exception as error:  # a tile may need more registers or memory than there are
+                yield row | {"failed": f"{type(error).__name__}: {error}"[:200]}
+                continue
+        yield row | found | {"times": usual["us"] / found["us"]}
+
+
+def tiles_of(layers: Layers) -> tuple[Any, ...]:
+    """All that the constants decide."""
+    from moe_infinity.kernels import triton_experts as tiles
+
+    up = tiles.tile_of(layers.mlp.gate, tiles.UP_LOADS, tiles.UP_WARPS)
+    down = tiles.tile_of(layers.mlp.down, tiles.DOWN_LOADS, tiles.DOWN_WARPS)
+    return up, down, tiles.DOWN_STAGES
 
 
 def main() -> None:
@@ -58,10 +74,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="JSON, a row in each line")
     args = parser.parse_args()
+    kinds = args.kinds.split(",")
+    if unknown := set(kinds) - set(KINDS):
+        parser.error(f"unknown kinds: {', '.join(unknown)}; there are {', '.join(KINDS)}")
     if not torch.cuda.is_available():
         raise SystemExit("needs a CUDA device")
     read_gbps, device = ceilings(args.rounds)["read_gbps"], torch.cuda.get_device_name()
-    for kind in args.kinds.split(","):
+    for kind in kinds:
         for row in rows_of(Sizes(kind=kind, num_tokens=args.tokens), args.rounds, read_gbps):
             told = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
             line = json.dumps({"device": device, "read_gbps": round(read_gbps), **told})

@@ -62,18 +62,23 @@ def test_what_is_filled_is_what_was_missed(modules):
     assert torch.equal(layers.slots[filled], layers.host[filled])
 
 
-@pytest.mark.parametrize("kind", ["int4", "awq"])
-def test_every_tile_is_tried(modules, monkeypatch, kind):
-    """Names that triton_experts.py lacks would fail; what fails is a row."""
+@pytest.mark.parametrize("kind", ["bf16", "int4", "awq"])
+def test_every_other_tile_is_tried_once(modules, monkeypatch, kind):
+    """What fails is a row."""
     gpu_kernels, gpu_tiles = modules
-    rows = list(gpu_tiles.rows_of(tiny(gpu_kernels, kind), 1, 10.0))
-    others = gpu_tiles.OF_AWQ if kind == "awq" else gpu_tiles.OTHERS
-    assert len(rows) == 1 + sum(map(len, others.values()))
-    assert all(row["times"] == 1 for row in rows)
+    tried = []
 
-    def too_large(step: Any, rounds: int) -> float:
-        raise RuntimeError("out of resources")
+    def timed(step: Any, rounds: int) -> float:
+        tried.append(gpu_tiles.tiles_of(layers))
+        if len(tried) > 3:
+            raise RuntimeError("out of resources")
+        return 1.0
 
-    monkeypatch.setattr(gpu_tiles, "captured_us", too_large)
-    rows = list(gpu_tiles.rows_of(tiny(gpu_kernels, kind), 1, 10.0))
-    assert all(row["failed"] == "RuntimeError: out of resources" for row in rows)
+    sizes = tiny(gpu_kernels, kind, width=2048, expert_width=768, num_experts=2)
+    layers = gpu_kernels.Layers(sizes)
+    monkeypatch.setattr(gpu_tiles, "captured_us", timed)
+    usual, *rows = gpu_tiles.rows_of(sizes, 1, 10.0)
+    assert len(tried) == len(set(tried)) == 1 + len(rows) > 6
+    assert usual == {"kind": kind, "tokens": 1, "us": 0.5, "share": usual["share"]}
+    assert [row.get("times") for row in rows[:3]] == [1.0, 1.0, None]
+    assert all(row["failed"] == "RuntimeError: out of resources" for row in rows[2:])

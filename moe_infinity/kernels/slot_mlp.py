@@ -72,11 +72,6 @@ class Matrix:
         return NUMBER_BITS.get(self.kind, 0)
 
     @property
-    def zero(self) -> float:
-        """Which of the whole numbers stands for 0, where no zeros are stored."""
-        return 2.0 ** (self.number_bits - 1)
-
-    @property
     def per_word(self) -> int:
         """How many values are in an int32; 1 where they are loaded as they are."""
         return {"fp8": 4, "mxfp4": 8}.get(self.kind, 32 // (self.number_bits or 32))

@@ -72,7 +72,7 @@ def block_of(weight: StoredWeight) -> tuple[int, int] | None:
         num_groups = columns // MXFP4_GROUP
         wanted: Stored = {"blocks": (torch.uint8, (rows, num_groups, MXFP4_GROUP // 2))}
         wanted["scales"] = torch.uint8, (rows, num_groups)
-        return (1, MXFP4_GROUP) if stored == wanted else None
+        return (1, MXFP4_GROUP) if stored == wanted and columns % MXFP4_GROUP == 0 else None
     if weight.kind in WORDS:
         return _block_of_words(weight)
     dtype, grid = stored.get("scale", (None, ()))

@@ -28,8 +28,9 @@ _LOAD_BYTES, _NO_LIMIT = tl.constexpr(LOAD_BYTES), tl.constexpr(math.inf)
 _NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 # Loads of 16 bytes in a tile, and the warps that share them: 4 loads of each thread under way, from
-# the two matrices of up or the one of down. Down has an input for every expert, which more rows
-# share, and few programs: for one token of Qwen3-30B-A3B 256, so that each needs more warps.
+# the two matrices of up or the one of down (8 of each of awq). Down has an input for every expert,
+# which more rows share, and few programs: for one token of Qwen3-30B-A3B 256, so that each needs
+# more warps.
 UP_LOADS, UP_WARPS = 256, 4
 DOWN_LOADS, DOWN_WARPS = 1024, 8
 DOWN_STAGES = 1  # experts whose loads are under way; not measured: benchmarks/gpu_tiles.py

@@ -1,13 +1,15 @@
 """Products of x with rows of a matrix that lies in a slot, decoded in registers: what the packed
 formats (unpack.py) mean, written for Triton.
 
-A tile is [R rows, N chunks, C columns of a chunk]. A thread loads a chunk at once and sums it up
-alone; scales and zeros come after that, one for each chunk.
+A tile is [R rows, N chunks, C columns of a chunk]. A thread sums up a chunk alone; scales and zeros
+come after that, one for each chunk.
 
 Whole numbers are not converted. A number n, masked where it lies in the lower 24 bits of its word,
-is the float32 n * 2 ** (its lowest bit - 149), unrounded; the rest of that power of two goes to x
-or into the sum. Words are loaded with a dimension of 1 that becomes the numbers in them, so that
-those stay in the thread that loaded them.
+is the float32 n * 2 ** (its lowest bit - 149), unrounded: a denormal or, with bit 23, one of the
+smallest others. The rest of that power of two goes to x or into the sum.
+
+Words are loaded with a dimension of 1 that becomes the numbers in them, so that those stay in the
+thread that loaded them.
 
 Every function has one `return`: what follows one in a branch would be compiled for every kind.
 """
@@ -18,10 +20,10 @@ import triton
 import triton.language as tl
 
 from moe_infinity.kernels.slot_mlp import LOAD_BYTES, X_EXPONENT
-from moe_infinity.kernels.unpack import NIBBLES
+from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
 
 _LOAD_BYTES, _NIBBLES = tl.constexpr(LOAD_BYTES), tl.constexpr(NIBBLES)
-_X_EXPONENT = tl.constexpr(X_EXPONENT)
+_X_EXPONENT, _SYMMETRIC_ZERO = tl.constexpr(X_EXPONENT), tl.constexpr(float(ZERO_OF_SYMMETRIC))
 _SIGNS = tl.constexpr(-0x7FFF8000)  # of two float16s in an int32
 _INT8_SIGNS = tl.constexpr(-0x7F7F7F80)  # of four int8s: exchanged, they count from 0
 
@@ -81,8 +83,8 @@ def chunk_sums(
             words_RN += 0x11111111
         place_R = row_places(row_R, tl.constexpr(MATRIX.kind))
         sums_RN -= ((words_RN >> (4 * place_R)[:, None]) & 15).to(tl.float32) * all_N[None, :]
-    elif MATRIX.number_bits > 0:
-        sums_RN -= MATRIX.zero * all_N[None, :]
+    elif MATRIX.kind == "int4":
+        sums_RN -= _SYMMETRIC_ZERO * all_N[None, :]
     if MATRIX.scale is not None:
         at_R = row_R // MATRIX.block_rows * MATRIX.scale_strides[0]
         if MATRIX.num_scale_columns == 1:
@@ -141,10 +143,12 @@ def row_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
     is_there_NW1 = (is_there & (at_NW < ROW))[:, :, None]
     words_RNW1 = tl.load(words + at_RNW[:, :, :, None], mask=is_there_NW1[None, :, :, :], other=0)
     if MATRIX.number_bits > 0:
-        if MATRIX.kind == "int8":
-            words_RNW1 ^= _INT8_SIGNS
         places = tl.arange(0, MATRIX.per_word)[None, None, None, :]
-        values = whole_numbers(words_RNW1, places, MATRIX)
+        if MATRIX.kind == "int8":
+            values = whole_numbers(words_RNW1 ^ _INT8_SIGNS, places, MATRIX)
+            values -= whole_numbers(_INT8_SIGNS, places, MATRIX)
+        else:
+            values = whole_numbers(words_RNW1, places, MATRIX)
     elif MATRIX.kind == "mxfp4":
         values = float_values(words_RNW1, tl.arange(0, 4)[None, None, None, :] * 4, 12, 9, 0xE00)
     else:

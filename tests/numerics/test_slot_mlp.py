@@ -43,6 +43,29 @@ def test_words_of_other_shapes_are_refused(kind, role, shape):
     assert slot_mlp([replace(up, parts=parts), gate], down, activation=SILU) is None
 
 
+def test_blocks_that_end_within_a_word_are_refused():
+    values = StoredPart(0, torch.float8_e4m3fn, (16, 16))
+    up, down = (
+        StoredWeight(
+            "fp8",
+            (16, 16),
+            {"weight": values, "scale": StoredPart(256, torch.float32, (1, 16 // columns))},
+            block=(16, columns),
+        )
+        for columns in (4, 2)
+    )
+    assert slot_mlp([up, up], up, activation=SILU) is not None
+    assert slot_mlp([up, up], down, activation=SILU) is None
+
+
+def test_mxfp4_of_half_a_group_is_refused():
+    up, gate, down = StoredExperts("mxfp4", 32, 64, splits=True).described
+    assert slot_mlp([up, gate], down, activation=SILU) is not None
+    odd = [replace(each, shape=(64, 40)) for each in (up, gate)]
+    assert slot_mlp(odd, replace(down, shape=(40, 64)), activation=SILU) is None
+    assert slot_mlp([up, gate], replace(down, shape=(32, 72)), activation=SILU) is None
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8 rows"])
 def test_rows_that_end_within_a_word_are_refused(kind):
     up, gate, down = StoredExperts(kind, 16, 24, splits=True).described
