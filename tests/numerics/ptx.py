@@ -167,21 +167,30 @@ class Program:
         raise AssertionError(f"no memory at {low:#x} to {high:#x}: {one.text}")
 
     def matrices(self, one: Instruction, is_on: Lanes) -> None:
-        """ldmatrix and stmatrix: of 8 rows of 16 bytes, each thread has 4 bytes."""
+        """ldmatrix and stmatrix: of 8 rows of 8 numbers, each thread has two that are neighbours in a
+        row; of transposed ones in a column.
+        """
         assert is_on.all(), one.text
-        assert "trans" not in one.name, one.text
         is_store = one.name[0] == "stmatrix"
         where, what = one.operands if is_store else one.operands[::-1]
         address = self.address_of(where)
         for n, name in enumerate(re.findall(r"%\w+", what)):
-            row = self.warp * WARP + 8 * n + self.lane // 4
-            its_place = address[row] + 4 * (self.lane % 4)
-            at = self.shared.at(its_place, self.warp, 4, writes=is_store)
+            halves = np.zeros((self.num_threads, 2), np.uint16)
             if is_store:
-                self.shared.content[at] = self.get(name, np.uint32).view(np.uint8).reshape(at.shape)
-            else:
-                found = np.ascontiguousarray(self.shared.content[at]).view(np.uint32)[:, 0]
-                self.put(name, found, is_on)
+                halves = self.get(name, np.uint32).view(np.uint16).reshape(halves.shape).copy()
+            for half in (0, 1):
+                row, column = self.lane // 4, 2 * (self.lane % 4) + half
+                if "trans" in one.name:
+                    row, column = column, row
+                place = address[self.warp * WARP + 8 * n + row] + 2 * column
+                at = self.shared.at(place, self.warp, 2, writes=is_store)
+                if is_store:
+                    self.shared.put(at, np.ascontiguousarray(halves[:, half]), self.warp)
+                else:
+                    found = np.ascontiguousarray(self.shared.content[at])
+                    halves[:, half] = found.view(np.uint16)[:, 0]
+            if not is_store:
+                self.put(name, halves.view(np.uint32)[:, 0], is_on)
 
     # Everything else
 

@@ -145,6 +145,35 @@ def test_what_a_gpu_would_punish_is_an_error(code, said, monkeypatch):
         run(code)
 
 
+@pytest.mark.parametrize("trans", ["", ".trans"])
+def test_matrices_are_dealt_to_the_threads_of_a_warp(trans):
+    """8 rows of 8 numbers of 16 bits, n * 10 + 1 in the place n."""
+    code = f"""
+        shl.b32 %r2, %r1, 1;
+        mad.lo.s32 %r3, %r2, 10, 1;
+        add.s32 %r4, %r3, 10;
+        shl.b32 %r5, %r4, 16;
+        or.b32 %r3, %r3, %r5;
+        shl.b32 %r5, %r1, 2;
+        st.shared.b32 [%r5], %r3;
+        and.b32 %r6, %r1, 7;
+        shl.b32 %r6, %r6, 4;
+        ldmatrix.sync.aligned.m8n8.x1{trans}.shared.b16 {{%r7}}, [%r6];
+        st.global.b32 [%rd1], %r7;
+    """
+    halves = run(code, num_warps=1).view(np.uint16).reshape(32, 2)
+    places = np.arange(64).reshape(8, 8)
+    dealt = places.T if trans else places
+    assert (halves == dealt.reshape(32, 2) * 10 + 1).all()
+    back = code.replace(
+        "st.global.b32 [%rd1], %r7;",
+        f"stmatrix.sync.aligned.m8n8.x1{trans}.shared.b16 [%r6 + 256], {{%r7}};"
+        "ld.shared.b32 %r7, [%r5 + 256];\nst.global.b32 [%rd1], %r7;".replace(";ld", ";\nld"),
+    )
+    found = run(back, num_warps=1).view(np.uint16)
+    assert (found == np.arange(64) * 10 + 1).all()
+
+
 def test_copies_arrive_when_they_are_waited_for():
     """As late as a GPU may bring them."""
     code = """
