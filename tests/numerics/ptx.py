@@ -167,7 +167,7 @@ class Program:
         raise AssertionError(f"no memory at {low:#x} to {high:#x}: {one.text}")
 
     def matrices(self, one: Instruction, is_on: Lanes) -> None:
-        """ldmatrix and stmatrix: of 8 rows of 8 numbers, each thread has two neighbours in a row or,
+        """ldmatrix and stmatrix: of 8 rows of 8 numbers, each thread has two neighbours in a row;
         transposed, in a column.
         """
         assert is_on.all(), one.text
