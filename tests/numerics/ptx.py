@@ -149,9 +149,8 @@ class Program:
             ]
         assert not (to % size)[is_on].any(), one.text
         assert not (start % size)[some].any(), one.text
-        self.shared.content[self.shared.at(to[is_on], self.warp[is_on], size, writes=True)] = (
-            content[is_on]
-        )
+        at = self.shared.at(to[is_on], self.warp[is_on], size, writes=True)
+        self.shared.put(at, content[is_on], self.warp[is_on])
 
     def address_of(self, operand: str) -> Lanes:
         base, _, offset = operand.strip("[] ").partition("+")
