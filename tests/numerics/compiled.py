@@ -61,10 +61,10 @@ class Launcher:
             kinds = compiled.src.signature
             given = dict(zip(kernel.arg_names, args, strict=False)) | options
             kept = [given[name] for name in kernel.arg_names if kinds[name] != "constexpr"]
-            tensors = [each for each in kept if is_tensor(each)]
+            tensors = [each for each in kept if isinstance(each, Tensor)]
             sizes = {self._data_ptr(t): t.numel() * t.element_size() for t in tensors}
             memories = [memory_at(*place) for place in (sizes | asked).items()]
-            numbers = [self._data_ptr(t) if is_tensor(t) else int(t) for t in kept]
+            numbers = [self._data_ptr(t) if isinstance(t, Tensor) else int(t) for t in kept]
             ptx = self.change(compiled.asm["ptx"])
             for at in itertools.product(*map(range, grid)):
                 for memory in memories:
@@ -75,18 +75,13 @@ class Launcher:
         return run
 
 
-def is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
 def memory_at(address: int, num_bytes: int) -> Memory:
     place = (ctypes.c_uint8 * num_bytes).from_address(address)
     return Memory(np.ctypeslib.as_array(place), address)
 
 
-def use_absent_gpu(capability: int) -> Launcher:
+def use_absent_gpu(capability: int) -> None:
     """For good: in a process of its own."""
     launcher = Launcher()
     driver.set_active(AbsentGpu(capability))
     JITFunction.__getitem__ = lambda kernel, grid: launcher.launch(kernel, grid)
-    return launcher
