@@ -61,9 +61,9 @@ def test_blocks_that_end_within_a_word_are_refused():
 def test_mxfp4_of_half_a_group_is_refused():
     up, gate, down = StoredExperts("mxfp4", 32, 64, splits=True).described
     assert slot_mlp([up, gate], down, activation=SILU) is not None
-    odd = [replace(each, shape=(64, 40)) for each in (up, gate)]
-    assert slot_mlp(odd, replace(down, shape=(40, 64)), activation=SILU) is None
-    assert slot_mlp([up, gate], replace(down, shape=(32, 72)), activation=SILU) is None
+    for width, expert_width in ((40, 64), (32, 72)):  # with the parts of 32 and 64 columns
+        up, gate, down = StoredExperts("mxfp4", width, expert_width, splits=True).described
+        assert slot_mlp([up, gate], down, activation=SILU) is None
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8 rows"])
