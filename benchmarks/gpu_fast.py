@@ -117,7 +117,7 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
         warm_every_expert(check, moe)
         token_ms(moe, shape)
         host_ms: list[float] = []
-        with timed(DeviceSteps, "_note_decided", host_ms), timed(DeviceSteps, "_offer", host_ms):
+        with timed(DeviceSteps, "_hear", host_ms), timed(DeviceSteps, "_offer", host_ms):
             hit_ms, check.resident_tokens[shape.name] = token_ms(moe, shape)
         hit_rate, captured = moe.report().decode.hit_rate, str(is_captured(moe))
         with known_pointers(moe):
@@ -127,6 +127,8 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
             captured=captured, **told,
         )  # fmt: skip
         check.add("host, while a step runs", sum(host_ms) / (WARM_UP + TOKENS), "ms", **told)
+        with mock.patch.object(DeviceSteps, "_follow", DeviceSteps._catch_up):
+            check.add("fast path, all hits, not followed", token_ms(moe, shape)[0], "ms", **told)
         kernels_agree(check, moe, shape)
     with (
         mock.patch.object(graphed_step, "WARM_UP_STEPS", 1 << 30),
@@ -143,10 +145,10 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
 def timed(owner: Any, name: str, into_ms: list[float]) -> Iterator[None]:
     function = getattr(owner, name)
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         try:
-            return function(*args)
+            return function(*args, **kwargs)
         finally:
             into_ms.append(1e3 * (time.perf_counter() - started))
 
@@ -191,22 +193,37 @@ def fast_capped(check: Check, folder: Path, shape: Shape) -> None:
 
 def keep_everybody(steps: DeviceSteps) -> None:
     table = steps._table
-    forever = np.full(table.scores_HLE.shape, np.inf)
-    steps._offer = lambda: table.offer(forever)  # type: ignore[method-assign]
+    forever = np.full(table.scores_LHE.shape, np.inf)
+    steps._offer = lambda moe_row=None: table.offer(forever)  # type: ignore[method-assign]
+
+
+@contextmanager
+def counting_news(into: list[bool]) -> Iterator[None]:
+    """Of each time the host looks, whether it heard of a row while the step ran."""
+    hear_news = DeviceSteps._hear_news
+
+    def hear(*args: Any) -> bool:
+        into.append(hear_news(*args))
+        return into[-1]
+
+    with mock.patch.object(DeviceSteps, "_hear_news", hear):
+        yield
 
 
 def measure_misses(check: Check, moe: MoE, shape: Shape, name: str, share: str) -> None:
     assert check.h2d_gbps is not None
-    before = moe.report().decode
-    took_ms, tokens = token_ms(moe, shape)
+    before, news = moe.report().decode, list[bool]()
+    with counting_news(news):
+        took_ms, tokens = token_ms(moe, shape)
     after = moe.report().decode
+    num_rows = (after.steps - before.steps) * len(moe._runtime.activated)
     misses = (after.misses - before.misses) / (after.steps - before.steps)
     copied_mb = misses * expert_bytes(moe) / 1e6
     check.add(
         f"fast path, {name}", took_ms, "ms", shape=shape.name,
         ceiling=copied_mb / check.h2d_gbps, layers=shape.layers,
         copied_mb_per_token=copied_mb, device_memory=share, captured=str(is_captured(moe)),
-        h2d_share=copied_mb / took_ms / check.h2d_gbps,
+        h2d_share=copied_mb / took_ms / check.h2d_gbps, rows_heard_in_time=sum(news) / num_rows,
         hit_rate=(after.hits - before.hits) / (after.lookups - before.lookups),
     )  # fmt: skip
     if shape.name in check.resident_tokens:

@@ -140,7 +140,6 @@ class Layers:
 
     def resolve_missing(self) -> None:
         """Every pair takes a slot. Where experts are is not true any more."""
-        self.table.head.zero_()
         self.table.slot_LE.fill_(ABSENT)
         for row, index_TK in enumerate(self.index_LTK):
             self.kernels.resolve(self.table, row, index_TK)

@@ -11,7 +11,7 @@
 If a layer activates more experts than there are slots, steps 2-6 run in waves. The sum over experts
 has a fixed order, so the result depends neither on budget nor policy nor on which expert arrives
 first. With a GPU and experts_implementation="fast" a step of few tokens is the device's: it does
-2, 3 and 5 alone (models/device_steps.py), and 1 is done when it is over (`note_step`).
+2, 3 and 5 alone (models/device_steps.py), and 1 is done as it tells of its rows (`note_row`).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ExpertRuntime:
                 return
         if self.early_gate is not None:
             self.early_gate.begin_step()
-        self._note_begin(step)
+        self.note_begin(step)
         self._last_row = -1
         if self._prefetcher is not None and step.phase is Phase.DECODE:
             self._settle_interrupted()
@@ -132,7 +132,8 @@ class ExpertRuntime:
             self._load_ahead(self._prefetcher, moe_row=-1)
             self._is_moving = False
 
-    def _note_begin(self, step: Step) -> None:
+    def note_begin(self, step: Step) -> None:
+        """Everyone who keeps account hears of a step."""
         ended = self.recorder.begin_step(step)
         if self.predictor is not None:
             self.predictor.begin_step(self.recorder.step, ended)
@@ -210,18 +211,15 @@ class ExpertRuntime:
             raise Cancelled("generation was stopped in the middle of a prompt")
         self._is_moving, self._last_row = True, moe_row
 
-    def note_step(self, step: Step, routing: dict[int, Ints], missed: set[ExpertKey]) -> None:
-        """The bookkeeping of a step that the device decided, which is over; by row that ran."""
-        self._note_begin(step)
-        host_table, counters = self.tiers[1].table, self.counters.of(step.phase)
-        for moe_row, index_TK in routing.items():
-            chosen, counts = np.unique(index_TK[index_TK != NO_EXPERT], return_counts=True)
-            self._learn(moe_row, without_gaps(index_TK), chosen.tolist(), counts)
-            keys = [self._keys[moe_row][expert_idx] for expert_idx in self.activated[moe_row]]
-            copied = [key for key in keys if key in missed]
-            counters.add_lookups(len(keys) - len(copied), 0, len(copied))
-            self.table.note_use(keys)
-            host_table.note_use(copied)
+    def note_row(self, moe_row: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
+        """The bookkeeping of a row of the step that began last, and that the device decides."""
+        chosen, counts = np.unique(index_TK[index_TK != NO_EXPERT], return_counts=True)
+        self._learn(moe_row, without_gaps(index_TK), chosen.tolist(), counts)
+        keys = [self._keys[moe_row][expert_idx] for expert_idx in self.activated[moe_row]]
+        copied = [key for key in keys if key in missed]
+        self.counters.decode.add_lookups(len(keys) - len(copied), 0, len(copied))
+        self.table.note_use(keys)
+        self.tiers[1].table.note_use(copied)
 
     def note_reads(self, moe_row: int, keys: Sequence[ExpertKey]) -> PhaseCounters:
         """Count what a decode step reads from disk. Returns the counters of its phase, to which the

@@ -3,6 +3,7 @@ interrupted leaves the model usable."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from moe_infinity.kernels import slot_reference
 from moe_infinity.kernels.cache_state import Before
 from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.memory.mover import Mover
+from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.runtime import ExpertRuntime
 from tests.fast_device import CACHES, STATIC, on_device, tokens_of_a_cpu
 from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
@@ -133,11 +135,13 @@ class Interruption:
 
 PLACES = [
     (slot_reference, "resolve"), (slot_reference, "_look_up"), (slot_reference, "fill"),
-    (slot_reference, "slot_moe"), (DeviceTable, "begin_read"), (DeviceTable, "finish_read"),
-    (DeviceTable, "tell"), (DeviceTable, "offer"), (slot_reference, "_take_slot"),
+    (slot_reference, "slot_moe"), (slot_reference, "_take_slot"), (DeviceTable, "begin_step"),
+    (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "told"),
+    (DeviceTable, "tell"), (DeviceTable, "offer"), (DeviceSteps, "_listen"), (DeviceSteps, "_hear"),
     (DeviceTable, "set_all_host_addresses"), (DeviceTable, "find_again"), (Lru, "scores_after"),
     (ResidencyTable, "adopt"), (ResidencyTable, "leaving_scores"), (ResidencyTable, "note_use"),
-    (Mover, "load_now"), (Mover, "arrivals"), (ExpertRuntime, "note_step"),
+    (Mover, "load_now"), (Mover, "arrivals"), (ExpertRuntime, "note_begin"),
+    (ExpertRuntime, "note_row"),
 ]  # fmt: skip
 
 
@@ -211,17 +215,34 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
 
 
 @pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(slot_reference, "fill"), (DeviceTable, "told"), (DeviceTable, "wait"),
+     (DeviceTable, "begin_step"), (DeviceTable, "offer"), (ExpertRuntime, "note_begin")],
+)  # fmt: skip
 def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
-    tiny_checkpoint, monkeypatch, cache
+    tiny_checkpoint, monkeypatch, cache, owner, name
 ):
-    stop = Interruption(monkeypatch, slot_reference, "fill", KeyboardInterrupt())
+    stop = Interruption(monkeypatch, owner, name, KeyboardInterrupt())
+    num_given = 0
+
+    def count(module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        nonlocal num_given
+        num_given += kwargs["input_ids"].shape[1] == 1
+
     with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
-        greedy(moe)  # HOST has them all, so each row is resolved once
-        stop.remaining = 3 * 4 + 1  # in the fifth step
-        with pytest.raises(KeyboardInterrupt):
-            greedy(moe, **cache)
-        greedy(moe, num_tokens=1)
-        assert moe.report().decode.steps == 15 + 4
+        moe.model.register_forward_hook(count, with_kwargs=True)
+        moe.model(
+            input_ids=torch.arange(100)[None]
+        )  # HOST has them all, so each row is resolved once
+        for n in range(1, 21):
+            num_given, lookups = 0, moe.report().decode.lookups
+            stop.remaining, stop.is_late = n, n % 3 == 0
+            with contextlib.suppress(KeyboardInterrupt):
+                greedy(moe, **cache)
+            stop.remaining = -1
+            greedy(moe, num_tokens=1)
+            assert 0 <= moe.report().decode.lookups - lookups - 6 * num_given <= 4, n
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.fake_link import FakeLink, fake_device
 from moe_infinity import MoE
 from moe_infinity.cache.activation_aware import ActivationAware
-from moe_infinity.cache.policies import Lru
 from moe_infinity.errors import ConfigError
-from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels import (
     has_triton_kernels,
     slot_kernels,
+    slot_reference,
 )
 from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.kernels.slot_kernels import SlotKernels
 from moe_infinity.models.device_steps import DeviceSteps
-from moe_infinity.runtime import ExpertRuntime
 from tests.fast_device import (
     CACHES,
     FAST,
@@ -163,45 +162,18 @@ def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
         assert counted(moe) == by_device
 
 
-@pytest.mark.parametrize("device_memory", ["30%", "50%"])
-def test_misses_are_those_of_scores_one_step_old(tiny_checkpoint, monkeypatch, device_memory):
-    """LRU with few slots differs from the reference path, whose scores know the row before."""
-    models: list[Modelled] = []
-    begin = DeviceSteps.begin
-
-    def begin_and_look(self: DeviceSteps, step: Any) -> bool:
-        is_ours = begin(self, step)
-        if is_ours and not models:
-            models.append(Modelled(self._runtime))
-        return is_ours
-
-    monkeypatch.setattr(DeviceSteps, "begin", begin_and_look)
-    with (
-        on_device(tiny_checkpoint, device_memory, "100%", policy="lru") as moe,
-        moe.recording() as finish,
-    ):
-        greedy(moe, PROMPT, num_tokens=40, eos_token_id=-1)
-        (model,) = models
-        for token in finish()[0].experts_TLK[len(PROMPT[0]) :]:
-            model.step(token.tolist())
-        decode = moe.report().decode
-        assert decode.steps == 39
-        assert (decode.hits, decode.misses) == (model.hits, model.misses)
-        assert 0 < model.hits < decode.lookups
-
-
 def test_scores_are_those_after_each_part_of_the_rows(tiny_checkpoint, monkeypatch):
     asked: list[int] = []
-    offered = []
+    offered: list[tuple[Any, int]] = []
     scores_after, offer = ActivationAware.scores_after, DeviceTable.offer
 
     def asking(self: ActivationAware, moe_row: int) -> Any:
         asked.append(moe_row)
         return scores_after(self, moe_row)
 
-    def offering(self: DeviceTable, scores_HLE: Any) -> None:
-        offered.append(scores_HLE.copy())
-        offer(self, scores_HLE)
+    def offering(self: DeviceTable, scores_LHE: Any, first_row: int) -> None:
+        offered.append((scores_LHE.copy(), first_row))
+        offer(self, scores_LHE, first_row)
 
     monkeypatch.setattr(DeviceTable, "offer", offering)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
@@ -212,85 +184,53 @@ def test_scores_are_those_after_each_part_of_the_rows(tiny_checkpoint, monkeypat
         moe._runtime.table._transient[:] = False  # their scores are lower
         steps = moe._runtime.device_steps
         assert steps is not None
-        steps._offer()
-        assert asked == [0, 2]
-        assert (offered[0] == [policy.scores_after(0), policy.scores_after(2)]).all()
-        assert (offered[0][0] != offered[0][1]).any()
+        for moe_row in (None, 0, 1, 2):
+            steps._offer(moe_row)
+        assert asked == 4 * [0, 2]
+        (whole, first_row), *rows = offered
+        assert first_row == 0
+        after = [policy.scores_after(0), policy.scores_after(2)]
+        assert (whole.transpose(1, 0, 2) == after).all()
+        assert (whole[:, 0] != whole[:, 1]).any()
+        for (scores, first_row), expected, moe_row in zip(rows, whole, range(3), strict=True):
+            assert first_row == moe_row
+            assert (scores == expected).all()
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_step_that_was_lost_has_the_misses_of_both_its_runs(tiny_checkpoint, monkeypatch, cache):
-    missed: list[set[ExpertKey]] = [set()]
-    finish_read = DeviceTable.finish_read
+def test_a_step_that_was_lost_counts_every_row_once(tiny_checkpoint, monkeypatch, cache):
+    """By its first run; the row it was lost at by what it missed before and after."""
+    missed: set[tuple[int, int, int]] = set()  # step, row, expert
+    counted: set[tuple[int, int]] = set()
+    num_lost = num_steps = 0
+    begin, resolve = DeviceSteps.begin, slot_reference.resolve
 
-    def reading(self: DeviceTable) -> Any:
-        report = finish_read(self)
-        missed[-1].update(miss.key for miss in report.misses)
-        if report.lost_row is None:
-            missed.append(set())
-        return report
+    def beginning(self: DeviceSteps, step: Any) -> bool:
+        nonlocal num_steps
+        num_steps += 1
+        return begin(self, step)
 
-    monkeypatch.setattr(DeviceTable, "finish_read", reading)
+    def resolving(table: DeviceTable, moe_row: int, index_TK: Tensor) -> Tensor:
+        nonlocal num_lost
+        if not table.is_lost() and (num_steps, moe_row) not in counted:
+            absent = [e for e in index_TK.flatten().tolist() if table.slot_LE[moe_row, e] < 0]
+            missed.update((num_steps, moe_row, expert) for expert in absent)
+            is_lost = any(table.host_LE[moe_row, expert] == 0 for expert in absent)
+            num_lost += is_lost
+            if not is_lost:
+                counted.add((num_steps, moe_row))
+        return resolve(table, moe_row, index_TK)
+
+    monkeypatch.setattr(DeviceSteps, "begin", beginning)
+    monkeypatch.setattr(slot_reference, "resolve", resolving)
     with on_device(tiny_checkpoint, "30%", "34%") as moe:
         greedy(moe, **cache)
         decode = moe.report().decode
-        assert decode.misses == sum(map(len, missed))
+        assert num_lost > 0
+        assert decode.misses == len(missed)
+        assert decode.lookups == decode.steps * 3 * 2 == len(counted) * 2
         assert decode.hits == decode.lookups - decode.misses
-
-
-class Modelled:
-    """Slots whose owners the device replaces; begins with what the prompt left."""
-
-    LAST_ROWS = (0, 2, 2)  # of the part that each of three rows belongs to
-
-    def __init__(self, runtime: ExpertRuntime) -> None:
-        table, policy = runtime.table, runtime.tiers[0].policy
-        assert isinstance(policy, Lru)
-        self.owners: list[ExpertKey | None] = [None] * table.num_slots
-        for key, slot in table.resident_slots().items():
-            self.owners[slot] = key
-        self.transient = {key for key in table.resident_keys() if table.is_transient(key)}
-        self.gone: set[ExpertKey] = set()  # in the last step, of which the host has not heard
-        self.last_use, self.clock = policy._last_use.copy(), policy._clock
-        self.hits = self.misses = 0
-        self.before: list[list[int]] = []
-        self.offered = self.scores()
-
-    def scores(self) -> Any:
-        scores = self.last_use.copy()
-        for key in self.transient:
-            scores[key] -= 1e6
-        return scores
-
-    def step(self, routing: list[list[int]]) -> None:
-        self.transient -= self.gone
-        self.gone = set()
-        for row, experts in enumerate(routing):
-            used = [ExpertKey(row, expert) for expert in experts]
-            self.hits += sum(key in self.owners for key in used)
-            for key in used:
-                if key not in self.owners:
-                    self.misses += 1
-                    self.take_slot(key, used)
-        for row, experts in enumerate(self.before):
-            self.clock += 1
-            self.last_use[row, experts] = self.clock
-            self.transient.difference_update(ExpertKey(row, expert) for expert in experts)
-        self.before = routing
-        self.offered = self.scores()
-
-    def take_slot(self, key: ExpertKey, used: list[ExpertKey]) -> None:
-        row = key.moe_row
-        leaving = [
-            (-1e9 if owner is None else self.offered[owner], slot)
-            for slot, owner in enumerate(self.owners)
-            if owner is None or not (owner in used or row < owner.moe_row <= self.LAST_ROWS[row])
-        ]
-        if leaving:
-            _, slot = min(leaving)
-            if (owner := self.owners[slot]) is not None:
-                self.gone.add(owner)
-            self.owners[slot] = key
+        moe.check_invariants()
 
 
 def test_a_recording_has_every_token(tiny_checkpoint):

@@ -73,8 +73,7 @@ def test_a_row_that_ran_in_the_step_before_is_not_reported_again():
     for rows in ([0, 1], [0], []):
         for row in rows:
             slot_reference.resolve(table, row, torch.tensor([[1, -1]]))
-        table.begin_read()
-        report = table.finish_read()
-        ran.append([row for row in range(2) if report.routing(row, 1, 2) is not None])
-        table.find_again()
+        table.end_step()
+        ran.append([row for row in range(2) if table.told(row, 2) is not None])
+        table.begin_step()
     assert ran == [[0, 1], [0], []]

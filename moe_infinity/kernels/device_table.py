@@ -1,30 +1,35 @@
 """Which experts are in device memory, decided by the device itself during a step and by the host
 between steps.
 
-    host    tell, offer, set_host_addresses              between steps, in stream order
+    host    tell, set_host_addresses                     between steps, in stream order
     device  resolve, fill, slot_moe (slot_kernels.py)    within a step, asking nobody
-    host    begin_read, finish_read -> StepReport        after a step, asynchronously
+    host    told -> RowReport, offer                     at any time, while a step runs, too
 
 All slots are the device's. A miss takes a free one or, without asking, that of the resident the
-host has scored lowest; who left the host learns from the log, which says who took which slot. For
-each *part* of the rows there are scores, as they will be after its last row. Experts of the rows up
-to there stay, since the scores say that they have passed; of its own row those the step has used.
+host has scored lowest; who left the host learns from being told who took which slot. For each
+*part* of the rows there are scores, as they will be after its last row. Experts of the rows up to
+there stay, since the scores say that they have passed; of its own row those the step has used.
 What finds no slot is read where its host address says, through the link.
 
-Everything here is enqueued on the current stream, which has to be the one the steps run on: what a
+The device writes what it did in a row into host memory, and goes on. Each of these words says
+NOT_TOLD until it is written, once, so that the host needs no order among them; after `wait()` all
+are there. Scores reach the device on a stream of their own: a miss finds those of before or those
+of after, which changes who leaves and no token.
+
+Everything else is enqueued on the current stream, which has to be the one the steps run on: what a
 step reads was there when it began. Before a host slot is given to another expert, the steps under
 way are waited for, and before the next one its address is set to 0 (on disk). A step that asks for
-an expert on disk is *lost*: its row is reported, and the rows after it compute nothing, take no
-slot and count nothing.
+an expert on disk is *lost*: its row is told, and the rows after it compute nothing, take no slot
+and count nothing.
 
-Legend: L MoE rows, E experts of a row, S slots, P (token, k) pairs of a step, N log entries,
-H parts.
+Legend: L MoE rows, E experts of a row, S slots, P (token, k) pairs of a step, H parts.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -35,40 +40,28 @@ from torch import Tensor
 from moe_infinity.experts import ExpertKey
 
 ABSENT = -1  # in the place of a slot
-ON_DISK = -2  # in the log: nowhere to be read
 FREE = -1  # in the place of an owner
-NOT_RUN = -2  # in the place of a row's expert ids
+# In the place of the slot that a pair took, beside ABSENT for what is read through the link:
+NOT_TOLD = -2  # also in the place of an expert id: the row was not resolved yet, or never will
+ON_DISK = -3  # nowhere to be read
+NOTHING = -4  # was there, or is an earlier pair's, or no expert
 
 # Two halves hit as often as scores for each row; one part would leave no victims to its first
 # rows. experiments.md, "A device that decides alone".
 NUM_PARTS = 2
 
 ADDRESS_BYTES = 16  # divide every address: kernels load so many at once
-HEAD = 4  # int32s at the beginning: entries logged, row the step was lost at + 1, two unused
-NUM_LOGGED, LOST = 0, 1
-ENTRY = 3  # int32s: row, expert, slot
 
 
-class Miss(NamedTuple):
-    """An activated expert that had no slot, once each time its row was resolved."""
+class RowReport(NamedTuple):
+    """What the device did in one row of a step."""
 
-    key: ExpertKey
-    slot_id: int  # the one it took; ABSENT: read through the link; ON_DISK
+    expert_P: NDArray[np.int64]  # what each pair was routed to, -1 for no expert
+    misses: dict[ExpertKey, int]  # slots they took; ABSENT: read through the link; ON_DISK
 
-
-class StepReport(NamedTuple):
-    """What the device did since the last report."""
-
-    misses: list[Miss]  # in the order of rows, then of (token, k) pairs
-    routing_LP: NDArray[np.int32]  # the last step's expert ids, -1 for none; NOT_RUN beyond them
-    lost_row: int | None  # of the first expert that was on disk
-
-    def routing(self, moe_row: int, num_tokens: int, top_k: int) -> NDArray[np.int64] | None:
-        """[T, K]: what the last step's tokens were routed to; None if the row was not in it."""
-        index_P = self.routing_LP[moe_row, : num_tokens * top_k]
-        if index_P[0] == NOT_RUN:
-            return None
-        return index_P.reshape(num_tokens, top_k).astype(np.int64)
+    @property
+    def is_lost(self) -> bool:
+        return ON_DISK in self.misses.values()
 
 
 class DeviceTable:
@@ -81,11 +74,9 @@ class DeviceTable:
         num_rows: int,
         num_experts: int,
         max_pairs: int,
-        max_misses: int | None = None,
     ) -> None:
-        """`slots_SB`: uint8 [slots, bytes of a slot]. All of them begin free, all experts on disk.
-        `max_misses`: entries between two reports; by default what one step can have, and a miss
-        beyond it is read through the link.
+        """`slots_SB`: uint8 [slots, bytes of a slot]. All of them begin free, all experts on
+        disk.
         """
         num_slots, slot_bytes = slots_SB.shape
         assert slot_bytes % ADDRESS_BYTES == slots_SB.data_ptr() % ADDRESS_BYTES == 0, slot_bytes
@@ -100,60 +91,62 @@ class DeviceTable:
         self.owner_S = torch.full((num_slots,), FREE, dtype=torch.int32, device=device)  # cells
         num_parts = min(NUM_PARTS, num_rows)
         self.last_rows = [num_rows * (part + 1) // num_parts - 1 for part in range(num_parts)]
-        self.scores_HLE = torch.zeros(num_parts, *cells, dtype=torch.float64, device=device)
+        self.scores_LHE = torch.zeros(
+            num_rows, num_parts, num_experts, dtype=torch.float64, device=device
+        )
         # Of the row that was resolved last: where each pair's expert is, 0 for none, and where it
         # has to be copied from before it is there, 0 for nowhere.
         self.pointers_P = torch.zeros(max_pairs, dtype=torch.int64, device=device)
         self.sources_P = torch.zeros(max_pairs, dtype=torch.int64, device=device)
-        if max_misses is None:
-            max_misses = num_rows * min(max_pairs, num_experts)
-        self.max_misses = max_misses
-        # One block, so that one copy brings all of a report.
-        sizes = (HEAD, num_rows * max_pairs, ENTRY * max_misses)
-        self._report = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.head, routing, log = self._report.split(sizes)
-        self.routing_LP = routing.view(num_rows, max_pairs)
-        # Tokens that the step routed to each expert.
+        # Whether the step is lost, and the tokens that it routed to each expert.
+        self.lost = torch.zeros(1, dtype=torch.int32, device=device)
         self.uses_LE = torch.zeros(cells, dtype=torch.int32, device=device)
-        self.log_N3 = log.view(max_misses, ENTRY)
-        self.routing_LP.fill_(NOT_RUN)
-        self._sizes = sizes
+        # In host memory, of each row what its pairs were routed to, and the slots that they took.
         on_gpu = device.type == "cuda"
-        self._read = torch.empty(self._report.shape, dtype=torch.int32, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._is_reading = False
-        self.host_addresses: dict[ExpertKey, int] = {}  # as set_all_host_addresses() told
-
-    # After a step
-
-    def begin_read(self) -> None:
-        """Have a report copied when the device comes to it; it begins anew, and so do uses."""
-        assert not self._is_reading, "finish_read() comes first"
-        self._read.copy_(self._report, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._report.device))
-        self.head.zero_()
-        self.routing_LP.fill_(NOT_RUN)
-        self.uses_LE.zero_()
-        self._is_reading = True
-
-    def finish_read(self) -> StepReport:
-        """Wait for the copy that begin_read() asked for."""
-        assert self._is_reading, "begin_read() comes first"
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._is_reading = False
-        told = self._read.numpy().copy()
-        head, routing, log = np.split(told, np.cumsum(self._sizes)[:-1])
-        entries = log.reshape(-1, ENTRY)[: head[NUM_LOGGED]].tolist()
-        misses = [Miss(ExpertKey(row, expert), slot_id) for row, expert, slot_id in entries]
-        return StepReport(
-            misses,
-            routing.reshape(self.routing_LP.shape),
-            int(head[LOST]) - 1 if head[LOST] else None,
+        shape = (num_rows, 2, max_pairs)
+        self.told_L2P = torch.empty(shape, dtype=torch.int32, pin_memory=on_gpu)
+        self._told_L2P = self.told_L2P.numpy()
+        self._offered_LHE = torch.empty(
+            self.scores_LHE.shape, dtype=torch.float64, pin_memory=on_gpu
         )
+        self._is_over = torch.cuda.Event() if on_gpu else None  # the step launched last
+        self._offering = torch.cuda.Stream(device) if on_gpu else None
+        self.host_addresses: dict[ExpertKey, int] = {}  # as set_all_host_addresses() told
+        self.begin_step()
 
-    # Between steps
+    # Of a step
+
+    def begin_step(self) -> None:
+        """No step is under way: from now on the host is told of the next one."""
+        self._told_L2P.fill(NOT_TOLD)
+
+    def end_step(self) -> None:
+        """All of it was launched."""
+        if self._is_over is not None:
+            self._is_over.record(torch.cuda.current_stream(self.lost.device))
+        self.lost.zero_()
+        self.uses_LE.zero_()
+
+    def is_over(self) -> bool:
+        """Whether the device has finished with what was launched before end_step()."""
+        return self._is_over is None or self._is_over.query()
+
+    def wait(self) -> None:
+        """Until is_over()."""
+        if self._is_over is not None:
+            self._is_over.synchronize()
+
+    def told(self, moe_row: int, num_pairs: int) -> RowReport | None:
+        """What the step did in this row; None if it has not come there, as far as we know."""
+        told_2P = self._told_L2P[moe_row, :, :num_pairs].astype(np.int64)
+        if (told_2P == NOT_TOLD).any():
+            return None
+        expert_P, slot_P = told_2P
+        missed = slot_P != NOTHING
+        pairs = zip(expert_P[missed].tolist(), slot_P[missed].tolist(), strict=True)
+        return RowReport(expert_P, {ExpertKey(moe_row, expert): slot for expert, slot in pairs})
+
+    # What the host tells
 
     def part_of(self, moe_row: int) -> int:
         """Which of the scores are for this row."""
@@ -173,14 +166,18 @@ class DeviceTable:
         self.owner_S.copy_(torch.from_numpy(owner_S))
         self.host_LE.zero_()
         self.host_addresses = {}
-        self._report.zero_()
+        self.lost.zero_()
         self.uses_LE.zero_()
-        self.routing_LP.fill_(NOT_RUN)
-        self._is_reading = False
+        self.begin_step()
 
-    def offer(self, scores_HLE: NDArray[np.float64]) -> None:
-        """For each part: the lowest resident leaves first, from the next step on; inf: it stays."""
-        self.scores_HLE.copy_(self._page_locked(torch.from_numpy(scores_HLE)), non_blocking=True)
+    def offer(self, scores_LHE: NDArray[np.float64], first_row: int = 0) -> None:
+        """Of rows from there on, for each part: the lowest resident leaves first, as soon as the
+        device hears of it; inf: it stays.
+        """
+        rows = slice(first_row, first_row + len(scores_LHE))
+        self._offered_LHE[rows] = torch.from_numpy(scores_LHE)
+        with nullcontext() if self._offering is None else torch.cuda.stream(self._offering):
+            self.scores_LHE[rows].copy_(self._offered_LHE[rows], non_blocking=True)
 
     def set_host_addresses(self, addresses: Mapping[ExpertKey, int]) -> None:
         """Where experts lie in page-locked memory; 0: only on disk."""
@@ -200,11 +197,12 @@ class DeviceTable:
 
     def is_lost(self) -> bool:
         """Whether the step came to an expert on disk. Waits for what was launched of it."""
-        return bool(self.head[LOST])
+        return bool(self.lost)
 
-    def find_again(self) -> None:
-        """The row at which the step was lost can be resolved now. Its misses so far stay logged."""
-        self.head[LOST] = 0
+    def find_again(self, moe_row: int) -> None:
+        """The row at which the step was lost can be resolved now, and is told anew."""
+        self.lost.zero_()
+        self._told_L2P[moe_row] = NOT_TOLD
 
     def _cell(self, key: ExpertKey) -> int:
         return key.moe_row * self.num_experts + key.expert_idx
@@ -215,7 +213,7 @@ class DeviceTable:
 
     def _page_locked(self, told: Tensor) -> Tensor:
         """Nobody waits for the copy: torch gives such memory away again only after it."""
-        return told if self._copied is None else told.pin_memory()
+        return told if self._is_over is None else told.pin_memory()
 
     def resident_slots(self) -> dict[ExpertKey, int]:
         """Experts that have a slot. Waits for the device."""

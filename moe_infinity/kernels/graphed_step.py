@@ -118,6 +118,7 @@ class GraphedStep:
             with windows.on_device():
                 return self._forward(**kwargs)
 
+        self._steps.is_captured = True
         try:
             self._graph = capture(self._model.device, run)
         except Exception as error:
@@ -126,6 +127,8 @@ class GraphedStep:
             cause = error.__context__ or error
             logger.warning("no CUDA graph of a decode step, it runs kernel by kernel: %s", cause)
             logger.info("where its capture failed", exc_info=error)
+        finally:
+            self._steps.is_captured = False
 
     def close(self) -> None:
         self._forget()

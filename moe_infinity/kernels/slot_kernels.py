@@ -48,11 +48,7 @@ class SlotRows:
     def __init__(self, slots_SB: Tensor, mlps: Sequence[SlotMlp], *, num_experts: int) -> None:
         self._mlps, self._kernels = mlps, slot_kernels(slots_SB.device)
         self.table = DeviceTable(
-            slots_SB,
-            num_rows=len(mlps),
-            num_experts=num_experts,
-            max_pairs=MAX_PAIRS,
-            max_misses=2 * len(mlps) * min(MAX_PAIRS, num_experts),  # a row may be resolved twice
+            slots_SB, num_rows=len(mlps), num_experts=num_experts, max_pairs=MAX_PAIRS
         )
 
     def compute(
@@ -71,7 +67,7 @@ class SlotRows:
         self._kernels.fill(table, pointers_TK)
         if bring is not None and table.is_lost():
             bring(moe_row, index_TK)
-            table.find_again()
+            table.find_again(moe_row)
             pointers_TK = self._kernels.resolve(table, moe_row, index_TK)
             self._kernels.fill(table, pointers_TK)
         weights_TK = top_k_weights_TK.contiguous()

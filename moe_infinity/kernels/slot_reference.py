@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.kernels import unpack
-from moe_infinity.kernels.device_table import ABSENT, FREE, LOST, NUM_LOGGED, ON_DISK, DeviceTable
+from moe_infinity.kernels.device_table import ABSENT, FREE, NOTHING, ON_DISK, DeviceTable
 from moe_infinity.kernels.slot_mlp import Matrix, Part, SlotMlp
 from moe_infinity.kernels.stored import WORDS
 from moe_infinity.kernels.unpack import NIBBLES
@@ -32,9 +32,10 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
     """See triton_resolve.resolve."""
     index_P = top_k_index_TK.flatten().tolist()
     table.sources_P[: len(index_P)] = 0
-    if int(table.head[LOST]):
+    if table.is_lost():
         index_P = [-1] * len(index_P)
-    table.routing_LP[moe_row, : len(index_P)] = torch.tensor(index_P)
+    table.told_L2P[moe_row, 0, : len(index_P)] = torch.tensor(index_P)
+    table.told_L2P[moe_row, 1, : len(index_P)] = NOTHING
     for expert, num_uses in Counter(index_P).items():
         if expert >= 0:
             table.uses_LE[moe_row, expert] += num_uses
@@ -47,20 +48,17 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
 
 
 def _look_up(table: DeviceTable, moe_row: int, expert: int, pair: int) -> int:
-    """The address of an expert; if it misses, after it took a slot and was logged."""
+    """The address of an expert; if it misses, after it took a slot and was told."""
     slot, host = int(table.slot_LE[moe_row, expert]), int(table.host_LE[moe_row, expert])
     if slot >= 0:
         return int(table.address_S[slot])
-    entry = int(table.head[NUM_LOGGED])
-    table.head[NUM_LOGGED] += 1
     if host == 0:
         slot = ON_DISK
-        table.head[LOST] = moe_row + 1
-    elif entry < table.max_misses:
+        table.lost.fill_(1)
+    else:
         slot = _take_slot(table, moe_row, expert)
         table.sources_P[pair] = host if slot >= 0 else 0
-    if entry < table.max_misses:
-        table.log_N3[entry] = torch.tensor([moe_row, expert, slot])
+    table.told_L2P[moe_row, 1, pair] = slot
     return int(table.address_S[slot]) if slot >= 0 else host
 
 
@@ -75,7 +73,7 @@ def _take_slot(table: DeviceTable, moe_row: int, expert: int) -> int:
         elif row == moe_row and table.uses_LE[row, resident]:
             continue
         elif not moe_row < row <= table.last_rows[part]:
-            score = float(table.scores_HLE[part, row, resident])
+            score = float(table.scores_LHE[row, part, resident])
             candidates += [(score, slot)] if score < math.inf else []
     if not candidates:
         return ABSENT

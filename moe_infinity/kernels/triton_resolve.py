@@ -16,16 +16,14 @@ from torch import Tensor
 from moe_infinity.kernels.device_table import (
     ABSENT,
     ADDRESS_BYTES,
-    ENTRY,
     FREE,
-    LOST,
-    NUM_LOGGED,
+    NOTHING,
     ON_DISK,
     DeviceTable,
 )
 
 _ABSENT, _ON_DISK, _FREE = tl.constexpr(ABSENT), tl.constexpr(ON_DISK), tl.constexpr(FREE)
-_ENTRY, _NUM_LOGGED, _LOST = tl.constexpr(ENTRY), tl.constexpr(NUM_LOGGED), tl.constexpr(LOST)
+_NOTHING = tl.constexpr(NOTHING)
 _ADDRESS_BYTES = tl.constexpr(ADDRESS_BYTES)
 
 SLOT_BLOCK = 1024  # slots whose scores are in registers at once: eight in each thread
@@ -54,52 +52,51 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
         table.host_LE,
         table.address_S,
         table.owner_S,
-        table.scores_HLE[part],
-        table.head,
+        table.scores_LHE,
+        table.lost,
         table.uses_LE,
-        table.routing_LP,
-        table.log_N3,
+        table.told_L2P,
         table.pointers_P,
         table.sources_P,
         moe_row,
+        part,
         table.last_rows[part],
         num_pairs,
         NUM_SLOTS=num_slots,
         NUM_EXPERTS=table.num_experts,
         MAX_PAIRS=table.max_pairs,
-        MAX_MISSES=table.max_misses,
+        NUM_PARTS=len(table.last_rows),
         BLOCK=block,
         num_warps=4,
     )
     return table.pointers_P[:num_pairs].view(top_k_index_TK.shape)
 
 
-@triton.jit(do_not_specialize=["moe_row", "last_row", "num_pairs"])
+@triton.jit(do_not_specialize=["moe_row", "part", "last_row", "num_pairs"])
 def _resolve(
     index_P,
     slot_LE,
     host_LE,
     address_S,
     owner_S,
-    scores_LE,
-    head,
+    scores_LHE,
+    lost,
     uses_LE,
-    routing_LP,
-    log_N3,
+    told_L2P,
     pointers_P,
     sources_P,
     moe_row,
+    part,
     last_row,
     num_pairs,
     NUM_SLOTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     MAX_PAIRS: tl.constexpr,
-    MAX_MISSES: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     pair = tl.arange(0, BLOCK)
-    is_lost = tl.load(head + _LOST) != 0
-    num_logged = tl.load(head + _NUM_LOGGED)
+    is_lost = tl.load(lost) != 0
     expert = tl.load(index_P + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
     expert = tl.where(is_lost, -1, expert)
     is_pair = expert >= 0
@@ -111,29 +108,30 @@ def _resolve(
     is_same = (expert[None, :] == expert[:, None]) & is_pair[:, None]
     is_first = is_pair & (tl.sum((is_same & is_earlier).to(tl.int32), 1) == 0)
     is_miss = is_first & (slot < 0)
-    entry = num_logged + num_earlier(is_miss, is_earlier)
-    is_logged = is_miss & (entry < MAX_MISSES)
-    wants = is_logged & (host != 0)
-    order = tl.where(wants, num_earlier(wants, is_earlier), -1)
+    wants = is_miss & (host != 0)
+    num_earlier = tl.sum((is_earlier & wants[None, :]).to(tl.int32), 1)
+    order = tl.where(wants, num_earlier, -1)
     uses = tl.load(uses_LE + cell, mask=is_first, other=0)
     tl.debug_barrier()  # no warp may store what another one has still to load
     tl.store(uses_LE + cell, uses + tl.sum(is_same.to(tl.int32), 1), mask=is_first)
 
     taken = taken_slots(
-        order, cell, moe_row, last_row, slot_LE, owner_S, scores_LE, uses_LE, NUM_SLOTS, NUM_EXPERTS
-    )
+        order, cell, moe_row, part, last_row, slot_LE, owner_S, scores_LHE, uses_LE,
+        NUM_SLOTS, NUM_EXPERTS, NUM_PARTS,
+    )  # fmt: skip
     taken_by_any = tl.max(tl.where(is_same, taken[None, :], _ABSENT), 1)
     slot_now = tl.where(slot >= 0, slot, taken_by_any)
     address = tl.load(address_S + slot_now, mask=is_pair & (slot_now >= 0), other=0)
     pointer = tl.where(slot_now >= 0, address, host)
     tl.store(pointers_P + pair, tl.where(is_pair, pointer, 0), mask=pair < num_pairs)
     tl.store(sources_P + pair, tl.where(taken >= 0, host, 0), mask=pair < num_pairs)
-    tl.store(head + _NUM_LOGGED, num_logged + tl.sum(is_miss.to(tl.int32)))
-    is_missing = is_pair & (slot < 0) & (host == 0)
-    tl.store(head + _LOST, moe_row + 1, mask=tl.sum(is_missing.to(tl.int32)) > 0)
-    told = tl.where(host == 0, _ON_DISK, taken)
-    store_entry(log_N3 + entry * _ENTRY, moe_row, expert, told, is_logged)
-    tl.store(routing_LP + moe_row * MAX_PAIRS + pair, expert, mask=pair < num_pairs)
+    is_missing = is_miss & (host == 0)
+    tl.store(lost, 1, mask=tl.sum(is_missing.to(tl.int32)) > 0)
+    # Past the caches: the host looks while the step goes on.
+    told = told_L2P + moe_row * 2 * MAX_PAIRS + pair
+    took = tl.where(is_miss, tl.where(host == 0, _ON_DISK, taken), _NOTHING)
+    tl.store(told, expert, mask=pair < num_pairs, cache_modifier=".wt")
+    tl.store(told + MAX_PAIRS, took, mask=pair < num_pairs, cache_modifier=".wt")
 
 
 @triton.jit
@@ -141,13 +139,15 @@ def taken_slots(
     order,
     cell,
     moe_row,
+    part,
     last_row,
     slot_LE,
     owner_S,
-    scores_LE,
+    scores_LHE,
     uses_LE,
     NUM_SLOTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
 ):
     """For each pair, in this order (-1: wants none): a free slot, or that of the lowest-scored
     resident that may leave; else -1.
@@ -163,7 +163,8 @@ def taken_slots(
             uses = tl.load(uses_LE + owner, mask=is_owned & (row == moe_row), other=0)
             stays = is_owned & (row > moe_row) & (row <= last_row)
             stays = stays | (uses > 0) | (slot >= NUM_SLOTS)
-            score = tl.load(scores_LE + owner, mask=is_owned, other=float("-inf"))
+            at = owner + (row * (NUM_PARTS - 1) + part) * NUM_EXPERTS
+            score = tl.load(scores_LHE + at, mask=is_owned, other=float("-inf"))
             score = tl.where(stays, float("inf"), score)
             low = tl.min(score, 0)
             place = tl.min(tl.where(score == low, slot, NUM_SLOTS), 0)
@@ -177,19 +178,6 @@ def taken_slots(
         tl.store(slot_LE + newcomer, found, mask=found >= 0)
         taken = tl.where(order == n, found, taken)
     return taken
-
-
-@triton.jit
-def num_earlier(is_marked, is_earlier):
-    """How many pairs before each one are marked."""
-    return tl.sum((is_earlier & is_marked[None, :]).to(tl.int32), 1)
-
-
-@triton.jit
-def store_entry(entry, moe_row, expert, slot, mask):
-    tl.store(entry, moe_row, mask=mask)
-    tl.store(entry + 1, expert, mask=mask)
-    tl.store(entry + 2, slot, mask=mask)
 
 
 def fill(table: DeviceTable, pointers_TK: Tensor) -> None:

@@ -1,13 +1,14 @@
-"""Decode steps that the device decides alone, and how the host keeps in step.
+"""Decode steps that the device decides alone, and how the host follows.
 
-    begin     the report of the step before is read
+    begin     what the device told of the step before is taken out
     compute   of every row: resolve, fill, slot_moe (kernels/slot_kernels.py), only launched here
-    then      a report is asked for. While the device works, the host does the bookkeeping of the
-              step *before* (what it took is in our table, too), and scores who may leave next
+    follow    while the device works: what it tells of each row is entered in our table, everyone
+              learns from it, and who may leave is scored anew
 
-So policies hear of a step when the next one is under way, and nobody waits for them: the device
-evicts by scores that are one step old. Both ways of a step share one residency table. Steps of many
-tokens are the host's: it takes all slots back (`leave`) until the next `begin`.
+Neither waits for the other. A device that waits for its link is followed row by row, and evicts by
+what the rows before were routed to. Of a faster one the host hears the rest while the next step
+runs. Both ways of a step share one residency table. Steps of many tokens are the host's: it takes
+all slots back (`leave`) until the next `begin`.
 
 An expert that only the disk has loses the step at its row. Then the host brings the row's experts
 to HOST: at once, if it looks after every row (`is_careful`, which waits for the device), or when
@@ -19,8 +20,11 @@ Legend: T tokens, K experts per token, D model width.
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +35,7 @@ from transformers import PreTrainedModel
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.kernels.device_table import Miss, StepReport
+from moe_infinity.kernels.device_table import RowReport
 from moe_infinity.kernels.graphed_step import GraphedStep
 from moe_infinity.kernels.slot_kernels import MAX_PAIRS, SlotRows
 from moe_infinity.kernels.slot_mlp import SlotMlp
@@ -44,6 +48,27 @@ if TYPE_CHECKING:
     from moe_infinity.runtime import ExpertRuntime
 
 logger = logging.getLogger(__name__)
+
+FOLLOW_SECONDS = 10.0  # at most; the rest is heard later
+POLL_SECONDS = 20e-6  # a fraction of what a row with a miss takes
+
+
+@dataclass(slots=True)
+class Followed:
+    """A step of the device, as far as the host has come with it."""
+
+    step: Step
+    has_begun: bool = False  # everyone knows of it
+    is_taken_out: bool = False  # nothing more will be told
+    # Told and not yet heard, in order. A row at which the step was lost is the last one.
+    rows: deque[tuple[int, RowReport]] = field(default_factory=deque)
+    last_told: int = -1
+    last_noted: int = -1  # everyone learned of the rows up to there
+    missed: set[ExpertKey] = field(default_factory=set)  # in rows that are told a second time
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self.rows) and self.rows[-1][1].is_lost
 
 
 class DeviceSteps:
@@ -68,14 +93,12 @@ class DeviceSteps:
         self.top_k: dict[int, int] = {}  # of the rows that have run
         self.has_begun = False  # a step, which is still to run
         self.is_running = False
+        self.is_captured = False  # what is launched does not run yet
         self._is_careful = False
         self._is_broken = False  # set while the tables may disagree
         self._is_told = False  # the device knows what the residency table knows
-        self._step: Step | None = None
-        self._unread: Step | None = None  # whose report was asked for
-        self._missed: list[Miss] = []
-        # Of which nobody has heard yet; with all it missed, if it was run again.
-        self._decided: tuple[Step, StepReport, list[Miss]] | None = None
+        self._now: Followed | None = None  # begun; it runs, or was the last that ran
+        self._before: Followed | None = None  # of which nobody has heard all
 
     # Between steps
 
@@ -87,19 +110,19 @@ class DeviceSteps:
         if step.phase is not Phase.DECODE or num_pairs > MAX_PAIRS:
             self.leave()
             return False
-        self._take_report()
         self._is_broken = True
+        self._retire()
         if not self._is_told:
             self._tell_everything()
-        self._missed, self._step, self.has_begun = [], step, True
+        self._now, self.has_begun = Followed(step), True
         return True
 
     def settle(self) -> None:
         """Wait for the step under way, and let everybody know of it."""
         if not self._is_broken:
-            self._take_report()
             self._is_broken = True
-            self._note_decided()
+            self._retire()
+            self._hear_rest()
             self._is_broken = False
 
     def leave(self) -> None:
@@ -110,16 +133,18 @@ class DeviceSteps:
             self._forget()
 
     def _forget(self) -> None:
-        self._unread = self._decided = None
+        self._now = self._before = None
         self._is_told = self._is_broken = False
 
     def _recover(self) -> None:
         """After a step was interrupted: which slots it had filled nobody knows."""
-        self.is_running = False
+        self.is_running = self.is_captured = False
         self._residency.recover()
         self._mover.recover()  # waits for copies and kernels
-        self._note_decided()  # of the step before, whose token was given
         self._residency.evict_all()
+        if self._before is not None:  # its token was given
+            self._take_out(self._before)
+            self._hear_rest(is_adopted=False)
         self._forget()
 
     def _tell_everything(self) -> None:
@@ -145,40 +170,105 @@ class DeviceSteps:
             found[key] = slots.address_of(slot_id)
         self._table.set_all_host_addresses(found)
 
-    def _offer(self) -> None:
-        """Say who may leave, if it comes to that."""
+    def _offer(self, moe_row: int | None = None) -> None:
+        """Score who may leave, if it comes to that; of one row anew, or of all."""
         if self._residency.num_slots < self._runtime.total_experts:
-            rows = self._table.last_rows
-            self._table.offer(np.stack([self._residency.leaving_scores(row) for row in rows]))
+            first_row, last_row = (0, -1) if moe_row is None else (moe_row, moe_row)
+            rows = slice(first_row, last_row + 1 or None)
+            scores = [self._residency.leaving_scores(r)[rows] for r in self._table.last_rows]
+            self._table.offer(np.stack(scores, axis=1), first_row)
 
-    def _take_report(self) -> None:
-        """Of the last step, if it was not read yet. The device had finished with it when the
-        caller read the token it gave: so nobody waits here.
+    # Hearing of a step
+
+    def _listen(self, followed: Followed, *, is_over: bool) -> None:
+        """Add what the device has told by now. A row that it skips is known as such when it is
+        over.
         """
-        if self._unread is None:
-            return
-        self._is_broken = True
-        report = self._table.finish_read()
-        assert report.lost_row is None or self.can_lose, report.lost_row
-        self._missed += report.misses
-        step, self._unread = self._unread, None
-        if report.lost_row is None:
-            self._decided, self._missed = (step, report, self._missed), []
-        self._is_broken = False
+        for row in sorted(self.top_k):
+            if row > followed.last_told and not followed.is_lost:
+                report = self._table.told(row, followed.step.num_tokens * self.top_k[row])
+                if report is not None:
+                    followed.rows.append((row, report))
+                    followed.last_told = row
+                elif not is_over:
+                    return
 
-    def _note_decided(self) -> None:
-        if self._decided is None:
-            return
-        (step, report, misses), self._decided = self._decided, None
-        for key, slot_id in misses:
+    def _retire(self) -> None:
+        """What ran last is the step before. Where the caller has read the token it gave, the device
+        is done with it, and nobody waits here.
+        """
+        self._before, self._now = self._now, None
+        if self._before is not None:
+            self._take_out(self._before)
+
+    def _take_out(self, followed: Followed) -> None:
+        """All that is told of a step that was launched."""
+        if not followed.is_taken_out:
+            self._table.wait()
+            self._listen(followed, is_over=True)
+            followed.is_taken_out = True
+            self._table.begin_step()
+
+    def _hear(self, followed: Followed, *, is_adopted: bool = True) -> None:
+        """Of one row."""
+        row, report = followed.rows.popleft()
+        if is_adopted:
+            self._adopt(report)
+        if row > followed.last_noted:
+            followed.last_noted = row
+            index_TK = report.expert_P.reshape(followed.step.num_tokens, -1)
+            missed = followed.missed | report.misses.keys()
+            self._runtime.note_row(row, index_TK, missed)
+
+    def _adopt(self, report: RowReport) -> None:
+        for key, slot_id in report.misses.items():
             if slot_id >= 0:
                 self._residency.adopt(key, slot_id)
-        routing = {
-            row: index_TK
-            for row, top_k in sorted(self.top_k.items())
-            if (index_TK := report.routing(row, step.num_tokens, top_k)) is not None
-        }
-        self._runtime.note_step(step, routing, {miss.key for miss in misses})
+
+    def _hear_rest(self, *, is_adopted: bool = True) -> None:
+        """Of the step before."""
+        while self._before is not None and self._before.rows:
+            self._hear(self._before, is_adopted=is_adopted)
+        self._before = None
+
+    def _hear_of_loss(self, now: Followed) -> int:
+        """Of all before the row that the step was lost at. Gives this row, which is told again."""
+        lost_row, report = now.rows.pop()
+        while now.rows:
+            self._hear(now)
+        self._adopt(report)
+        now.missed |= report.misses.keys()
+        return lost_row
+
+    def _catch_up(self, now: Followed) -> None:
+        """With the step before, and with the beginning of this one."""
+        if not now.has_begun:
+            self._hear_rest()
+            self._runtime.note_begin(now.step)
+            now.has_begun = True
+            self._offer()
+
+    def _hear_news(self, now: Followed) -> bool:
+        """Of the next row, if the device has come there, and score anew who of it may leave."""
+        self._catch_up(now)
+        self._listen(now, is_over=False)
+        if not now.rows or now.rows[0][1].is_lost:
+            return False
+        row, is_new = now.rows[0][0], now.rows[0][0] > now.last_noted
+        self._hear(now)
+        if is_new:
+            self._offer(row)
+        return True
+
+    def _follow(self, now: Followed) -> None:
+        """Until the device is done, or all was heard."""
+        self._catch_up(now)
+        last_row, until = max(self.top_k), time.monotonic() + FOLLOW_SECONDS
+        while now.last_noted < last_row and not self._table.is_over():
+            if not self._hear_news(now):
+                time.sleep(POLL_SECONDS)
+            if time.monotonic() > until:
+                break
 
     # In a step
 
@@ -186,15 +276,14 @@ class DeviceSteps:
     def running(self, *, is_careful: bool) -> Iterator[None]:
         """What was begun runs inside, and may run again if it is lost. Careful: cannot be lost."""
         self._is_broken, self._is_careful, self.is_running = True, is_careful, True
+        assert self._now is not None
         try:
             with torch.cuda.device(self._gpu):  # triton launches on the current one
                 yield
         finally:
             self.is_running = False
-        self._table.begin_read()
-        self._unread = self._step
-        self._note_decided()
-        self._offer()
+        self._table.end_step()
+        self._follow(self._now)
         self._is_broken = False
 
     @property
@@ -206,19 +295,35 @@ class DeviceSteps:
         """Whether the step that just ran came to an expert on disk. Waits for it if one could."""
         if not self.can_lose:
             return False
-        self._take_report()
-        return self._decided is None
+        assert self._now is not None
+        self._is_broken = True
+        self._take_out(self._now)
+        is_lost = self._now.is_lost
+        if is_lost:
+            self._hear_of_loss(self._now)
+            self._now.last_told, self._now.is_taken_out = -1, False
+        self._is_broken = False
+        return is_lost
 
     def compute(
         self, moe_row: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
     ) -> Tensor:
         """[T, D] -> [T, D]: the routed experts of one layer."""
         self.top_k[moe_row] = top_k_index_TK.shape[1]
-        bring = self._bring if self._is_careful and self.can_lose else None
+        if not self.is_captured and self._now is not None:
+            self._hear_news(self._now)
+        bring = self._bring_lost if self._is_careful and self.can_lose else None
         return self._rows.compute(moe_row, x_TD, top_k_index_TK, top_k_weights_TK, bring)
 
+    def _bring_lost(self, moe_row: int, index_TK: Tensor) -> None:
+        """For the row that the step was just lost at. The device waits for us."""
+        assert self._now is not None
+        self._listen(self._now, is_over=True)
+        self._now.last_told = self._hear_of_loss(self._now) - 1
+        self._bring(moe_row, index_TK)
+
     def _bring(self, moe_row: int, index_TK: Tensor) -> None:
-        """Experts of this row to HOST, unless they have a slot. The device waits for us."""
+        """Experts of this row to HOST, unless they have a slot."""
         chosen, slot_E = set(index_TK.flatten().tolist()), self._table.slot_LE[moe_row].tolist()
         absent = [ExpertKey(moe_row, e) for e in sorted(chosen) if e >= 0 and slot_E[e] < 0]
         mover = self._host.mover
