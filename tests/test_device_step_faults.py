@@ -111,6 +111,20 @@ def test_running_a_step_again_changes_neither_its_logits_nor_the_cache(stock_mod
     assert all(map(torch.equal, *found))
 
 
+def test_what_is_expanded_is_put_back_as_it_was(stock_model):
+    """Qwen4 of transformers 5.23 keeps positions like that, and replaces them."""
+    cache = StaticCache(config=stock_model.config, max_cache_len=16)
+    with torch.inference_mode():
+        stock_model(PROMPT, past_key_values=cache)
+    held, positions = vars(cache.layers[0]), torch.arange(4).expand(3, 4)
+    held["positions"] = positions
+    before = Before(cache)
+    before.keep()
+    held["positions"] = torch.arange(5).expand(3, 5)
+    before.put_back()
+    assert held["positions"] is positions
+
+
 # What fails
 
 

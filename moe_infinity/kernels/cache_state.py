@@ -83,4 +83,11 @@ class Before:
 def _overwritten(layer: Any) -> list[Tensor]:
     grows = isinstance(layer, StaticLayer) and not isinstance(layer, StaticSlidingWindowLayer)
     found = _values(layer, without=GROWING if grows else set())
-    return [value for _, value in found if isinstance(value, Tensor)]
+    return [v for _, v in found if isinstance(v, Tensor) and not _is_expanded(v)]
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Some of its numbers lie at one place: torch lets nobody write into it."""
+    return any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
