@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels import slot_reference
 from moe_infinity.kernels.device_table import ABSENT, ON_DISK
+from tests.cuda_notes import note_cuda
 from tests.numerics.device_tables import World, random_scores, routings, step
 
 pytest.importorskip("triton", reason="needs triton")
@@ -25,6 +26,46 @@ def few_programs(monkeypatch):
     """The interpreter runs them one after the other."""
     monkeypatch.setattr(triton_resolve, "FILL_PROGRAMS", 2)
     monkeypatch.setattr(triton_resolve, "FILL_BYTES", 16)
+
+
+def test_a_gpu_is_asked_for_an_event_and_for_a_stream_of_scores(monkeypatch):
+    notes, world = note_cuda(monkeypatch), World("cpu")
+    world.table._is_over, world.table._offering = torch.cuda.Event(), torch.cuda.Stream("cuda")
+    world.table.end_step()
+    assert notes.asked == ["kernels records event 1"]
+    notes.is_over = False
+    assert not world.table.is_over()
+    scores = random_scores(world, 0)[1:2]
+    world.table.offer(scores, first_row=1)
+    world.table.wait()
+    assert notes.asked[1:] == ["on copies", "the CPU waits for event 1"]
+    assert (world.table.scores_LHE[1].numpy() == scores).all()
+    notes.is_over = True
+    assert world.table.is_over()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_host_and_gpu_hear_of_each_other_while_kernels_wait():
+    """A second of waiting before and after the row in whose words and scores they meet."""
+    world = World("cuda", slots=2)
+    world.tell({ExpertKey(2, 5): 0, ExpertKey(2, 6): 1})
+    index_TK = world.index([[3]])
+    triton_resolve.resolve(World("cuda").table, 0, index_TK)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_500_000_000)
+    triton_resolve.resolve(world.table, 0, index_TK)
+    torch.cuda._sleep(1_500_000_000)
+    world.table.end_step()
+    scores = np.zeros((1, 2, 8))
+    scores[:, :, 5] = 1
+    world.table.offer(scores, first_row=2)  # before, expert 5 would leave
+    report = None
+    while report is None and not world.table.is_over():
+        report = world.table.told(0, 1)
+    assert report is not None
+    assert not world.table.is_over()
+    assert report.misses == {ExpertKey(0, 3): 1}
 
 
 class Model:
