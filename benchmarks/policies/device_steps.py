@@ -10,6 +10,8 @@ those in use (kernels/device_table.py). The host tells the scores
     once a step         while the step before runs, of which it knows nothing yet
     following           when it has heard of a row, those of the row's experts anew; so many rows
                         behind, and of what is left when the next step begins
+    by the clock        following as fast as it can a device that takes so long for a row, and for
+                        each miss
 """
 
 from __future__ import annotations
@@ -36,6 +38,11 @@ CAPACITIES = ("10%", "20%", "30%")
 ON_HOST = "the host decides in every row"
 ONCE_A_STEP = -1
 ROWS_BEHIND = (ONCE_A_STEP, 0, 1, 2, 4, 8, 16)
+# Microseconds of a row, half of them before it needs slots, and of a miss: an expert of 12 MB, 4 MB
+# or 1 MB over 25 GB/s.
+CLOCKS = ((60, 500), (60, 150), (60, 50), (30, 50))
+# Of the host, 48 rows x 128 experts: experiments.md, "A device that decides alone".
+BEGIN_US, HEAR_US, HEAR_REST_US = 450, 70, 25
 
 
 class Learner:
@@ -87,7 +94,8 @@ class Device:
         for scores, last_row in zip(self._scores, self._last_rows, strict=True):
             scores[cells] = learner.scores_after(last_row)[cells]
 
-    def run_row(self, row: int, experts_TK: NDArray[Any], *, is_counted: bool) -> None:
+    def run_row(self, row: int, experts_TK: NDArray[Any], *, is_counted: bool) -> int:
+        """How many experts it missed."""
         cells = row * self._num_experts + distinct(experts_TK)[0]
         misses = cells[~self._resident[cells]]
         if len(misses) > self._num_free:
@@ -98,6 +106,7 @@ class Device:
         if is_counted:
             self.lookups += len(cells)
             self.hits += len(cells) - len(misses)
+        return len(misses)
 
     def _evict(self, num: int, row: int, used: NDArray[np.int64]) -> None:
         part = bisect_left(self._last_rows, row)
@@ -142,6 +151,67 @@ def replayed(
     return 100 * device.hits / device.lookups
 
 
+class Follower:
+    """The host, which hears of rows one after the other, as time allows."""
+
+    def __init__(self, device: Device, learner: Learner) -> None:
+        self._device, self._learner = device, learner
+        self._rest: list[tuple[RecordedStep, int]] = []  # of the step before
+        self.rows_behind, self.num_rows = 0, 0  # summed up over rows that asked for slots
+
+    def hear_rest(self) -> None:
+        for recorded, row in self._rest:
+            self._learner.hear(recorded, row)
+        self._rest = []
+
+    def run(self, recorded: RecordedStep, row_us: int, miss_us: int, *, is_counted: bool) -> None:
+        """One step, launched when the device and the host are free."""
+        now_us, host_us = 0.0, float(BEGIN_US + HEAR_REST_US * len(self._rest))
+        self.hear_rest()
+        self._learner.begin(recorded)
+        told_us: list[float] = []
+        num_heard = -1  # not even of its beginning
+        for row, experts_TK in enumerate(recorded.experts_LTK):
+            now_us += row_us / 2
+            if num_heard < 0 and host_us <= now_us:
+                self._device.be_told(self._learner)
+                num_heard = 0
+            while 0 <= num_heard < row and (
+                (done_us := max(host_us, told_us[num_heard]) + HEAR_US) <= now_us
+            ):
+                self._learner.hear(recorded, num_heard)
+                self._device.be_told(self._learner, num_heard)
+                num_heard, host_us = num_heard + 1, done_us
+            self.rows_behind, self.num_rows = self.rows_behind + row - num_heard, self.num_rows + 1
+            told_us.append(now_us)
+            num_missed = self._device.run_row(row, experts_TK, is_counted=is_counted)
+            now_us += row_us / 2 + num_missed * miss_us
+        num_rows = len(recorded.experts_LTK)
+        self._rest = [(recorded, row) for row in range(max(num_heard, 0), num_rows)]
+
+
+def replayed_by_the_clock(
+    sequences: Sequence[Any],
+    clock: tuple[int, int],
+    capacity: str,
+    *,
+    num_experts: int,
+    warmup: int,
+) -> tuple[float, float]:
+    """Decode hit rate in percent, and how many rows the host was behind on average."""
+    num_rows = sequences[0].experts_TLK.shape[1]
+    device = Device(num_slots_of(capacity, num_rows * num_experts), num_rows, num_experts)
+    learner = Learner(num_rows, num_experts)
+    follower = Follower(device, learner)
+    for recorded in steps_of(sequences):
+        if recorded.step.phase is Phase.DECODE:
+            follower.run(recorded, *clock, is_counted=recorded.num_begun > warmup)
+        else:
+            follower.hear_rest()
+            learner.hear_all(recorded)
+    return 100 * device.hits / device.lookups, follower.rows_behind / follower.num_rows
+
+
 def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, folder in common.folders(args):
@@ -153,14 +223,22 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         rates = {c: common.percent(cells["activation-aware", c]) for c in CAPACITIES}
         found = [(ON_HOST, rates)]
+        how = {"num_experts": num_experts, "warmup": warmup}
         for num_behind in ROWS_BEHIND:
-            how = {"num_experts": num_experts, "warmup": warmup}
             rates = {c: round(replayed(sequences, num_behind, c, **how), 2) for c in CAPACITIES}
             is_once = num_behind == ONCE_A_STEP
             found.append(("once a step" if is_once else f"{num_behind} rows behind", rates))
         for way, rates in found:
             print(f"{way:30}", *(f"{rate:7.2f}" for rate in rates.values()))
             rows.append(conditions | {"way": way, "hit_rate_percent": rates})
+        for clock in CLOCKS:
+            timed = {c: replayed_by_the_clock(sequences, clock, c, **how) for c in CAPACITIES}
+            rates = {c: round(rate, 2) for c, (rate, _) in timed.items()}
+            behind = {c: round(rows_behind, 2) for c, (_, rows_behind) in timed.items()}
+            way = f"{clock[0]} us a row, {clock[1]} a miss"
+            print(f"{way:30}", *(f"{rates[c]:7.2f}" for c in rates), "behind", *behind.values())
+            row = {"way": way, "hit_rate_percent": rates, "rows_behind": behind}
+            rows.append(conditions | row)
     return rows
 
 
