@@ -166,37 +166,49 @@ class Modelled:
 # While a graph runs
 
 
-def keep_busy(monkeypatch: pytest.MonkeyPatch, num_looks: int) -> list[tuple[int, int]]:
-    """The device is done when the host looks once more than that. Gives the rows that were heard of
-    each step when it was launched, and when it was over.
+def keep_busy(
+    monkeypatch: pytest.MonkeyPatch, num_looks: int, *, rows_a_look: int = 1
+) -> list[tuple[int, int]]:
+    """A step that tells of so many rows each time that the host looks whether it is done, which it
+    is when the host looks once more than that. Gives the rows that were heard of each step when it
+    was launched, and when it was no longer followed.
     """
-    left, heard = [0], list[tuple[int, int]]()
-    follow = DeviceSteps._follow
+    looks, heard = [0], list[tuple[int, int]]()
+    follow, compute = DeviceSteps._follow, DeviceSteps.compute
 
     def is_over(table: DeviceTable) -> bool:
-        left[0] -= 1
-        return left[0] < 0
+        looks[0] += 1
+        return looks[0] > num_looks
+
+    def computing(steps: DeviceSteps, *args: Any) -> Any:
+        looks[0] = NUM_ROWS
+        return compute(steps, *args)
 
     def following(steps: DeviceSteps, now: Any) -> None:
-        left[0], num_before = num_looks, now.last_noted + 1
+        looks[0], num_before = 0, now.last_noted + 1
         follow(steps, now)
         heard.append((num_before, now.last_noted + 1))
 
     monkeypatch.setattr(DeviceTable, "is_over", is_over)
     monkeypatch.setattr(DeviceSteps, "_follow", following)
+    monkeypatch.setattr(DeviceSteps, "compute", computing)
+    tell_if(monkeypatch, lambda moe_row: moe_row < looks[0] * rows_a_look)
     return heard
 
 
-@pytest.mark.parametrize("num_looks", [0, 2, 9])
-def test_a_graph_is_followed_while_it_runs(tiny_checkpoint, expected, monkeypatch, num_looks):
+@pytest.mark.parametrize(
+    ("num_looks", "rows_a_look", "num_heard"), [(0, 1, 0), (2, 1, 2), (9, 1, 3), (9, 3, 1)]
+)
+def test_a_graph_is_followed_until_its_last_row(
+    tiny_checkpoint, expected, monkeypatch, num_looks, rows_a_look, num_heard
+):
+    """What it told faster than it was heard, is heard later."""
     graphs = record_graphs(monkeypatch)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         bring_every_expert(moe)
-        heard = keep_busy(monkeypatch, num_looks)
+        heard = keep_busy(monkeypatch, num_looks, rows_a_look=rows_a_look)
         assert torch.equal(greedy(moe, **STATIC), expected[0])
         assert len(graphs) == 1
-        num_heard = min(num_looks, NUM_ROWS)
-        assert heard[:WARM_UP_STEPS] == WARM_UP_STEPS * [(2, 2 if num_looks == 0 else 3)]
         assert heard[WARM_UP_STEPS:] == (15 - WARM_UP_STEPS) * [(0, num_heard)]
         moe.check_invariants()  # hears the rest
         decode = moe.report().decode
@@ -207,9 +219,8 @@ def test_a_device_that_tells_nothing_is_not_followed_for_ever(
     tiny_checkpoint, expected, monkeypatch
 ):
     monkeypatch.setattr(device_steps, "FOLLOW_SECONDS", 0.05)
-    tell_if(monkeypatch, lambda moe_row: False)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
-        heard = keep_busy(monkeypatch, 1 << 30)
+        heard = keep_busy(monkeypatch, 1 << 30, rows_a_look=0)
         assert torch.equal(greedy(moe, num_tokens=4), expected[0][:, : len(PROMPT[0]) + 4])
         assert len(heard) == 3
         moe.check_invariants()
@@ -222,12 +233,11 @@ def test_ctrl_c_while_a_step_is_followed_leaves_the_model_usable(
     def press(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    tell_if(monkeypatch, lambda moe_row: moe_row < 1)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         assert torch.equal(greedy(moe), expected[0])
         with monkeypatch.context() as patched:
             patched.setattr("moe_infinity.models.device_steps.time.sleep", press)
-            keep_busy(patched, 1 << 30)
+            keep_busy(patched, 1 << 30, rows_a_look=0)
             with pytest.raises(KeyboardInterrupt):
                 greedy(moe, **STATIC)
         assert_same_tokens(moe, expected)

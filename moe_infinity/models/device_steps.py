@@ -261,10 +261,12 @@ class DeviceSteps:
         return True
 
     def _follow(self, now: Followed) -> None:
-        """Until the device is done, or all was heard."""
+        """Until the device has come to the last row. It is still busy then, and what our caller
+        launches next will be there when it is done.
+        """
         self._catch_up(now)
         last_row, until = max(self.top_k), time.monotonic() + FOLLOW_SECONDS
-        while now.last_noted < last_row and not self._table.is_over():
+        while now.last_told < last_row and not self._table.is_over():
             if not self._hear_news(now):
                 time.sleep(POLL_SECONDS)
             if time.monotonic() > until:
