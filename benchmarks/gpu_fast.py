@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -104,8 +104,13 @@ def known_pointers(moe: MoE) -> Iterator[None]:
         kernels, weights_TK = rows._kernels, weights_TK.contiguous()
         return kernels.slot_moe(rows._mlps[row], x_TD.contiguous(), pointers_TK, weights_TK)
 
-    with mock.patch.object(rows, "compute", compute):
+    with mock.patch.object(rows, "compute", compute), not_followed():
         yield
+
+
+def not_followed() -> AbstractContextManager[Any]:
+    """The host hears of a step when the next one is launched."""
+    return mock.patch.object(DeviceSteps, "_follow", DeviceSteps._catch_up)
 
 
 def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
@@ -127,7 +132,7 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
             captured=captured, **told,
         )  # fmt: skip
         check.add("host, while a step runs", sum(host_ms) / (WARM_UP + TOKENS), "ms", **told)
-        with mock.patch.object(DeviceSteps, "_follow", DeviceSteps._catch_up):
+        with not_followed():
             check.add("fast path, all hits, not followed", token_ms(moe, shape)[0], "ms", **told)
         kernels_agree(check, moe, shape)
     with (
