@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import (
-    Cancelled,
     CheckpointError,
     ClosedError,
     ConfigError,
@@ -143,8 +142,8 @@ class MoE:
                 self._steps.end_ids = named.get("eos_token_id", config and config.eos_token_id)
                 self._steps.prompt_mask = named.get("attention_mask")
                 return self.model.generate(*args, **kwargs)
-            except Cancelled:
-                self._runtime.recorder.drop_step()
+            except BaseException as error:
+                self._runtime.leave_step(error)
                 raise
             finally:
                 self._steps.end_ids = self._steps.prompt_mask = self._runtime.cancelled = None
@@ -152,8 +151,8 @@ class MoE:
 
     def forward(self, step: Step, **inputs: Any) -> Any:
         """One forward pass of the model, for a caller who batches requests himself: `step` says
-        which sequence each token belongs to. Nothing is kept for gradients. A step that a device
-        decided is in the report when the next one begins.
+        which sequence each token belongs to. Nothing is kept for gradients. Of a step that a device
+        decided all rows are in the report when the next one begins.
         """
         with self._lock, torch.no_grad(), self._device.explaining():
             self._require_open()

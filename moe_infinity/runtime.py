@@ -212,9 +212,12 @@ class ExpertRuntime:
         self._is_moving, self._last_row = True, moe_row
 
     def note_row(self, moe_row: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
-        """The bookkeeping of a row of the step that began last, and that the device decides."""
+        """The bookkeeping of a row of the step that began last, and that the device decides. It may
+        have had fewer tokens than the step: then nobody learns which.
+        """
         chosen, counts = np.unique(index_TK[index_TK != NO_EXPERT], return_counts=True)
-        self._learn(moe_row, without_gaps(index_TK), chosen.tolist(), counts)
+        has_all = len(index_TK) == self.recorder.step.num_tokens
+        self._learn(moe_row, without_gaps(index_TK) if has_all else None, chosen.tolist(), counts)
         keys = [self._keys[moe_row][expert_idx] for expert_idx in self.activated[moe_row]]
         copied = [key for key in keys if key in missed]
         self.counters.decode.add_lookups(len(keys) - len(copied), 0, len(copied))
@@ -233,8 +236,16 @@ class ExpertRuntime:
         if self.device_steps is not None:
             self.device_steps.settle()
 
+    def leave_step(self, error: BaseException) -> None:
+        """The pass of the model under way was left."""
+        if isinstance(error, Cancelled):
+            self.recorder.drop_step()
+        elif self.device_steps is None or self.device_steps.settle():  # else when it mends
+            self.recorder.leave_step()
+
     def finish_tokens(self) -> list[SequenceTrace]:
-        self.settle()
+        if self.device_steps is not None:
+            self.device_steps.conclude()
         return self.recorder.finish_tokens()
 
     def _learn(

@@ -12,17 +12,20 @@ import pytest
 import torch
 from transformers import StaticCache
 
+from moe_infinity import MoE
 from moe_infinity.cache.policies import Lru
 from moe_infinity.cache.residency import ResidencyTable
-from moe_infinity.errors import CheckpointError
+from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.kernels import slot_reference
 from moe_infinity.kernels.cache_state import Before
 from moe_infinity.kernels.device_table import DeviceTable
+from moe_infinity.kernels.graphed_step import GraphedStep
 from moe_infinity.memory.mover import Mover
 from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.runtime import ExpertRuntime
-from tests.fast_device import CACHES, STATIC, on_device, tokens_of_a_cpu
+from tests.fast_device import CACHES, STATIC, bring_every_expert, on_device, tokens_of_a_cpu
 from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
+from tests.recorded_graph import record_graphs
 
 TIGHT = "30%", "34%"  # 7 slots above 8
 
@@ -155,7 +158,7 @@ PLACES = [
     (DeviceTable, "set_all_host_addresses"), (DeviceTable, "find_again"), (Lru, "scores_after"),
     (ResidencyTable, "adopt"), (ResidencyTable, "leaving_scores"), (ResidencyTable, "note_use"),
     (Mover, "load_now"), (Mover, "arrivals"), (ExpertRuntime, "note_begin"),
-    (ExpertRuntime, "note_row"),
+    (ExpertRuntime, "note_row"), (GraphedStep, "__call__"), (DeviceSteps, "mend"),
 ]  # fmt: skip
 
 
@@ -180,6 +183,91 @@ def test_ctrl_c_anywhere_leaves_the_model_usable(
             assert torch.equal(greedy(moe, **cache), expected[0])
             moe.check_invariants()
         assert num_stopped > 0
+        assert_same_tokens(moe, expected)
+
+
+def test_ctrl_c_after_a_graph_was_launched_leaves_nothing_where_it_wrote(
+    tiny_checkpoint, expected, monkeypatch
+):
+    """The step before has rows of which nobody has heard."""
+    graphs = record_graphs(monkeypatch)
+    stop = Interruption(monkeypatch, DeviceTable, "end_step", KeyboardInterrupt())
+    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+        bring_every_expert(moe)
+        for n in range(4, 14):
+            stop.remaining = n
+            with pytest.raises(KeyboardInterrupt):
+                greedy(moe, **STATIC)
+            moe.check_invariants()
+            assert_same_tokens(moe, expected, rounds=1)
+    assert graphs
+
+
+@pytest.mark.parametrize("is_decided_by_device", [True, False])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
+    tiny_checkpoint, monkeypatch, cache, is_decided_by_device
+):
+    learn = ExpertRuntime._learn
+    remaining = -1
+
+    def learning(self: ExpertRuntime, moe_row: int, *args: Any) -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
+            raise KeyboardInterrupt
+        learn(self, moe_row, *args)
+
+    monkeypatch.setattr(ExpertRuntime, "_learn", learning)
+    if not is_decided_by_device:
+        monkeypatch.setattr(DeviceSteps, "begin", lambda self, step: False)
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        for then in (0, 2):
+            for n in range(4, 12):  # in the first step after the prompt, or the two after it
+                with moe.recording() as finish:
+                    greedy(moe, num_tokens=5, **cache)
+                    remaining = n
+                    with pytest.raises(KeyboardInterrupt):
+                        greedy(moe, **cache)
+                    if then:
+                        greedy(moe, num_tokens=then, **cache)
+                    num_left = 8 + (n - 4) // 3
+                    told = [len(trace.experts_TLK) for trace in finish()]
+                    assert told == [12, num_left] + ([7 + then] if then else []), n
+
+
+@torch.no_grad()
+def test_prompts_between_steps_that_nobody_settles(tiny_checkpoint):
+    """As a caller has it who has no generate()."""
+
+    def logits(moe: MoE) -> list[torch.Tensor]:
+        found = []
+        for n in range(6):
+            out = moe.model(input_ids=PROMPT[:, : 3 + n], use_cache=True)
+            found.append(out.logits)
+            for step in range(4):
+                ids = torch.tensor([[11 * n + step]])
+                found.append(moe.model(input_ids=ids, past_key_values=out.past_key_values).logits)
+        return found
+
+    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+        expected = logits(moe)
+    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+        assert all(map(torch.equal, logits(moe), expected))
+        moe.check_invariants()
+        decode = moe.report().decode
+        assert (decode.steps, decode.lookups) == (24, 24 * 3 * 2)
+
+
+@torch.no_grad()
+def test_a_row_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected):
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        layer = moe.model.model.layers[1].mlp
+        forward = layer.forward
+        layer.forward = lambda x: forward(x) + 0 * forward(x.flip(-1))
+        with pytest.raises(UnsupportedModelError, match="row 1 ran twice in one step"):
+            greedy(moe)
+        layer.forward = forward
         assert_same_tokens(moe, expected)
 
 
@@ -232,7 +320,8 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(slot_reference, "fill"), (DeviceTable, "told"), (DeviceTable, "wait"),
-     (DeviceTable, "begin_step"), (DeviceTable, "offer"), (ExpertRuntime, "note_begin")],
+     (DeviceTable, "begin_step"), (DeviceTable, "offer"), (ExpertRuntime, "note_begin"),
+     (DeviceSteps, "_retire"), (ResidencyTable, "adopt"), (DeviceSteps, "mend")],
 )  # fmt: skip
 def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
     tiny_checkpoint, monkeypatch, cache, owner, name
@@ -272,7 +361,7 @@ def test_an_expert_that_cannot_be_read_in_a_step_is_told_and_the_next_call_works
             greedy(moe, **cache)
         steps = moe._runtime.device_steps
         assert steps is not None
-        assert steps._is_broken  # it was in a step
+        assert steps.is_broken  # it was in a step
         for _ in range(2):
             assert torch.equal(greedy(moe, **cache), expected[0])
             moe.check_invariants()

@@ -65,6 +65,41 @@ def test_text_is_decided_by_the_device_and_images_are_not_counted(folder, cache,
     assert set(found.decode.sum(axis=1).nonzero()[0].tolist()) == ran
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("host_memory", ["40%", "100%"])
+def test_rows_that_get_a_part_of_a_steps_tokens_are_heard(folder, host_memory):
+    """A batch of which one sequence goes on with text, the other one with an image."""
+    ids = tiny.PROMPT[:2]
+    image = torch.zeros_like(ids)
+    image[:, 2:4] = 1
+
+    def logits(moe: MoE) -> list[torch.Tensor]:
+        found = []
+        for n in range(6):
+            out = moe.model(input_ids=ids, moe_mm_token_type_ids=image, use_cache=True)
+            found.append(out.logits)
+            for kinds in ([[0], [1]], [[1], [0]], [[0], [0]]):
+                out = moe.model(
+                    input_ids=torch.tensor([[5 + n], [9 + n]]),
+                    attention_mask=torch.ones(2, out.past_key_values.get_seq_length() + 1),
+                    past_key_values=out.past_key_values,
+                    moe_mm_token_type_ids=torch.tensor(kinds),
+                )
+                found.append(out.logits)
+        return found
+
+    with on_device(folder, "100%", "100%") as moe:
+        expected = logits(moe)
+        moe.check_invariants()  # hears the rest
+        all_hits = moe.report().decode
+    with on_device(folder, "40%", host_memory) as moe:
+        assert all(map(torch.equal, logits(moe), expected))
+        moe.check_invariants()
+        decode = moe.report().decode
+        assert decode.lookups == all_hits.lookups > 0
+        assert decode.misses > all_hits.misses
+
+
 def test_a_row_that_ran_in_the_step_before_is_not_reported_again():
     table = DeviceTable(
         torch.zeros(4, 16, dtype=torch.uint8), num_rows=2, num_experts=4, max_pairs=8

@@ -12,8 +12,8 @@ there stay, since the scores say that they have passed; of its own row those the
 What finds no slot is read where its host address says, through the link.
 
 The device writes what it did in a row into host memory, and goes on. Each of these words says
-NOT_TOLD until it is written, once, so that the host needs no order among them; after `wait()` all
-are there. Scores reach the device on a stream of their own: a miss finds those of before or those
+NOT_TOLD until it is written, so that the host needs no order among them; after `wait()` all are
+there. Scores reach the device on a stream of their own: a miss finds those of before or those
 of after, which changes who leaves and no token.
 
 Everything else is enqueued on the current stream, which has to be the one the steps run on: what a

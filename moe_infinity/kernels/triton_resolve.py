@@ -26,7 +26,9 @@ _ABSENT, _ON_DISK, _FREE = tl.constexpr(ABSENT), tl.constexpr(ON_DISK), tl.const
 _NOTHING = tl.constexpr(NOTHING)
 _ADDRESS_BYTES = tl.constexpr(ADDRESS_BYTES)
 
-SLOT_BLOCK = 1024  # slots whose scores are in registers at once: eight in each thread
+# Slots whose scores are in registers at once: eight in each thread. With fewer than threads, some
+# would load the same score, which may change in between.
+SLOT_BLOCK = 1024
 MAX_PAIRS = 128  # resolve compares every pair with every other in the registers of one program
 # Of one missed expert: enough programs to keep a link busy alone (64 blocks of 8 KiB are 512 KiB
 # under way, where 50 GB/s for 2 us need 100 KiB), few enough to end at once for hits.

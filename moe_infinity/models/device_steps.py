@@ -5,7 +5,7 @@
     follow    while the device works: what it tells of each row is entered in our table, everyone
               learns from it, and who may leave is scored anew
 
-Neither waits for the other. A device that waits for its link is followed row by row, and evicts by
+The device never waits for this. One that waits for its link is followed row by row, and evicts by
 what the rows before were routed to. Of a faster one the host hears the rest while the next step
 runs. Both ways of a step share one residency table. Steps of many tokens are the host's: it takes
 all slots back (`leave`) until the next `begin`.
@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe_infinity.config import OffloadConfig
-from moe_infinity.errors import ConfigError
+from moe_infinity.errors import ConfigError, UnsupportedModelError
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.kernels.device_table import RowReport
 from moe_infinity.kernels.graphed_step import GraphedStep
@@ -91,11 +91,13 @@ class DeviceSteps:
         self._table = self._rows.table
         self._gpu = -1 if slots_SB.device.index is None else slots_SB.device.index  # -1: none
         self.top_k: dict[int, int] = {}  # of the rows that have run
+        self._num_pairs: dict[int, int] = {}  # of rows in the last step that launched them
+        self._launched: set[int] = set()  # in this run
         self.has_begun = False  # a step, which is still to run
         self.is_running = False
         self.is_captured = False  # what is launched does not run yet
         self._is_careful = False
-        self._is_broken = False  # set while the tables may disagree
+        self.is_broken = False  # set while the tables may disagree
         self._is_told = False  # the device knows what the residency table knows
         self._now: Followed | None = None  # begun; it runs, or was the last that ran
         self._before: Followed | None = None  # of which nobody has heard all
@@ -104,26 +106,41 @@ class DeviceSteps:
 
     def begin(self, step: Step) -> bool:
         """A forward pass begins; False if the host decides in it."""
-        if self._is_broken:
-            self._recover()
+        self.mend()
         num_pairs = step.num_tokens * max(self.top_k.values(), default=MAX_PAIRS + 1)
         if step.phase is not Phase.DECODE or num_pairs > MAX_PAIRS:
             self.leave()
             return False
-        self._is_broken = True
         self._retire()
+        self.is_broken = True
+        if self._before is not None:
+            self._take_out(self._before)
         if not self._is_told:
             self._tell_everything()
         self._now, self.has_begun = Followed(step), True
         return True
 
-    def settle(self) -> None:
-        """Wait for the step under way, and let everybody know of it."""
-        if not self._is_broken:
-            self._is_broken = True
-            self._retire()
-            self._hear_rest()
-            self._is_broken = False
+    def settle(self) -> bool:
+        """Wait for the step under way, and let everybody know of it; but not if it was
+        interrupted.
+        """
+        if self.is_broken:
+            return False
+        self._retire()
+        self.is_broken = True
+        self._hear_rest()
+        self.is_broken = False
+        return True
+
+    def conclude(self) -> None:
+        """The same, and make order if it was."""
+        self.mend()
+        self.settle()
+
+    def _retire(self) -> None:
+        """What ran last is the step before: its token was given."""
+        if self._now is not None:
+            self._before, self._now = self._now, None
 
     def leave(self) -> None:
         """Wait, and take back all slots: from now on the host decides."""
@@ -134,25 +151,24 @@ class DeviceSteps:
 
     def _forget(self) -> None:
         self._now = self._before = None
-        self._is_told = self._is_broken = False
+        self._is_told = self.is_broken = False
 
-    def _recover(self) -> None:
-        """After a step was interrupted: which slots it had filled nobody knows."""
-        self.is_running = self.is_captured = False
-        self._residency.recover()
-        self._mover.recover()  # waits for copies and kernels
-        self._residency.evict_all()
-        if self._before is not None:  # its token was given
-            self._take_out(self._before)
+    def mend(self) -> None:
+        """If a step was interrupted: which slots it had filled nobody knows."""
+        if self.is_broken:
+            self.is_running = self.is_captured = False
+            self._residency.recover()
+            self._mover.recover()  # waits for copies and kernels
+            self._residency.evict_all()
             self._hear_rest(is_adopted=False)
-        self._forget()
+            self._runtime.recorder.leave_step()
+            self._forget()
 
     def _tell_everything(self) -> None:
         if self._residency.num_loading or self._host.table.num_loading:
             self._mover.recover()
         self._table.tell(self._residency.resident_slots())
         self._tell_addresses()
-        self._offer()
         self._is_told = True
 
     def _tell_addresses(self) -> None:
@@ -170,9 +186,13 @@ class DeviceSteps:
             found[key] = slots.address_of(slot_id)
         self._table.set_all_host_addresses(found)
 
+    @property
+    def _may_evict(self) -> bool:
+        return self._residency.num_slots < self._runtime.total_experts
+
     def _offer(self, moe_row: int | None = None) -> None:
         """Score who may leave, if it comes to that; of one row anew, or of all."""
-        if self._residency.num_slots < self._runtime.total_experts:
+        if self._may_evict:
             first_row, last_row = (0, -1) if moe_row is None else (moe_row, moe_row)
             rows = slice(first_row, last_row + 1 or None)
             scores = [self._residency.leaving_scores(r)[rows] for r in self._table.last_rows]
@@ -184,25 +204,19 @@ class DeviceSteps:
         """Add what the device has told by now. A row that it skips is known as such when it is
         over.
         """
-        for row in sorted(self.top_k):
+        for row, num_pairs in sorted(self._num_pairs.items()):
             if row > followed.last_told and not followed.is_lost:
-                report = self._table.told(row, followed.step.num_tokens * self.top_k[row])
+                report = self._table.told(row, num_pairs)
                 if report is not None:
                     followed.rows.append((row, report))
                     followed.last_told = row
                 elif not is_over:
                     return
 
-    def _retire(self) -> None:
-        """What ran last is the step before. Where the caller has read the token it gave, the device
-        is done with it, and nobody waits here.
-        """
-        self._before, self._now = self._now, None
-        if self._before is not None:
-            self._take_out(self._before)
-
     def _take_out(self, followed: Followed) -> None:
-        """All that is told of a step that was launched."""
+        """All that is told of a step that was launched. Where the caller has read the token it
+        gave, the device is done with it, and nobody waits here.
+        """
         if not followed.is_taken_out:
             self._table.wait()
             self._listen(followed, is_over=True)
@@ -211,14 +225,14 @@ class DeviceSteps:
 
     def _hear(self, followed: Followed, *, is_adopted: bool = True) -> None:
         """Of one row."""
-        row, report = followed.rows.popleft()
+        row, report = followed.rows[0]
         if is_adopted:
             self._adopt(report)
+        followed.rows.popleft()
         if row > followed.last_noted:
             followed.last_noted = row
-            index_TK = report.expert_P.reshape(followed.step.num_tokens, -1)
-            missed = followed.missed | report.misses.keys()
-            self._runtime.note_row(row, index_TK, missed)
+            index_TK = report.expert_P.reshape(-1, self.top_k[row])
+            self._runtime.note_row(row, index_TK, followed.missed | report.misses.keys())
 
     def _adopt(self, report: RowReport) -> None:
         for key, slot_id in report.misses.items():
@@ -227,9 +241,11 @@ class DeviceSteps:
 
     def _hear_rest(self, *, is_adopted: bool = True) -> None:
         """Of the step before."""
-        while self._before is not None and self._before.rows:
-            self._hear(self._before, is_adopted=is_adopted)
-        self._before = None
+        if self._before is not None:
+            self._take_out(self._before)
+            while self._before.rows:
+                self._hear(self._before, is_adopted=is_adopted)
+            self._before = None
 
     def _hear_of_loss(self, now: Followed) -> int:
         """Of all before the row that the step was lost at. Gives this row, which is told again."""
@@ -265,7 +281,8 @@ class DeviceSteps:
         launches next will be there when it is done.
         """
         self._catch_up(now)
-        last_row, until = max(self.top_k), time.monotonic() + FOLLOW_SECONDS
+        last_row = max(self._num_pairs, default=-1) if self._may_evict else -1
+        until = time.monotonic() + FOLLOW_SECONDS
         while now.last_told < last_row and not self._table.is_over():
             if not self._hear_news(now):
                 time.sleep(POLL_SECONDS)
@@ -277,7 +294,8 @@ class DeviceSteps:
     @contextmanager
     def running(self, *, is_careful: bool) -> Iterator[None]:
         """What was begun runs inside, and may run again if it is lost. Careful: cannot be lost."""
-        self._is_broken, self._is_careful, self.is_running = True, is_careful, True
+        self.is_broken, self._is_careful, self.is_running = True, is_careful, True
+        self._launched.clear()
         assert self._now is not None
         try:
             with torch.cuda.device(self._gpu):  # triton launches on the current one
@@ -286,7 +304,7 @@ class DeviceSteps:
             self.is_running = False
         self._table.end_step()
         self._follow(self._now)
-        self._is_broken = False
+        self.is_broken = False
 
     @property
     def can_lose(self) -> bool:
@@ -298,13 +316,13 @@ class DeviceSteps:
         if not self.can_lose:
             return False
         assert self._now is not None
-        self._is_broken = True
+        self.is_broken = True
         self._take_out(self._now)
         is_lost = self._now.is_lost
         if is_lost:
             self._hear_of_loss(self._now)
             self._now.last_told, self._now.is_taken_out = -1, False
-        self._is_broken = False
+        self.is_broken = False
         return is_lost
 
     def compute(
@@ -312,14 +330,27 @@ class DeviceSteps:
     ) -> Tensor:
         """[T, D] -> [T, D]: the routed experts of one layer."""
         self.top_k[moe_row] = top_k_index_TK.shape[1]
-        if not self.is_captured and self._now is not None:
-            self._hear_news(self._now)
+        self._num_pairs[moe_row] = top_k_index_TK.numel()
+        if not self.is_captured:
+            self._note_launch(moe_row)
         bring = self._bring_lost if self._is_careful and self.can_lose else None
         return self._rows.compute(moe_row, x_TD, top_k_index_TK, top_k_weights_TK, bring)
+
+    def _note_launch(self, moe_row: int) -> None:
+        """Raises UnsupportedModelError."""
+        if moe_row in self._launched:
+            raise UnsupportedModelError(
+                f"MoE row {moe_row} ran twice in one step, which a GPU that decides cannot tell\n"
+                "hint: use experts_implementation='auto'"
+            )
+        self._launched.add(moe_row)
+        if self._now is not None and self._may_evict:
+            self._hear_news(self._now)
 
     def _bring_lost(self, moe_row: int, index_TK: Tensor) -> None:
         """For the row that the step was just lost at. The device waits for us."""
         assert self._now is not None
+        self._catch_up(self._now)
         self._listen(self._now, is_over=True)
         self._now.last_told = self._hear_of_loss(self._now) - 1
         self._bring(moe_row, index_TK)
@@ -337,7 +368,7 @@ class DeviceSteps:
 
     def check_invariants(self) -> None:
         """The device knows what the residency table says, when all reports were read."""
-        if self._is_told and not self._is_broken:
+        if self._is_told and not self.is_broken:
             self.settle()
             self._table.check_invariants()
             assert self._table.resident_slots() == self._residency.resident_slots()

@@ -103,8 +103,12 @@ class Recorder:
     def drop_step(self) -> None:
         """The step under way will not end: it counts for nothing, and its requests are over."""
         self._batch = BatchEam(0, self._num_rows, self.num_experts)
+        self.leave_step()
+
+    def leave_step(self) -> None:
+        """The step under way may not end: without all of its rows no trace has it."""
         if self._tokens is not None:
-            self._tokens.drop_step()
+            self._tokens.leave_step()
 
     def request_eams(self) -> list[RequestEam]:
         """The EAMs of the running request or, between requests, of the last one; one per sequence
@@ -154,8 +158,9 @@ class TokenRecorder:
     def record(self, moe_row: int, experts_TK: Ints) -> None:
         self._rows[moe_row] = experts_TK.copy()
 
-    def drop_step(self) -> None:
-        self._step, self._rows = None, {}
+    def leave_step(self) -> None:
+        if len(self._rows) < self._num_rows:
+            self._step, self._rows = None, {}
 
     def finish(self) -> list[SequenceTrace]:
         self._flush()
