@@ -158,7 +158,7 @@ PLACES = [
     (DeviceTable, "set_all_host_addresses"), (DeviceTable, "find_again"), (Lru, "scores_after"),
     (ResidencyTable, "adopt"), (ResidencyTable, "leaving_scores"), (ResidencyTable, "note_use"),
     (Mover, "load_now"), (Mover, "arrivals"), (ExpertRuntime, "note_begin"),
-    (ExpertRuntime, "note_row"), (GraphedStep, "__call__"), (DeviceSteps, "mend"),
+    (ExpertRuntime, "note_row"), (DeviceSteps, "mend"),
 ]  # fmt: skip
 
 
@@ -203,37 +203,16 @@ def test_ctrl_c_after_a_graph_was_launched_leaves_nothing_where_it_wrote(
     assert graphs
 
 
-@pytest.mark.parametrize("is_decided_by_device", [True, False])
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
-    tiny_checkpoint, monkeypatch, cache, is_decided_by_device
+def test_a_step_that_began_and_never_ran_is_forgotten(
+    tiny_checkpoint, expected, monkeypatch, cache
 ):
-    learn = ExpertRuntime._learn
-    remaining = -1
-
-    def learning(self: ExpertRuntime, moe_row: int, *args: Any) -> None:
-        nonlocal remaining
-        remaining -= 1
-        if remaining == 0:
-            raise KeyboardInterrupt
-        learn(self, moe_row, *args)
-
-    monkeypatch.setattr(ExpertRuntime, "_learn", learning)
-    if not is_decided_by_device:
-        monkeypatch.setattr(DeviceSteps, "begin", lambda self, step: False)
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
-        for then in (0, 2):
-            for n in range(4, 12):  # in the first step after the prompt, or the two after it
-                with moe.recording() as finish:
-                    greedy(moe, num_tokens=5, **cache)
-                    remaining = n
-                    with pytest.raises(KeyboardInterrupt):
-                        greedy(moe, **cache)
-                    if then:
-                        greedy(moe, num_tokens=then, **cache)
-                    num_left = 8 + (n - 4) // 3
-                    told = [len(trace.experts_TLK) for trace in finish()]
-                    assert told == [12, num_left] + ([7 + then] if then else []), n
+    stop = Interruption(monkeypatch, GraphedStep, "__call__", KeyboardInterrupt())
+    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+        stop.remaining = 3  # the second after the prompt
+        with pytest.raises(KeyboardInterrupt):
+            greedy(moe, **cache)
+        assert_same_tokens(moe, expected)
 
 
 @torch.no_grad()

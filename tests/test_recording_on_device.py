@@ -1,0 +1,64 @@
+"""Recordings of steps that a device or the host decides, some of which do not end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_infinity.models.device_steps import DeviceSteps
+from moe_infinity.runtime import ExpertRuntime
+from tests.fast_device import CACHES, on_device
+from tests.on_device import greedy
+
+
+@pytest.mark.parametrize("is_decided_by_device", [True, False])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
+    tiny_checkpoint, monkeypatch, cache, is_decided_by_device
+):
+    learn = ExpertRuntime._learn
+    remaining = -1
+
+    def learning(self: ExpertRuntime, moe_row: int, *args: Any) -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
+            raise KeyboardInterrupt
+        learn(self, moe_row, *args)
+
+    monkeypatch.setattr(ExpertRuntime, "_learn", learning)
+    if not is_decided_by_device:
+        monkeypatch.setattr(DeviceSteps, "begin", lambda self, step: False)
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        for then in (0, 2):
+            for n in range(4, 12):  # in the first step after the prompt, or the two after it
+                with moe.recording() as finish:
+                    greedy(moe, num_tokens=5, **cache)
+                    remaining = n
+                    with pytest.raises(KeyboardInterrupt):
+                        greedy(moe, **cache)
+                    if then:
+                        greedy(moe, num_tokens=then, **cache)
+                    num_left = 8 + (n - 4) // 3
+                    told = [len(trace.experts_TLK) for trace in finish()]
+                    assert told == [12, num_left] + ([7 + then] if then else []), n
+
+
+@pytest.mark.parametrize("is_decided_by_device", [True, False])
+def test_a_recording_has_the_last_step_of_a_caller_who_fails_after_it(
+    tiny_checkpoint, monkeypatch, is_decided_by_device
+):
+    def fail(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if ids.shape[1] == 11:
+            raise ValueError("enough")
+        return torch.zeros(1, dtype=torch.bool)
+
+    if not is_decided_by_device:
+        monkeypatch.setattr(DeviceSteps, "begin", lambda self, step: False)
+    with on_device(tiny_checkpoint, "30%", "100%") as moe, moe.recording() as finish:
+        with pytest.raises(ValueError, match="enough"):
+            greedy(moe, stopping_criteria=[fail])
+        greedy(moe, num_tokens=2)
+        assert [len(trace.experts_TLK) for trace in finish()] == [10, 9]
