@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_infinity import MoE
 from moe_infinity.kernels import graphed_step, slot_reference
 from moe_infinity.models.device_steps import DeviceSteps
+from moe_infinity.models.following import Follower
 
 FAST: dict[str, Any] = {"experts_implementation": "fast"}
 STATIC: dict[str, Any] = {"cache_implementation": "static"}
@@ -110,7 +111,12 @@ def known_pointers(moe: MoE) -> Iterator[None]:
 
 def not_followed() -> AbstractContextManager[Any]:
     """The host hears of a step when the next one is launched."""
-    return mock.patch.object(DeviceSteps, "_follow", DeviceSteps._catch_up)
+
+    def catch_up(follower: Follower) -> None:
+        assert follower._now is not None
+        follower._catch_up(follower._now)
+
+    return mock.patch.object(Follower, "follow", catch_up)
 
 
 def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
@@ -122,7 +128,7 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
         warm_every_expert(check, moe)
         token_ms(moe, shape)
         host_ms: list[float] = []
-        with timed(DeviceSteps, "_hear", host_ms), timed(DeviceSteps, "_offer", host_ms):
+        with timed(Follower, "_hear", host_ms), timed(Follower, "_offer", host_ms):
             hit_ms, check.resident_tokens[shape.name] = token_ms(moe, shape)
         hit_rate, captured = moe.report().decode.hit_rate, str(is_captured(moe))
         with known_pointers(moe):
@@ -199,19 +205,19 @@ def fast_capped(check: Check, folder: Path, shape: Shape) -> None:
 def keep_everybody(steps: DeviceSteps) -> None:
     table = steps._table
     forever = np.full(table.scores_LHE.shape, np.inf)
-    steps._offer = lambda moe_row=None: table.offer(forever)  # type: ignore[method-assign]
+    steps.follower._offer = lambda moe_row=None: table.offer(forever)  # type: ignore[method-assign]
 
 
 @contextmanager
 def counting_news(into: list[bool]) -> Iterator[None]:
     """Of each time the host looks, whether it heard of a row while the step ran."""
-    hear_news = DeviceSteps._hear_news
+    hear_news = Follower._hear_news
 
     def hear(*args: Any) -> bool:
         into.append(hear_news(*args))
         return into[-1]
 
-    with mock.patch.object(DeviceSteps, "_hear_news", hear):
+    with mock.patch.object(Follower, "_hear_news", hear):
         yield
 
 

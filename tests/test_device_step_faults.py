@@ -22,6 +22,7 @@ from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.kernels.graphed_step import GraphedStep
 from moe_infinity.memory.mover import Mover
 from moe_infinity.models.device_steps import DeviceSteps
+from moe_infinity.models.following import Follower
 from moe_infinity.runtime import ExpertRuntime
 from tests.fast_device import CACHES, STATIC, bring_every_expert, on_device, tokens_of_a_cpu
 from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
@@ -154,7 +155,7 @@ PLACES = [
     (slot_reference, "resolve"), (slot_reference, "_look_up"), (slot_reference, "fill"),
     (slot_reference, "slot_moe"), (slot_reference, "_take_slot"), (DeviceTable, "begin_step"),
     (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "told"),
-    (DeviceTable, "tell"), (DeviceTable, "offer"), (DeviceSteps, "_listen"), (DeviceSteps, "_hear"),
+    (DeviceTable, "tell"), (DeviceTable, "offer"), (Follower, "_listen"), (Follower, "_hear"),
     (DeviceTable, "set_all_host_addresses"), (DeviceTable, "find_again"), (Lru, "scores_after"),
     (ResidencyTable, "adopt"), (ResidencyTable, "leaving_scores"), (ResidencyTable, "note_use"),
     (Mover, "load_now"), (Mover, "arrivals"), (ExpertRuntime, "note_begin"),
@@ -300,7 +301,7 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
     ("owner", "name"),
     [(slot_reference, "fill"), (DeviceTable, "told"), (DeviceTable, "wait"),
      (DeviceTable, "begin_step"), (DeviceTable, "offer"), (ExpertRuntime, "note_begin"),
-     (DeviceSteps, "_retire"), (ResidencyTable, "adopt"), (DeviceSteps, "mend")],
+     (Follower, "retire"), (ResidencyTable, "adopt"), (DeviceSteps, "mend")],
 )  # fmt: skip
 def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
     tiny_checkpoint, monkeypatch, cache, owner, name

@@ -185,7 +185,7 @@ def test_scores_are_those_after_each_part_of_the_rows(tiny_checkpoint, monkeypat
         steps = moe._runtime.device_steps
         assert steps is not None
         for moe_row in (None, 0, 1, 2):
-            steps._offer(moe_row)
+            steps.follower._offer(moe_row)
         assert asked == 4 * [0, 2]
         (whole, first_row), *rows = offered
         assert first_row == 0

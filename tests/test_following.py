@@ -15,8 +15,9 @@ from moe_infinity.cache.policies import Lru
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels.device_table import DeviceTable
 from moe_infinity.kernels.graphed_step import WARM_UP_STEPS
-from moe_infinity.models import device_steps
+from moe_infinity.models import following
 from moe_infinity.models.device_steps import DeviceSteps
+from moe_infinity.models.following import Follower
 from moe_infinity.runtime import ExpertRuntime
 from tests.fast_device import CACHES, STATIC, bring_every_expert, on_device, tokens_of_a_cpu
 from tests.on_device import PROMPT, assert_same_tokens, greedy
@@ -32,18 +33,18 @@ def expected(tiny_checkpoint):
 
 def tell_if(monkeypatch: pytest.MonkeyPatch, is_told: Callable[[int], bool]) -> None:
     """Until a step is over, when all is."""
-    told, listen = DeviceTable.told, DeviceSteps._listen
+    told, listen = DeviceTable.told, Follower._listen
     is_done = [False]
 
     def telling(self: DeviceTable, moe_row: int, num_pairs: int) -> Any:
         return told(self, moe_row, num_pairs) if is_done[0] or is_told(moe_row) else None
 
-    def listening(self: DeviceSteps, followed: Any, *, is_over: bool) -> None:
+    def listening(self: Follower, followed: Any, *, is_over: bool) -> None:
         is_done[0] = is_over
         listen(self, followed, is_over=is_over)
 
     monkeypatch.setattr(DeviceTable, "told", telling)
-    monkeypatch.setattr(DeviceSteps, "_listen", listening)
+    monkeypatch.setattr(Follower, "_listen", listening)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -174,7 +175,7 @@ def keep_busy(
     was launched, and when it was no longer followed.
     """
     looks, heard = [0], list[tuple[int, int]]()
-    follow, compute = DeviceSteps._follow, DeviceSteps.compute
+    follow, compute = Follower.follow, DeviceSteps.compute
 
     def is_over(table: DeviceTable) -> bool:
         looks[0] += 1
@@ -184,13 +185,15 @@ def keep_busy(
         looks[0] = NUM_ROWS
         return compute(steps, *args)
 
-    def following(steps: DeviceSteps, now: Any) -> None:
+    def follow_and_note(follower: Follower) -> None:
+        now = follower._now
+        assert now is not None
         looks[0], num_before = 0, now.last_noted + 1
-        follow(steps, now)
+        follow(follower)
         heard.append((num_before, now.last_noted + 1))
 
     monkeypatch.setattr(DeviceTable, "is_over", is_over)
-    monkeypatch.setattr(DeviceSteps, "_follow", following)
+    monkeypatch.setattr(Follower, "follow", follow_and_note)
     monkeypatch.setattr(DeviceSteps, "compute", computing)
     tell_if(monkeypatch, lambda moe_row: moe_row < looks[0] * rows_a_look)
     return heard
@@ -218,7 +221,7 @@ def test_a_graph_is_followed_until_its_last_row(
 def test_a_device_that_tells_nothing_is_not_followed_for_ever(
     tiny_checkpoint, expected, monkeypatch
 ):
-    monkeypatch.setattr(device_steps, "FOLLOW_SECONDS", 0.05)
+    monkeypatch.setattr(following, "FOLLOW_SECONDS", 0.05)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         heard = keep_busy(monkeypatch, 1 << 30, rows_a_look=0)
         assert torch.equal(greedy(moe, num_tokens=4), expected[0][:, : len(PROMPT[0]) + 4])
@@ -236,7 +239,7 @@ def test_ctrl_c_while_a_step_is_followed_leaves_the_model_usable(
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         assert torch.equal(greedy(moe), expected[0])
         with monkeypatch.context() as patched:
-            patched.setattr("moe_infinity.models.device_steps.time.sleep", press)
+            patched.setattr("moe_infinity.models.following.time.sleep", press)
             keep_busy(patched, 1 << 30, rows_a_look=0)
             with pytest.raises(KeyboardInterrupt):
                 greedy(moe, **STATIC)
