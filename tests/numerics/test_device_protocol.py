@@ -51,7 +51,7 @@ def test_host_and_gpu_hear_of_each_other_while_kernels_wait():
     world = World("cuda", slots=2)
     world.tell({ExpertKey(2, 5): 0, ExpertKey(2, 6): 1})
     index_TK = world.index([[3]])
-    triton_resolve.resolve(World("cuda").table, 0, index_TK)  # compiles
+    triton_resolve.resolve(World("cuda", slots=2).table, 0, index_TK)  # compiles
     torch.cuda.synchronize()
     torch.cuda._sleep(1_500_000_000)
     triton_resolve.resolve(world.table, 0, index_TK)
