@@ -138,10 +138,9 @@ class Follower:
     def _offer(self, moe_row: int | None = None) -> None:
         """Score who may leave, if it comes to that; of one row anew, or of all."""
         if self._may_evict:
-            first_row, last_row = (0, -1) if moe_row is None else (moe_row, moe_row)
-            rows = slice(first_row, last_row + 1 or None)
+            rows = slice(0, None) if moe_row is None else slice(moe_row, moe_row + 1)
             scores = [self._residency.leaving_scores(r)[rows] for r in self._table.last_rows]
-            self._table.offer(np.stack(scores, axis=1), first_row)
+            self._table.offer(np.stack(scores, axis=1), rows.start)
 
     def _listen(self, followed: Followed, *, is_over: bool) -> None:
         """Add what the device has told by now. A row that it skips is known as such when it is
