@@ -36,7 +36,7 @@ def test_on_a_fake_device_every_stage_runs_and_every_token_is_right(tmp_path):
     rows = json.loads((tmp_path / "gpu_check.json").read_text())
     assert done.returncode == 0, done.stdout[-3000:]
     same = [row["value"] for row in rows if row["name"] == "same tokens"]
-    tiny, budgets = 18 + 18 + 9 + 3 * 12, 2 * (3 + 3 + 1 + 3 + 3)  # of five shapes, two ways each
+    tiny, budgets = 18 + 18 + 9 + 3 * 12, 3 * (3 + 3 + 1 + 3 + 3)  # of five shapes, three ways
     assert len(same) == tiny + budgets + 5
     assert all(same)
     assert [row["captured"] for row in rows if row["name"] == "fast path, all hits"] == ["True"] * 5
