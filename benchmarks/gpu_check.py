@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+TRACES = ROOT.parent / "shared" / "data" / "traces"
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
@@ -53,7 +54,7 @@ from gpu_rows import (  # noqa: E402
     prefill,
     resident,
 )
-from gpu_stage import Check  # noqa: E402
+from gpu_stage import Check, has_gpu  # noqa: E402
 
 
 def shapes(*, is_fake: bool) -> list[Shape]:
@@ -62,8 +63,8 @@ def shapes(*, is_fake: bool) -> list[Shape]:
     gpt_oss_120b = partial(gpt_oss, num_experts=128)
     made = [
         Shape("qwen3-30b-a3b", 48, 8, 58.0, tiny(qwen3)),
-        Shape("deepseek-v2-lite", 26, 8, 28.8, tiny(deepseek_v2_lite)),
-        Shape("gpt-oss-20b", 24, 12, 10.2, tiny(gpt_oss)),
+        Shape("deepseek-v2-lite", 26, 8, 28.8, tiny(deepseek_v2_lite), "deepseek-v2-lite_esft"),
+        Shape("gpt-oss-20b", 24, 12, 10.2, tiny(gpt_oss), "gpt-oss-20b_decode"),
         Shape("mixtral-8x7b", 32, 3, 90.2, tiny(mixtral)),
         Shape("gpt-oss-120b", 36, 4, 61.0, tiny(gpt_oss_120b)),
     ]
@@ -85,13 +86,27 @@ def run_checks(check: Check) -> None:
         measure(check, shape, slower)
 
 
+def run_whole(check: Check, name: str) -> None:
+    """What decode takes without leaving out layers."""
+    found = [shape for shape in shapes(is_fake=check.is_fake) if shape.name == name]
+    if not found:
+        raise SystemExit(f"there is no shape {name!r}")
+    shape = replace(found[0], layers=found[0].full_layers)
+    check.stage("link", 5, partial(link, check))
+    slower = shape.layers / found[0].layers
+    stages = {fast_capped: 40, fast_resident: 30, accelerate_offload: 60}
+    measure(check, shape, {run: slower * needs_s for run, needs_s in stages.items()})
+
+
 def check_tokens(check: Check, run: Callable[..., None]) -> None:
-    """Of tiny models."""
     for make in (qwen3, deepseek_v2_lite, gpt_oss):
-        with scratch_folder(1 << 20) as scratch:
-            write_checkpoint(scratch / "tiny", make(3, is_tiny=True))
-            name = f"{run.__name__}, {make.__name__}"
-            check.stage(name, 30, partial(run, check, scratch / "tiny"))
+        check.stage(f"{run.__name__}, {make.__name__}", 30, partial(of_tiny, check, run, make))
+
+
+def of_tiny(check: Check, run: Callable[..., None], make: Callable[..., Any]) -> None:
+    with scratch_folder(1 << 20) as scratch:
+        write_checkpoint(scratch / "tiny", make(3, is_tiny=True))
+        run(check, scratch / "tiny")
 
 
 def measure(check: Check, shape: Shape, stages: dict[Callable[..., None], float]) -> None:
@@ -100,7 +115,7 @@ def measure(check: Check, shape: Shape, stages: dict[Callable[..., None], float]
     with scratch_folder(shape.folder_bytes) as scratch:
         folder = scratch / shape.name
         writing = partial(write_checkpoint, folder, shape.config)
-        check.stage(f"{shape.name}: write", 20 * scale, writing)
+        check.stage(f"{shape.name}: write", 2e-9 * shape.folder_bytes * scale, writing)
         for run, needs_s in stages.items():
             name = f"{shape.name}: {run.__name__}"
             if not folder.is_dir():
@@ -131,14 +146,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
     parser.add_argument("--fake", action="store_true", help="tiny, on the CPU: checks the script")
+    parser.add_argument("--traces", type=Path, default=TRACES, help="recorded routing, by folder")
+    parser.add_argument("--whole", metavar="SHAPE", help="instead: this one with all its layers")
     parser.add_argument("--minutes", type=float, default=8.5, help="stages begin within this time")
     args = parser.parse_args()
-    if not args.fake and not torch.cuda.is_available():
+    if not args.fake and not has_gpu():
         raise SystemExit(
             f"torch {torch.__version__} finds no CUDA device; --fake checks the script without one"
         )
-    check = Check(args.out, is_fake=args.fake, minutes=args.minutes)
-    run_checks(check)
+    check = Check(args.out, args.traces, is_fake=args.fake, minutes=args.minutes)
+    run_checks(check) if args.whole is None else run_whole(check, args.whole)
     print(table_of(check.rows))
     is_wrong = [row for row in check.rows if row["value"] is False]
     is_failed = [row for row in check.rows if str(row["value"]).startswith("failed")]

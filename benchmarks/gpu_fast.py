@@ -15,7 +15,18 @@ from unittest import mock
 import numpy as np
 import torch
 from gpu_models import Shape, token_ids
-from gpu_rows import CAPS_GB, TOKENS, WARM_UP, expert_bytes, tokens_of, warm_every_expert
+from gpu_routing import replaying
+from gpu_rows import (
+    CAPS_GB,
+    PROMPT,
+    TOKENS,
+    WARM_UP,
+    expert_bytes,
+    request_of,
+    routing_of,
+    tokens_of,
+    warm_every_expert,
+)
 from gpu_stage import Check
 from torch import Tensor
 
@@ -26,7 +37,6 @@ from moe_infinity.models.following import Follower
 
 FAST: dict[str, Any] = {"experts_implementation": "fast"}
 STATIC: dict[str, Any] = {"cache_implementation": "static"}
-PROMPT_TOKENS = 64
 
 
 def fast_correctness(check: Check, folder: Path) -> None:
@@ -79,13 +89,14 @@ class Clock:
         return 1e3 * statistics.median(later - earlier for later, earlier in pairs)
 
 
-def token_ms(moe: MoE, shape: Shape, *, seed: int = 1) -> tuple[float, list[int]]:
+def token_ms(check: Check, moe: MoE, shape: Shape, *, seed: int = 1) -> tuple[float, list[int]]:
     """Milliseconds of a token, and all of them."""
     clock = Clock()
-    ids = token_ids(shape.config.vocab_size, PROMPT_TOKENS, seed=seed)
+    ids = token_ids(shape.config.vocab_size, PROMPT, seed=seed)
     num_tokens = WARM_UP + TOKENS
     options: dict[str, Any] = {"streamer": clock, "min_new_tokens": num_tokens, **STATIC}
-    tokens = tokens_of(moe, ids, num_tokens, **options)
+    with replaying(moe, request_of(check, shape, seed), check.device):
+        tokens = tokens_of(moe, ids, num_tokens, **options)
     return clock.token_ms, tokens
 
 
@@ -126,13 +137,13 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
     told: dict[str, Any] = {"shape": shape.name, "layers": shape.layers}
     with check.model(folder, device_memory="100%", **FAST) as moe:
         warm_every_expert(check, moe)
-        token_ms(moe, shape)
+        token_ms(check, moe, shape)
         host_ms: list[float] = []
         with timed(Follower, "_hear", host_ms), timed(Follower, "_offer", host_ms):
-            hit_ms, check.resident_tokens[shape.name] = token_ms(moe, shape)
+            hit_ms, check.found.resident_tokens[shape.name] = token_ms(check, moe, shape)
         hit_rate, captured = moe.report().decode.hit_rate, str(is_captured(moe))
         with known_pointers(moe):
-            ceiling_ms, _ = token_ms(moe, shape)
+            ceiling_ms, _ = token_ms(check, moe, shape)
         check.add(
             "fast path, all hits", hit_ms, "ms", ceiling=ceiling_ms, hit_rate=hit_rate,
             captured=captured, **told,
@@ -144,9 +155,9 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
         check.model(folder, device_memory="100%", **FAST) as moe,
     ):
         warm_every_expert(check, moe)
-        without_ms, tokens = token_ms(moe, shape)
+        without_ms, tokens = token_ms(check, moe, shape)
         check.add("fast path, all hits, no graph", without_ms, "ms", **told)
-        is_same = tokens == check.resident_tokens[shape.name]
+        is_same = tokens == check.found.resident_tokens[shape.name]
         check.add("same tokens", is_same, shape=shape.name, graph="none")
 
 
@@ -193,7 +204,8 @@ def fast_capped(check: Check, folder: Path, shape: Shape) -> None:
         share = f"{100 * cap / shape.total_gb:.1f}%"
         with check.model(folder, device_memory=share, **FAST) as moe:
             warm_every_expert(check, moe)
-            token_ms(moe, shape, seed=3)
+            for seed in range(2, 5):
+                token_ms(check, moe, shape, seed=seed)
             with not_followed():
                 measure_misses(check, moe, shape, f"{cap} GB, not followed", share)
             for way in ("fill", "through the link"):
@@ -222,23 +234,22 @@ def counting_news(into: list[bool]) -> Iterator[None]:
 
 
 def measure_misses(check: Check, moe: MoE, shape: Shape, name: str, share: str) -> None:
-    assert check.h2d_gbps is not None
     before, news = moe.report().decode, list[bool]()
     with counting_news(news):
-        took_ms, tokens = token_ms(moe, shape)
+        took_ms, tokens = token_ms(check, moe, shape)
     after = moe.report().decode
     num_rows = (after.steps - before.steps) * len(moe._runtime.activated)
     misses = (after.misses - before.misses) / (after.steps - before.steps)
     copied_mb = misses * expert_bytes(moe) / 1e6
     check.add(
         f"fast path, {name}", took_ms, "ms", shape=shape.name,
-        ceiling=copied_mb / check.h2d_gbps, layers=shape.layers,
+        ceiling=check.link_ms(copied_mb), layers=shape.layers, routing=routing_of(check, shape),
         copied_mb_per_token=copied_mb, device_memory=share, captured=str(is_captured(moe)),
-        h2d_share=copied_mb / took_ms / check.h2d_gbps, rows_heard_in_time=sum(news) / num_rows,
+        rows_heard_in_time=sum(news) / num_rows,
         hit_rate=(after.hits - before.hits) / (after.lookups - before.lookups),
     )  # fmt: skip
-    if shape.name in check.resident_tokens:
-        is_same = tokens == check.resident_tokens[shape.name]
+    if shape.name in check.found.resident_tokens:
+        is_same = tokens == check.found.resident_tokens[shape.name]
         check.add("same tokens", is_same, shape=shape.name, budget=name)
 
 

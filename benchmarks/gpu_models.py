@@ -26,6 +26,14 @@ MXFP4 = {
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
     ],
 }  # fmt: skip
+# Imported here, before any process of a stage begins.
+MODELS: dict[type, Any] = {
+    model.config_class: model
+    for model in (
+        transformers.Qwen3MoeForCausalLM, transformers.DeepseekV2ForCausalLM,
+        transformers.MixtralForCausalLM, transformers.GptOssForCausalLM,
+    )
+}  # fmt: skip
 SCRATCH = Path("/dev/shm")  # where there is room for it: writing to disk takes minutes
 
 
@@ -38,6 +46,7 @@ class Shape:
     layers: int
     total_gb: float  # all experts of the real one
     make_config: Any  # layers -> config
+    trace: str | None = None  # of the real one: a folder of recorded requests
 
     @property
     def folder_bytes(self) -> int:
@@ -77,8 +86,8 @@ def deepseek_v2_lite(layers: int, *, is_tiny: bool = False) -> Any:
     }  # fmt: skip
     tiny = {
         "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 16,
-        "num_experts_per_tok": 2, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8, "v_head_dim": 16, "vocab_size": 256,
     }  # fmt: skip
     return transformers.DeepseekV2Config(
@@ -113,9 +122,9 @@ def gpt_oss(layers: int, *, num_experts: int = 32, is_tiny: bool = False) -> Any
         "num_key_value_heads": 2, "vocab_size": 256, "sliding_window": 64,
     }  # fmt: skip
     return transformers.GptOssConfig(
-        num_hidden_layers=layers, num_local_experts=16 if is_tiny else num_experts,
-        num_experts_per_tok=2 if is_tiny else 4, dtype="bfloat16", bos_token_id=None,
-        eos_token_id=None, **sizes | (tiny if is_tiny else {}),
+        num_hidden_layers=layers, num_local_experts=32 if is_tiny else num_experts,
+        num_experts_per_tok=4, dtype="bfloat16", bos_token_id=None, eos_token_id=None,
+        **sizes | (tiny if is_tiny else {}),
     )  # fmt: skip
 
 
@@ -190,7 +199,7 @@ def write_checkpoint(folder: Path, config: Any) -> None:
     folder.mkdir(parents=True)
     is_mxfp4 = config.model_type == "gpt_oss"
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = MODELS[type(config)](config)
     config.architectures = [type(model).__name__]
     if is_mxfp4:
         config.quantization_config = MXFP4

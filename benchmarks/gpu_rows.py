@@ -18,6 +18,7 @@ import torch
 import transformers
 from fake_link import FakeLink
 from gpu_models import Shape, token_ids
+from gpu_routing import recorded_requests, replaying
 from gpu_stage import Check
 from machinery import NoArithmetic
 
@@ -32,7 +33,7 @@ from moe_infinity.trace.recorder import Step
 CAPS_GB = (8, 12, 24)
 COPY_BYTES = 64 << 20
 HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-WARM_UP, TOKENS = 8, 32  # of a decode measurement
+PROMPT, WARM_UP, TOKENS = 64, 8, 32  # of a decode measurement
 
 
 def machine(check: Check) -> None:
@@ -75,8 +76,8 @@ def link(check: Check) -> None:
         copies[-1].synchronize()
         took_s = statistics.median(copy.took_s for copy in copies)
         check.add(f"host to device, {name}", size / took_s / 1e9, "GB/s")
-        if check.h2d_gbps is None:
-            check.h2d_gbps = size / took_s / 1e9
+        if check.found.h2d_gbps is None:
+            check.found.h2d_gbps = size / took_s / 1e9
     way.page_unlock(host)
 
 
@@ -130,14 +131,13 @@ def stock_model(check: Check, folder: Path, **options: Any) -> Any:
 
 def decode_ms(check: Check, model: Any, config: Any, *, seed: int = 1) -> float:
     """Median milliseconds per token, given tokens one by one."""
-    num_prompt = 64
-    total = num_prompt + WARM_UP + TOKENS
+    total = PROMPT + WARM_UP + TOKENS
     ids = token_ids(config.vocab_size, total, seed=seed).to(check.device)
     cache = transformers.DynamicCache(config=config)
     times = []
     with torch.inference_mode():
-        model(ids[:, :num_prompt], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        for at in range(num_prompt, total):
+        model(ids[:, :PROMPT], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for at in range(PROMPT, total):
             started = time.perf_counter()
             out = model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
             out.logits[0, -1].argmax().item()
@@ -169,6 +169,22 @@ def warm_every_expert(check: Check, moe: MoE) -> None:
     ids = torch.randint(0, moe.model.config.vocab_size, (1, 4096 if not check.is_fake else 256))
     with torch.inference_mode():
         moe.model(ids.to(check.device), use_cache=False, logits_to_keep=1)
+
+
+def request_of(check: Check, shape: Shape, seed: int) -> torch.Tensor | None:
+    """The routing of a recorded one; None: as the routers of random weights say."""
+    requests = recorded_requests(check.traces, shape, PROMPT + WARM_UP + TOKENS)
+    return None if requests is None else requests[seed % len(requests)]
+
+
+def routing_of(check: Check, shape: Shape) -> str:
+    return "random" if request_of(check, shape, 0) is None else "recorded"
+
+
+def offloaded_ms(check: Check, moe: MoE, shape: Shape, *, seed: int = 1) -> float:
+    """As decode_ms, where it matters which experts come next."""
+    with replaying(moe, request_of(check, shape, seed), check.device):
+        return decode_ms(check, moe.model, shape.config, seed=seed)
 
 
 def machinery(check: Check, moe: MoE, shape: Shape) -> None:
@@ -217,20 +233,19 @@ def offloaded(check: Check, folder: Path, shape: Shape, name: str, **options: An
     """One cell: time per token, beside the time its copies take on the link."""
     with check.model(folder, **options) as moe:
         warm_every_expert(check, moe)  # into HOST
-        decode_ms(check, moe.model, shape.config, seed=3)
+        for seed in range(2, 5):
+            offloaded_ms(check, moe, shape, seed=seed)
         before, computed = moe.report(), num_computed(moe)
-        took_ms = decode_ms(check, moe.model, shape.config)
+        took_ms = offloaded_ms(check, moe, shape)
         after = moe.report()
         num_tokens = after.decode.steps - before.decode.steps
         copies = after.decode.misses - before.decode.misses - (num_computed(moe) - computed)
         copies += after.prefetches.begun - before.prefetches.begun
         copied_mb = copies * expert_bytes(moe) / num_tokens / 1e6
-        assert check.h2d_gbps is not None
         lookups = after.decode.lookups - before.decode.lookups
         check.add(
-            f"decode, {name}", took_ms, "ms", ceiling=copied_mb / check.h2d_gbps, shape=shape.name,
-            layers=shape.layers, copied_mb_per_token=copied_mb,
-            h2d_share=copied_mb / took_ms / check.h2d_gbps,
+            f"decode, {name}", took_ms, "ms", ceiling=check.link_ms(copied_mb), shape=shape.name,
+            layers=shape.layers, copied_mb_per_token=copied_mb, routing=routing_of(check, shape),
             hit_rate=(after.decode.hits - before.decode.hits) / lookups,
             stall_ms=1e3 * (after.decode.stall_s - before.decode.stall_s) / num_tokens,
             **{key: str(value) for key, value in options.items()},
@@ -256,10 +271,9 @@ def prefill(check: Check, folder: Path, shape: Shape) -> None:
             steps = after.steps - before.steps
             copies = after.misses + after.late_hits - before.misses - before.late_hits
             copied_gb = copies / steps * expert_bytes(moe) / 1e9
-            assert check.h2d_gbps is not None
             check.add(
                 f"prefill, {num_tokens} tokens", 1e3 * took_s, "ms", shape=shape.name,
-                ceiling=1e3 * copied_gb / check.h2d_gbps, layers=shape.layers, copied_gb=copied_gb,
+                ceiling=check.link_ms(1e3 * copied_gb), layers=shape.layers, copied_gb=copied_gb,
                 device_memory=share, streaming=str(is_streaming),
             )  # fmt: skip
 

@@ -1,14 +1,21 @@
-"""The rows of gpu_check.py as they come, and the time that is left for more."""
+"""The rows of gpu_check.py as they come, and the time that is left for more.
+
+Every stage is a process of its own: after an illegal access CUDA answers nothing more to the
+process that made it, and a kernel that never ends has to be left.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +24,39 @@ from fake_link import FakeLink, RealClock, fake_device
 
 from moe_infinity import MoE
 
+FORK = multiprocessing.get_context("fork")  # modules are there, and nobody has asked CUDA yet
+FAKE_LIMIT_S = 600.0
+END_S = 30.0  # of a process that is over or was killed: what it page-locked takes a while
+
+
+def has_gpu() -> bool:
+    """Asked by a process of its own: none that has asked CUDA can be forked."""
+    process = FORK.Process(target=_end_with_0_if_there_is_one)
+    process.start()
+    process.join(END_S)
+    return process.exitcode == 0
+
+
+def _end_with_0_if_there_is_one() -> None:
+    raise SystemExit(0 if torch.cuda.is_available() else 1)
+
+
+@dataclass
+class Found:
+    """What one stage tells the next ones."""
+
+    h2d_gbps: float | None = None
+    resident_tokens: dict[str, list[int]] = field(default_factory=dict)  # by shape
+
 
 class Check:
     """Rows, and the time that is left for more."""
 
-    def __init__(self, out: Path, *, is_fake: bool, minutes: float) -> None:
-        self.is_fake = is_fake
+    def __init__(self, out: Path, traces: Path, *, is_fake: bool, minutes: float) -> None:
+        self.is_fake, self.traces = is_fake, traces
         self.rows: list[dict[str, Any]] = []
-        self.h2d_gbps: float | None = None
-        self.resident_tokens: dict[str, list[int]] = {}  # by shape: with all experts on the device
+        self.found = Found()
+        self._tell: Connection | None = None  # whoever waits for this stage
         self._out = out
         self._ends_at = time.perf_counter() + 60 * minutes
         out.mkdir(parents=True, exist_ok=True)
@@ -49,7 +80,16 @@ class Check:
             row["of_ceiling"] = ceiling / value if unit == "ms" else value / ceiling
         row = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
         self.rows.append(row)
+        if self._tell is None:
+            self.write()
+        else:
+            self._tell.send(row)
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+
+    def link_ms(self, megabytes: float) -> float:
+        """What the link takes for them, by its bandwidth as measured first."""
+        assert self.found.h2d_gbps is not None
+        return megabytes / self.found.h2d_gbps
 
     def stage(self, name: str, needs_s: float, run: Callable[[], None]) -> None:
         """Run it, if it will be over in time; keep what is known so far."""
@@ -58,12 +98,49 @@ class Check:
             self.add(name, "left out: no time")
         else:
             print(f"-- {name}", flush=True)
-            try:
-                run()
-            except Exception as error:
-                traceback.print_exc()
-                self.add(name, f"failed: {type(error).__name__}: {error}"[:300])
+            failed = self._run_apart(run, FAKE_LIMIT_S if self.is_fake else 30 + 3 * needs_s)
+            if failed is not None:
+                self.add(name, f"failed: {failed}"[:300])
             self.add(f"{name}: stage", time.perf_counter() - started, "s")
+
+    def _run_apart(self, run: Callable[[], None], limit_s: float) -> str | None:
+        """Add the rows of a process that runs it. Gives what went wrong."""
+        listen, tell = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=self._run_here, args=(run, tell), daemon=True)
+        process.start()
+        tell.close()
+        try:
+            failed = self._hear(listen, limit_s)
+        except EOFError:
+            process.join(END_S)
+            failed = f"its process ended with {process.exitcode}"
+        if failed is None:
+            process.join(END_S)  # what it had is free for the next one then
+        process.kill()
+        process.join(END_S)
+        return failed
+
+    def _hear(self, listen: Connection, limit_s: float) -> str | None:
+        ends_at = time.perf_counter() + limit_s
+        while listen.poll(max(ends_at - time.perf_counter(), 0)):
+            told = listen.recv()
+            if isinstance(told, tuple):
+                self.found, failed = told
+                return None if failed is None else str(failed)
+            self.rows.append(told)
+            self.write()
+        return f"not over after {limit_s:.0f} s"
+
+    def _run_here(self, run: Callable[[], None], tell: Connection) -> None:
+        self._tell, failed = tell, None
+        try:
+            run()
+        except Exception as error:
+            traceback.print_exc()
+            failed = f"{type(error).__name__}: {error}"
+        tell.send((self.found, failed))
+
+    def write(self) -> None:
         (self._out / "gpu_check.json").write_text(json.dumps(self.rows, indent=1) + "\n")
 
     @contextmanager

@@ -97,19 +97,33 @@ def test_a_capture_that_fails_is_told_once_and_changes_no_token(
     assert "not permitted when stream is capturing" in told[0].message
 
 
-def test_a_capture_that_fails_leaves_the_stream_that_was_current(monkeypatch):
+@pytest.mark.parametrize("is_invalidated", [True, False])
+def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch, is_invalidated):
     """As torch.cuda.graph does not if ending the capture raises."""
-    streams = ["compute"]
+    streams, pools, released = ["compute"], {"others"}, []
 
     class Graph:
-        def __init__(self, graph: object, capture_error_mode: str) -> None:
-            assert capture_error_mode == "thread_local"
+        def __init__(self, graph: object, pool: str, stream: str, mode: str) -> None:
+            assert (stream, mode) == ("its own", "thread_local")
+            self._pool = pool
 
         def __enter__(self) -> None:
             streams.append("its own")
+            pools.add(self._pool)
 
         def __exit__(self, *args: object) -> None:
-            raise RuntimeError("capture was invalidated")
+            if is_invalidated:
+                raise RuntimeError("capture was invalidated")
+            pools.remove(self._pool)
+
+    def end(device: int, pool: str) -> None:
+        assert device == 1
+        if pool not in pools:
+            raise RuntimeError("not currently recording")
+        pools.remove(pool)
+
+    def run() -> None:
+        raise RuntimeError("a size that the device says")
 
     @contextmanager
     def stream(current: str) -> Iterator[None]:
@@ -124,12 +138,20 @@ def test_a_capture_that_fails_leaves_the_stream_that_was_current(monkeypatch):
         "current_stream": lambda device: streams[-1],
         "stream": stream,
         "graph": Graph,
+        "graph_pool_handle": lambda: "the graph's",
+        "Stream": lambda device: "its own",
     }.items():
         assert hasattr(torch.cuda, name), name
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    with pytest.raises(RuntimeError, match="invalidated"):
-        graphed_step.capture(torch.device("cuda", 0), lambda: None)
-    assert streams == ["compute", "its own", "compute"]
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: released.append(pool))
+    graphed_step._capture_stream.cache_clear()
+    with pytest.raises(RuntimeError, match="invalidated" if is_invalidated else "a size"):
+        graphed_step.capture(torch.device("cuda", 1), run)
+    graphed_step._capture_stream.cache_clear()
+    assert streams[-1] == "compute"
+    assert pools == {"others"}
+    assert released == ([(1, "the graph's")] if is_invalidated else [])
 
 
 def test_closing_gives_the_models_own_forward_back(tiny_checkpoint):

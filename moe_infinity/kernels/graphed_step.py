@@ -9,14 +9,15 @@ is called with, and the cache, are part of the graph: if they change, it is capt
 that was lost (models/device_steps.py) is run again without a graph, from where the cache was
 (cache_state.py).
 
-Private names of torch used here: `torch.utils._pytree`.
+Private names of torch used here: `torch.utils._pytree`, and two of `torch._C` (`_leave_pool`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from contextlib import suppress
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,21 +142,40 @@ def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
     """
     if device.type == "cpu":
         return run
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     # A capture that fails leaves its own stream current. Read threads may page-lock memory
     # meanwhile: their errors would be no business of ours.
-    with (
-        torch.cuda.device(device),
-        torch.cuda.stream(torch.cuda.current_stream(device)),
-        torch.cuda.graph(graph, capture_error_mode="thread_local"),
-    ):
-        out = run()
+    try:
+        with (
+            torch.cuda.device(device),
+            torch.cuda.stream(torch.cuda.current_stream(device)),
+            torch.cuda.graph(graph, pool, _capture_stream(device), "thread_local"),
+        ):
+            out = run()
+    except BaseException:
+        _leave_pool(device, pool)
+        raise
 
     def replay() -> Any:
         graph.replay()
         return out
 
     return replay
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Torch's own is one of the device that captured first."""
+    return torch.cuda.Stream(device)
+
+
+def _leave_pool(device: torch.device, pool: Any) -> None:
+    """If CUDA ended the capture, torch 2.11 goes on as if it were under way: no other one could
+    begin, and no memory be given back, which every new model does.
+    """
+    with suppress(RuntimeError):  # unless it has left it
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 def copy_of(out: Any) -> Any:

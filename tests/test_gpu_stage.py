@@ -1,0 +1,131 @@
+"""What holds benchmarks/gpu_check.py together: stages that die or do not end, and the routing of
+recorded requests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fast_device import CACHES, on_device
+from tests.recorded_graph import record_graphs
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+NUM_TOKENS = 6 + 8
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return lambda name: importlib.import_module(name)
+
+
+@pytest.fixture
+def check(modules, tmp_path):
+    return modules("gpu_stage").Check(tmp_path, tmp_path, is_fake=True, minutes=1)
+
+
+def rows_of(check: Any, folder: Path) -> dict[str, Any]:
+    """As they are written; without how long stages took."""
+    rows = json.loads((folder / "gpu_check.json").read_text())
+    assert rows == check.rows
+    return {row["name"]: row["value"] for row in rows if row["unit"] != "s"}
+
+
+def test_a_stage_that_is_killed_or_fails_is_a_row_and_the_next_one_runs(check, tmp_path):
+    def killed():
+        check.add("seen before", 1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def failing():
+        check.found.resident_tokens["a shape"] = [1, 2]
+        raise ValueError("not today")
+
+    def following():
+        check.add("known of the one before", str(check.found))
+
+    check.stage("first", 1, killed)
+    check.stage("second", 1, failing)
+    check.stage("third", 1, following)
+    assert rows_of(check, tmp_path) == {
+        "seen before": 1.0,
+        "first": "failed: its process ended with -9",
+        "second": "failed: ValueError: not today",
+        "known of the one before": "Found(h2d_gbps=None, resident_tokens={'a shape': [1, 2]})",
+    }
+
+
+def test_a_stage_that_does_not_end_is_left(check, modules, tmp_path, monkeypatch):
+    monkeypatch.setattr(modules("gpu_stage"), "FAKE_LIMIT_S", 0.3)
+    told = tmp_path / "pid"
+
+    def endless():
+        check.add("seen before", True)
+        told.write_text(str(os.getpid()))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+
+    check.stage("endless", 1, endless)
+    check.stage("next", 1, lambda: check.add("seen after", True))
+    assert rows_of(check, tmp_path) == {
+        "seen before": True, "endless": "failed: not over after 0 s", "seen after": True,
+    }  # fmt: skip
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
+
+
+def test_a_stage_without_time_is_left_out(check, tmp_path):
+    check.stage("long", 61, lambda: check.add("seen", True))
+    assert rows_of(check, tmp_path) == {"long": "left out: no time"}
+
+
+def recorded(folder: Path, num_rows: int, lengths: list[int], repeated: int) -> np.ndarray:
+    """A trace of eight experts, two for a token."""
+    random = np.random.default_rng(0)
+    shape = sum(lengths), num_rows, 8
+    experts = np.argsort(random.random(shape), axis=2)[:, :, :2].astype(np.uint8)
+    folder.mkdir()
+    np.savez(folder / "experts.npz", experts=experts, offsets=np.cumsum([0, *lengths]))
+    lines = [json.dumps({"has_repetition": i == repeated}) for i in range(len(lengths))]
+    (folder / "sequences.jsonl").write_text("\n".join(lines))
+    return experts
+
+
+def test_requests_that_are_long_enough_and_do_not_repeat_are_cut(modules, tmp_path):
+    experts = recorded(tmp_path / "of a model", 5, [9, 20, 30, 14], repeated=1)
+    shape = modules("gpu_models").Shape("x", 5, 3, 1.0, None, trace="of a model")
+    requests = modules("gpu_routing").recorded_requests(tmp_path, shape, NUM_TOKENS)
+    expected = np.stack([experts[29:43, [0, 2, 4]], experts[59:, [0, 2, 4]]])
+    assert np.array_equal(requests.numpy(), expected)
+    without = modules("gpu_models").Shape("x", 5, 3, 1.0, None)
+    assert modules("gpu_routing").recorded_requests(tmp_path, without, NUM_TOKENS) is None
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_request_goes_where_the_recorded_one_went(
+    tiny_checkpoint, modules, tmp_path, monkeypatch, cache
+):
+    """Also by a graph, and in steps that are lost."""
+    record_graphs(monkeypatch)
+    experts = recorded(tmp_path / "of a model", 3, [NUM_TOKENS, NUM_TOKENS], repeated=-1)
+    requests = torch.from_numpy(experts).long().view(2, NUM_TOKENS, 3, 2)
+    prompt = torch.arange(5, 11)[None]
+    with on_device(tiny_checkpoint, "30%", "40%") as moe:
+        for request in requests:
+            with modules("gpu_routing").replaying(moe, request, "cpu"), moe.recording() as finish:
+                moe.generate(prompt, max_new_tokens=9, do_sample=False, **cache)
+            (trace,) = finish()
+            found = trace.experts_TLK
+            assert np.array_equal(found, request.numpy())
+        with moe.recording() as finish:
+            moe.generate(prompt, max_new_tokens=9, do_sample=False, **cache)
+        assert not np.array_equal(finish()[0].experts_TLK, found)
