@@ -54,7 +54,7 @@ from gpu_rows import (  # noqa: E402
     prefill,
     resident,
 )
-from gpu_stage import Check, has_gpu  # noqa: E402
+from gpu_stage import ENDED, Check, has_gpu  # noqa: E402
 
 
 def shapes(*, is_fake: bool) -> list[Shape]:
@@ -94,7 +94,7 @@ def run_whole(check: Check, name: str) -> None:
     shape = replace(found[0], layers=found[0].full_layers)
     check.stage("link", 5, partial(link, check))
     slower = shape.layers / found[0].layers
-    stages = {fast_capped: 40, fast_resident: 30, accelerate_offload: 60}
+    stages = {fast_resident: 30, fast_capped: 40, accelerate_offload: 60}
     measure(check, shape, {run: slower * needs_s for run, needs_s in stages.items()})
 
 
@@ -112,6 +112,8 @@ def of_tiny(check: Check, run: Callable[..., None], make: Callable[..., Any]) ->
 def measure(check: Check, shape: Shape, stages: dict[Callable[..., None], float]) -> None:
     """Stages, and the seconds that each may take on a GPU, with the shape's checkpoint."""
     scale = 0.1 if check.is_fake else 1.0
+    if all(check.is_done(f"{shape.name}: {run.__name__}") for run in stages):
+        return
     with scratch_folder(shape.folder_bytes) as scratch:
         folder = scratch / shape.name
         writing = partial(write_checkpoint, folder, shape.config)
@@ -119,7 +121,7 @@ def measure(check: Check, shape: Shape, stages: dict[Callable[..., None], float]
         for run, needs_s in stages.items():
             name = f"{shape.name}: {run.__name__}"
             if not folder.is_dir():
-                check.add(name, "left out: no checkpoint was written")
+                check.leave_out(name, "no checkpoint was written")
                 continue
             check.stage(name, needs_s * scale, partial(run, check, folder, shape))
 
@@ -128,7 +130,7 @@ def table_of(rows: list[dict[str, Any]]) -> str:
     """What was measured, beside its ceiling; stages and texts left out."""
     lines = [f"{'':42}{'':18}{'measured':>10} {'':7}{'ceiling':>10}{'share':>8}{'hits':>8}"]
     for row in rows:
-        if not isinstance(row["value"], float) or row["name"].endswith(": stage"):
+        if not isinstance(row["value"], float) or row["name"] == ENDED:
             continue
         ceiling, share, hits = (row.get(key) for key in ("ceiling", "of_ceiling", "hit_rate"))
         lines.append(
@@ -148,13 +150,16 @@ def main() -> None:
     parser.add_argument("--fake", action="store_true", help="tiny, on the CPU: checks the script")
     parser.add_argument("--traces", type=Path, default=TRACES, help="recorded routing, by folder")
     parser.add_argument("--whole", metavar="SHAPE", help="instead: this one with all its layers")
+    parser.add_argument("--resume", type=Path, metavar="JSON", help="go on where this run ended")
     parser.add_argument("--minutes", type=float, default=8.5, help="stages begin within this time")
     args = parser.parse_args()
     if not args.fake and not has_gpu():
         raise SystemExit(
             f"torch {torch.__version__} finds no CUDA device; --fake checks the script without one"
         )
-    check = Check(args.out, args.traces, is_fake=args.fake, minutes=args.minutes)
+    check = Check(
+        args.out, args.traces, is_fake=args.fake, minutes=args.minutes, resumed=args.resume
+    )
     run_checks(check) if args.whole is None else run_whole(check, args.whole)
     print(table_of(check.rows))
     is_wrong = [row for row in check.rows if row["value"] is False]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 from fake_link import FakeLink
-from gpu_models import Shape, token_ids
+from gpu_models import SCRATCH, Shape, token_ids
 from gpu_routing import recorded_requests, replaying
 from gpu_stage import Check
 from machinery import NoArithmetic
@@ -27,6 +27,7 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Phase
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.link import CudaLink, Link
+from moe_infinity.memory.machine import available_memory_bytes
 from moe_infinity.models import computing
 from moe_infinity.trace.recorder import Step
 
@@ -38,7 +39,8 @@ PROMPT, WARM_UP, TOKENS = 64, 8, 32  # of a decode measurement
 
 def machine(check: Check) -> None:
     check.add("torch", torch.__version__, transformers=transformers.__version__)
-    check.add("machine", platform.processor() or platform.machine())
+    free, in_shm = available_memory_bytes(), shutil.disk_usage(SCRATCH).free
+    check.add("machine", platform.machine(), free_gb=free / 1e9, scratch_gb=in_shm / 1e9)
     if check.is_fake:
         return
     properties = torch.cuda.get_device_properties(0)
@@ -97,16 +99,17 @@ def correctness(check: Check, folder: Path) -> None:
     for experts in ("eager",) if is_mxfp4(folder) else ("grouped_mm", "eager"):
         with check.model(folder, device_memory="100%", experts_implementation=experts) as moe:
             expected[experts] = tokens_of(moe, ids, check.num_checked)
-        for device_memory in ("3%", "25%", "60%"):
-            for host_memory, prefetch in (("5%", False), ("100%", False), ("40%", True)):
-                budgets = {"device_memory": device_memory, "host_memory": host_memory}
-                with check.model(
-                    folder, prefetch=prefetch, experts_implementation=experts, **budgets
-                ) as moe:
-                    found = [tokens_of(moe, ids, check.num_checked) for _ in range(2)]
-                    moe.check_invariants()
-                same = found == [expected[experts]] * 2
-                check.add("same tokens", same, experts=experts, prefetch=str(prefetch), **budgets)
+        for device_memory, host_memory, prefetch in (
+            ("3%", "5%", False), ("25%", "100%", False), ("25%", "5%", True), ("60%", "40%", True),
+        ):  # fmt: skip
+            budgets = {"device_memory": device_memory, "host_memory": host_memory}
+            with check.model(
+                folder, prefetch=prefetch, experts_implementation=experts, **budgets
+            ) as moe:
+                found = [tokens_of(moe, ids, check.num_checked) for _ in range(2)]
+                moe.check_invariants()
+            same = found == [expected[experts]] * 2
+            check.add("same tokens", same, experts=experts, prefetch=str(prefetch), **budgets)
     stock = stock_model(check, folder)
     found_ids = tokens_of(stock, ids.to(check.device), check.num_checked)
     equal = sum(a == b for a, b in zip(found_ids[48:], expected["eager"][48:], strict=True))

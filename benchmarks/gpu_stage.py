@@ -26,6 +26,7 @@ from moe_infinity import MoE
 
 FORK = multiprocessing.get_context("fork")  # modules are there, and nobody has asked CUDA yet
 FAKE_LIMIT_S = 600.0
+ENDED = "stage"  # the last row of one: seconds, or why there are none
 END_S = 30.0  # of a process that is over or was killed: what it page-locked takes a while
 
 
@@ -41,6 +42,13 @@ def _end_with_0_if_there_is_one() -> None:
     raise SystemExit(0 if torch.cuda.is_available() else 1)
 
 
+def rows_to_keep(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of stages that were over, but for what every machine has to do again."""
+    is_over = [row for row in rows if row["name"] == ENDED and isinstance(row["value"], float)]
+    done = {row["stage"] for row in is_over} - {"machine", "link"}
+    return [row for row in rows if row["stage"] in done and not row["stage"].endswith(": write")]
+
+
 @dataclass
 class Found:
     """What one stage tells the next ones."""
@@ -52,12 +60,21 @@ class Found:
 class Check:
     """Rows, and the time that is left for more."""
 
-    def __init__(self, out: Path, traces: Path, *, is_fake: bool, minutes: float) -> None:
+    def __init__(
+        self, out: Path, traces: Path, *, is_fake: bool, minutes: float, resumed: Path | None = None
+    ) -> None:
+        """`resumed`: what an earlier run wrote, whose stages are not repeated."""
         self.is_fake, self.traces = is_fake, traces
         self.rows: list[dict[str, Any]] = []
         self.found = Found()
+        if resumed is not None:
+            earlier = json.loads(resumed.read_text())
+            self.rows = rows_to_keep(earlier["rows"])
+            self.found.resident_tokens = earlier["resident_tokens"]
+        self._done = {row["stage"] for row in self.rows}
+        self._stage = ""
         self._tell: Connection | None = None  # whoever waits for this stage
-        self._out = out
+        self._file = out / "gpu_check.json"
         self._ends_at = time.perf_counter() + 60 * minutes
         out.mkdir(parents=True, exist_ok=True)
 
@@ -74,7 +91,8 @@ class Check:
         self, name: str, value: float | bool | str, unit: str = "", **more: float | str | None
     ) -> None:
         """A measured value; `ceiling` in the same unit, and the conditions."""
-        row: dict[str, Any] = {"name": name, "value": value, "unit": unit, **more}
+        row: dict[str, Any] = {"stage": self._stage, "name": name, "value": value, "unit": unit}
+        row |= more
         ceiling = more.get("ceiling")
         if isinstance(ceiling, float) and isinstance(value, float) and value > 0:
             row["of_ceiling"] = ceiling / value if unit == "ms" else value / ceiling
@@ -84,24 +102,36 @@ class Check:
             self.write()
         else:
             self._tell.send(row)
-        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        print("  ".join(f"{key}={row[key]}" for key in list(row)[1:]), flush=True)
 
     def link_ms(self, megabytes: float) -> float:
         """What the link takes for them, by its bandwidth as measured first."""
         assert self.found.h2d_gbps is not None
         return megabytes / self.found.h2d_gbps
 
+    def is_done(self, name: str) -> bool:
+        """By an earlier run."""
+        return name in self._done
+
     def stage(self, name: str, needs_s: float, run: Callable[[], None]) -> None:
-        """Run it, if it will be over in time; keep what is known so far."""
+        """Run it, if it is not done and will be over in time; keep what is known so far."""
+        if self.is_done(name):
+            return
         started = time.perf_counter()
         if started + needs_s > self._ends_at:
-            self.add(name, "left out: no time")
+            self.leave_out(name, "no time")
+            return
+        print(f"-- {name}", flush=True)
+        self._stage = name
+        failed = self._run_apart(run, FAKE_LIMIT_S if self.is_fake else 30 + 3 * needs_s)
+        if failed is not None:
+            self.add(ENDED, f"failed: {failed}"[:300])
         else:
-            print(f"-- {name}", flush=True)
-            failed = self._run_apart(run, FAKE_LIMIT_S if self.is_fake else 30 + 3 * needs_s)
-            if failed is not None:
-                self.add(name, f"failed: {failed}"[:300])
-            self.add(f"{name}: stage", time.perf_counter() - started, "s")
+            self.add(ENDED, time.perf_counter() - started, "s")
+
+    def leave_out(self, name: str, why: str) -> None:
+        self._stage = name
+        self.add(ENDED, f"left out: {why}")
 
     def _run_apart(self, run: Callable[[], None], limit_s: float) -> str | None:
         """Add the rows of a process that runs it. Gives what went wrong."""
@@ -141,7 +171,8 @@ class Check:
         tell.send((self.found, failed))
 
     def write(self) -> None:
-        (self._out / "gpu_check.json").write_text(json.dumps(self.rows, indent=1) + "\n")
+        told = {"resident_tokens": self.found.resident_tokens, "rows": self.rows}
+        self._file.write_text(json.dumps(told, indent=1) + "\n")
 
     @contextmanager
     def model(self, folder: Path, **options: Any) -> Iterator[MoE]:

@@ -38,6 +38,7 @@ WAITING = {
 }  # fmt: skip
 # They copy numbers from the host, which a meta tensor would not show.
 FROM_THE_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor}
+INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 
 
 class CannotBeCaptured(AssertionError):
@@ -64,9 +65,14 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        if func in FROM_THE_HOST:
+        if func in FROM_THE_HOST or (func in INDEXING and has_list(args[1])):
             raise CannotBeCaptured(f"{func.__name__} copies from the host")
         return func(*args, **kwargs or {})
+
+
+def has_list(index: object) -> bool:
+    """Numbers that become a tensor."""
+    return isinstance(index, list) or (isinstance(index, tuple) and any(map(has_list, index)))
 
 
 def as_captured(run: Callable[[], Any]) -> Any:

@@ -102,6 +102,11 @@ class MakesConstant(nn.Module):
         return x + torch.tensor(0.0, device=x.device, dtype=x.dtype)
 
 
+class ChoosesByList(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., [0, 1]].sum(-1, keepdim=True) + x
+
+
 class GoesToHost(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.cpu().to(x.device)
@@ -114,6 +119,7 @@ class GoesToHost(nn.Module):
         (Selects, "nonzero waits"),
         (HasConstant, "not on the device"),
         (MakesConstant, "tensor copies from the host"),
+        (ChoosesByList, "__getitem__ copies from the host"),
         (GoesToHost, "_to_copy"),
     ],
 )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,14 +30,25 @@ def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def recorded_trace(folder: Path, *, num_rows: int, num_experts: int, top_k: int) -> None:
+    """Of three requests, long enough to be replayed."""
+    folder.mkdir()
+    ranks = np.random.default_rng(0).random((3 * 110, num_rows, num_experts)).argsort(axis=2)
+    np.savez(
+        folder / "experts.npz", experts=ranks[:, :, :top_k].astype(np.uint8),
+        offsets=np.arange(4) * 110,
+    )  # fmt: skip
+    (folder / "sequences.jsonl").write_text("{}\n" * 3)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_on_a_fake_device_every_stage_runs_and_every_token_is_right(tmp_path):
-    done = call("--fake", "--out", str(tmp_path), "--minutes", "60")
-    rows = json.loads((tmp_path / "gpu_check.json").read_text())
+    done = call("--fake", "--out", str(tmp_path), "--minutes", "60", "--traces", str(tmp_path))
+    rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
     assert done.returncode == 0, done.stdout[-3000:]
     same = [row["value"] for row in rows if row["name"] == "same tokens"]
-    tiny, budgets = 18 + 18 + 9 + 3 * 12, 3 * (3 + 3 + 1 + 3 + 3)  # of five shapes, three ways
+    tiny, budgets = 8 + 8 + 4 + 3 * 6, 3 * (3 + 3 + 1 + 3 + 3)  # of five shapes, three ways
     assert len(same) == tiny + budgets + 5
     assert all(same)
     assert [row["captured"] for row in rows if row["name"] == "fast path, all hits"] == ["True"] * 5
@@ -45,3 +57,23 @@ def test_on_a_fake_device_every_stage_runs_and_every_token_is_right(tmp_path):
         "fast path, all hits, no graph", "fast path, 8 GB, fill", "slot_moe as its twin",
     } <= {row["name"] for row in rows}  # fmt: skip
     assert json.loads(done.stdout.splitlines()[-1])["failed"] == []
+    assert {row["routing"] for row in rows if "routing" in row} == {"random"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_shape_is_measured_with_all_its_layers_and_a_second_run_goes_on(tmp_path):
+    recorded_trace(tmp_path / "gpt-oss-20b_decode", num_rows=24, num_experts=32, top_k=4)
+    options = "--fake", "--out", str(tmp_path), "--traces", str(tmp_path), "--whole", "gpt-oss-20b"
+    first = call(*options, "--minutes", "60")
+    rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
+    assert first.returncode == 0, first.stdout[-3000:]
+    capped = [row for row in rows if row["name"].startswith("fast path, 8 GB")]
+    assert [(row["layers"], row["routing"]) for row in capped] == [(24, "recorded")] * 3
+    second = call(*options, "--minutes", "0", "--resume", str(tmp_path / "gpu_check.json"))
+    assert second.returncode == 0, second.stdout[-3000:]
+    stages = "gpt-oss-20b: fast", "gpt-oss-20b: accelerate"
+    kept = [row for row in rows if row["stage"].startswith(stages)]
+    again = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
+    assert again[: len(kept)] == kept
+    assert {row["value"] for row in again[len(kept) :]} == {"left out: no time"}

@@ -36,9 +36,9 @@ def check(modules, tmp_path):
 
 def rows_of(check: Any, folder: Path) -> dict[str, Any]:
     """As they are written; without how long stages took."""
-    rows = json.loads((folder / "gpu_check.json").read_text())
-    assert rows == check.rows
-    return {row["name"]: row["value"] for row in rows if row["unit"] != "s"}
+    told = json.loads((folder / "gpu_check.json").read_text())
+    assert told == {"resident_tokens": check.found.resident_tokens, "rows": check.rows}
+    return {f"{r['stage']}: {r['name']}": r["value"] for r in check.rows if r["unit"] != "s"}
 
 
 def test_a_stage_that_is_killed_or_fails_is_a_row_and_the_next_one_runs(check, tmp_path):
@@ -51,17 +51,44 @@ def test_a_stage_that_is_killed_or_fails_is_a_row_and_the_next_one_runs(check, t
         raise ValueError("not today")
 
     def following():
-        check.add("known of the one before", str(check.found))
+        check.add("known before", str(check.found))
 
     check.stage("first", 1, killed)
     check.stage("second", 1, failing)
     check.stage("third", 1, following)
     assert rows_of(check, tmp_path) == {
-        "seen before": 1.0,
-        "first": "failed: its process ended with -9",
-        "second": "failed: ValueError: not today",
-        "known of the one before": "Found(h2d_gbps=None, resident_tokens={'a shape': [1, 2]})",
+        "first: seen before": 1.0,
+        "first: stage": "failed: its process ended with -9",
+        "second: stage": "failed: ValueError: not today",
+        "third: known before": "Found(h2d_gbps=None, resident_tokens={'a shape': [1, 2]})",
     }
+
+
+def test_a_run_goes_on_with_what_an_earlier_one_has_not_done(check, modules, tmp_path):
+    def failing():
+        check.add("seen", 1.0)
+        raise ValueError("not today")
+
+    def measuring():
+        check.found.resident_tokens["a shape"] = [1, 2]
+        check.add("seen", 2.0)
+
+    check.stage("link", 1, measuring)
+    check.stage("first", 1, failing)
+    check.stage("second", 1, measuring)
+    check.stage("third", 61, measuring)
+    check.stage("a shape: write", 1, measuring)
+    earlier = tmp_path / "earlier.json"
+    (tmp_path / "gpu_check.json").rename(earlier)
+    Check, out = modules("gpu_stage").Check, tmp_path / "out"
+    resumed = Check(out, tmp_path, is_fake=True, minutes=1, resumed=earlier)
+    assert resumed.found.resident_tokens == {"a shape": [1, 2]}
+    for name in ("link", "first", "second", "third", "a shape: write"):
+        resumed.stage(name, 1, lambda: resumed.add("seen", 3.0))
+    assert rows_of(resumed, out) == {
+        "second: seen": 2.0, "link: seen": 3.0, "first: seen": 3.0, "third: seen": 3.0,
+        "a shape: write: seen": 3.0,
+    }  # fmt: skip
 
 
 def test_a_stage_that_does_not_end_is_left(check, modules, tmp_path, monkeypatch):
@@ -77,15 +104,17 @@ def test_a_stage_that_does_not_end_is_left(check, modules, tmp_path, monkeypatch
     check.stage("endless", 1, endless)
     check.stage("next", 1, lambda: check.add("seen after", True))
     assert rows_of(check, tmp_path) == {
-        "seen before": True, "endless": "failed: not over after 0 s", "seen after": True,
-    }  # fmt: skip
+        "endless: seen before": True,
+        "endless: stage": "failed: not over after 0 s",
+        "next: seen after": True,
+    }
     with pytest.raises(ProcessLookupError):
         os.kill(int(told.read_text()), 0)
 
 
 def test_a_stage_without_time_is_left_out(check, tmp_path):
     check.stage("long", 61, lambda: check.add("seen", True))
-    assert rows_of(check, tmp_path) == {"long": "left out: no time"}
+    assert rows_of(check, tmp_path) == {"long: stage": "left out: no time"}
 
 
 def recorded(folder: Path, num_rows: int, lengths: list[int], repeated: int) -> np.ndarray:

@@ -52,6 +52,8 @@ def test_host_and_gpu_hear_of_each_other_while_kernels_wait():
     world.tell({ExpertKey(2, 5): 0, ExpertKey(2, 6): 1})
     index_TK = world.index([[3]])
     triton_resolve.resolve(World("cuda", slots=2).table, 0, index_TK)  # compiles
+    world.table.offer(np.zeros((1, 2, 8)), first_row=2)  # what is used first may wait for kernels
+    world.table.end_step()
     torch.cuda.synchronize()
     torch.cuda._sleep(1_500_000_000)
     triton_resolve.resolve(world.table, 0, index_TK)
