@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from functools import cache, cached_property
 from inspect import signature
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -60,6 +59,7 @@ class MoE:
     threads, one at a time.
     """
 
+    @torch.inference_mode(False)  # or nothing could be changed outside of the caller's
     def __init__(
         self,
         checkpoint: str | Path,
@@ -142,9 +142,6 @@ class MoE:
                 self._steps.end_ids = named.get("eos_token_id", config and config.eos_token_id)
                 self._steps.prompt_mask = named.get("attention_mask")
                 return self.model.generate(*args, **kwargs)
-            except BaseException as error:
-                self._runtime.leave_step(error)
-                raise
             finally:
                 self._steps.end_ids = self._steps.prompt_mask = self._runtime.cancelled = None
                 self._runtime.settle()
@@ -301,10 +298,5 @@ class MoE:
     def __enter__(self) -> MoE:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -88,6 +88,7 @@ class ExpertRuntime:
         self.cpu_share: CpuShare | None = None
         self.device_steps: DeviceSteps | None = None
         self.cancelled: Event | None = None  # of who waits for the text; a long prompt heeds it
+        self.in_pass = False  # of the model: until it ends, and for good if it was left
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
         self.activated: list[list[int]] = [[] for _ in rows]  # by each row's last step
@@ -208,6 +209,7 @@ class ExpertRuntime:
             raise ClosedError("the model was closed: its experts cannot be read any more")
         self._settle_interrupted()
         if self.recorder.step.phase is Phase.PREFILL and self.cancelled and self.cancelled.is_set():
+            self.recorder.drop_step()
             raise Cancelled("generation was stopped in the middle of a prompt")
         self._is_moving, self._last_row = True, moe_row
 
@@ -236,16 +238,16 @@ class ExpertRuntime:
         if self.device_steps is not None:
             self.device_steps.settle()
 
-    def leave_step(self, error: BaseException) -> None:
-        """The pass of the model under way was left."""
-        if isinstance(error, Cancelled):
-            self.recorder.drop_step()
-        elif self.device_steps is None or self.device_steps.settle():  # else when it mends
-            self.recorder.leave_step()
+    def leave_pass(self) -> None:
+        """If the model's last pass did not end: without all of its rows no trace has the step."""
+        if self.in_pass and (self.device_steps is None or self.device_steps.settle()):
+            self.recorder.leave_step()  # else when it mends
+        self.in_pass = False
 
     def finish_tokens(self) -> list[SequenceTrace]:
         if self.device_steps is not None:
             self.device_steps.conclude()
+        self.leave_pass()
         return self.recorder.finish_tokens()
 
     def _learn(

@@ -50,6 +50,9 @@ ONE_HOUR_PATH = [
     "memory/mover.py",
     "models/experts_backend.py",
 ]
+# What torch makes in its default dtype and on its default device, which are the user's.
+MADE_BY_TORCH = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
+OF_INTS = ("arange", "tensor")  # in int64, whatever the default is
 NO_TORCH = ("cache", "trace", "prefetch", "simulator")  # bookkeeping that runs on any laptop
 MARKER = re.compile(r"\b(TODO|FIXME|XXX)\b")
 
@@ -81,6 +84,17 @@ def imports_torch(node: ast.AST) -> bool:
     return any("torch" in name.split(".") for name in names)
 
 
+def left_to_torch(node: ast.Call) -> str:
+    """What a call that makes a tensor does not name of its dtype and device."""
+    if not isinstance(node.func, ast.Attribute):
+        return ""
+    name, owner = node.func.attr, node.func.value
+    if name not in MADE_BY_TORCH or not (isinstance(owner, ast.Name) and owner.id == "torch"):
+        return ""
+    needed = ["device"] if name in OF_INTS else ["dtype", "device"]
+    return " and ".join(sorted({*needed} - {keyword.arg for keyword in node.keywords}))
+
+
 def problems_of(file: Path, text: str) -> Iterator[str]:
     num_lines = len(text.splitlines())
     if num_lines > FILE_LINES:
@@ -92,6 +106,8 @@ def problems_of(file: Path, text: str) -> Iterator[str]:
             if length > FUNCTION_LINES:
                 where = f"{file}:{node.lineno}: {node.name}"
                 yield f"{where} has {length} lines, at most {FUNCTION_LINES}"
+        elif file.parts[0] == PACKAGE and isinstance(node, ast.Call) and left_to_torch(node):
+            yield f"{file}:{node.lineno}: a tensor without {left_to_torch(node)}"
         elif torch_free and isinstance(node, ast.stmt) and imports_torch(node):
             yield f"{file}:{node.lineno}: imports torch, which {file.parts[1]}/ must do without"
     if file.parts[0] == PACKAGE:

@@ -43,6 +43,23 @@ def test_traces_are_given_inside_and_after_as_often_as_they_are_asked_for(moe):
         assert (found.experts_TLK == expected.experts_TLK).all()
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_call_of_the_model_itself_that_fails_is_no_part_of_a_recording(moe, goes_on):
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with moe.recording() as finish:
+        generate(moe, PROMPT, **GREEDY)
+        hook = moe.model.model.layers[1].self_attn.register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            moe.model(PROMPT)
+        hook.remove()
+        if goes_on:
+            moe.model(PROMPT)
+        lengths = [len(trace.token_ids_T) for trace in finish()]
+    assert lengths == [14, 14] + [3, 3] * goes_on
+
+
 def test_a_recording_inside_another_is_refused_and_harms_nothing(moe):
     with moe.recording() as finish:
         with pytest.raises(ConfigError, match="already"), moe.recording():

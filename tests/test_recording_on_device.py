@@ -6,17 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from moe_infinity import MoE
 from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.runtime import ExpertRuntime
 from tests.fast_device import CACHES, on_device
 from tests.on_device import greedy
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("is_called", [MoE, PreTrainedModel])
 @pytest.mark.parametrize("is_decided_by_device", [True, False])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
-    tiny_checkpoint, monkeypatch, cache, is_decided_by_device
+    tiny_checkpoint, monkeypatch, cache, is_decided_by_device, is_called
 ):
     learn = ExpertRuntime._learn
     remaining = -1
@@ -38,7 +42,7 @@ def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
                     greedy(moe, num_tokens=5, **cache)
                     remaining = n
                     with pytest.raises(KeyboardInterrupt):
-                        greedy(moe, **cache)
+                        greedy(moe if is_called is MoE else moe.model, **cache)
                     if then:
                         greedy(moe, num_tokens=then, **cache)
                     num_left = 8 + (n - 4) // 3

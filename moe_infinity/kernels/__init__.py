@@ -2,6 +2,13 @@
 
 from importlib.util import find_spec
 
+import torch
+
+
+def host_float32(*shape: int) -> torch.Tensor:
+    """New memory for kernels of the CPU, whatever torch's default dtype and device are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
 
 def has_packed_kernels() -> bool:
     """Whether packed_cpu.py can be imported: numba is optional."""

@@ -50,7 +50,7 @@ def find_activation(
     """What `compute` does to the outputs of the first product, [R, 2F] or [R, F], and whether gate
     and up come in turn there instead of one after the other. None: something else.
     """
-    values = torch.tensor([*ASKED, *(-x for x in ASKED)], dtype=torch.float64)
+    values = torch.tensor([*ASKED, *(-x for x in ASKED)], dtype=torch.float64, device="cpu")
     grid = [axis.flatten() for axis in torch.meshgrid(values, values, indexing="ij")]
     for arranged in (torch.cat, _in_turn)[: 1 + is_gated]:
 
@@ -82,7 +82,7 @@ def _measured(
     ask: Callable[[Tensor, Tensor], Tensor], *, is_gated: bool
 ) -> tuple[float, float, float]:
     """alpha, shift and limit, were it silu."""
-    up = torch.tensor([0.0, 1.0, LARGE], dtype=torch.float64)
+    up = torch.tensor([0.0, 1.0, LARGE], dtype=torch.float64, device="cpu")
     none, one, most = ask(torch.ones_like(up), up).tolist()
     slope = one - none if is_gated else one  # what the gate gives for 1
     alpha = math.log(slope / (1 - slope)) if 0 < slope < 1 else 1.0

@@ -26,6 +26,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.experts_work import call_rows
 from moe_infinity.kernels.packed_rows import floats, row_function
 from moe_infinity.kernels.row_steps import arranged, fixed_for, step_for
@@ -67,8 +68,8 @@ def attend(
         return None
     x = arranged((query.reshape(-1, width).to(torch.float32) * scale).numpy(), step)
     in_row = -(-num_tokens // LANES) * LANES
-    scores = torch.full((num_seqs, num_heads, in_row), -torch.inf)
-    out = torch.zeros(num_seqs, num_heads, value_width)
+    scores = host_float32(num_seqs, num_heads, in_row).fill_(-torch.inf)
+    out = host_float32(num_seqs, num_heads, value_width).zero_()
     bias = None if mask is None else _bias(mask).expand(num_seqs, num_heads, 1, num_tokens)
     fixed = fixed_for(step, (num_tokens, width), (1, width), 1)
     fixed = fixed._replace(row_bytes=key.stride(2) * key.itemsize, out_bytes=4 * in_row)
@@ -93,7 +94,7 @@ def _bytes(tensor: Tensor) -> tuple[int, int, int]:
 def _bias(mask: Tensor) -> Tensor:
     """As numbers to add."""
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        return host_float32(*mask.shape).zero_().masked_fill_(~mask, -torch.inf)
     return mask.to(torch.float32).contiguous()
 
 

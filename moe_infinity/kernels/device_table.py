@@ -104,10 +104,10 @@ class DeviceTable:
         # In host memory, of each row what its pairs were routed to, and the slots that they took.
         on_gpu = device.type == "cuda"
         shape = (num_rows, 2, max_pairs)
-        self.told_L2P = torch.empty(shape, dtype=torch.int32, pin_memory=on_gpu)
+        self.told_L2P = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._told_L2P = self.told_L2P.numpy()
         self._offered_LHE = torch.empty(
-            self.scores_LHE.shape, dtype=torch.float64, pin_memory=on_gpu
+            self.scores_LHE.shape, dtype=torch.float64, device="cpu", pin_memory=on_gpu
         )
         self._is_over = torch.cuda.Event() if on_gpu else None  # the step launched last
         self._offering = torch.cuda.Stream(device) if on_gpu else None
@@ -208,7 +208,7 @@ class DeviceTable:
         return key.moe_row * self.num_experts + key.expert_idx
 
     def _to_device(self, numbers: Iterable[int]) -> Tensor:
-        told = self._page_locked(torch.tensor(list(numbers), dtype=torch.int64))
+        told = self._page_locked(torch.tensor(list(numbers), dtype=torch.int64, device="cpu"))
         return told.to(self.slot_LE.device, non_blocking=True)
 
     def _page_locked(self, told: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.stored import EXPONENTS, PLAIN, WORDS, StoredPart, StoredWeight, block_of
 
@@ -200,7 +201,7 @@ class FusedExperts:
             down_bias=biases[1].offset if biases else NO_BIAS,
             bias=BIASES.index(biases[0].dtype) if biases else 0,
         )
-        self(torch.empty(0, down.num_rows), [0], [])  # compiles
+        self(host_float32(0, down.num_rows), [0], [])  # compiles
 
     def __call__(
         self, inputs_PD: Tensor, starts: Sequence[int], addresses: Sequence[int]
@@ -229,11 +230,11 @@ class Rows:
         self._is_shared = num_x < num_rows
         # arranged x, and of each row what comes out of up and what goes into down
         self._scratch = torch.empty(
-            num_x * places.row_bytes + num_rows * experts.row_bytes, dtype=torch.uint8
+            num_x * places.row_bytes + num_rows * experts.row_bytes, dtype=torch.uint8, device="cpu"
         )
         self._up_at = self._scratch.data_ptr() + num_x * places.row_bytes
         self._hidden_at = self._up_at + num_rows * experts.up_bytes
-        self.out_PD = torch.empty(num_rows, experts.down.num_rows)  # float32
+        self.out_PD = host_float32(num_rows, experts.down.num_rows)
         arrange(x.data_ptr(), 4 * x.shape[1], self._scratch.data_ptr(), num_x, places)
 
     def compute(
@@ -261,7 +262,7 @@ class Rows:
         token by token. Weights are float32 without gaps.
         """
         num_tokens, top_k = weights_TK.shape
-        total_TD = torch.zeros(num_tokens, self.out_PD.shape[1])
+        total_TD = host_float32(num_tokens, self.out_PD.shape[1]).zero_()
         experts_work.add_weighted(
             self.out_PD.data_ptr(), self.out_PD.shape[1], place_P.buffer_info()[0],
             weights_TK.data_ptr(), top_k, total_TD.data_ptr(), num_tokens,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.experts_cpu import Side, steps_of
 from moe_infinity.kernels.experts_work import Call, Weights, job_for
 from moe_infinity.kernels.row_steps import arrange
@@ -55,9 +56,9 @@ class FusedLinear:
     def __call__(self, x_TC: Tensor) -> Tensor:
         """[T, C] -> [T, R of all weights] in float32."""
         x = x_TC.to(torch.float32).contiguous()
-        arranged = torch.empty(len(x) * self._places.row_bytes, dtype=torch.uint8)
+        arranged = torch.empty(len(x) * self._places.row_bytes, dtype=torch.uint8, device="cpu")
         arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), self._places)
-        out_TR = torch.empty(len(x), self._side.num_rows)
+        out_TR = host_float32(len(x), self._side.num_rows)
         job, ints = job_for(  # one "expert" has all rows; addresses of weights are absolute
             [0],
             [len(x)],

@@ -104,7 +104,7 @@ def pack(weight_RC: Tensor, precision: Precision, *, is_searched: bool) -> Packe
     num_rows, num_columns = weight_RC.shape
     group_size = precision.group_of(num_columns)
     assert group_size is not None, (precision, num_columns)
-    values_RC, scales_RG, squares = [], [], torch.zeros(2, dtype=torch.float64)
+    values_RC, scales_RG, squares = [], [], torch.zeros(2, dtype=torch.float64, device="cpu")
     for rows_RC in weight_RC.split(max(1, CHUNK_VALUES // num_columns)):
         groups_NG = rows_RC.to(torch.float32).view(-1, group_size)
         rounded = _round_groups(groups_NG, precision, weight_RC.dtype, is_searched=is_searched)

@@ -18,6 +18,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.stored import WORDS
 from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
 from moe_infinity.kernels.vectors import LANES, float_at, put_float
@@ -184,7 +185,7 @@ def arranged(x_TC: NDArray[np.float32], step: Step) -> NDArray[np.float32]:
     """
     places = arrangement_for(step, x_TC.shape[1])
     # numpy aligns to 16 bytes: then every vector would cross a cache line
-    out: NDArray[np.float32] = torch.empty((len(x_TC), *places.row_shape)).numpy()
+    out: NDArray[np.float32] = host_float32(len(x_TC), *places.row_shape).numpy()
     arrange(x_TC.ctypes.data, x_TC.strides[0], out.ctypes.data, len(x_TC), places)
     return out
 

@@ -34,7 +34,7 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
     table.sources_P[: len(index_P)] = 0
     if table.is_lost():
         index_P = [-1] * len(index_P)
-    table.told_L2P[moe_row, 0, : len(index_P)] = torch.tensor(index_P)
+    table.told_L2P[moe_row, 0, : len(index_P)] = torch.tensor(index_P, device="cpu")
     table.told_L2P[moe_row, 1, : len(index_P)] = NOTHING
     for expert, num_uses in Counter(index_P).items():
         if expert >= 0:
@@ -97,7 +97,7 @@ def fill(table: DeviceTable, pointers_TK: Tensor) -> None:
 def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
     """See triton_experts.slot_moe."""
     dtype, x_TD = x_TD.dtype, x_TD.float()
-    out_TD = torch.zeros(x_TD.shape)
+    out_TD = torch.zeros_like(x_TD)
     for t, pointers_K in enumerate(pointers_TK.tolist()):
         for k, pointer in enumerate(pointers_K):
             if pointer:
@@ -119,7 +119,6 @@ def _linear(matrix: Matrix, slot: Tensor, x: Tensor) -> Tensor:
 def weight_of(matrix: Matrix, slot: Tensor) -> Tensor:
     """[R, C] in float32: values times scales as they are stored, not rounded."""
     rows, columns = matrix.num_weight_rows, matrix.num_columns
-    scales = torch.empty(0)
     if matrix.scale is not None:
         grid = -(-rows // matrix.block_rows), matrix.num_scale_columns
         scales = _numbers(slot, matrix.scale, *grid)

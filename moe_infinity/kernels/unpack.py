@@ -39,7 +39,7 @@ def fp8(weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, int], dtype: tor
         block = step, block[1]
         scales_rc = scales_rc.expand(-(-num_rows // step), -1)
     scales_rc = scales_rc * 2.0**8  # what reading float8 bits as float16 lacks
-    out_RC = torch.empty(weight_RC.shape, dtype=dtype)
+    out_RC = torch.empty(weight_RC.shape, dtype=dtype, device=weight_RC.device)
     step = max(1, step // block[0])
     for first in range(0, len(scales_rc), step):
         rows = slice(first * block[0], (first + step) * block[0])

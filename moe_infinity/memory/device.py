@@ -107,7 +107,8 @@ class Ring:
     def copy(self, source: Tensor, begin: Callable[[Tensor], Copy]) -> Copy:
         """`begin` copies from a buffer that has the bytes of `source`."""
         if len(self._buffers) < RING_BUFFERS:
-            buffer = self._link.page_locked(self._buffer_bytes)
+            with torch.inference_mode(False):  # or it could be written into only there
+                buffer = self._link.page_locked(self._buffer_bytes)
         else:
             buffer, last = self._buffers.pop(0)
             last.synchronize()

@@ -140,7 +140,7 @@ class CudaLink:
                 return True
             logger.warning("%d bytes cannot be page-locked: %s", memory.nbytes, result)
             try:  # or whoever launches a kernel next is told of it
-                torch.zeros(1, device=self.device)
+                torch.zeros(1, dtype=torch.uint8, device=self.device)
             except RuntimeError:
                 logger.debug("the error of cudaHostRegister was cleared")
             return False
@@ -150,7 +150,7 @@ class CudaLink:
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def page_locked(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, source: Tensor, destination: Tensor, after: Event | None) -> CudaCopy:
         copy = CudaCopy()

@@ -23,7 +23,7 @@ import torch
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase, Residency
-from moe_infinity.kernels import has_packed_kernels
+from moe_infinity.kernels import has_packed_kernels, host_float32
 from moe_infinity.kernels.dispatch import RoutedRows
 from moe_infinity.kernels.fused_rows import FUSED_ROWS
 from moe_infinity.memory.device import DeviceSlots, SourceSlots
@@ -69,7 +69,7 @@ class CpuShare:
             torch.frombuffer(host.bytes_of(slot_id), dtype=torch.uint8).zero_()
         sources = [host.tensor_of(slot_id, device.slot_bytes) for slot_id in slot_ids]
         locked = [host.is_locked(slot_id) for slot_id in slot_ids]
-        x_PD = torch.zeros(len(slot_ids), fused.down.num_rows)
+        x_PD = host_float32(len(slot_ids), fused.down.num_rows).zero_()
         cpu_s, copy_s = [], []
         for _ in range(MEASURED_ROUNDS):
             copies = [

@@ -98,13 +98,20 @@ class StepReader:
             module.register_forward_pre_hook(partial(self._before_forward, read), with_kwargs=True)
             for module, read in reads.items()
         ]
+        self._hooks += [module.register_forward_hook(self._after_forward) for module in reads]
 
     def _before_forward(
         self, read: Callable[..., Step | None], module: Any, args: Any, kwargs: dict[str, Any]
     ) -> None:
+        self._runtime.leave_pass()
         step = self.named or read(args, kwargs)
         if step is not None:
             self._runtime.begin_step(step)
+        self._runtime.in_pass = True
+
+    def _after_forward(self, *_: object) -> None:
+        """Not of a pass that fails or is interrupted."""
+        self._runtime.in_pass = False
 
     def read_encoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         step = self.read(args, kwargs)

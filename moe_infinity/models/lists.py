@@ -191,4 +191,4 @@ def _routing(heard_TK: Tensor | None, calls: list[Call], num_tokens: int) -> Ten
         called,
     ):
         return heard_TK
-    return torch.tensor([called], dtype=torch.int64) if num_tokens == 1 else None
+    return torch.tensor([called], dtype=torch.int64, device="cpu") if num_tokens == 1 else None

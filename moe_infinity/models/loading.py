@@ -70,7 +70,9 @@ class StoredSlice:
         raw = bytearray(tensor.extent.num_bytes)
         self._reader.read_into(tensor.extent, memoryview(raw))
         dtype = getattr(torch, tensor.dtype)
-        whole = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        whole = (
+            torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
+        )
         return whole.view(tensor.shape)
 
     def get_shape(self) -> list[int]:

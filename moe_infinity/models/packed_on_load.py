@@ -95,7 +95,7 @@ class PackedRecipe(Recipe):
         return None
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
-        scratch = torch.empty(self._scratch.slot_bytes, dtype=torch.uint8)
+        scratch = torch.empty(self._scratch.slot_bytes, dtype=torch.uint8, device="cpu")
         self._recipe.load(expert_idx, reader, scratch.numpy().data)
         views = {
             spec.name: scratch[spec.offset :][: spec.num_bytes]

@@ -286,7 +286,8 @@ class Recipe:
             ((_, stored_dtype),) = source.stored_shapes().values()
             dtype = getattr(torch, stored_dtype)
         num_bytes = prod(source.shape) * dtype.itemsize
-        pattern = torch.empty(num_bytes // 8 + 1, dtype=torch.int64).random_(generator=generator)
+        pattern = torch.empty(num_bytes // 8 + 1, dtype=torch.int64, device="cpu")
+        pattern.random_(generator=generator)
         return pattern.view(torch.uint8)[:num_bytes].view(dtype).view(source.shape)
 
     def _describe_sources(self) -> str:

@@ -61,9 +61,9 @@ class Passes:
         if sequence.cache is None:
             sequence.cache = DynamicCache(config=self._moe.model.config)
         inputs = {
-            "input_ids": torch.tensor([chunk]),
-            "attention_mask": torch.ones((1, start + len(chunk)), dtype=torch.long),
-            "position_ids": torch.arange(start, start + len(chunk))[None],
+            "input_ids": torch.tensor([chunk], device="cpu"),
+            "attention_mask": torch.ones((1, start + len(chunk)), dtype=torch.long, device="cpu"),
+            "position_ids": torch.arange(start, start + len(chunk), device="cpu")[None],
             "past_key_values": sequence.cache,
         }
         step = self._step(Phase.PREFILL, [sequence] * len(chunk), chunk, begins=start == 0)

@@ -56,6 +56,9 @@ class Chosen:
     alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), the likeliest first
 
 
+NO_IDS_1T = torch.empty((1, 0), dtype=torch.long, device="cpu")
+
+
 class Sampler:
     """Chooses the tokens of one sequence, one after another."""
 
@@ -71,7 +74,7 @@ class Sampler:
         self._processors: list[Processor] = []
         if sampling.repetition_penalty != 1.0:
             self._add(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-            self._ids_T = torch.tensor(prompt_ids)
+            self._ids_T = torch.tensor(prompt_ids, device="cpu")
         if not sampling.is_greedy:
             self._add_warpers()
 
@@ -98,7 +101,7 @@ class Sampler:
             logprobs_V = logits_V.log_softmax(dim=-1)
         self._penalise(logits_V)
         scores_1V = logits_V[None]
-        ids_1T = torch.empty((1, 0), dtype=torch.long) if self._ids_T is None else self._ids_T[None]
+        ids_1T = NO_IDS_1T if self._ids_T is None else self._ids_T[None]
         for processor in self._processors:
             scores_1V = processor(ids_1T, scores_1V)
         if not self._sampling.is_greedy:
@@ -114,14 +117,14 @@ class Sampler:
         for token_id, bias in sampling.logit_bias.items():
             logits_V[token_id] += bias
         if (sampling.frequency_penalty or sampling.presence_penalty) and self._generated:
-            ids = torch.tensor(list(self._generated))
-            times = torch.tensor(list(self._generated.values()), dtype=torch.float32)
+            ids = torch.tensor(list(self._generated), device="cpu")
+            times = torch.tensor(list(self._generated.values()), dtype=torch.float32, device="cpu")
             logits_V[ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
 
     def _remember(self, token_id: int) -> None:
         self._generated[token_id] = self._generated.get(token_id, 0) + 1
         if self._ids_T is not None:
-            self._ids_T = torch.cat([self._ids_T, torch.tensor([token_id])])
+            self._ids_T = torch.cat([self._ids_T, torch.tensor([token_id], device="cpu")])
 
     def _with_logprobs(self, token_id: int, logprobs_V: Tensor | None) -> Chosen:
         if logprobs_V is None:
