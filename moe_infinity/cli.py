@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Timer, main_thread
 from typing import Annotated, Any
 
 import typer
@@ -309,8 +310,17 @@ def result_of(stream: Any, moe: Any) -> dict[str, Any]:
     }
 
 
+def _press_again(dropped: Any) -> None:
+    """Ctrl-C in a `__del__`, which Python drops: packages that we import have thousands to run."""
+    if dropped.exc_type is KeyboardInterrupt:
+        Timer(0.01, signal.pthread_kill, (main_thread().ident, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(dropped)
+
+
 def main() -> None:
     """Entry point: our errors become one message and exit code 1, wrong usage 2, Ctrl-C 130."""
+    sys.unraisablehook = _press_again
     try:
         app()
     except MoEInfinityError as error:

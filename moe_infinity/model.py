@@ -59,7 +59,6 @@ class MoE:
     threads, one at a time.
     """
 
-    @torch.inference_mode(False)  # or nothing could be changed outside of the caller's
     def __init__(
         self,
         checkpoint: str | Path,
@@ -74,43 +73,44 @@ class MoE:
         """
         self.checkpoint = str(checkpoint)
         self.config = OffloadConfig.from_options(config, options)
-        self._device = ComputeDevice(self.config)
-        experts_backend.register()
-        with self._device.explaining():
-            loaded = load_without_experts(
-                self.checkpoint,
-                dtype=self.config.dtype,
-                experts_implementation=experts_backend.BACKEND,
-                trust_remote_code=self.config.trust_remote_code,
-                num_read_threads=self.config.num_read_threads,
-                device=self._device.device,
-                prepare=self._device.prepare,
-            )
-        self.model: Any = loaded.model
-        self.model.save_pretrained = self._refuse_saving
-        self._lock = threading.RLock()
-        self._is_closed = False
-        self._startup_bytes_read = loaded.startup_bytes_read
-        try:
-            plan = loaded.plan
-            self._runtime = ExpertRuntime(plan, loaded.reader, self.config, self._device.slots)
-        except BaseException:
-            loaded.reader.close()
-            raise
-        try:
-            if self.config.early_gate:
-                self._runtime.early_gate = EarlyGate(self.model, plan.rows)
-            if self.config.split_misses:
-                share = self._runtime.cpu_share = CpuShare(plan, self._runtime.tiers)
-                self._runtime.experts += f", {share.how}"
-            self._graphed = let_device_decide(self.model, plan, self._runtime, self.config)
-            self._signature = signature_of(self.model, plan.rows)
-            self._load_history()
-        except BaseException:
-            self._runtime.close()
-            raise
-        self._steps = experts_backend.attach(self.model, plan.rows, self._runtime)
-        self._lean = self._device.lean_steps(self.model, is_packed=plan.packing is not None)
+        with torch.inference_mode(False):  # what is made inside of it cannot be changed outside
+            self._device = ComputeDevice(self.config)
+            experts_backend.register()
+            with self._device.explaining():
+                loaded = load_without_experts(
+                    self.checkpoint,
+                    dtype=self.config.dtype,
+                    experts_implementation=experts_backend.BACKEND,
+                    trust_remote_code=self.config.trust_remote_code,
+                    num_read_threads=self.config.num_read_threads,
+                    device=self._device.device,
+                    prepare=self._device.prepare,
+                )
+            self.model: Any = loaded.model
+            self.model.save_pretrained = self._refuse_saving
+            self._lock = threading.RLock()
+            self._is_closed = False
+            self._startup_bytes_read = loaded.startup_bytes_read
+            try:
+                plan = loaded.plan
+                self._runtime = ExpertRuntime(plan, loaded.reader, self.config, self._device.slots)
+            except BaseException:
+                loaded.reader.close()
+                raise
+            try:
+                if self.config.early_gate:
+                    self._runtime.early_gate = EarlyGate(self.model, plan.rows)
+                if self.config.split_misses:
+                    share = self._runtime.cpu_share = CpuShare(plan, self._runtime.tiers)
+                    self._runtime.experts += f", {share.how}"
+                self._graphed = let_device_decide(self.model, plan, self._runtime, self.config)
+                self._signature = signature_of(self.model, plan.rows)
+                self._load_history()
+            except BaseException:
+                self._runtime.close()
+                raise
+            self._steps = experts_backend.attach(self.model, plan.rows, self._runtime)
+            self._lean = self._device.lean_steps(self.model, is_packed=plan.packing is not None)
 
     @cached_property
     def tokenizer(self) -> Any:

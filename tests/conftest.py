@@ -234,6 +234,7 @@ def command(
 ) -> Iterator[Callable[..., Outcome]]:
     """command("run", ...) -> what `moe-infinity run ...` does, in this process."""
     handlers = logging.root.handlers[:]
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # main() has its own
     on_ctrl_c = signal.getsignal(signal.SIGINT)
 
     def call(*args: object, stdin: str = "") -> Outcome:

@@ -286,6 +286,29 @@ def test_a_command_ends_soon_with_code_130_and_not_a_word(tmp_path, times):
         assert moe._runtime.predictor.num_tokens > 0
 
 
+IN_A_FINALIZER = """
+import os, signal, time
+from moe_infinity import cli
+
+class Held:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+def app():
+    Held()
+    time.sleep(50)
+
+cli.app = app
+cli.main()
+"""
+
+
+def test_ctrl_c_is_not_lost_where_python_drops_exceptions():
+    done = subprocess.run([sys.executable, "-c", IN_A_FINALIZER], capture_output=True, timeout=40)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_trace_that_is_interrupted_is_not_written(tmp_path):
