@@ -10,6 +10,7 @@ slots by copies. Several devices have a slab, a ring and a link each; slot ids g
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -128,7 +129,11 @@ class SourceSlots(HostSlots):
         assert slot_bytes % PAGE_BYTES == 0, slot_bytes
         self._link = link
         self._chunk_slots = max(1, LOCKED_CHUNK_BYTES // slot_bytes)
-        self._is_locked: dict[int, bool] = {}  # by chunk, once tried
+        self._locked: dict[int, Tensor] = {}  # chunks
+        self._is_refused = False  # the machine locks no more
+        # Comes by itself, too: memory may not go while devices know it as locked.
+        self.close = weakref.finalize(self, _unlock, link, self._locked)
+        self.close.atexit = False
         self._lock = threading.Lock()
         self._copied_by: dict[int, Copy] = {}  # the last copy out of each slot
 
@@ -145,25 +150,23 @@ class SourceSlots(HostSlots):
         self._copied_by[slot_id] = copy
 
     def is_locked(self, slot_id: int) -> bool:
-        return self._is_locked.get(slot_id // self._chunk_slots, False)
+        return slot_id // self._chunk_slots in self._locked
 
     def _lock_chunk(self, chunk: int) -> None:
         with self._lock:
-            if chunk not in self._is_locked:
-                has_failed = not all(self._is_locked.values())
-                self._is_locked[chunk] = not has_failed and self._link.page_lock(self._chunk(chunk))
+            if chunk not in self._locked and not self._is_refused:
+                first = chunk * self._chunk_slots
+                num_slots = min(self._chunk_slots, self.num_slots - first)
+                memory = self.tensor_of(first, num_slots * self.slot_bytes)
+                self._is_refused = not self._link.page_lock(memory)
+                if not self._is_refused:
+                    self._locked[chunk] = memory
 
-    def _chunk(self, chunk: int) -> Tensor:
-        first = chunk * self._chunk_slots
-        num_slots = min(self._chunk_slots, self.num_slots - first)
-        return self.tensor_of(first, num_slots * self.slot_bytes)
 
-    def close(self) -> None:
-        """Nothing copies any more."""
-        for chunk, is_locked in self._is_locked.items():
-            if is_locked:
-                self._link.page_unlock(self._chunk(chunk))
-        self._is_locked.clear()
+def _unlock(link: Link, locked: dict[int, Tensor]) -> None:
+    link.synchronize()  # or something would still be read or written there
+    while locked:
+        link.page_unlock(locked.popitem()[1])
 
 
 def num_device_slots(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import weakref
+from contextlib import ExitStack
 from pathlib import Path
 
 from moe_infinity.memory.chunks import BLOCK_BYTES, BounceBuffer, Chunk
@@ -21,16 +23,20 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self.num_users = 0
         self._is_retired = False
+        opened = ExitStack()
+        self._close = weakref.finalize(self, opened.close)  # once, if only when nobody has us
         self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        opened.callback(os.close, self._cached)
         self._is_small = os.fstat(self._cached).st_size < SMALL_FILE_BYTES
         self._direct: int | None = None
         self._is_refused = False
         if sys.platform == "linux" and not self._is_small:
             try:
                 self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                opened.callback(os.close, self._direct)
             except OSError as error:
                 if error.errno not in REFUSALS:
-                    os.close(self._cached)
+                    self._close()
                     raise
 
     def read_direct(self, chunk: Chunk, buffer: BounceBuffer) -> int:
@@ -63,8 +69,5 @@ class OpenFile:
         self.close_if_unused()
 
     def close_if_unused(self) -> None:
-        if self._is_retired and self.num_users == 0 and self._cached >= 0:
-            os.close(self._cached)
-            if self._direct is not None:
-                os.close(self._direct)
-            self._cached, self._direct = -1, None
+        if self._is_retired and self.num_users == 0:
+            self._close()

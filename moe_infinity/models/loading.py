@@ -67,13 +67,9 @@ class StoredSlice:
         return parts[""][index]
 
     def _read(self, tensor: StoredTensor) -> Tensor:
-        raw = bytearray(tensor.extent.num_bytes)
-        self._reader.read_into(tensor.extent, memoryview(raw))
-        dtype = getattr(torch, tensor.dtype)
-        whole = (
-            torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
-        )
-        return whole.view(tensor.shape)
+        raw = torch.empty(tensor.extent.num_bytes, dtype=torch.uint8, device="cpu")
+        self._reader.read_into(tensor.extent, raw.numpy().data)
+        return raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
 
     def get_shape(self) -> list[int]:
         return list(self._weight.shape)

@@ -1,0 +1,66 @@
+"""A model that nobody closes and nobody has any more, as in a notebook whose cell runs again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.fake_link import FakeLink, fake_device
+from moe_infinity import MoE
+from tests.fast_device import FAST, STATIC
+from tests.on_device import greedy
+
+
+def open_files() -> set[str]:
+    links = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+    return {os.readlink(link) for link in links if os.path.islink(link)}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no /proc")
+def test_its_files_are_closed(tiny_checkpoint):
+    moe = MoE(tiny_checkpoint, device="cpu", host_memory="50%")
+    greedy(moe)
+    assert any(name.startswith(str(tiny_checkpoint)) for name in open_files())
+    del moe
+    gc.collect()
+    assert not any(name.startswith(str(tiny_checkpoint)) for name in open_files())
+
+
+class WatchedLink(FakeLink):
+    """Whose memory is still there when it is unlocked, and nothing runs that uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def synchronize(self) -> None:
+        self.asked.append("waits")
+        super().synchronize()
+
+    def page_unlock(self, memory: torch.Tensor) -> None:
+        self.asked.append("unlocks")
+        memory.zero_()
+        super().page_unlock(memory)
+
+
+@pytest.mark.parametrize("options", [{}, FAST])
+def test_its_pages_are_unlocked_before_the_memory_goes(tiny_checkpoint, options):
+    link = WatchedLink()
+    with fake_device(link):
+        moe = MoE(tiny_checkpoint, device_memory="30%", host_memory="50%", **options)
+        static: dict[str, Any] = STATIC if options else {}
+        greedy(moe, **static)
+    chunk = next(iter(moe._runtime.tiers[1].slots._locked.values())).data_ptr()
+    assert chunk in link.locked
+    link.asked.clear()
+    slots = weakref.ref(moe._runtime.tiers[1].slots)
+    del moe
+    gc.collect()
+    assert slots() is None
+    assert chunk not in link.locked
+    assert link.asked == ["waits", "unlocks"]
