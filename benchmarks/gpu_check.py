@@ -8,14 +8,15 @@ Needs torch, transformers and numpy; nothing is installed or fetched. Models are
 shapes of published ones with fewer layers (`shapes`), gpt-oss in MXFP4; budgets are the shares of
 all experts that 8, 12 and 24 GB are of the whole model. Every row names its ceiling. First what
 decides for every shape, the most important one first; then the rest of it for some. Rows are
-written after each stage to RESULTS/gpu_check.json; a stage that fails, or finds no time, is a row,
-too.
+written as they come to RESULTS/gpu_check.json; a stage that fails, or finds no time, is a row, too;
+`--resume` that file to go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,7 +59,7 @@ from gpu_stage import ENDED, Check, has_gpu  # noqa: E402
 
 
 def shapes(*, is_fake: bool) -> list[Shape]:
-    """None is written as more than 10 GB, which lie in memory beside HOST's slots."""
+    """With so many layers none is written as more than 10 GB, which lie beside HOST's slots."""
     tiny = partial(partial, is_tiny=True) if is_fake else lambda make: make
     gpt_oss_120b = partial(gpt_oss, num_experts=128)
     made = [
@@ -120,7 +121,7 @@ def measure(check: Check, shape: Shape, stages: dict[Callable[..., None], float]
         check.stage(f"{shape.name}: write", 2e-9 * shape.folder_bytes * scale, writing)
         for run, needs_s in stages.items():
             name = f"{shape.name}: {run.__name__}"
-            if not folder.is_dir():
+            if not folder.is_dir() and not check.is_done(name):
                 check.leave_out(name, "no checkpoint was written")
                 continue
             check.stage(name, needs_s * scale, partial(run, check, folder, shape))
@@ -148,7 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
     parser.add_argument("--fake", action="store_true", help="tiny, on the CPU: checks the script")
-    parser.add_argument("--traces", type=Path, default=TRACES, help="recorded routing, by folder")
+    parser.add_argument(
+        "--traces", type=Path, help="folders of recorded routing, as in shared data"
+    )
     parser.add_argument("--whole", metavar="SHAPE", help="instead: this one with all its layers")
     parser.add_argument("--resume", type=Path, metavar="JSON", help="go on where this run ended")
     parser.add_argument("--minutes", type=float, default=8.5, help="stages begin within this time")
@@ -157,9 +160,17 @@ def main() -> None:
         raise SystemExit(
             f"torch {torch.__version__} finds no CUDA device; --fake checks the script without one"
         )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that scratch folders go
+    traces = TRACES if args.traces is None else args.traces
+    for name in [shape.trace for shape in shapes(is_fake=args.fake) if shape.trace]:
+        if not (traces / name / "experts.npz").is_file():
+            if args.traces is not None:
+                raise SystemExit(f"{traces} has no {name}/experts.npz")
+            print(f"no {name} in {traces}: routing is random")
     check = Check(
-        args.out, args.traces, is_fake=args.fake, minutes=args.minutes, resumed=args.resume
-    )
+        args.out, traces, is_fake=args.fake, minutes=args.minutes, whole=args.whole,
+        resumed=args.resume,
+    )  # fmt: skip
     run_checks(check) if args.whole is None else run_whole(check, args.whole)
     print(table_of(check.rows))
     is_wrong = [row for row in check.rows if row["value"] is False]

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from moe_infinity import MoE
 
 FORK = multiprocessing.get_context("fork")  # modules are there, and nobody has asked CUDA yet
 FAKE_LIMIT_S = 600.0
+OVERTIME_S = 45.0  # of the last stage, if its time was estimated wrongly
 ENDED = "stage"  # the last row of one: seconds, or why there are none
 END_S = 30.0  # of a process that is over or was killed: what it page-locked takes a while
 
@@ -42,11 +43,11 @@ def _end_with_0_if_there_is_one() -> None:
     raise SystemExit(0 if torch.cuda.is_available() else 1)
 
 
-def rows_to_keep(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of stages that were over, but for what every machine has to do again."""
+def stages_done(rows: list[dict[str, Any]]) -> set[str]:
+    """Those that were over, but for what every machine has to do again."""
     is_over = [row for row in rows if row["name"] == ENDED and isinstance(row["value"], float)]
     done = {row["stage"] for row in is_over} - {"machine", "link"}
-    return [row for row in rows if row["stage"] in done and not row["stage"].endswith(": write")]
+    return {name for name in done if not name.endswith(": write")}
 
 
 @dataclass
@@ -61,17 +62,29 @@ class Check:
     """Rows, and the time that is left for more."""
 
     def __init__(
-        self, out: Path, traces: Path, *, is_fake: bool, minutes: float, resumed: Path | None = None
+        self,
+        out: Path,
+        traces: Path,
+        *,
+        is_fake: bool,
+        minutes: float,
+        whole: str | None = None,
+        resumed: Path | None = None,
     ) -> None:
-        """`resumed`: what an earlier run wrote, whose stages are not repeated."""
+        """`resumed`: what an earlier run of the same kind wrote. What it has done is not repeated,
+        and the rest of its rows stay until their stage runs.
+        """
         self.is_fake, self.traces = is_fake, traces
+        self._kind = {"is_fake": is_fake, "whole": whole}
         self.rows: list[dict[str, Any]] = []
         self.found = Found()
         if resumed is not None:
             earlier = json.loads(resumed.read_text())
-            self.rows = rows_to_keep(earlier["rows"])
+            if earlier["kind"] != self._kind:
+                raise SystemExit(f"{resumed} has another kind of run: {earlier['kind']}")
+            self.rows = earlier["rows"]
             self.found.resident_tokens = earlier["resident_tokens"]
-        self._done = {row["stage"] for row in self.rows}
+        self._done = stages_done(self.rows)
         self._stage = ""
         self._tell: Connection | None = None  # whoever waits for this stage
         self._file = out / "gpu_check.json"
@@ -97,6 +110,7 @@ class Check:
         if isinstance(ceiling, float) and isinstance(value, float) and value > 0:
             row["of_ceiling"] = ceiling / value if unit == "ms" else value / ceiling
         row = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+        json.dumps(row)  # here, where it is this stage that fails
         self.rows.append(row)
         if self._tell is None:
             self.write()
@@ -122,16 +136,19 @@ class Check:
             self.leave_out(name, "no time")
             return
         print(f"-- {name}", flush=True)
-        self._stage = name
-        failed = self._run_apart(run, FAKE_LIMIT_S if self.is_fake else 30 + 3 * needs_s)
+        self._stage, self.rows = name, [row for row in self.rows if row["stage"] != name]
+        limit_s = min(30 + 3 * needs_s, self._ends_at + OVERTIME_S - started)
+        failed = self._run_apart(run, FAKE_LIMIT_S if self.is_fake else limit_s)
         if failed is not None:
             self.add(ENDED, f"failed: {failed}"[:300])
         else:
             self.add(ENDED, time.perf_counter() - started, "s")
 
     def leave_out(self, name: str, why: str) -> None:
-        self._stage = name
-        self.add(ENDED, f"left out: {why}")
+        """Unless an earlier run got something of it."""
+        if not any(row["stage"] == name for row in self.rows):
+            self._stage = name
+            self.add(ENDED, f"left out: {why}")
 
     def _run_apart(self, run: Callable[[], None], limit_s: float) -> str | None:
         """Add the rows of a process that runs it. Gives what went wrong."""
@@ -140,8 +157,8 @@ class Check:
         process.start()
         tell.close()
         try:
-            failed = self._hear(listen, limit_s)
-        except EOFError:
+            failed = self._hear(listen, process.sentinel, limit_s)
+        except (EOFError, OSError):  # in the middle of a row
             process.join(END_S)
             failed = f"its process ended with {process.exitcode}"
         if failed is None:
@@ -150,9 +167,11 @@ class Check:
         process.join(END_S)
         return failed
 
-    def _hear(self, listen: Connection, limit_s: float) -> str | None:
+    def _hear(self, listen: Connection, sentinel: int, limit_s: float) -> str | None:
         ends_at = time.perf_counter() + limit_s
-        while listen.poll(max(ends_at - time.perf_counter(), 0)):
+        while ready := wait([listen, sentinel], max(ends_at - time.perf_counter(), 0)):
+            if listen not in ready and not listen.poll():
+                raise EOFError
             told = listen.recv()
             if isinstance(told, tuple):
                 self.found, failed = told
@@ -171,8 +190,15 @@ class Check:
         tell.send((self.found, failed))
 
     def write(self) -> None:
-        told = {"resident_tokens": self.found.resident_tokens, "rows": self.rows}
-        self._file.write_text(json.dumps(told, indent=1) + "\n")
+        """All at once, so that a full disk or the end of us leaves what was there before."""
+        told = {"kind": self._kind, "resident_tokens": self.found.resident_tokens}
+        text = json.dumps(told | {"rows": self.rows}, indent=1) + "\n"
+        unfinished = self._file.with_suffix(".tmp")
+        try:
+            unfinished.write_text(text)
+            unfinished.replace(self._file)
+        except OSError as error:
+            print(f"{self._file} cannot be written: {error}", flush=True)
 
     @contextmanager
     def model(self, folder: Path, **options: Any) -> Iterator[MoE]:

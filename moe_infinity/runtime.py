@@ -88,7 +88,7 @@ class ExpertRuntime:
         self.cpu_share: CpuShare | None = None
         self.device_steps: DeviceSteps | None = None
         self.cancelled: Event | None = None  # of who waits for the text; a long prompt heeds it
-        self.in_pass = False  # of the model: until it ends, and for good if it was left
+        self.in_pass = False  # of the model; stays so if it was left, until the next one
         self.recorder = Recorder(len(rows), num_experts)
         self.counters = Counters()
         self.activated: list[list[int]] = [[] for _ in rows]  # by each row's last step

@@ -51,8 +51,11 @@ ONE_HOUR_PATH = [
     "models/experts_backend.py",
 ]
 # What torch makes in its default dtype and on its default device, which are the user's.
-MADE_BY_TORCH = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
-OF_INTS = ("arange", "tensor")  # in int64, whatever the default is
+MADE_BY_TORCH = (
+    "arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+)  # fmt: skip
+OF_INTS = ("arange", "randint", "randperm")  # if asked so
 NO_TORCH = ("cache", "trace", "prefetch", "simulator")  # bookkeeping that runs on any laptop
 MARKER = re.compile(r"\b(TODO|FIXME|XXX)\b")
 

@@ -55,12 +55,13 @@ def test_its_pages_are_unlocked_before_the_memory_goes(tiny_checkpoint, options)
         moe = MoE(tiny_checkpoint, device_memory="30%", host_memory="50%", **options)
         static: dict[str, Any] = STATIC if options else {}
         greedy(moe, **static)
-    chunk = next(iter(moe._runtime.tiers[1].slots._locked.values())).data_ptr()
+    slots: Any = moe._runtime.tiers[1].slots
+    chunk = next(iter(slots._locked.values())).data_ptr()
     assert chunk in link.locked
     link.asked.clear()
-    slots = weakref.ref(moe._runtime.tiers[1].slots)
-    del moe
+    after = weakref.ref(slots)
+    del moe, slots
     gc.collect()
-    assert slots() is None
+    assert after() is None
     assert chunk not in link.locked
     assert link.asked == ["waits", "unlocks"]

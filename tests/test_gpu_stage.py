@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fast_device import CACHES, on_device
+from tests.fast_device import CACHES, bring_every_expert, on_device
 from tests.recorded_graph import record_graphs
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -37,7 +37,9 @@ def check(modules, tmp_path):
 def rows_of(check: Any, folder: Path) -> dict[str, Any]:
     """As they are written; without how long stages took."""
     told = json.loads((folder / "gpu_check.json").read_text())
-    assert told == {"resident_tokens": check.found.resident_tokens, "rows": check.rows}
+    kind = {"is_fake": True, "whole": None}
+    tokens = check.found.resident_tokens
+    assert told == {"kind": kind, "resident_tokens": tokens, "rows": check.rows}
     return {f"{r['stage']}: {r['name']}": r["value"] for r in check.rows if r["unit"] != "s"}
 
 
@@ -81,6 +83,11 @@ def test_a_run_goes_on_with_what_an_earlier_one_has_not_done(check, modules, tmp
     earlier = tmp_path / "earlier.json"
     (tmp_path / "gpu_check.json").rename(earlier)
     Check, out = modules("gpu_stage").Check, tmp_path / "out"
+    with pytest.raises(SystemExit, match="another kind of run"):
+        Check(out, tmp_path, is_fake=True, minutes=1, whole="a shape", resumed=earlier)
+    without_time = Check(out, tmp_path, is_fake=True, minutes=0, resumed=earlier)
+    without_time.stage("first", 1, measuring)
+    assert without_time.rows == check.rows
     resumed = Check(out, tmp_path, is_fake=True, minutes=1, resumed=earlier)
     assert resumed.found.resident_tokens == {"a shape": [1, 2]}
     for name in ("link", "first", "second", "third", "a shape: write"):
@@ -112,6 +119,34 @@ def test_a_stage_that_does_not_end_is_left(check, modules, tmp_path, monkeypatch
         os.kill(int(told.read_text()), 0)
 
 
+def test_a_stage_whose_own_child_lives_on_is_seen_to_die(check, tmp_path):
+    def killed():
+        if os.fork() == 0:
+            time.sleep(5)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    check.stage("first", 1, killed)
+    assert rows_of(check, tmp_path) == {"first: stage": "failed: its process ended with -9"}
+
+
+def test_what_cannot_be_written_fails_its_stage_and_a_full_disk_none(check, tmp_path, monkeypatch):
+    check.stage("first", 1, lambda: check.add("seen", np.float32(1)))
+    assert rows_of(check, tmp_path)["first: stage"].startswith("failed: TypeError")
+    before = (tmp_path / "gpu_check.json").read_text()
+
+    def full(file: Path, text: str) -> None:
+        file.write_bytes(text.encode()[:100])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        check.stage("second", 1, lambda: check.add("seen", 1.0))
+    assert (tmp_path / "gpu_check.json").read_text() == before
+    check.stage("third", 1, lambda: check.add("seen", 2.0))
+    assert {"second: seen", "third: seen"} <= rows_of(check, tmp_path).keys()
+
+
 def test_a_stage_without_time_is_left_out(check, tmp_path):
     check.stage("long", 61, lambda: check.add("seen", True))
     assert rows_of(check, tmp_path) == {"long: stage": "left out: no time"}
@@ -139,16 +174,19 @@ def test_requests_that_are_long_enough_and_do_not_repeat_are_cut(modules, tmp_pa
     assert modules("gpu_routing").recorded_requests(tmp_path, without, NUM_TOKENS) is None
 
 
+@pytest.mark.parametrize("host_memory", ["40%", "100%"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_request_goes_where_the_recorded_one_went(
-    tiny_checkpoint, modules, tmp_path, monkeypatch, cache
+    tiny_checkpoint, modules, tmp_path, monkeypatch, cache, host_memory
 ):
     """Also by a graph, and in steps that are lost."""
     record_graphs(monkeypatch)
     experts = recorded(tmp_path / "of a model", 3, [NUM_TOKENS, NUM_TOKENS], repeated=-1)
     requests = torch.from_numpy(experts).long().view(2, NUM_TOKENS, 3, 2)
     prompt = torch.arange(5, 11)[None]
-    with on_device(tiny_checkpoint, "30%", "40%") as moe:
+    with on_device(tiny_checkpoint, "30%", host_memory) as moe:
+        if host_memory == "100%":
+            bring_every_expert(moe)
         for request in requests:
             with modules("gpu_routing").replaying(moe, request, "cpu"), moe.recording() as finish:
                 moe.generate(prompt, max_new_tokens=9, do_sample=False, **cache)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -143,6 +144,8 @@ def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch,
     }.items():
         assert hasattr(torch.cuda, name), name
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    generator = mock.Mock(**{"clone_state.return_value": "as new"})
+    monkeypatch.setattr(torch.cuda, "default_generators", [None, generator])
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: released.append(pool))
     graphed_step._capture_stream.cache_clear()
@@ -152,6 +155,8 @@ def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch,
     assert streams[-1] == "compute"
     assert pools == {"others"}
     assert released == ([(1, "the graph's")] if is_invalidated else [])
+    left = [mock.call("as new")] if is_invalidated else []
+    assert generator.graphsafe_set_state.mock_calls == left
 
 
 def test_closing_gives_the_models_own_forward_back(tiny_checkpoint):

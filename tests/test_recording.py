@@ -4,9 +4,12 @@ and the EAMs of `generate()`."""
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -104,3 +107,34 @@ def test_a_trace_that_could_not_be_written_is_refused_before_generating(moe, tmp
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     refused(tmp_path / "trace.npz")
     assert moe.report().prefill.steps == 0
+
+
+def test_ctrl_c_while_a_step_is_handed_over_neither_loses_nor_repeats_it(moe):
+    """At every line of it, in turn."""
+    left = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_name not in ("_flush", "_end_requests"):
+            return None
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    for num_lines in range(1, 1000):
+        with moe.recording() as finish:
+            generate(moe, PROMPT, **GREEDY)
+            others = replace(moe._runtime.recorder.step, begins_B=np.ones(2, dtype=bool))
+            left, before = num_lines, sys.gettrace()
+            sys.settrace(trace)
+            try:
+                moe._runtime.note_begin(others)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(before)
+            assert [len(trace.token_ids_T) for trace in finish()] == [14, 14], num_lines
+        if left > 0:
+            break
+    assert 20 < num_lines < 999

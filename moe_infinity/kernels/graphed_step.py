@@ -171,11 +171,13 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _leave_pool(device: torch.device, pool: Any) -> None:
     """If CUDA ended the capture, torch 2.11 goes on as if it were under way: no other one could
-    begin, and no memory be given back, which every new model does.
+    begin, no memory be given back, which every new model does, and no random number be drawn.
     """
     with suppress(RuntimeError):  # unless it has left it
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
+        generator = torch.cuda.default_generators[device.index]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def copy_of(out: Any) -> Any:

@@ -34,7 +34,9 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
     table.sources_P[: len(index_P)] = 0
     if table.is_lost():
         index_P = [-1] * len(index_P)
-    table.told_L2P[moe_row, 0, : len(index_P)] = torch.tensor(index_P, device="cpu")
+    table.told_L2P[moe_row, 0, : len(index_P)] = torch.tensor(
+        index_P, dtype=torch.int32, device="cpu"
+    )
     table.told_L2P[moe_row, 1, : len(index_P)] = NOTHING
     for expert, num_uses in Counter(index_P).items():
         if expert >= 0:

@@ -74,17 +74,17 @@ class DecodeBatch:
         if self.cache is None or not rows:
             self.cache = None
             return
-        rows_B = torch.tensor(rows, device="cpu")
+        rows_B = torch.tensor(rows, dtype=torch.long, device="cpu")
         for layer in self.cache.layers:
             _keep_rows(layer, rows_B, self.longest)
 
     def inputs(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """What the model is called with for one new token of each sequence."""
-        lengths_B1 = torch.tensor(self._lengths, device="cpu")[:, None]
+        lengths_B1 = torch.tensor(self._lengths, dtype=torch.long, device="cpu")[:, None]
         places_T = torch.arange(self.longest + 1, device="cpu")
         mask_BT = (places_T >= self.longest - lengths_B1).to(torch.long)
         return {
-            "input_ids": torch.tensor(token_ids, device="cpu")[:, None],
+            "input_ids": torch.tensor(token_ids, dtype=torch.long, device="cpu")[:, None],
             "attention_mask": mask_BT,
             "position_ids": lengths_B1,
             "past_key_values": self.cache,

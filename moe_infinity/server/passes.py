@@ -61,7 +61,7 @@ class Passes:
         if sequence.cache is None:
             sequence.cache = DynamicCache(config=self._moe.model.config)
         inputs = {
-            "input_ids": torch.tensor([chunk], device="cpu"),
+            "input_ids": torch.tensor([chunk], dtype=torch.long, device="cpu"),
             "attention_mask": torch.ones((1, start + len(chunk)), dtype=torch.long, device="cpu"),
             "position_ids": torch.arange(start, start + len(chunk), device="cpu")[None],
             "past_key_values": sequence.cache,

@@ -74,7 +74,7 @@ class Sampler:
         self._processors: list[Processor] = []
         if sampling.repetition_penalty != 1.0:
             self._add(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-            self._ids_T = torch.tensor(prompt_ids, device="cpu")
+            self._ids_T = torch.tensor(prompt_ids, dtype=torch.long, device="cpu")
         if not sampling.is_greedy:
             self._add_warpers()
 
@@ -117,14 +117,16 @@ class Sampler:
         for token_id, bias in sampling.logit_bias.items():
             logits_V[token_id] += bias
         if (sampling.frequency_penalty or sampling.presence_penalty) and self._generated:
-            ids = torch.tensor(list(self._generated), device="cpu")
+            ids = torch.tensor(list(self._generated), dtype=torch.long, device="cpu")
             times = torch.tensor(list(self._generated.values()), dtype=torch.float32, device="cpu")
             logits_V[ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
 
     def _remember(self, token_id: int) -> None:
         self._generated[token_id] = self._generated.get(token_id, 0) + 1
         if self._ids_T is not None:
-            self._ids_T = torch.cat([self._ids_T, torch.tensor([token_id], device="cpu")])
+            self._ids_T = torch.cat(
+                [self._ids_T, torch.tensor([token_id], dtype=torch.long, device="cpu")]
+            )
 
     def _with_logprobs(self, token_id: int, logprobs_V: Tensor | None) -> Chosen:
         if logprobs_V is None:

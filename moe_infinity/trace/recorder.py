@@ -170,32 +170,32 @@ class TokenRecorder:
     def _flush(self) -> None:
         """Hand the tokens of the step that just ended to their sequences."""
         step, rows = self._step, self._rows
-        self._step, self._rows = None, {}
         if step is None or not rows:
             return
         if len(rows) != self._num_rows or len({row.shape for row in rows.values()}) > 1:
+            self._step, self._rows = None, {}
             raise TraceError(
                 f"a step ran {len(rows)} of {self._num_rows} MoE rows, or with unequal top-k: "
                 "no trace of it"
             )
         experts_TLK = np.stack([rows[row] for row in range(self._num_rows)], axis=1)
         sequence_T, token_ids_T = step.sequence_of_token_T, step.counted_token_ids_T
-        for idx, parts in enumerate(self._running):
+        running = [parts.copy() for parts in self._running]
+        for idx, parts in enumerate(running):
             mine = sequence_T == idx
-            num_tokens = int(mine.sum())
-            if not num_tokens:
-                continue
-            parts.append(
-                SequenceTrace(
-                    experts_TLK[mine],
-                    token_ids_T[mine],
-                    np.full(num_tokens, step.phase is Phase.PREFILL),
-                    np.full(num_tokens, self._step_idx),
+            if num_tokens := int(mine.sum()):
+                parts.append(
+                    SequenceTrace(
+                        experts_TLK[mine],
+                        token_ids_T[mine],
+                        np.full(num_tokens, step.phase is Phase.PREFILL),
+                        np.full(num_tokens, self._step_idx),
+                    )
                 )
-            )
+        self._running, self._step, self._rows = running, None, {}  # at once: Ctrl-C may come
 
     def _end_requests(self, sequences: Iterable[int]) -> None:
         for idx in sequences:
             if self._running[idx]:
-                self._finished.append(SequenceTrace.concatenate(self._running[idx]))
-            self._running[idx] = []
+                trace = SequenceTrace.concatenate(self._running[idx])
+                self._finished, self._running[idx] = [*self._finished, trace], []
