@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ class Check:
         process.start()
         tell.close()
         try:
-            failed = self._hear(listen, process.sentinel, limit_s)
+            failed = self._hear(listen, process.is_alive, limit_s)
         except (EOFError, OSError):  # in the middle of a row
             process.join(END_S)
             failed = f"its process ended with {process.exitcode}"
@@ -167,10 +167,14 @@ class Check:
         process.join(END_S)
         return failed
 
-    def _hear(self, listen: Connection, sentinel: int, limit_s: float) -> str | None:
+    def _hear(self, listen: Connection, is_alive: Callable[[], bool], limit_s: float) -> str | None:
+        """Raises EOFError if the process died; a child of its own may hold the pipe open."""
         ends_at = time.perf_counter() + limit_s
-        while ready := wait([listen, sentinel], max(ends_at - time.perf_counter(), 0)):
-            if listen not in ready and not listen.poll():
+        while (left_s := ends_at - time.perf_counter()) > 0:
+            was_alive = is_alive()
+            if not listen.poll(min(left_s, 1.0)):
+                if was_alive:
+                    continue
                 raise EOFError
             told = listen.recv()
             if isinstance(told, tuple):

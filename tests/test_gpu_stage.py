@@ -119,14 +119,19 @@ def test_a_stage_that_does_not_end_is_left(check, modules, tmp_path, monkeypatch
         os.kill(int(told.read_text()), 0)
 
 
-def test_a_stage_whose_own_child_lives_on_is_seen_to_die(check, tmp_path):
+def test_a_stage_whose_own_child_lives_on_is_seen_to_die(check, modules, tmp_path, monkeypatch):
+    monkeypatch.setattr(modules("gpu_stage"), "FAKE_LIMIT_S", 10.0)
+    told = tmp_path / "pid"
+
     def killed():
-        if os.fork() == 0:
-            time.sleep(5)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if child := os.fork():
+            told.write_text(str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        os._exit(0)
 
     check.stage("first", 1, killed)
+    os.kill(int(told.read_text()), signal.SIGKILL)
     assert rows_of(check, tmp_path) == {"first: stage": "failed: its process ended with -9"}
 
 
