@@ -12,7 +12,7 @@ from moe_infinity import MoE
 from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.runtime import ExpertRuntime
 from tests.fast_device import CACHES, on_device
-from tests.on_device import greedy
+from tests.on_device import PROMPT, greedy
 
 
 @pytest.mark.grid
@@ -48,6 +48,25 @@ def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
                     num_left = 8 + (n - 4) // 3
                     told = [len(trace.experts_TLK) for trace in finish()]
                     assert told == [12, num_left] + ([7 + then] if then else []), n
+
+
+@torch.no_grad()
+def test_a_step_that_ran_is_recorded_though_its_caller_never_hears_of_it(tiny_checkpoint):
+    """Nor does the host, by then."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("enough")
+
+    with on_device(tiny_checkpoint, "100%", "100%") as moe, moe.recording() as finish:
+        cache = moe.model(PROMPT, use_cache=True).past_key_values
+        moe.model(PROMPT[:, :1], past_key_values=cache)
+        hook = moe.model.register_forward_hook(fail, prepend=True)
+        with pytest.raises(ValueError, match="enough"):
+            moe.model(PROMPT[:, 1:2], past_key_values=cache)
+        hook.remove()
+        moe.model(PROMPT[:, 2:3], past_key_values=cache)
+        (trace,) = finish()
+    assert trace.token_ids_T.tolist() == [*PROMPT[0].tolist(), *PROMPT[0, :3].tolist()]
 
 
 @pytest.mark.parametrize("is_decided_by_device", [True, False])
