@@ -149,9 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
     parser.add_argument("--fake", action="store_true", help="tiny, on the CPU: checks the script")
-    parser.add_argument(
-        "--traces", type=Path, help="folders of recorded routing, as in shared data"
-    )
+    parser.add_argument("--traces", type=Path, help="folders of recorded requests")
     parser.add_argument("--whole", metavar="SHAPE", help="instead: this one with all its layers")
     parser.add_argument("--resume", type=Path, metavar="JSON", help="go on where this run ended")
     parser.add_argument("--minutes", type=float, default=8.5, help="stages begin within this time")

@@ -55,7 +55,7 @@ MADE_BY_TORCH = (
     "arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint",
     "randn", "randperm", "scalar_tensor", "tensor", "zeros",
 )  # fmt: skip
-OF_INTS = ("arange", "randint", "randperm")  # if asked so
+OF_INTS = ("arange", "randint", "randperm")  # in int64 by themselves
 NO_TORCH = ("cache", "trace", "prefetch", "simulator")  # bookkeeping that runs on any laptop
 MARKER = re.compile(r"\b(TODO|FIXME|XXX)\b")
 

@@ -44,7 +44,7 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")
 
-# What the tests of the server import. A machine that is lent with a GPU may have none of it.
+# What the tests of the server import, and a machine for tests of kernels may not have.
 ABSENT = [name for name in ("fastapi", "openai", "uvicorn") if find_spec(name) is None]
 collect_ignore = ["server"] if ABSENT else []
 
