@@ -36,7 +36,8 @@ def expected(tiny_checkpoint):
     return tokens_of_a_cpu(tiny_checkpoint)
 
 
-def is_wrong(checkpoint: Any, expected: Any, *budgets: str, **cache: Any) -> bool:
+def is_wrong(checkpoint: Any, *budgets: str, **cache: Any) -> bool:
+    expected = tokens_of_a_cpu(checkpoint, **cache)
     with on_device(checkpoint, *budgets, policy="lru") as moe:
         return any(not torch.equal(greedy(moe, **cache), expected[0]) for _ in range(2))
 
@@ -44,8 +45,8 @@ def is_wrong(checkpoint: Any, expected: Any, *budgets: str, **cache: Any) -> boo
 # What would be wrong. Each test shows that the tokens tell.
 
 
-def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, expected, monkeypatch):
-    assert not is_wrong(tiny_checkpoint, expected, "30%", "100%")
+def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, monkeypatch):
+    assert not is_wrong(tiny_checkpoint, "30%", "100%")
     take_slot = slot_reference._take_slot
 
     def forgetting(table: DeviceTable, moe_row: int, expert: int) -> int:
@@ -55,11 +56,11 @@ def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, expected
         return int(told[moe_row, expert])
 
     monkeypatch.setattr(slot_reference, "_take_slot", forgetting)
-    assert is_wrong(tiny_checkpoint, expected, "30%", "100%")
+    assert is_wrong(tiny_checkpoint, "30%", "100%")
 
 
-def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, expected, monkeypatch):
-    assert not is_wrong(tiny_checkpoint, expected, "5%", "100%")
+def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, monkeypatch):
+    assert not is_wrong(tiny_checkpoint, "5%", "100%")
     take_slot = slot_reference._take_slot
 
     def as_if_unused(table: DeviceTable, moe_row: int, expert: int) -> int:
@@ -69,35 +70,33 @@ def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, expecte
         return slot
 
     monkeypatch.setattr(slot_reference, "_take_slot", as_if_unused)
-    assert is_wrong(tiny_checkpoint, expected, "5%", "100%")
+    assert is_wrong(tiny_checkpoint, "5%", "100%")
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_the_address_of_an_expert_that_left_host_is_told(
-    tiny_checkpoint, expected, monkeypatch, cache
-):
-    assert not is_wrong(tiny_checkpoint, expected, *TIGHT, **cache)
+def test_the_address_of_an_expert_that_left_host_is_told(tiny_checkpoint, monkeypatch, cache):
+    assert not is_wrong(tiny_checkpoint, *TIGHT, **cache)
     tell = DeviceTable.set_all_host_addresses
     monkeypatch.setattr(
         DeviceTable,
         "set_all_host_addresses",
         lambda self, addresses: tell(self, {**addresses, **self.host_addresses}),
     )
-    assert is_wrong(tiny_checkpoint, expected, *TIGHT, **cache)
+    assert is_wrong(tiny_checkpoint, *TIGHT, **cache)
 
 
-def test_a_slot_is_filled_before_it_is_read(tiny_checkpoint, expected, monkeypatch):
+def test_a_slot_is_filled_before_it_is_read(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(slot_reference, "fill", lambda table, pointers_TK: None)
-    assert is_wrong(tiny_checkpoint, expected, "30%", "100%")
+    assert is_wrong(tiny_checkpoint, "30%", "100%")
 
 
-def test_a_lost_step_is_run_again_from_where_the_cache_was(tiny_checkpoint, expected, monkeypatch):
+def test_a_lost_step_is_run_again_from_where_the_cache_was(tiny_checkpoint, monkeypatch):
     with mock.patch.object(Before, "put_back", autospec=True, side_effect=Before.put_back) as found:
-        assert not is_wrong(tiny_checkpoint, expected, *TIGHT, **STATIC)
+        assert not is_wrong(tiny_checkpoint, *TIGHT, **STATIC)
     assert found.called
     monkeypatch.setattr(Before, "put_back", lambda self: None)
     with pytest.raises(IndexError, match="out of bounds"):  # a place of the cache was lost
-        is_wrong(tiny_checkpoint, expected, *TIGHT, **STATIC)
+        is_wrong(tiny_checkpoint, *TIGHT, **STATIC)
 
 
 def test_running_a_step_again_changes_neither_its_logits_nor_the_cache(stock_model):
@@ -172,6 +171,7 @@ def test_ctrl_c_anywhere_leaves_the_model_usable(
     tiny_checkpoint, expected, monkeypatch, owner, name, cache
 ):
     stop = Interruption(monkeypatch, owner, name, KeyboardInterrupt())
+    of_this_cache = tokens_of_a_cpu(tiny_checkpoint, **cache)
     with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
         num_stopped = 0
         for n in (1, 4):
@@ -181,7 +181,7 @@ def test_ctrl_c_anywhere_leaves_the_model_usable(
             except KeyboardInterrupt:
                 num_stopped += 1
             stop.remaining = -1
-            assert torch.equal(greedy(moe, **cache), expected[0])
+            assert torch.equal(greedy(moe, **cache), of_this_cache[0])
             moe.check_invariants()
         assert num_stopped > 0
         assert_same_tokens(moe, expected)
@@ -330,8 +330,9 @@ def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_an_expert_that_cannot_be_read_in_a_step_is_told_and_the_next_call_works(
-    tiny_checkpoint, expected, monkeypatch, cache
+    tiny_checkpoint, monkeypatch, cache
 ):
+    expected = tokens_of_a_cpu(tiny_checkpoint, **cache)
     error = CheckpointError("the disk is gone")
     stop = Interruption(monkeypatch, ExpertRuntime, "_read_expert", error)
     with on_device(tiny_checkpoint, *TIGHT) as moe:

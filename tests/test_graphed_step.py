@@ -20,11 +20,6 @@ from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_config
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_checkpoint):
-    return tokens_of_a_cpu(tiny_checkpoint)
-
-
 @pytest.fixture
 def captures(monkeypatch):
     """Every capture; replaying it runs all of it again."""
@@ -81,7 +76,7 @@ def test_a_cache_that_is_moved_between_its_layers_is_not_captured():
 
 
 def test_a_capture_that_fails_is_told_once_and_changes_no_token(
-    tiny_checkpoint, expected, monkeypatch, caplog
+    tiny_checkpoint, monkeypatch, caplog
 ):
     def capture(device: torch.device, run: Any) -> Any:
         try:
@@ -89,6 +84,7 @@ def test_a_capture_that_fails_is_told_once_and_changes_no_token(
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
+    expected = tokens_of_a_cpu(tiny_checkpoint, **STATIC)
     monkeypatch.setattr(graphed_step, "capture", capture)
     with on_device(tiny_checkpoint, "30%", "60%") as moe:
         for _ in range(2):
