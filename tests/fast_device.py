@@ -65,7 +65,7 @@ def tokens_of_a_cpu(
     """That has everything, of the short and the long prompt. Attention with another kind of cache
     may give other last bits, so tokens are compared with those of the same kind.
     """
-    kind = {"cache_implementation": cache_implementation}
+    kind: dict[str, Any] = {"cache_implementation": cache_implementation}
     with (
         pytest.MonkeyPatch.context() as patched,
         MoE(checkpoint, device="cpu", host_memory="100%", **FAST) as moe,

@@ -39,16 +39,19 @@ MAX_CHUNKS = 128  # of a row at once; rows that are shorter leave room for more 
 MAX_ROWS = 16  # more would leave too few programs
 
 
-def tile_of(matrix: Matrix, num_loads: int, num_warps: int) -> tuple[int, int, int]:
-    """Rows and chunks, powers of two, and warps."""
-    chunks = triton.next_power_of_2(triton.cdiv(matrix.num_columns, matrix.chunk))
+def tile_of(matrix: Matrix, num_loads: int, num_warps: int) -> dict[str, int]:
+    """How to launch: rows and chunks, powers of two, and warps. A product and a sum are rounded
+    once, whatever Triton's default is: it changes in 3.10, and with it the last bits.
+    """
+    rows, chunks = MAX_ROWS, triton.next_power_of_2(triton.cdiv(matrix.num_columns, matrix.chunk))
     if matrix.kind == "awq":
-        return AWQ_ROWS, min(chunks, 32 * AWQ_WARPS), AWQ_WARPS
-    if matrix.column_stride > 1:  # loads are of rows
-        fit = num_loads * VALUES[matrix.kind] // (MAX_ROWS * matrix.chunk)
-        return MAX_ROWS, min(chunks, fit), num_warps
-    chunks = min(chunks, MAX_CHUNKS, num_loads // 4)
-    return min(num_loads // chunks, MAX_ROWS), chunks, num_warps
+        rows, chunks, num_warps = AWQ_ROWS, min(chunks, 32 * AWQ_WARPS), AWQ_WARPS
+    elif matrix.column_stride > 1:  # loads are of rows
+        chunks = min(chunks, num_loads * VALUES[matrix.kind] // (MAX_ROWS * matrix.chunk))
+    else:
+        chunks = min(chunks, MAX_CHUNKS, num_loads // 4)
+        rows = min(num_loads // chunks, MAX_ROWS)
+    return {"ROWS": rows, "CHUNKS": chunks, "num_warps": num_warps, "enable_fp_fusion": True}
 
 
 def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
@@ -59,32 +62,27 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: 
     assert width == mlp.down.num_rows == mlp.gate.num_columns, (width, mlp)
     assert all(t.is_contiguous() for t in (x_TD, pointers_TK, top_k_weights_TK)), x_TD.stride()
     num_pairs, expert_width = num_tokens * top_k, mlp.down.num_columns
-    up_rows, up_chunks, up_warps = tile_of(mlp.gate, UP_LOADS, UP_WARPS)
-    down_rows, down_chunks, down_warps = tile_of(mlp.down, DOWN_LOADS, DOWN_WARPS)
+    up, down = tile_of(mlp.gate, UP_LOADS, UP_WARPS), tile_of(mlp.down, DOWN_LOADS, DOWN_WARPS)
     hidden_PF = torch.empty(num_pairs, expert_width, dtype=torch.float32, device=x_TD.device)
     out_TD = torch.empty_like(x_TD)
-    _up[(triton.cdiv(expert_width, up_rows), num_pairs)](
+    _up[(triton.cdiv(expert_width, up["ROWS"]), num_pairs)](
         x_TD,
         pointers_TK,
         top_k_weights_TK,
         hidden_PF,
         MLP=mlp,
         TOP_K=top_k,
-        ROWS=up_rows,
-        CHUNKS=up_chunks,
-        num_warps=up_warps,
+        **up,
     )
-    _down[(triton.cdiv(width, down_rows), num_tokens)](
+    _down[(triton.cdiv(width, down["ROWS"]), num_tokens)](
         hidden_PF,
         pointers_TK,
         top_k_weights_TK,
         out_TD,
         MLP=mlp,
         TOP_K=top_k,
-        ROWS=down_rows,
-        CHUNKS=down_chunks,
         STAGES=DOWN_STAGES,
-        num_warps=down_warps,
+        **down,
     )
     return out_TD
 

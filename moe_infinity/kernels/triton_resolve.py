@@ -70,6 +70,7 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
         NUM_PARTS=len(table.last_rows),
         BLOCK=block,
         num_warps=4,
+        enable_fp_fusion=True,  # nothing to fuse here; Triton 3.9 warns where it is not said
     )
     return table.pointers_P[:num_pairs].view(top_k_index_TK.shape)
 
@@ -193,6 +194,7 @@ def fill(table: DeviceTable, pointers_TK: Tensor) -> None:
         num_loads,
         BLOCK=FILL_BYTES // WORD_BYTES,
         NUM_PROGRAMS=FILL_PROGRAMS,
+        enable_fp_fusion=True,
     )
 
 

@@ -44,7 +44,8 @@ class Compiler:
             asm = kernel.run(*args, grid=grid, warmup=True, **options).asm
             found = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", asm["ptx"])
             widths = Counter(str(int(count or 1) * int(bits)) for count, bits in found)
-            told = {"loads": widths, "loses_denormals": bool(FLUSHES.search(asm["ptx"]))}
+            told = {"loads": widths, "fuses": options.get("enable_fp_fusion")}
+            told["loses_denormals"] = bool(FLUSHES.search(asm["ptx"]))
             if (mlp := options.get("MLP")) is not None:
                 matrix = mlp.gate if kernel.fn.__name__ == "_up" else mlp.down
                 tile = options["ROWS"] * options["CHUNKS"] * matrix.chunk

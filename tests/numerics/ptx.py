@@ -23,6 +23,7 @@ from tests.numerics.ptx_memory import Lanes, Memory
 WARP = 32
 SHARED_BYTES = 100 << 10
 MAX_STEPS = 1_000_000
+NEVER_WRITTEN = 0xBAD0BAD0BAD0BAD0  # what a register has that only an unused operand names
 DTYPES: dict[str, Any] = {
     f"{letter}{bits}": np.dtype(f"{kind}{bits // 8}")
     for letter, kind in (("b", "u"), ("u", "u"), ("s", "i"))
@@ -80,6 +81,8 @@ class Program:
             number = 0
         elif float_bits := re.fullmatch(r"0[fd]([0-9A-F]+)", operand):
             number = int(float_bits[1], 16)
+        elif operand.startswith("%r"):
+            number = NEVER_WRITTEN
         else:
             number = int(operand.rstrip("U"), 0)
         if dtype == np.bool_:
@@ -339,12 +342,12 @@ def bit_field(program: Program, one: Instruction, dtype: Any) -> Lanes:
 
 
 def permute(program: Program, one: Instruction, dtype: Any) -> Lanes:
-    """prmt: each byte is one of eight."""
+    """prmt: each byte is one of eight, or the sign of one in all its bits."""
     low, high, selector = (program.get(operand, np.uint32) for operand in one.operands[1:])
     both = (high.astype(np.uint64) << np.uint64(32) | low).view(np.uint8).reshape(-1, 8)
     picks = np.stack([selector >> 4 * n & 15 for n in range(4)], 1)
-    assert (picks < 8).all(), one.text
-    picked = np.take_along_axis(both, picks.astype(np.int64), axis=1)
+    picked = np.take_along_axis(both, picks.astype(np.int64) % 8, axis=1)
+    picked = np.where(picks < 8, picked, np.where(picked < 128, 0, 255)).astype(np.uint8)
     return np.ascontiguousarray(picked).view(np.uint32)[:, 0]
 
 

@@ -41,6 +41,9 @@ ONE_WORD = [
     ("bfe.u32 %r2, 0xABCD, 4, 8", 0xBC),
     ("bfe.s32 %r2, 0xABCD, 4, 8", 0xFFFFFFBC),
     ("prmt.b32 %r2, 0x33221100, 0x77665544, 0x5410U", 0x55441100),
+    ("prmt.b32 %r2, 0x33221180, 0x87654321, 0x8FB7U", 0xFFFF0087),  # signs of bytes 0, 7 and 3
+    ("prmt.b32 %r2, 0x33221100, %r9, 0x0321U", 0x00332211),  # nothing wrote %r9
+    ("prmt.b32 %r2, 0x33221100, %r9, 0x4321U", 0xD0332211),
     ("setp.lt.s32 %p1, -1, 0;\nselp.b32 %r2, 5, 6, %p1", 5),
     ("setp.lt.u32 %p1, -1, 0;\nselp.b32 %r2, 5, 6, %p1", 6),
     (f"setp.ltu.f32 %p1, {NAN}, {bits(1)};\nselp.b32 %r2, 5, 6, %p1", 5),

@@ -319,7 +319,7 @@ def test_tiles_of_a_gpu_compute_the_same(kind, monkeypatch):
     monkeypatch.undo()
     experts = Experts(kind, 1096 if kind == "f32" else 72, 40)
     x, (index, weights) = inputs(kind, 1, experts.described[-1].shape[0]), routing(1, 2)
-    assert triton_experts.tile_of(experts.mlp.gate, triton_experts.UP_LOADS, 4)[0] < 40
+    assert triton_experts.tile_of(experts.mlp.gate, triton_experts.UP_LOADS, 4)["ROWS"] < 40
     found = experts.compute(triton_experts, x, index, weights)
     assert experts.largest_error(found, x, index, weights) < 1
 
