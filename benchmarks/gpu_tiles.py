@@ -64,7 +64,7 @@ def tiles_of(layers: Layers) -> tuple[Any, ...]:
 
     up = tiles.tile_of(layers.mlp.gate, tiles.UP_LOADS, tiles.UP_WARPS)
     down = tiles.tile_of(layers.mlp.down, tiles.DOWN_LOADS, tiles.DOWN_WARPS)
-    return up, down, tiles.DOWN_STAGES
+    return *up.values(), *down.values(), tiles.DOWN_STAGES
 
 
 def main() -> None:

@@ -231,6 +231,7 @@ def out(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy < 2.2
 @pytest.mark.parametrize("num_bytes", [0, 64, 700])
 def test_a_disk_full_for_real_while_a_trace_is_written_keeps_the_old_file(
     tiny_checkpoint, out, num_bytes

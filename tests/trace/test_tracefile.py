@@ -167,6 +167,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_partial_one(
         assert_same(load_trace(path).sequences, old)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy < 2.2
 def test_a_disk_that_fills_up_while_writing_is_a_trace_error(path):
     """The kernel refuses in the middle of a real write, and again when the zip is closed."""
     resource = pytest.importorskip("resource", reason="POSIX only")
