@@ -155,6 +155,20 @@ def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch,
     assert generator.graphsafe_set_state.mock_calls == left
 
 
+def test_ctrl_c_in_a_capture_is_not_lost_where_torch_has_other_names(monkeypatch):
+    def run() -> None:
+        raise KeyboardInterrupt
+
+    for name in ("device", "current_stream", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
+    for name in ("CUDAGraph", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, object)
+    monkeypatch.setattr(graphed_step, "_capture_stream", lambda device: None)
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        graphed_step.capture(torch.device("cuda", 1), run)
+
+
 def test_closing_gives_the_models_own_forward_back(tiny_checkpoint):
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         assert "forward" in vars(moe.model)

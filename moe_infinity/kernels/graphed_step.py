@@ -173,7 +173,7 @@ def _leave_pool(device: torch.device, pool: Any) -> None:
     """If CUDA ended the capture, torch 2.11 goes on as if it were under way: no other one could
     begin, no memory be given back, which every new model does, and no random number be drawn.
     """
-    with suppress(RuntimeError):  # unless it has left it
+    with suppress(RuntimeError, AttributeError):  # it has left it, or a later torch has other names
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
         generator = torch.cuda.default_generators[device.index]
