@@ -92,7 +92,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     recording: list[Recorder] = []
     compute = SlotRows.compute
 
-    def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
+    def capture(stream: object, run: Callable[[], Any]) -> Callable[[], Any]:
         recorder = Recorder()
         recording.append(recorder)
         try:

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.fake_link import FakeLink, fake_device
 from moe_infinity import MoE
+from moe_infinity.memory.device import PAGE_BYTES, SourceSlots
 from tests.fast_device import FAST, STATIC
 from tests.on_device import greedy
 
@@ -65,3 +66,17 @@ def test_its_pages_are_unlocked_before_the_memory_goes(tiny_checkpoint, options)
     assert after() is None
     assert chunk not in link.locked
     assert link.asked == ["waits", "unlocks"]
+
+
+def test_pages_are_unlocked_though_the_device_failed():
+    class Failed(FakeLink):
+        def synchronize(self) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    link = Failed()
+    slots = SourceSlots(link, 2, PAGE_BYTES)
+    slots.bytes_of(0)
+    assert link.locked
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        slots.close()
+    assert not link.locked

@@ -3,8 +3,10 @@ capture runs all of it again."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +27,7 @@ def captures(monkeypatch):
     """Every capture; replaying it runs all of it again."""
     found: list[Any] = []
 
-    def capture(device: torch.device, run: Any) -> Any:
+    def capture(stream: Any, run: Any) -> Any:
         found.append(run)
         return run
 
@@ -78,7 +80,7 @@ def test_a_cache_that_is_moved_between_its_layers_is_not_captured():
 def test_a_capture_that_fails_is_told_once_and_changes_no_token(
     tiny_checkpoint, monkeypatch, caplog
 ):
-    def capture(device: torch.device, run: Any) -> Any:
+    def capture(stream: Any, run: Any) -> Any:
         try:
             raise RuntimeError("operation not permitted when stream is capturing")
         finally:
@@ -98,10 +100,11 @@ def test_a_capture_that_fails_is_told_once_and_changes_no_token(
 def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch, is_invalidated):
     """As torch.cuda.graph does not if ending the capture raises."""
     streams, pools, released = ["compute"], {"others"}, []
+    of_the_model: Any = SimpleNamespace(device=torch.device("cuda", 1))
 
     class Graph:
         def __init__(self, graph: object, pool: str, stream: str, mode: str) -> None:
-            assert (stream, mode) == ("its own", "thread_local")
+            assert (stream, mode) == (of_the_model, "thread_local")
             self._pool = pool
 
         def __enter__(self) -> None:
@@ -120,6 +123,7 @@ def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch,
         pools.remove(pool)
 
     def run() -> None:
+        assert not gc.isenabled()
         raise RuntimeError("a size that the device says")
 
     @contextmanager
@@ -136,7 +140,6 @@ def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch,
         "stream": stream,
         "graph": Graph,
         "graph_pool_handle": lambda: "the graph's",
-        "Stream": lambda device: "its own",
     }.items():
         assert hasattr(torch.cuda, name), name
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -144,10 +147,9 @@ def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch,
     monkeypatch.setattr(torch.cuda, "default_generators", [None, generator])
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: released.append(pool))
-    graphed_step._capture_stream.cache_clear()
     with pytest.raises(RuntimeError, match="invalidated" if is_invalidated else "a size"):
-        graphed_step.capture(torch.device("cuda", 1), run)
-    graphed_step._capture_stream.cache_clear()
+        graphed_step.capture(of_the_model, run)
+    assert gc.isenabled()
     assert streams[-1] == "compute"
     assert pools == {"others"}
     assert released == ([(1, "the graph's")] if is_invalidated else [])
@@ -163,10 +165,35 @@ def test_ctrl_c_in_a_capture_is_not_lost_where_torch_has_other_names(monkeypatch
         monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
     for name in ("CUDAGraph", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, object)
-    monkeypatch.setattr(graphed_step, "_capture_stream", lambda device: None)
+    stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
     monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
     with pytest.raises(KeyboardInterrupt):
-        graphed_step.capture(torch.device("cuda", 1), run)
+        graphed_step.capture(stream, run)
+
+
+def test_every_model_captures_on_a_stream_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: mock.Mock(device=device))
+    model: Any = SimpleNamespace(device=torch.device("cuda", 1), forward=lambda: None)
+    one, other = (graphed_step.GraphedStep(model, mock.Mock()) for _ in range(2))
+    assert one._stream is not other._stream
+    assert one._stream is not None
+    assert one._stream.device == model.device
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_is_as_before_after_a_capture(monkeypatch, collects):
+    for name in ("device", "current_stream", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
+    for name in ("CUDAGraph", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock)
+    stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    try:
+        if not collects:
+            gc.disable()
+        assert graphed_step.capture(stream, gc.isenabled)() is False  # within it
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
 
 
 def test_closing_gives_the_models_own_forward_back(tiny_checkpoint):

@@ -14,10 +14,11 @@ Private names of torch used here: `torch.utils._pytree`, and two of `torch._C` (
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,9 @@ class GraphedStep:
     def __init__(self, model: PreTrainedModel, steps: DeviceSteps) -> None:
         self._model, self._steps = model, steps
         self._forward: Callable[..., Any] = model.forward
+        # This model's alone: when a graph goes, torch 2.13 frees memory that cuBLAS has for every
+        # graph that was captured on the same stream (torch's issue 193402).
+        self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._is_refused = False  # capture failed: not tried again
         self._forget()
 
@@ -121,7 +125,7 @@ class GraphedStep:
 
         self._steps.is_captured = True
         try:
-            self._graph = capture(self._model.device, run)
+            self._graph = capture(self._stream, run)
         except Exception as error:
             self._is_refused = True
             # The end of a capture that failed raises, too, and says less.
@@ -136,37 +140,36 @@ class GraphedStep:
         vars(self._model).pop("forward", None)
 
 
-def capture(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
+def capture(stream: torch.cuda.Stream | None, run: Callable[[], Any]) -> Callable[[], Any]:
     """Note the kernels that `run` launches; gives what launches them again, with the same memory
-    for inputs and outputs. The plain twin, for a CPU: what runs all of it again.
+    for inputs and outputs. The plain twin, without a stream: what runs all of it again.
     """
-    if device.type == "cpu":
+    if stream is None:
         return run
+    device, as_before = stream.device, gc.enable if gc.isenabled() else gc.disable
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     # A capture that fails leaves its own stream current. Read threads may page-lock memory
-    # meanwhile: their errors would be no business of ours.
+    # meanwhile: their errors would be no business of ours. The end of another model that nobody
+    # has any more waits for its device, which a capture does not survive.
     try:
+        gc.disable()
         with (
             torch.cuda.device(device),
             torch.cuda.stream(torch.cuda.current_stream(device)),
-            torch.cuda.graph(graph, pool, _capture_stream(device), "thread_local"),
+            torch.cuda.graph(graph, pool, stream, "thread_local"),
         ):
             out = run()
     except BaseException:
         _leave_pool(device, pool)
         raise
+    finally:
+        as_before()
 
     def replay() -> Any:
         graph.replay()
         return out
 
     return replay
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Torch's own is one of the device that captured first."""
-    return torch.cuda.Stream(device)
 
 
 def _leave_pool(device: torch.device, pool: Any) -> None:

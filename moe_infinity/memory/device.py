@@ -139,8 +139,7 @@ class SourceSlots(HostSlots):
 
     def bytes_of(self, slot_id: int) -> memoryview:
         """As ever; waits until copies have left the slot. In any thread."""
-        copy = self._copied_by.pop(slot_id, None)
-        if copy is not None:
+        if (copy := self._copied_by.pop(slot_id, None)) is not None:
             copy.synchronize()
         self._lock_chunk(slot_id // self._chunk_slots)
         return super().bytes_of(slot_id)
@@ -164,9 +163,11 @@ class SourceSlots(HostSlots):
 
 
 def _unlock(link: Link, locked: dict[int, Tensor]) -> None:
-    link.synchronize()  # or something would still be read or written there
-    while locked:
-        link.page_unlock(locked.popitem()[1])
+    try:
+        link.synchronize()  # or something would still be read or written there
+    finally:  # memory that CUDA knows as locked may not go, whatever the device says
+        while locked:
+            link.page_unlock(locked.popitem()[1])
 
 
 def num_device_slots(
