@@ -4,6 +4,7 @@ capture runs all of it again."""
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from transformers import StaticCache
 
 from moe_infinity.kernels import graphed_step
 from moe_infinity.kernels.cache_state import can_capture
+from moe_infinity.memory.link import CudaLink
 from tests.fast_device import STATIC, on_device, tokens_of_a_cpu
 from tests.on_device import PROMPT, greedy
 from tests.sweep.discover import architectures_in
@@ -169,6 +171,36 @@ def test_ctrl_c_in_a_capture_is_not_lost_where_torch_has_other_names(monkeypatch
     monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
     with pytest.raises(KeyboardInterrupt):
         graphed_step.capture(stream, run)
+
+
+def test_captures_and_waits_for_a_device_take_turns(monkeypatch):
+    """Either would end the other; and two captures would leave nobody to collect again."""
+    for name in ("device", "current_stream", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
+    for name in ("CUDAGraph", "graph_pool_handle", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock())
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
+    stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    others: list[Any] = [
+        lambda: CudaLink(stream.device).synchronize(),
+        lambda: graphed_step.capture(stream, lambda: seen.append("captured")),
+    ]
+
+    def run() -> None:
+        for thread in threads:
+            thread.start()
+            thread.join(0.1)  # they do not get far
+        seen.append("begun before")
+
+    threads = [threading.Thread(target=other) for other in others]
+    graphed_step.capture(stream, run)
+    for thread in threads:
+        thread.join(10)
+    assert seen[0] == "begun before"
+    assert sorted(seen[1:]) == ["captured", "emptied", "waited"]
+    assert gc.isenabled()
 
 
 def test_every_model_captures_on_a_stream_of_its_own(monkeypatch):

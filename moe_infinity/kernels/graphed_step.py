@@ -29,6 +29,7 @@ from transformers.utils import ModelOutput
 
 from moe_infinity.kernels.cache_state import Before, can_capture, state_of
 from moe_infinity.kernels.static_windows import StaticWindows
+from moe_infinity.memory.link import CAPTURING
 
 if TYPE_CHECKING:
     from moe_infinity.models.device_steps import DeviceSteps
@@ -61,9 +62,9 @@ class GraphedStep:
         self._cache: StaticCache | None = None
         self._constants: list[Any] | None = None  # what the graph was captured with
         self._before: Before | None = None
-        self._inputs: list[Any] = []  # tensors that it reads, among values that are constant
         self._graph: Callable[[], Any] | None = None
-        self._num_eager = 0
+        # Tensors that it reads, among values that are constant; steps that ran without it.
+        self._inputs, self._num_eager = list[Any](), 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
@@ -73,10 +74,9 @@ class GraphedStep:
         if not self._steps.has_begun:
             return self._forward(*args, **kwargs)
         self._steps.has_begun = False
-        if not may_be_captured:
-            with self._steps.running(is_careful=True):
+        with self._steps.running(is_careful=not may_be_captured):
+            if not may_be_captured:
                 return self._forward(*args, **kwargs)
-        with self._steps.running(is_careful=False):
             out = self._run(cache, kwargs)
         if self._steps.is_lost():
             assert self._before is not None
@@ -146,24 +146,25 @@ def capture(stream: torch.cuda.Stream | None, run: Callable[[], Any]) -> Callabl
     """
     if stream is None:
         return run
-    device, as_before = stream.device, gc.enable if gc.isenabled() else gc.disable
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     # A capture that fails leaves its own stream current. Read threads may page-lock memory
-    # meanwhile: their errors would be no business of ours. The end of another model that nobody
-    # has any more waits for its device, which a capture does not survive.
-    try:
-        gc.disable()
-        with (
-            torch.cuda.device(device),
-            torch.cuda.stream(torch.cuda.current_stream(device)),
-            torch.cuda.graph(graph, pool, stream, "thread_local"),
-        ):
-            out = run()
-    except BaseException:
-        _leave_pool(device, pool)
-        raise
-    finally:
-        as_before()
+    # meanwhile: their errors would be no business of ours. A model that nobody has any more waits
+    # for its device when it is collected, in whatever thread, which a capture does not survive.
+    with CAPTURING:
+        as_before = gc.enable if gc.isenabled() else gc.disable
+        try:
+            gc.disable()
+            with (
+                torch.cuda.device(stream.device),
+                torch.cuda.stream(torch.cuda.current_stream(stream.device)),
+                torch.cuda.graph(graph, pool, stream, "thread_local"),
+            ):
+                out = run()
+        except BaseException:
+            _leave_pool(stream.device, pool)
+            raise
+        finally:
+            as_before()
 
     def replay() -> Any:
         graph.replay()

@@ -23,6 +23,8 @@ from moe_infinity.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
+# Held while a graph is captured: that waits for a whole device, and others may not, in any thread.
+CAPTURING = threading.RLock()
 
 
 class Event(Protocol):
@@ -86,8 +88,7 @@ def open_link(device: str) -> Link | None:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = torch.device("cuda" if device == "auto" else device)
-    index = found.index or 0
+    index = torch.device("cuda" if device == "auto" else device).index or 0
     if index >= count:
         devices = f"{count} CUDA devices" if count else "no CUDA device"
         raise ConfigError(
@@ -120,14 +121,14 @@ class CudaLink:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        torch.cuda.empty_cache()  # or what an earlier model left would count as taken
+        with CAPTURING:  # when torch refuses it
+            torch.cuda.empty_cache()  # or what an earlier model left would count as taken
         self._stream = torch.cuda.Stream(device)
         self._lock = threading.Lock()
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def memory_bytes(self) -> tuple[int, int]:
-        free, total = torch.cuda.mem_get_info(self.device)
-        return free, total
+        return torch.cuda.mem_get_info(self.device)
 
     def empty(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -163,8 +164,7 @@ class CudaLink:
         return copy
 
     def mark(self) -> Event:
-        event: Event = torch.cuda.current_stream(self.device).record_event()
-        return event
+        return cast(Event, torch.cuda.current_stream(self.device).record_event())
 
     def let_kernels_wait(self, copy: Copy) -> None:
         assert isinstance(copy, CudaCopy), copy
@@ -183,4 +183,5 @@ class CudaLink:
         return stall_ms / 1e3
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        with CAPTURING:
+            torch.cuda.synchronize(self.device)
