@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "moe_infinity"
 FOLDERS = (PACKAGE, "tests", "benchmarks", "scripts", "tools")
 
-CORE_LINES = 5210  # without what is built around it: decisions 0005, 0011 to 0014, 0019, 0021
+CORE_LINES = 5212  # without what is built around it: decisions 0005, 0011 to 0014, 0019, 0021
 AROUND = (
     "server", "entrypoints", "simulator", "packer", "cli.py", "cli_options.py", "inspection.py",
     "profiling.py", "streaming.py", "terminal.py", "tracing.py",

@@ -17,7 +17,7 @@ from transformers import StaticCache
 
 from moe_infinity.kernels import graphed_step
 from moe_infinity.kernels.cache_state import can_capture
-from moe_infinity.memory.link import CudaLink
+from moe_infinity.memory.link import CAPTURING, CudaLink
 from tests.fast_device import STATIC, on_device, tokens_of_a_cpu
 from tests.on_device import PROMPT, greedy
 from tests.sweep.discover import architectures_in
@@ -46,6 +46,21 @@ def test_a_request_is_captured_once_after_it_was_warmed_up(tiny_checkpoint, capt
         assert len(captures) == 1
         greedy(moe, **STATIC)  # another cache
         assert len(captures) == 2
+
+
+def test_a_capture_is_on_the_stream_of_its_model(tiny_checkpoint, monkeypatch):
+    streams: list[object] = []
+
+    def capture(stream: object, run: Any) -> Any:
+        streams.append(stream)
+        return run
+
+    monkeypatch.setattr(graphed_step, "capture", capture)
+    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+        graphed: Any = moe._graphed
+        graphed._stream = stream = object()
+        greedy(moe, **STATIC)
+    assert streams == [stream]
 
 
 def test_other_arguments_are_another_graph(tiny_checkpoint, captures):
@@ -183,8 +198,11 @@ def test_captures_and_waits_for_a_device_take_turns(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
     stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    link = CudaLink(stream.device)
+    seen.clear()
     others: list[Any] = [
-        lambda: CudaLink(stream.device).synchronize(),
+        lambda: CudaLink(stream.device),
+        link.synchronize,
         lambda: graphed_step.capture(stream, lambda: seen.append("captured")),
     ]
 
@@ -192,6 +210,8 @@ def test_captures_and_waits_for_a_device_take_turns(monkeypatch):
         for thread in threads:
             thread.start()
             thread.join(0.1)  # they do not get far
+        link.synchronize()  # which CUDA would refuse, but nothing hangs
+        assert seen.pop() == "waited"
         seen.append("begun before")
 
     threads = [threading.Thread(target=other) for other in others]
@@ -201,6 +221,36 @@ def test_captures_and_waits_for_a_device_take_turns(monkeypatch):
     assert seen[0] == "begun before"
     assert sorted(seen[1:]) == ["captured", "emptied", "waited"]
     assert gc.isenabled()
+
+
+def test_a_wait_for_a_device_does_not_wait_for_ever_for_a_capture(monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "empty_cache", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
+    monkeypatch.setattr("moe_infinity.memory.link.CAPTURE_SECONDS", 0.05)
+    link = CudaLink(torch.device("cuda", 0))
+    waiting = threading.Thread(target=link.synchronize)
+    with CAPTURING:
+        waiting.start()
+        waiting.join(10)
+        assert seen == ["waited"]
+    link.synchronize()
+    assert CAPTURING.acquire(timeout=1)
+    CAPTURING.release()
+
+
+def test_a_graph_is_replayed_and_gives_what_the_capture_gave(monkeypatch):
+    for name in ("device", "current_stream", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
+    graph = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    replay = graphed_step.capture(stream, lambda: "logits")
+    assert not graph.replay.called
+    assert replay() == replay() == "logits"
+    assert graph.replay.call_count == 2
 
 
 def test_every_model_captures_on_a_stream_of_its_own(monkeypatch):

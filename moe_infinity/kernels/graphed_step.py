@@ -46,8 +46,8 @@ class GraphedStep:
     def __init__(self, model: PreTrainedModel, steps: DeviceSteps) -> None:
         self._model, self._steps = model, steps
         self._forward: Callable[..., Any] = model.forward
-        # This model's alone: when a graph goes, torch 2.13 frees memory that cuBLAS has for every
-        # graph that was captured on the same stream (torch's issue 193402).
+        # This model's alone, of the 32 of torch: when a graph goes, torch 2.13 frees memory that
+        # cuBLAS has for every graph that was captured on the same stream (torch's issue 193402).
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._is_refused = False  # capture failed: not tried again
         self._forget()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from contextlib import ExitStack
 from typing import Any, Protocol, cast
 
 import torch
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 # Held while a graph is captured: that waits for a whole device, and others may not, in any thread.
 CAPTURING = threading.RLock()
+CAPTURE_SECONDS = 60.0  # more than one takes
 
 
 class Event(Protocol):
@@ -183,5 +185,8 @@ class CudaLink:
         return stall_ms / 1e3
 
     def synchronize(self) -> None:
-        with CAPTURING:
+        with ExitStack() as stack:
+            # Bounded: what is collected here may hold a lock that the capture waits for.
+            if CAPTURING.acquire(timeout=CAPTURE_SECONDS):
+                stack.callback(CAPTURING.release)
             torch.cuda.synchronize(self.device)

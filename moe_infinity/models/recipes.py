@@ -45,9 +45,7 @@ def parts_of(weight: StoredTensor | PackedTensor) -> tuple[tuple[str, StoredTens
 
 def kind_of(weight: StoredTensor | PackedTensor) -> tuple[Any, ...]:
     """Weights of one kind differ in nothing but their values."""
-    if isinstance(weight, PackedTensor):
-        return weight.kind
-    return weight.stored_dtype, weight.shape
+    return weight.kind if isinstance(weight, PackedTensor) else (weight.stored_dtype, weight.shape)
 
 
 @dataclass(frozen=True, slots=True)
