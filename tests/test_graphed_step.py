@@ -37,6 +37,16 @@ def captures(monkeypatch):
     return found
 
 
+@pytest.fixture
+def cuda_stream(monkeypatch) -> Any:
+    """Of a device whose calls do nothing, for `capture` itself."""
+    for name in ("device", "current_stream", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
+    for name in ("CUDAGraph", "graph_pool_handle", "Stream", "empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock())
+    return SimpleNamespace(device=torch.device("cuda", 1))
+
+
 def test_a_request_is_captured_once_after_it_was_warmed_up(tiny_checkpoint, captures):
     with on_device(tiny_checkpoint, "100%", "100%") as moe:
         greedy(moe, **STATIC, num_tokens=3)  # two decode steps
@@ -174,36 +184,27 @@ def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch,
     assert generator.graphsafe_set_state.mock_calls == left
 
 
-def test_ctrl_c_in_a_capture_is_not_lost_where_torch_has_other_names(monkeypatch):
+def test_ctrl_c_in_a_capture_is_not_lost_where_torch_has_other_names(cuda_stream, monkeypatch):
     def run() -> None:
         raise KeyboardInterrupt
 
-    for name in ("device", "current_stream", "stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
-    for name in ("CUDAGraph", "graph_pool_handle"):
-        monkeypatch.setattr(torch.cuda, name, object)
-    stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
     monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
     with pytest.raises(KeyboardInterrupt):
-        graphed_step.capture(stream, run)
+        graphed_step.capture(cuda_stream, run)
 
 
-def test_captures_and_waits_for_a_device_take_turns(monkeypatch):
+def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
     """Either would end the other; and two captures would leave nobody to collect again."""
-    for name in ("device", "current_stream", "stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
-    for name in ("CUDAGraph", "graph_pool_handle", "Stream"):
-        monkeypatch.setattr(torch.cuda, name, mock.Mock())
+    monkeypatch.setattr("moe_infinity.memory.link.CAPTURE_SECONDS", 5.0)
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
-    stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
-    link = CudaLink(stream.device)
+    link = CudaLink(cuda_stream.device)
     seen.clear()
     others: list[Any] = [
-        lambda: CudaLink(stream.device),
+        lambda: CudaLink(cuda_stream.device),
         link.synchronize,
-        lambda: graphed_step.capture(stream, lambda: seen.append("captured")),
+        lambda: graphed_step.capture(cuda_stream, lambda: seen.append("captured")),
     ]
 
     def run() -> None:
@@ -215,7 +216,7 @@ def test_captures_and_waits_for_a_device_take_turns(monkeypatch):
         seen.append("begun before")
 
     threads = [threading.Thread(target=other) for other in others]
-    graphed_step.capture(stream, run)
+    graphed_step.capture(cuda_stream, run)
     for thread in threads:
         thread.join(10)
     assert seen[0] == "begun before"
@@ -223,13 +224,11 @@ def test_captures_and_waits_for_a_device_take_turns(monkeypatch):
     assert gc.isenabled()
 
 
-def test_a_wait_for_a_device_does_not_wait_for_ever_for_a_capture(monkeypatch):
+def test_a_wait_for_a_device_does_not_wait_for_ever_for_a_capture(cuda_stream, monkeypatch):
     seen: list[str] = []
-    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
-    monkeypatch.setattr(torch.cuda, "empty_cache", mock.Mock())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
     monkeypatch.setattr("moe_infinity.memory.link.CAPTURE_SECONDS", 0.05)
-    link = CudaLink(torch.device("cuda", 0))
+    link = CudaLink(cuda_stream.device)
     waiting = threading.Thread(target=link.synchronize)
     with CAPTURING:
         waiting.start()
@@ -240,14 +239,9 @@ def test_a_wait_for_a_device_does_not_wait_for_ever_for_a_capture(monkeypatch):
     CAPTURING.release()
 
 
-def test_a_graph_is_replayed_and_gives_what_the_capture_gave(monkeypatch):
-    for name in ("device", "current_stream", "stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
-    graph = mock.Mock()
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
-    replay = graphed_step.capture(stream, lambda: "logits")
+def test_a_graph_is_replayed_and_gives_what_the_capture_gave(cuda_stream):
+    graph: Any = torch.cuda.CUDAGraph()  # there is one of them
+    replay = graphed_step.capture(cuda_stream, lambda: "logits")
     assert not graph.replay.called
     assert replay() == replay() == "logits"
     assert graph.replay.call_count == 2
@@ -263,16 +257,11 @@ def test_every_model_captures_on_a_stream_of_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_the_collector_is_as_before_after_a_capture(monkeypatch, collects):
-    for name in ("device", "current_stream", "stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
-    for name in ("CUDAGraph", "graph_pool_handle"):
-        monkeypatch.setattr(torch.cuda, name, mock.Mock)
-    stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
+def test_the_collector_is_as_before_after_a_capture(cuda_stream, collects):
     try:
         if not collects:
             gc.disable()
-        assert graphed_step.capture(stream, gc.isenabled)() is False  # within it
+        assert graphed_step.capture(cuda_stream, gc.isenabled)() is False  # within it
         assert gc.isenabled() is collects
     finally:
         gc.enable()
