@@ -26,7 +26,7 @@ AROUND = (
     "server", "entrypoints", "simulator", "packer", "cli.py", "cli_options.py", "inspection.py",
     "profiling.py", "streaming.py", "terminal.py", "tracing.py",
 )  # fmt: skip
-KERNEL_LINES = 3210  # arithmetic, each with a plain twin: decisions 0006, 0010, 0012 to 0020
+KERNEL_LINES = 3211  # arithmetic, each with a plain twin: decisions 0006, 0010, 0012 to 0020
 CATALOGUE_LINES = 1200  # one entry per architecture or format, none on a token's way: 0006
 CATALOGUE = [
     "models/adapters.py",

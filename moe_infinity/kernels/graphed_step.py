@@ -62,9 +62,9 @@ class GraphedStep:
         self._cache: StaticCache | None = None
         self._constants: list[Any] | None = None  # what the graph was captured with
         self._before: Before | None = None
+        self._inputs: list[Any] = []  # tensors that it reads, among values that are constant
         self._graph: Callable[[], Any] | None = None
-        # Tensors that it reads, among values that are constant; steps that ran without it.
-        self._inputs, self._num_eager = list[Any](), 0
+        self._num_eager = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
