@@ -166,15 +166,7 @@ class FakeLink:
 
 
 @contextmanager
-def fake_device(link: FakeLink, *more: FakeLink) -> Iterator[FakeLink]:
-    """Models opened inside have a device, and this is the way to it; `more` lead to "cuda:1" and
-    those after it. Pages are locked for all of them.
-    """
-
-    def open_link(device: str) -> FakeLink:
-        return (link, *more)[int(device.partition(":")[2] or 0)]
-
-    for other in more:
-        other.clock, other.locked = link.clock, link.locked
-    with mock.patch.object(device_module, "open_link", open_link):
+def fake_device(link: FakeLink) -> Iterator[FakeLink]:
+    """Models opened inside have a device, and this is the way to it."""
+    with mock.patch.object(device_module, "open_link", return_value=link):
         yield link

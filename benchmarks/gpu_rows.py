@@ -23,7 +23,6 @@ from gpu_stage import Check
 from machinery import NoArithmetic
 
 from moe_infinity import MoE
-from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Phase
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.link import CudaLink, Link
@@ -226,23 +225,17 @@ def capped(check: Check, folder: Path, shape: Shape) -> None:
             offloaded(check, folder, shape, f"{cap} GB", device_memory=share)
 
 
-def num_computed(moe: MoE) -> int:
-    """Misses that the CPU computed so far."""
-    share = moe._runtime.cpu_share
-    return 0 if share is None else share.num_computed
-
-
 def offloaded(check: Check, folder: Path, shape: Shape, name: str, **options: Any) -> None:
     """One cell: time per token, beside the time its copies take on the link."""
     with check.model(folder, **options) as moe:
         warm_every_expert(check, moe)  # into HOST
         for seed in range(2, 5):
             offloaded_ms(check, moe, shape, seed=seed)
-        before, computed = moe.report(), num_computed(moe)
+        before = moe.report()
         took_ms = offloaded_ms(check, moe, shape)
         after = moe.report()
         num_tokens = after.decode.steps - before.decode.steps
-        copies = after.decode.misses - before.decode.misses - (num_computed(moe) - computed)
+        copies = after.decode.misses - before.decode.misses
         copies += after.prefetches.begun - before.prefetches.begun
         copied_mb = copies * expert_bytes(moe) / num_tokens / 1e6
         lookups = after.decode.lookups - before.decode.lookups
@@ -315,9 +308,5 @@ def ablation(check: Check, folder: Path, shape: Shape) -> None:
         "prefetch": {"prefetch": True},
         "prefetch, early gate": {"prefetch": True, "early_gate": True},
         "half of HOST": {"host_memory": "50%"},
-        "CPU split": {"split_misses": True},
     }.items():
-        try:
-            offloaded(check, folder, shape, name, device_memory=share, **options)
-        except ConfigError as error:  # no numba, or experts that its kernels do not compute
-            check.add(f"decode, {name}", f"left out: {error}", shape=shape.name)
+        offloaded(check, folder, shape, name, device_memory=share, **options)

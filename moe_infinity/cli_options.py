@@ -29,17 +29,13 @@ Url = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 Device = Annotated[
     str,
-    typer.Option(
-        help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:1; experts on "
-        "several GPUs with cuda:0,cuda:1."
-    ),
+    typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:1."),
 ]
 DeviceMemory = Annotated[
     str | None,
     typer.Option(
         help="GPU memory for experts: '8GiB', bytes, or '25%' of all experts. "
-        "Default: 80% of what is free beside the other weights. For several GPUs one size for "
-        "each, or '20GiB,6GiB'."
+        "Default: 80% of what is free beside the other weights."
     ),
 ]
 HostMemory = Annotated[
@@ -53,13 +49,6 @@ Policy = Annotated[str, typer.Option(help=f"Which expert leaves first: {', '.joi
 Prefetch = Annotated[bool, typer.Option("--prefetch", help="Load experts ahead of their layer.")]
 EarlyGate = Annotated[
     bool, typer.Option("--early-gate", help="With --prefetch: ask the next layer's router early.")
-]
-SplitMisses = Annotated[
-    bool,
-    typer.Option(
-        "--split-misses",
-        help="On a GPU: the CPU computes some of the experts that miss. Rounding changes.",
-    ),
 ]
 History = Annotated[
     Path | None,
@@ -130,7 +119,6 @@ def _of_model(
     policy: Policy = ACTIVATION_AWARE,
     prefetch: Prefetch = False,
     early_gate: EarlyGate = False,
-    split_misses: SplitMisses = False,
     history: History = None,
     dtype: Dtype = "auto",
     expert_dtype: ExpertDtype = None,

@@ -27,7 +27,7 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # what surrounds them; "auto" is that for packed weights, and grouped_mm for others.
 EXPERTS_IMPLEMENTATIONS = ("auto", "fast", "grouped_mm", "eager")
 EXPERT_DTYPES = ("int4", "int8", "fp8")
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|cuda:\d+(\s*,\s*cuda:\d+)+")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 # Options of the MoE-Infinity that was published with the paper -> what to tell its user.
@@ -64,18 +64,14 @@ class OffloadConfig:
     host_memory: int | str | None = (
         None  # for expert slots: bytes, "8GiB", "25%" of all experts; None: what is free
     )
-    # "cpu", "cuda", "cuda:1"; "auto": a GPU if there is one. "cuda:0,cuda:1": experts on both, all
-    # else on the first.
-    device: str = "auto"
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto": a GPU if there is one
     # For expert slots on the GPU, as host_memory; None: most of what is free beside dense weights.
-    # On several GPUs one size for each of them, or "20GiB,6GiB".
     device_memory: int | str | None = None
     policy: str = ACTIVATION_AWARE  # which expert leaves first, one of POLICIES
     prefetch: bool = False  # load experts ahead of their layer; needs a policy that predicts
     early_gate: bool = (
         False  # ask the next layer's router early; more exact prefetch, more to compute
     )
-    split_misses: bool = False  # on a GPU: let the CPU compute some; results differ by rounding
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
@@ -100,7 +96,7 @@ class OffloadConfig:
             raise ConfigError(f"policy {self.policy} keeps no history, {ACTIVATION_AWARE} does")
         if self.without and self.history is not None:
             raise ConfigError("without is for ablation: it would spoil what the history keeps")
-        for name in ("prefetch", "early_gate", "split_misses", "trust_remote_code"):
+        for name in ("prefetch", "early_gate", "trust_remote_code"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.prefetch and self.policy not in PREDICTING:
@@ -112,36 +108,15 @@ class OffloadConfig:
             raise ConfigError(f"early_gate serves prefetch=True with policy {ACTIVATION_AWARE}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
             raise ConfigError(
-                f"unknown device {self.device!r}, expected 'auto', 'cpu', 'cuda', 'cuda:1', or "
-                "several as 'cuda:0,cuda:1'"
+                f"unknown device {self.device!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:1'"
             )
-        for size in (self.host_memory, *(size for _, size in self.devices)):
+        for size in (self.host_memory, self.device_memory):
             if size is not None:
                 parse_size(size, whole_bytes=0)
         if self.device == "cpu" and self.device_memory is not None:
             raise ConfigError("device_memory is for a GPU; with device='cpu' use host_memory")
-        if self.device == "cpu" and self.split_misses:
-            raise ConfigError("split_misses is for a GPU; with device='cpu' all is the CPU's")
         if type(threads := self.num_read_threads) is not int or threads < 1:
             raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")
-
-    @property
-    def devices(self) -> list[tuple[str, int | str | None]]:
-        """Each by name, with its device_memory; the first computes. Raises ConfigError."""
-        names = [name.strip() for name in self.device.split(",")]
-        sizes = [self.device_memory]
-        if isinstance(self.device_memory, str):
-            sizes = [*self.device_memory.split(",")]
-        if len(sizes) == 1:
-            sizes *= len(names)
-        if len(set(names)) < len(names):
-            raise ConfigError(f"device {self.device!r} names a device twice")
-        if len(sizes) != len(names):
-            raise ConfigError(
-                f"device_memory {self.device_memory!r} has {len(sizes)} sizes, device "
-                f"{self.device!r} {len(names)}; give one size, or one for each"
-            )
-        return list(zip(names, sizes, strict=True))
 
     def _require_one_of(self, name: str, allowed: tuple[str | None, ...]) -> None:
         value = getattr(self, name)
@@ -207,11 +182,11 @@ def _translate_legacy(options: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def memory_of_ratio(ratio: Any, device: str) -> str | None:
+def memory_of_ratio(ratio: Any, device: str) -> int | None:
     """The device_memory of an older device_memory_ratio; None without a GPU. Raises ConfigError."""
     share = _ratio("device_memory_ratio", ratio)
-    sizes = [str(int(share * num_bytes)) for num_bytes in device_memory_bytes(device)]
-    return ",".join(sizes) or None
+    num_bytes = device_memory_bytes(device)
+    return None if num_bytes is None else int(share * num_bytes)
 
 
 def _ratio(name: str, ratio: Any) -> float:

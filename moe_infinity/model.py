@@ -39,7 +39,6 @@ from moe_infinity.errors import (
 )
 from moe_infinity.experts import Tier
 from moe_infinity.models import experts_backend
-from moe_infinity.models.cpu_share import CpuShare
 from moe_infinity.models.device import ComputeDevice
 from moe_infinity.models.device_steps import let_device_decide
 from moe_infinity.models.early_gate import EarlyGate
@@ -100,9 +99,6 @@ class MoE:
             try:
                 if self.config.early_gate:
                     self._runtime.early_gate = EarlyGate(self.model, plan.rows)
-                if self.config.split_misses:
-                    share = self._runtime.cpu_share = CpuShare(plan, self._runtime.tiers)
-                    self._runtime.experts += f", {share.how}"
                 self._graphed = let_device_decide(self.model, plan, self._runtime, self.config)
                 self._signature = signature_of(self.model, plan.rows)
                 self._load_history()

@@ -35,7 +35,6 @@ from moe_infinity.memory.prefetcher import Prefetcher
 from moe_infinity.memory.reader import Reader
 from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.models.computing import RowComputer, Work
-from moe_infinity.models.cpu_share import CpuShare
 from moe_infinity.models.device_steps import DeviceSteps
 from moe_infinity.models.early_gate import EarlyGate
 from moe_infinity.models.planning import Plan
@@ -85,7 +84,6 @@ class ExpertRuntime:
         self._mover, self._policies = compute_tier.mover, [tier.policy for tier in self.tiers]
         # Set by whoever has the model:
         self.early_gate: EarlyGate | None = None
-        self.cpu_share: CpuShare | None = None
         self.device_steps: DeviceSteps | None = None
         self.cancelled: Event | None = None  # of who waits for the text; a long prompt heeds it
         self.in_pass = False  # of the model; stays so if it was left, until the next one
@@ -174,11 +172,7 @@ class ExpertRuntime:
         waiting = [keys[expert_idx] for expert_idx in work.activated]
         counters = self.counters.of(phase)
         counters.add_lookups(*self.table.census(waiting))
-        if self.cpu_share is None or phase is Phase.PREFILL:
-            self._compute_waves(moe_row, work, waiting)
-        else:
-            with self.cpu_share.sharing(moe_row, work, waiting) as of_device:
-                self._compute_waves(moe_row, work, of_device)
+        self._compute_waves(moe_row, work, waiting)
         if phase is Phase.PREFILL and isinstance(self._mover, DeviceMover):
             self._stream_next_row(self._mover, moe_row)
         self._is_moving = False

@@ -117,7 +117,7 @@ def watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         run(self, work, keys, slot_ids)
         assert isinstance(self._slots, DeviceSlots)
         for key in keys:
-            link = self._slots.link_of(slot_ids[key])
+            link = self._slots.link
             assert isinstance(link, WatchedLink)
             link.time += 1
             link.read_at[self._slots.address_of(slot_ids[key])] = link.time

@@ -116,7 +116,7 @@ def test_bytes_arrive_in_order_though_nobody_waits(monkeypatch, is_locking):
     link = CudaLink(torch.device("cuda", 0))
     if not is_locking:
         monkeypatch.setattr(link, "page_lock", lambda memory: False)
-    host, device = SourceSlots(link, 3, SLOT_BYTES), DeviceSlots([link] * 2, SLOT_BYTES)
+    host, device = SourceSlots(link, 3, SLOT_BYTES), DeviceSlots(link, 2, SLOT_BYTES)
     sums = []
     for value in range(60):
         host_slot, slot = value % 3, value % 2
@@ -137,7 +137,7 @@ def test_bytes_arrive_in_order_though_nobody_waits(monkeypatch, is_locking):
 
 def test_a_copy_from_locked_pages_does_not_stop_the_cpu():
     link = CudaLink(torch.device("cuda", 0))
-    host, device = SourceSlots(link, 1, 64 << 20), DeviceSlots([link], 64 << 20)
+    host, device = SourceSlots(link, 1, 64 << 20), DeviceSlots(link, 1, 64 << 20)
     host.bytes_of(0)[:8] = b"12345678"
     copy = device.fill(0, host.tensor_of(0, 64 << 20), is_locked=host.is_locked(0))
     assert not copy.query()

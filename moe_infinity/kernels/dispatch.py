@@ -12,7 +12,7 @@ T tokens, K experts per token, P = T * K (token, k) pairs, D model width, R rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,7 +35,7 @@ class ExpertWork(Protocol):
         """Tokens routed to each activated expert; 1 if to all of them."""
 
     def compute(self, expert_idx: int, mlp: ExpertMlp, weights: Any) -> None:
-        """Run this expert on its rows, where its weights are, and keep the output."""
+        """Run this expert on its rows and keep the output."""
 
 
 class RoutedRows:
@@ -50,13 +50,11 @@ class RoutedRows:
         self._stops = {expert: stop for stop, expert in enumerate(by_expert, start=1)}
         self.num_without = self._stops.pop(NO_EXPERT, 0)  # pairs without an expert: they come first
         self.activated = list(self._stops)  # distinct expert ids, ascending
-        # Set by gather(): the rows of each expert, their (token, k) pairs, their inputs (on every
-        # device that computes), and the weights of all pairs unless they went into the inputs.
+        # Set by gather(): the rows of each expert, their (token, k) pairs, their inputs, and the
+        # weights of all pairs unless they went into the inputs.
         self._rows: dict[int, slice]
         self._pairs_P: Tensor
         self._inputs_PD: Tensor
-        self._inputs_there: dict[torch.device, Tensor] = {}
-        self._outputs_there: dict[torch.device, list[tuple[int, Tensor]]] = {}
         self._outputs_PD: Tensor | None = None
 
     @property
@@ -72,13 +70,9 @@ class RoutedRows:
         top_k_weights_TK: Tensor,
         *,
         weighs_input: bool = False,
-        devices: Iterable[torch.device] = (),
     ) -> None:
-        """Copy the rows of every expert next to each other, here and on these `devices`. Weights
-        scale what comes out of an expert, or what goes in.
-
-        What goes to another device goes now, and comes back in sum(): torch lets a copy between
-        devices wait for both of their current streams, and so for experts on their way to either.
+        """Copy the rows of every expert next to each other. Weights scale what comes out of an
+        expert, or what goes in.
         """
         num_tokens, top_k = self._index_TK.shape
         stops = self._stops.values()
@@ -90,40 +84,18 @@ class RoutedRows:
         self._pairs_P = torch.from_numpy(order).to(x_TD.device)
         tokens_P = self._pairs_P // top_k
         self._inputs_PD = x_TD[tokens_P]
-        for device in set(devices) - {x_TD.device}:
-            there_TD, there_P = (part.to(device, non_blocking=True) for part in (x_TD, tokens_P))
-            self._inputs_there[device] = there_TD[there_P]
         self._weights_P1: Tensor | None = top_k_weights_TK.reshape(-1, 1)
         if weighs_input:
             scales_P1, self._weights_P1 = self._weights_P1[self._pairs_P], None
             self._inputs_PD = self._inputs_PD * scales_P1
-            for device, inputs_PD in self._inputs_there.items():
-                there_P1 = scales_P1.to(device, non_blocking=True)
-                self._inputs_there[device] = inputs_PD * there_P1
 
     def inputs_of(self, expert_idx: int) -> Tensor:
         """[R, D]: the rows routed to this expert. gather() comes first."""
         return self._inputs_PD[self._rows[expert_idx]]
 
     def compute(self, expert_idx: int, mlp: ExpertMlp, weights: Any) -> None:
-        """Run this expert on its rows, where its weights are, and keep the output."""
-        if self._inputs_there:
-            device = device_of(weights)
-            if device != self._inputs_PD.device:
-                out_RD = mlp(weights, self._inputs_there[device][self._rows[expert_idx]])
-                self._outputs_there.setdefault(device, []).append((expert_idx, out_RD))
-                return
+        """Run this expert on its rows and keep the output."""
         self.add(expert_idx, mlp(weights, self.inputs_of(expert_idx)))
-
-    def _bring_back(self) -> None:
-        """The outputs of other devices, in one copy from each."""
-        for outputs in self._outputs_there.values():
-            together = torch.cat([out_RD for _, out_RD in outputs])
-            together = together.to(self._inputs_PD.device, non_blocking=True)
-            parts = together.split([len(out_RD) for _, out_RD in outputs])
-            for (expert_idx, _), part_RD in zip(outputs, parts, strict=True):
-                self.add(expert_idx, part_RD)
-        self._outputs_there.clear()
 
     def add(self, expert_idx: int, out_RD: Tensor) -> None:
         """Keep an expert's output, weighted, at the places of its (token, k) pairs."""
@@ -138,7 +110,6 @@ class RoutedRows:
     def sum(self, dtype: torch.dtype) -> Tensor:
         """[T, D]: the layer's output, the same bits whatever the order of the `add` calls."""
         num_tokens, top_k = self._index_TK.shape
-        self._bring_back()
         if self._outputs_PD is None:
             assert not self._stops, "add() comes first"
             return self._inputs_PD.new_zeros(num_tokens, self._inputs_PD.shape[1], dtype=dtype)
@@ -149,10 +120,6 @@ class RoutedRows:
             pairs_R = self._pairs_P[rows]
             total_TD.index_add_(0, pairs_R // top_k, self._outputs_PD[pairs_R].to(dtype))
         return total_TD
-
-
-def device_of(weights: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(weights.values())).device
 
 
 def _order_of_stock(flat: Ints) -> Ints:

@@ -4,14 +4,14 @@
     HOST slot, not page-locked ──> page-locked ring ─copy──> DEVICE slot
 
 A slot is overwritten only after what reads it has finished: DEVICE slots are read by kernels, HOST
-slots by copies. Several devices have a slab, a ring and a link each; slot ids go through all slabs.
+slots by copies.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,54 +35,28 @@ def round_up(num_bytes: int, alignment: int) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def in_turns(room: Mapping[Link, int], num_slots: int) -> list[Link]:
-    """The link of each of at most so many slots. Free slots are taken in this order, so at any
-    time each device is as full as the others, and the experts of one row lie on all of them.
-    """
-    turns = [((i + 0.5) / size, link) for link, size in room.items() for i in range(size)]
-    return [link for _, link in sorted(turns, key=lambda turn: turn[0])][:num_slots]
-
-
 class DeviceSlots(Slots):
-    """One allocation, a slab, on each device, cut into equal slots; `turns` says whose each is."""
+    """One allocation on the device, cut into equal slots."""
 
-    def __init__(self, turns: Sequence[Link], slot_bytes: int) -> None:
-        self.links = list(dict.fromkeys(turns))
-        slabs = [_slab(link, turns.count(link), slot_bytes) for link in self.links]
-        super().__init__(slabs, [self.links.index(link) for link in turns], slot_bytes)
-        self._turns = turns
-        self._rings = {link: Ring(link, slot_bytes) for link in self.links}
+    def __init__(self, link: Link, num_slots: int, slot_bytes: int) -> None:
+        super().__init__(_slab(link, num_slots, slot_bytes), slot_bytes)
+        self.link = link
+        self._ring = Ring(link, slot_bytes)
         self._read_by: dict[int, Event] = {}  # the last kernels of each slot
-
-    def link_of(self, slot_id: int) -> Link:
-        return self._turns[slot_id]
 
     def fill(self, slot_id: int, source: Tensor, *, is_locked: bool) -> Copy:
         """Begin to copy an expert's bytes into a slot, once the kernels that read it have ended."""
         if not is_locked:
-            ring = self._rings[self._turns[slot_id]]
-            return ring.copy(source, lambda staged: self._copy(slot_id, staged))
+            return self._ring.copy(source, lambda staged: self._copy(slot_id, staged))
         return self._copy(slot_id, source)
 
     def _copy(self, slot_id: int, source: Tensor) -> Copy:
         destination = self.tensor_of(slot_id, source.numel())
-        return self._turns[slot_id].copy(source, destination, self._read_by.get(slot_id))
+        return self.link.copy(source, destination, self._read_by.get(slot_id))
 
     def mark_read(self, slot_ids: Sequence[int]) -> None:
-        """Kernels that read these slots were launched, each on its slot's device."""
-        marks: dict[Link, Event] = {}
-        for slot_id in slot_ids:
-            link = self._turns[slot_id]
-            if link not in marks:
-                marks[link] = link.mark()
-            self._read_by[slot_id] = marks[link]
-
-    def take_stall_s(self) -> float:
-        return sum(link.take_stall_s() for link in self.links)
-
-    def synchronize(self) -> None:
-        for link in self.links:
-            link.synchronize()
+        """Kernels that read these slots were launched."""
+        self._read_by.update(dict.fromkeys(slot_ids, self.link.mark()))
 
 
 def _slab(link: Link, num_slots: int, slot_bytes: int) -> Tensor:

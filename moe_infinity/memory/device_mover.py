@@ -10,7 +10,6 @@ counts as RESIDENT from the moment on that all kernels launched later see its by
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from moe_infinity.cache.counters import PhaseCounters
@@ -18,7 +17,7 @@ from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
 from moe_infinity.memory.device import DeviceSlots, SourceSlots
-from moe_infinity.memory.link import Copy, Link
+from moe_infinity.memory.link import Copy
 from moe_infinity.memory.mover import LOAD_TIME_RATE, Mover
 
 logger = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ class DeviceMover:
             elif state is None:  # its read failed
                 self.failed.add(key)
                 self._cancel(key)
-        num_copying: Counter[Link] = Counter()
+        num_copying = 0
         for key, copy in list(self._loading.items()):
             if copy is None or key not in self._ahead:
                 continue
@@ -106,8 +105,8 @@ class DeviceMover:
                 self._note_time(copy.took_s)
                 self._finish(key)
             else:
-                num_copying[self._slots.link_of(self._table.slot_of(key))] += 1
-        return queued_s + max(num_copying.values(), default=0) * self.load_s
+                num_copying += 1
+        return queued_s + num_copying * self.load_s
 
     def arrivals(
         self, keys: Sequence[ExpertKey], counters: PhaseCounters
@@ -118,7 +117,7 @@ class DeviceMover:
 
         Raises what a failed read or copy raised (its slot is free again), or LoadTimeout.
         """
-        counters.stall_s += self._slots.take_stall_s()
+        counters.stall_s += self._slots.link.take_stall_s()
         slot_ids = {key: self._table.slot_of(key) for key in keys}
         for arrived in self._groups(keys, counters):
             yield arrived
@@ -201,7 +200,7 @@ class DeviceMover:
         copy = self._loading.pop(key)
         assert copy is not None, key
         if not copy.query():
-            self._slots.link_of(self._table.slot_of(key)).let_kernels_wait(copy)
+            self._slots.link.let_kernels_wait(copy)
         self._table.finish_load(key)
         self._ahead.discard(key)
         self.failed.discard(key)
@@ -220,7 +219,7 @@ class DeviceMover:
         """
         self._host_table.recover()
         self._host_mover.recover()
-        self._slots.synchronize()
+        self._slots.link.synchronize()
         for key in self._table.loading_keys():
             arrived = self._loading.get(key) is not None
             (self._table.finish_load if arrived else self._table.cancel_load)(key)
@@ -230,5 +229,5 @@ class DeviceMover:
     def close(self) -> None:
         """Wait for what is under way."""
         self._host_mover.close()
-        self._slots.synchronize()
+        self._slots.link.synchronize()
         self._host_slots.close()

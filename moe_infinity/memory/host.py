@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import count
-
 import torch
 from torch import Tensor
 
@@ -21,36 +18,30 @@ AUTOMATIC_SHARE = 0.7
 
 
 class Slots:
-    """Slots of `slot_bytes` bytes in one buffer or several, in whatever memory each of them is;
-    `owners` says in which buffer each slot lies.
-    """
+    """`buffer`, bytes in whatever memory, cut into slots of `slot_bytes` bytes."""
 
-    def __init__(self, buffers: Sequence[Tensor], owners: Sequence[int], slot_bytes: int) -> None:
-        self.num_slots = len(owners)
+    def __init__(self, buffer: Tensor, slot_bytes: int) -> None:
+        self.num_slots = len(buffer) // slot_bytes
         self.slot_bytes = slot_bytes
         self.num_bytes = self.num_slots * slot_bytes
-        self.devices = [buffer.device for buffer in buffers]
-        starts = [count(0, slot_bytes) for _ in buffers]
-        self._places = [(buffers[owner], next(starts[owner])) for owner in owners]
+        self.device = buffer.device
+        self._buffer = buffer
         self._views: dict[ExpertLayout, SlotViews] = {}
 
     def views(self, layout: ExpertLayout) -> SlotViews:
         """The slots seen as experts of this layout; one object per layout, shared by all rows that
         have it.
         """
-        return self._views.setdefault(layout, SlotViews(self._places, layout))
+        return self._views.setdefault(layout, SlotViews(self, layout))
 
     def address_of(self, slot_id: int) -> int:
         """In memory, of the first byte of the slot."""
-        buffer, start = self._places[slot_id]
-        return buffer.data_ptr() + start
+        return self._buffer.data_ptr() + slot_id * self.slot_bytes
 
     def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
-        """So many bytes from where the slot begins. More than one slot has are the bytes of this
-        one and of those that follow it in the same buffer.
-        """
-        buffer, start = self._places[slot_id]
-        return buffer[start : start + num_bytes]
+        """[num_bytes]: bytes from where the slot begins, and on into the slots that follow it."""
+        start = slot_id * self.slot_bytes
+        return self._buffer[start : start + num_bytes]
 
 
 class HostSlots(Slots):
@@ -64,7 +55,7 @@ class HostSlots(Slots):
                 f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated\n"
                 "hint: lower host_memory"
             ) from error
-        super().__init__([buffer], [0] * num_slots, slot_bytes)
+        super().__init__(buffer, slot_bytes)
 
     def bytes_of(self, slot_id: int) -> memoryview:
         """The slot as bytes that may be written now."""
@@ -76,16 +67,16 @@ class SlotViews:
     for.
     """
 
-    def __init__(self, places: Sequence[tuple[Tensor, int]], layout: ExpertLayout) -> None:
-        self._places = places
+    def __init__(self, slots: Slots, layout: ExpertLayout) -> None:
+        self._slots = slots
         self._layout = layout
         self._params: dict[int, dict[str, Tensor]] = {}
 
     def __getitem__(self, slot_id: int) -> dict[str, Tensor]:
         if slot_id not in self._params:
-            buffer, start = self._places[slot_id]
+            slot = self._slots.tensor_of(slot_id, self._slots.slot_bytes)
             self._params[slot_id] = {
-                spec.name: buffer[start + spec.offset :][: spec.num_bytes]
+                spec.name: slot[spec.offset :][: spec.num_bytes]
                 .view(getattr(torch, spec.dtype))
                 .view(spec.shape)
                 for spec in self._layout.params

@@ -18,14 +18,13 @@ def machine_memory_bytes() -> int:
     return physical if limit is None else min(physical, limit)
 
 
-def device_memory_bytes(device: str) -> list[int]:
-    """All the memory of each CUDA device that "cuda:0,cuda:1", "cuda" or "auto" names, if any."""
+def device_memory_bytes(device: str) -> int | None:
+    """All the memory of the CUDA device that "cuda:1", "cuda" or "auto" names; None without one."""
     import torch  # takes seconds, and only the config of an older MoE-Infinity asks
 
     if device == "cpu" or not torch.cuda.is_available():
-        return []
-    names = [0] if device == "auto" else [name.strip() for name in device.split(",")]
-    return [torch.cuda.mem_get_info(name)[1] for name in names]
+        return None
+    return int(torch.cuda.mem_get_info(0 if device == "auto" else device)[1])
 
 
 def available_memory_bytes() -> int:

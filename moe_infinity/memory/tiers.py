@@ -52,7 +52,7 @@ def make_tiers(
     slots = (
         HostSlots(num_slots, slot_bytes)
         if device_slots is None
-        else SourceSlots(device_slots.links[0], num_slots, slot_bytes)
+        else SourceSlots(device_slots.link, num_slots, slot_bytes)
     )
     policy = make_policy(num_slots=num_slots)
     table = ResidencyTable(num_slots, policy)

@@ -58,7 +58,7 @@ class RowComputer:
         if self._is_eager is None:
             self._is_eager = experts_implementation == "eager"
         has_kernels = experts_implementation in ("auto", "fast") and has_packed_kernels()
-        has_kernels &= all(device.type == "cpu" for device in slots.devices)
+        has_kernels &= slots.device.type == "cpu"
         self._mlp = recipes.computing(
             row.compute, is_transposed=row.is_transposed if has_kernels else None
         )
@@ -82,7 +82,6 @@ class RowComputer:
             x_TD,
             top_k_weights_TK,
             weighs_input=self._weighs_input,
-            devices=self._slots.devices,
         )
         return rows
 

@@ -223,8 +223,6 @@ def let_device_decide(
     known = [mlp for mlp in mlps if mlp is not None]
     reasons = {
         "prefetch": config.prefetch,
-        "split_misses": config.split_misses,
-        "several devices": len(config.devices) > 1,
         "an encoder": model.config.is_encoder_decoder,
         "experts that no kernel of ours reads": len(known) < len(mlps),
     }

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.kernels.dispatch import ExpertMlp, device_of
+from moe_infinity.kernels.dispatch import ExpertMlp
 from moe_infinity.models.adapters import ExpertsModule, MoeLayer, OneModuleEach
 from moe_infinity.models.gradients import without_gradient
 
@@ -59,17 +59,9 @@ class CalledExperts:
         return np.array(counts, dtype=np.int64)
 
     def compute(self, expert_idx: int, mlp: ExpertMlp, weights: Any) -> None:
-        device = device_of(weights)
-
-        def there(value: Any) -> Any:
-            is_tensor = isinstance(value, Tensor)
-            return value.to(device, non_blocking=True) if is_tensor else value
-
         for call in self._calls[expert_idx]:
-            kwargs = {name: there(value) for name, value in call.kwargs.items()}
-            run = partial(mlp, weights, *map(there, call.args), **kwargs)
-            answer = without_gradient(call.args[0], run)
-            call.answer = answer.to(call.args[0].device, non_blocking=True)
+            run = partial(mlp, weights, *call.args, **call.kwargs)
+            call.answer = without_gradient(call.args[0], run)
 
 
 class TopKListener(TorchFunctionMode):

@@ -13,7 +13,6 @@ from moe_infinity.memory.device import (
     RING_BUFFERS,
     DeviceSlots,
     SourceSlots,
-    in_turns,
     num_device_slots,
 )
 from moe_infinity.memory.link import Copy, Event, open_link
@@ -28,7 +27,7 @@ class Bench:
     def __init__(self, link: FakeLink) -> None:
         self.link = link
         self.host = SourceSlots(link, 4, PAGE_BYTES)
-        self.device = DeviceSlots([link] * 2, 1024)
+        self.device = DeviceSlots(link, 2, 1024)
 
     def write(self, host_slot: int, value: int) -> None:
         """What a read from disk does."""
@@ -136,87 +135,25 @@ def test_once_pages_could_not_be_locked_no_more_are_tried(monkeypatch):
     assert len(asked) == 1
 
 
-# Several devices
-
-
-@pytest.mark.parametrize("sizes", [(10, 10), (20, 5), (7, 1), (1, 6), (8, 4, 2), (5,)])
-def test_free_slots_are_taken_from_each_device_in_proportion_to_its_size(sizes):
-    links = [FakeLink() for _ in sizes]
-    turns = in_turns(dict(zip(links, sizes, strict=True)), 1000)
-    assert [turns.count(link) for link in links] == list(sizes)
-    for taken in range(len(turns)):
-        for link, size in zip(links, sizes, strict=True):
-            assert abs(turns[:taken].count(link) - taken * size / len(turns)) <= 1
-
-
-def test_devices_with_room_for_more_than_all_experts_share_them_in_proportion():
-    big, small = FakeLink(), FakeLink()
-    turns = in_turns({big: 24, small: 12}, 24)
-    assert (turns.count(big), turns.count(small)) == (16, 8)
-
-
-class Pair:
-    """Two slots on the first device and four on the second, from four HOST slots."""
-
-    def __init__(self, *, is_locking: bool = True) -> None:
-        self.links = [FakeLink(is_locking=is_locking), FakeLink()]
-        self.links[1].locked = self.links[0].locked
-        self.host = SourceSlots(self.links[0], 4, PAGE_BYTES)
-        turns = in_turns(dict(zip(self.links, (2, 4), strict=True)), 6)
-        self.slots = DeviceSlots(turns, 1024)
-        self.owners = [int(link is self.links[1]) for link in turns]
-
-
-def test_every_slot_lies_in_the_slab_of_its_own_device(monkeypatch):
-    slabs: dict[FakeLink, tuple[int, int]] = {}
-    empty = FakeLink.empty
-
-    def noting(self: FakeLink, num_bytes: int) -> Tensor:
-        slab = empty(self, num_bytes)
-        slabs[self] = slab.data_ptr(), slab.nbytes
-        return slab
-
-    monkeypatch.setattr(FakeLink, "empty", noting)
-    pair = Pair()
-    assert [slabs[link][1] for link in pair.links] == [2048, 4096]
-    at: dict[int, list[int]] = {0: [], 1: []}
-    for slot_id, owner in enumerate(pair.owners):
-        address = pair.slots.address_of(slot_id)
-        assert address == pair.slots.tensor_of(slot_id, 8).data_ptr()
-        at[owner].append(address - slabs[pair.links[owner]][0])
-    assert at == {0: [0, 1024], 1: [0, 1024, 2048, 3072]}
-
-
 @pytest.mark.parametrize("is_locking", [True, False])
-def test_a_slot_is_filled_over_its_own_link_and_waits_for_kernels_there(is_locking, monkeypatch):
-    pair, afters = Pair(is_locking=is_locking), []
-    marks = {link: FakeMark() for link in pair.links}
-    for link in pair.links:
-        monkeypatch.setattr(link, "mark", lambda link=link: marks[link])
-        copy = link.copy
+def test_a_slot_is_filled_after_the_kernels_that_read_it(is_locking, monkeypatch):
+    bench, mark = Bench(FakeLink(is_locking=is_locking)), FakeMark()
+    afters: list[Event | None] = []
+    copy = bench.link.copy
 
-        def noting(source: Tensor, destination: Tensor, after: Event | None, copy=copy) -> Copy:
-            afters.append(after)
-            return copy(source, destination, after)
+    def noting(source: Tensor, destination: Tensor, after: Event | None) -> Copy:
+        afters.append(after)
+        return copy(source, destination, after)
 
-        monkeypatch.setattr(link, "copy", noting)
-    pair.slots.mark_read(range(6))
-    for slot_id, owner in enumerate(pair.owners):
-        pair.host.bytes_of(slot_id % 4)[:NUM_BYTES] = bytes([slot_id]) * NUM_BYTES
-        before = [link.num_copies for link in pair.links]
-        source, is_locked = (
-            pair.host.tensor_of(slot_id % 4, NUM_BYTES),
-            pair.host.is_locked(slot_id),
-        )
-        pair.host.note_copy(slot_id % 4, pair.slots.fill(slot_id, source, is_locked=is_locked))
-        before[owner] += 1
-        assert [link.num_copies for link in pair.links] == before
-        assert afters[-1] is marks[pair.links[owner]]
-    if not is_locking:
-        assert len(pair.links[0].locked) == 6, "buffers: a ring of its own for each link"
-    pair.slots.synchronize()
-    for slot_id in range(6):
-        assert set(pair.slots.tensor_of(slot_id, NUM_BYTES).tolist()) == {slot_id}
+    monkeypatch.setattr(bench.link, "mark", lambda: mark)
+    monkeypatch.setattr(bench.link, "copy", noting)
+    bench.device.mark_read([1])
+    for slot_id in range(2):
+        bench.write(slot_id, slot_id + 1)
+        bench.copy(slot_id, slot_id)
+    bench.link.synchronize()
+    assert afters == [None, mark]
+    assert [bench.values(slot_id) for slot_id in range(2)] == [{1}, {2}]
 
 
 # The budget
@@ -266,7 +203,7 @@ def test_a_budget_that_leaves_no_room_for_anything_else_is_refused_with_the_numb
 
 def test_an_allocation_the_device_cannot_make_is_a_clear_error():
     with pytest.raises(ConfigError, match=r"16\.0 MiB could not be.*4\.0 GiB are free\n.*lower"):
-        DeviceSlots([FakeLink()] * 1000, 16 * MIB)
+        DeviceSlots(FakeLink(), 1000, 16 * MIB)
 
 
 # Which device

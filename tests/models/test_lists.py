@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from moe_infinity import UnsupportedModelError
 from moe_infinity.models.lists import LIST
-from tests.two_devices import SECOND, TwoDevices
 
 NUM_EXPERTS, WIDTH = 4, 16
 
@@ -95,18 +94,6 @@ def under_autocast(block: Any, expert: Any, x: Tensor) -> Tensor:
 
 
 X_TD = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def test_an_expert_on_another_device_is_called_there():
-    block, stock, layer = connected(plainly)
-    with TwoDevices() as watch:
-        for weights in layer.weights[1:]:
-            weights["up.weight"] = weights["up.weight"].to(SECOND)
-        assert watch.num_sent == 3
-        found = block(X_TD)
-        assert watch.num_sent > 3
-    assert torch.equal(found, stock(X_TD))
 
 
 @pytest.mark.parametrize("loop", [plainly, into_one_buffer])

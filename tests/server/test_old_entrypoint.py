@@ -16,8 +16,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """start("--option", ...) -> the arguments that `moe-infinity` is given then."""
     monkeypatch.setattr(cli, "main", lambda: None)
 
-    def start(*options: object, devices_bytes: tuple[int, ...] = ()) -> list[str]:
-        monkeypatch.setattr(config, "device_memory_bytes", lambda device: list(devices_bytes))
+    def start(*options: object, device_bytes: int | None = None) -> list[str]:
+        monkeypatch.setattr(config, "device_memory_bytes", lambda device: device_bytes)
         monkeypatch.setattr(sys, "argv", ["api_server", *map(str, options)])
         api_server.main()
         return sys.argv
@@ -32,8 +32,8 @@ def test_the_older_options_become_those_of_serve(start):
 
 def test_the_ratio_is_honoured_where_there_is_a_gpu(start, capsys):
     ratio = ("--model", "M", "--device-memory-ratio", 0.5)
-    given = start(*ratio, "--device=cuda:0,cuda:1", devices_bytes=(1000, 600))
-    assert given[3:] == ["--device", "cuda:0,cuda:1", "--device-memory", "500,300"]
+    given = start(*ratio, "--device=cuda:1", device_bytes=1000)
+    assert given[3:] == ["--device", "cuda:1", "--device-memory", "500"]
     assert "no effect" not in capsys.readouterr().err
     assert "--device-memory" not in start(*ratio)
     assert "--device-memory-ratio has no effect: torch finds no CUDA" in capsys.readouterr().err
@@ -41,9 +41,9 @@ def test_the_ratio_is_honoured_where_there_is_a_gpu(start, capsys):
 
 @pytest.mark.parametrize("ratio", ["0", "1.5", "-1", "nan", "half"])
 def test_a_ratio_that_is_none_is_wrong_usage(start, capsys, ratio):
-    for devices_bytes in ((), (1000,)):
+    for device_bytes in (None, 1000):
         with pytest.raises(SystemExit) as stopped:
-            start("--model", "M", "--device-memory-ratio", ratio, devices_bytes=devices_bytes)
+            start("--model", "M", "--device-memory-ratio", ratio, device_bytes=device_bytes)
         assert stopped.value.code == 2
         assert "ratio" in capsys.readouterr().err
 

@@ -44,7 +44,7 @@ def main() -> None:
         if size is None:
             tell_ignored("--device-memory-ratio", "device_memory_ratio")
         else:
-            memory = ["--device-memory", size]
+            memory = ["--device-memory", str(size)]
     device_options = ["--device", options.device, *memory]
     sys.argv = ["moe-infinity", "serve", options.model, *device_options, *others]
     cli.main()
