@@ -4,9 +4,9 @@ packed, named in the report.
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from moe_infinity import ConfigError, MoE, UnsupportedModelError
-from moe_infinity.models import recipes
+from moe_infinity.models import computing
 from moe_infinity.models.recipes import Recipe
 from moe_infinity.packer import pack_checkpoint
 from tests import conftest
@@ -25,7 +25,6 @@ from tests.test_architectures import SMALL
 
 pytest.importorskip("numba", reason="numba is not installed")
 from moe_infinity.kernels import experts_cpu
-from moe_infinity.kernels import packed_cpu as kernels
 from moe_infinity.kernels.fused_rows import FusedRows
 
 IDS = torch.arange(3, 3 + 12).view(1, 12) * 4 % 128
@@ -72,18 +71,12 @@ def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
     name, folder, monkeypatch
 ):
     expected = token_by_token(folder, experts_implementation="grouped_mm")
-    called = Counter[str]()
-    for function, owner in {"gptq": kernels, "compute": experts_cpu.Rows}.items():
-        stock = getattr(owner, function)
-
-        def counted(*args: Any, _stock: Any = stock, _name: str = function, **kwargs: Any) -> Any:
-            called[_name] += 1
-            return _stock(*args, **kwargs)
-
-        monkeypatch.setattr(owner, function, counted)
     tolerance = TOLERANCE[kind_of(name)]
-    assert distance(token_by_token(folder), expected) < tolerance
-    assert [*called] == ["gptq" if name.endswith("act-order") else "compute"]
+    with mock.patch.object(
+        experts_cpu.Rows, "compute", autospec=True, side_effect=experts_cpu.Rows.compute
+    ) as fused:
+        assert distance(token_by_token(folder), expected) < tolerance
+    assert fused.called == (not name.endswith("act-order")), "columns in any order are unpacked"
 
     extents = Recipe.extents
 
@@ -96,7 +89,7 @@ def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
 
 def test_many_rows_are_computed_with_unpacked_experts(folder, monkeypatch):
     """A prompt pays for unpacking once: its logits are bit for bit those of unpacked experts."""
-    monkeypatch.setattr(recipes, "MULTIPLIED_ROWS", 8)
+    monkeypatch.setattr(computing, "PACKED_ROWS", 8)
     ids = torch.full((1, 32), 7)  # nearly all routed alike
     logits = []
     for implementation in ("auto", "grouped_mm"):

@@ -15,7 +15,9 @@ from tests.fast_device import on_device
 from tests.on_device import PROMPT
 from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config
 
-TOLERANCE = 1e-4  # of the largest logit: sums have another order, and scales stay as stored
+# Of the largest logit: unpacking rounds a weight to the dtype of its scale, kernels do not.
+TOLERANCE = 2e-3  # scales in float16 or float32
+INT4_TOLERANCE = 2e-2  # scales in bfloat16, so 2 ** -9 of each weight
 
 
 @torch.no_grad()
@@ -44,7 +46,8 @@ def test_the_device_reads_what_the_host_unpacks(name, tmp_path):
     with MoE(folder, host_memory="50%", dtype="float32") as moe:
         expected = logits_of(moe)
     found = decided_logits(folder, "100%")
-    assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
+    tolerance = INT4_TOLERANCE if name.startswith("int4") else TOLERANCE
+    assert (found - expected).abs().max() < tolerance * expected.abs().max()
     assert torch.equal(decided_logits(folder, "30%"), found)
 
 
@@ -60,6 +63,6 @@ def test_gptq_that_says_its_columns_are_in_order_is_believed(tmp_path):
     )
     believed = decided_logits(folder, "100%")
     apart = (believed - by_index).abs().max()
-    assert apart > 100 * TOLERANCE * by_index.abs().max()
+    assert apart > 10 * TOLERANCE * by_index.abs().max()
     with MoE(folder, host_memory="50%", dtype="float32") as moe:
         assert (logits_of(moe) - believed).abs().max() < TOLERANCE * believed.abs().max()

@@ -11,7 +11,7 @@ def host_float32(*shape: int) -> torch.Tensor:
 
 
 def has_packed_kernels() -> bool:
-    """Whether packed_cpu.py can be imported: numba is optional."""
+    """Whether kernels of the CPU can be imported: numba is optional."""
     return find_spec("numba") is not None
 
 

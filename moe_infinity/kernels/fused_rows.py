@@ -30,7 +30,13 @@ class FusedRows:
     num_without = 0  # pairs without an expert
 
     def __init__(
-        self, fused: FusedExperts, flat_P: list[int], x_TD: Tensor, top_k_weights_TK: Tensor
+        self,
+        fused: FusedExperts,
+        flat_P: list[int],
+        x_TD: Tensor,
+        top_k_weights_TK: Tensor,
+        *,
+        weighs_input: bool = False,  # weights scale what goes into an expert, not what comes out
     ) -> None:
         order_P = sorted(range(len(flat_P)), key=flat_P.__getitem__)  # of pairs by expert
         self._place_P = array("q", bytes(8 * len(flat_P)))  # among the rows, of each pair
@@ -42,8 +48,11 @@ class FusedRows:
             self._stops[flat_P[pair]] = place + 1
         self.activated = list(self._starts)  # distinct expert ids, ascending
         self._weights_TK = top_k_weights_TK.to(torch.float32).contiguous()
-        if len(x_TD) > 1:
+        if len(x_TD) > 1 or weighs_input:
             x_TD = x_TD[[pair * len(x_TD) // len(flat_P) for pair in order_P]]
+        if weighs_input:
+            x_TD = x_TD * top_k_weights_TK.reshape(-1, 1)[order_P]
+            self._weights_TK = torch.ones_like(self._weights_TK)
         self._fused_rows = fused.begin(x_TD, len(flat_P))
 
     @property

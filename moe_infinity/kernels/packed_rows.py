@@ -1,4 +1,4 @@
-"""The inner loop of weights for packed_cpu.py and experts_cpu.py, as vector instructions; of those
+"""The inner loop of weights for experts_cpu.py, as vector instructions; of those
 that lie column by column it is in packed_words.py. LLVM finds worse ones by itself: with sums
 across lanes at every group, or scales spread in memory.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
-from numba import cfunc, njit, types
+from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -48,26 +48,9 @@ NUM_FIXED = len(Fixed._fields)
 
 
 @cache
-def row_kernel(step: Step) -> Any:
-    """Machine code for rows [first, last); x and out are addresses."""
-    fixed = types.NamedUniTuple(types.int64, NUM_FIXED, Fixed)
-    signature = types.void(types.int64, types.int64, types.int64, types.int64, fixed)
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def rows(_: Any, first: Any, last: Any, x: Any, out: Any, fixed: Any) -> Any:
-        return signature, partial(_emit_rows, step)
-
-    @njit(signature, nogil=True)  # type: ignore[untyped-decorator]
-    def kernel(first: int, last: int, x: int, out: int, fixed: Fixed) -> None:
-        rows(first, last, x, out, fixed)
-
-    return kernel
-
-
-@cache
 def row_function(step: Step) -> Any:
-    """The same as a C function: its `address` takes first, last, x, out, the address of a Fixed in
-    memory, and what to add to its addresses.
+    """A C function for rows [first, last); its `address` takes first, last, x, out, the address of
+    a Fixed in memory, and what to add to its addresses.
     """
     signature = types.void(*[types.int64] * 6)
 
@@ -91,12 +74,6 @@ def _emit_rows_of_slot(step: Step, context: Any, b: Any, _: Any, args: Any) -> A
         weight=b.add(a.weight, slot), scales=b.add(a.scales, slot), zeros=b.add(a.zeros, slot)
     )
     _emit_loop(step, b, first, last, x, out, a)
-    return context.get_dummy_value()
-
-
-def _emit_rows(step: Step, context: Any, b: Any, _: Any, args: Any) -> Any:
-    first, last, x, out, fixed = args
-    _emit_loop(step, b, first, last, x, out, Fixed(*cgutils.unpack_tuple(b, fixed)))
     return context.get_dummy_value()
 
 

@@ -3,8 +3,7 @@ is tested against.
 
 T tokens, R rows of one expert, D model width, F expert width. Weights come by name, without the
 expert dimension: gate_up_proj [2F, D] (or up_proj [F, D]) and down_proj [D, F]; transposed where
-the architecture stores them so. A packed weight comes as an object whose product(x) is x times the
-transpose of [out, in].
+the architecture stores them so.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-def expert_mlp(experts: Any, weights: Mapping[str, Any], x_RD: Tensor) -> Tensor:
+def expert_mlp(experts: Any, weights: Mapping[str, Tensor], x_RD: Tensor) -> Tensor:
     """[R, D] -> [R, D]. `experts` is the architecture's own experts module: it knows its activation
     and its layout.
     """
@@ -29,13 +28,9 @@ def expert_mlp(experts: Any, weights: Mapping[str, Any], x_RD: Tensor) -> Tensor
     return out
 
 
-def _linear(experts: Any, weights: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
-    weight = weights[name]
-    if isinstance(weight, Tensor):
-        weight = weight if experts.is_transposed else weight.t()
-        out = torch.mm(x.to(weight.dtype), weight)
-    else:
-        out = weight.product(x)
+def _linear(experts: Any, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    weight = weights[name] if experts.is_transposed else weights[name].t()
+    out = torch.mm(x.to(weight.dtype), weight)
     if experts.has_bias:
         out += weights[name + "_bias"]
     return out

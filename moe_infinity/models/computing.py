@@ -1,7 +1,6 @@
 """How the experts of one MoE row compute once they are in their slots.
 
     all that arrived together, in one call     kernels/experts_cpu.py, for few rows
-    one by one, packed                         kernels/packed_cpu.py, for few rows
     one by one, unpacked if they are packed    as the class does, kernels/reference.py
 
 The first is for experts that are two products with an activation between them that kernels know
@@ -38,6 +37,9 @@ PACKED = {  # by name of the scheme
     "int-quantized": "int8", "mxfp4": "mxfp4", **{kind: kind for kind in WORDS},
 }  # fmt: skip
 
+# Unpacking an expert costs as much as so many of its rows, multiplied one by one.
+PACKED_ROWS = 16
+
 Work = ExpertWork | FusedRows
 
 
@@ -59,15 +61,13 @@ class RowComputer:
             self._is_eager = experts_implementation == "eager"
         has_kernels = experts_implementation in ("auto", "fast") and has_packed_kernels()
         has_kernels &= slots.device.type == "cpu"
-        self._mlp = recipes.computing(
-            row.compute, is_transposed=row.is_transposed if has_kernels else None
-        )
+        self._mlp = recipes.computing(row.compute)
         # With weights as they are, the bits would not be those of transformers.
         is_fused = has_kernels and (recipes.is_packed or experts_implementation == "fast")
         self._fused = fused_row(row, recipes) if is_fused else None
-        packed = "read by kernels" if has_kernels else "unpacked when they compute"
-        plain = "fast" if self._fused is not None else "exact"
-        self.how = packed if recipes.is_packed else plain
+        self._most_rows = PACKED_ROWS if recipes.is_packed else FUSED_ROWS
+        read, other = ("read by kernels", "unpacked") if recipes.is_packed else ("fast", "exact")
+        self.how = other if self._fused is None else read
 
     def work(
         self, index_TK: NDArray[np.int64], x_TD: Tensor, top_k_weights_TK: Tensor
@@ -75,8 +75,10 @@ class RowComputer:
         """What the experts of this row have to do for T tokens of K experts each."""
         if self._fused is not None:
             flat_P = index_TK.ravel().tolist()
-            if has_few_rows(flat_P, len(index_TK)):
-                return FusedRows(self._fused, flat_P, x_TD, top_k_weights_TK)
+            if has_few_rows(flat_P, len(index_TK), self._most_rows):
+                return FusedRows(
+                    self._fused, flat_P, x_TD, top_k_weights_TK, weighs_input=self._weighs_input
+                )
         rows = RoutedRows(index_TK, is_eager=bool(self._is_eager))
         rows.gather(
             x_TD,
@@ -95,17 +97,17 @@ class RowComputer:
             work.compute(key.expert_idx, self._mlp, self._views[slot_ids[key]])
 
 
-def has_few_rows(flat_P: list[int], num_tokens: int) -> bool:
-    """Whether no expert has more than kernels are good for, and no pair is without one."""
+def has_few_rows(flat_P: list[int], num_tokens: int, most: int) -> bool:
+    """Whether no expert has more than `most` rows, and no pair is without one."""
     if not flat_P or NO_EXPERT in flat_P:
         return False
-    return num_tokens <= FUSED_ROWS or max(Counter(flat_P).values()) <= FUSED_ROWS
+    return num_tokens <= most or max(Counter(flat_P).values()) <= most
 
 
 def fused_row(row: ExpertsModule, recipes: RowRecipes) -> FusedExperts | None:
     """None if its experts can only be computed one by one."""
     mlp = _two_products(row, recipes)
-    if mlp is None or row.adapter.weighs_input:
+    if mlp is None:
         return None
     from moe_infinity.kernels.experts_cpu import fused_experts
 

@@ -77,14 +77,6 @@ def _require(method: str, config: Config, key: str, *allowed: object, default: o
         raise _unsupported(f"{method} with {key} {found!r}")
 
 
-def _multiply(kernel: str, *args: Any, **kwargs: Any) -> Tensor:
-    """By a function of packed_cpu. Raises ImportError where numba is not installed."""
-    from moe_infinity.kernels import packed_cpu
-
-    product: Tensor = getattr(packed_cpu, kernel)(*args, **kwargs)
-    return product
-
-
 # float8
 
 
@@ -116,11 +108,6 @@ def _fp8_scheme(
         assert block is not None, (weight.shape, scales.shape)  # find_shape has seen them
         return unpack.fp8(weight, scales, block, dtype)
 
-    def multiply(x_TC: Tensor, parts: Parts) -> Tensor:
-        weight, scales = parts["weight"], parts["scale"]
-        block = find_block(tuple(weight.shape), tuple(scales.shape), blocks)
-        return _multiply("fp8", x_TC, weight, scales, block)
-
     return Scheme(
         name,
         "",
@@ -129,7 +116,6 @@ def _fp8_scheme(
         OF_ACTIVATIONS,
         find_shape,
         unpack_one,
-        multiply,
         find_block=lambda shapes: find_block(shapes["weight"], shapes["scale"], blocks),
     )
 
@@ -159,8 +145,7 @@ def find_block(shape: Shape, grid: Shape, configured: list[Block]) -> Block | No
 def _find_mxfp4(config: Config) -> tuple[Scheme, ...]:
     """gpt-oss as published: _blocks [E, R, G, 16] and _scales [E, R, G] give [E, 32 G, R]."""
     parts = (Part("blocks", "_blocks", BYTES), Part("scales", "_scales", BYTES))
-    shape, multiply = _mxfp4_shape, _multiply_mxfp4
-    return (Scheme("mxfp4", "", parts, 3, (), shape, _unpack_mxfp4, multiply, is_transposed=True),)
+    return (Scheme("mxfp4", "", parts, 3, (), _mxfp4_shape, _unpack_mxfp4, is_transposed=True),)
 
 
 def _mxfp4_shape(shapes: Shapes) -> Shape | None:
@@ -171,10 +156,6 @@ def _mxfp4_shape(shapes: Shapes) -> Shape | None:
 
 def _unpack_mxfp4(parts: Parts, dtype: torch.dtype) -> Tensor:
     return unpack.mxfp4(parts["blocks"], parts["scales"], dtype)
-
-
-def _multiply_mxfp4(x_TC: Tensor, parts: Parts) -> Tensor:
-    return _multiply("mxfp4", x_TC, parts["blocks"], parts["scales"])
 
 
 # compressed-tensors
@@ -225,10 +206,6 @@ def _unpack_int4(parts: Parts, dtype: torch.dtype) -> Tensor:
     return unpack.int4_rows(parts["packed"], parts["scale"], parts.get("zero_point"), dtype)
 
 
-def _multiply_int4(x_TC: Tensor, parts: Parts) -> Tensor:
-    return _multiply("int4_rows", x_TC, parts["packed"], parts["scale"], parts.get("zero_point"))
-
-
 # The weight is called NAME.weight as a rule; our own packer also packs one stacked over experts,
 # which may be called otherwise.
 _INT4 = Scheme(
@@ -243,7 +220,6 @@ _INT4 = Scheme(
     ("weight_shape", *OF_ACTIVATIONS),
     _int4_shape,
     _unpack_int4,
-    _multiply_int4,
 )
 
 
@@ -256,10 +232,6 @@ def _unpack_int8(parts: Parts, dtype: torch.dtype) -> Tensor:
     return unpack.int8_rows(parts["weight"], parts["scale"], dtype)
 
 
-def _multiply_int8(x_TC: Tensor, parts: Parts) -> Tensor:
-    return _multiply("int8", x_TC, parts["weight"], parts["scale"])
-
-
 _INT8 = Scheme(
     "int-quantized",
     "",
@@ -268,7 +240,6 @@ _INT8 = Scheme(
     OF_ACTIVATIONS,
     _int8_shape,
     _unpack_int8,
-    _multiply_int8,
 )
 
 
@@ -305,11 +276,8 @@ def _find_gptq(config: Config) -> tuple[Scheme, ...]:
     def unpack_one(parts: Parts, dtype: torch.dtype) -> Tensor:
         return unpack.gptq(needed(parts), dtype, adds_one_to_zeros=adds_one)
 
-    def multiply(x_TC: Tensor, parts: Parts) -> Tensor:
-        return _multiply("gptq", x_TC, needed(parts), adds_one_to_zeros=adds_one)
-
     index = Part("g_idx", ".g_idx", INDICES, is_optional=True)
-    scheme = _words_scheme(stored_format, (index,), _gptq_shape, unpack_one, multiply)
+    scheme = _words_scheme(stored_format, (index,), _gptq_shape, unpack_one)
     return (replace(scheme, find_block=find_groups),)
 
 
@@ -331,11 +299,7 @@ def _find_awq(config: Config) -> tuple[Scheme, ...]:
     if version != "gemm":
         raise _unsupported(f"awq with version {version!r}")
     _require("awq", config, "zero_point", True, default=True)
-    return (_words_scheme("awq", (), _awq_shape, unpack.awq, _multiply_awq),)
-
-
-def _multiply_awq(x_TC: Tensor, parts: Parts) -> Tensor:
-    return _multiply("awq", x_TC, parts)
+    return (_words_scheme("awq", (), _awq_shape, unpack.awq),)
 
 
 def _awq_shape(shapes: Shapes) -> Shape | None:
@@ -356,12 +320,10 @@ def _fits_groups(shapes: Shapes, shape_CR: tuple[int, int]) -> bool:
     )
 
 
-def _words_scheme(
-    name: str, more: tuple[Part, ...], find_shape: Any, unpack_one: Any, multiply: Any
-) -> Scheme:
+def _words_scheme(name: str, more: tuple[Part, ...], find_shape: Any, unpack_one: Any) -> Scheme:
     parts = (
         Part("qweight", ".qweight", INT32),
         Part("qzeros", ".qzeros", INT32),
         Part("scales", ".scales", FLOATS),
     )
-    return Scheme(name, ".weight", parts + more, 2, (), find_shape, unpack_one, multiply)
+    return Scheme(name, ".weight", parts + more, 2, (), find_shape, unpack_one)

@@ -19,7 +19,7 @@ from moe_infinity.memory.extents import STORED_DTYPES, Extent
 from moe_infinity.memory.reader import Reader
 from moe_infinity.models.adapters import ExpertsModule
 from moe_infinity.models.formats import SCHEME_OF
-from moe_infinity.models.packing import PackedRows, Scheme
+from moe_infinity.models.packing import Scheme
 from moe_infinity.models.planning import Plan
 from moe_infinity.models.recipes import PieceInSlot, Recipe, RowRecipes, Shapes
 
@@ -142,11 +142,6 @@ class PackedRecipe(Recipe):
             place = places[f"{spec.name} {self._role(suffix)}"]
             parts[self._role(suffix)] = place, place.shape
         return [PieceInSlot(self._scheme, self._shape_RC(spec), parts)]
-
-    def rows(self, slot: dict[str, Tensor]) -> PackedRows:
-        (spec,) = self.targets.values()
-        piece = self._scheme, self._parts_of(spec, slot)
-        return PackedRows((piece,), getattr(torch, spec.dtype))
 
     def _parts_of(self, spec: ParamSpec, slot: dict[str, Tensor]) -> dict[str, Tensor]:
         suffixes = self._precision.layout(self._shape_RC(spec))

@@ -46,7 +46,6 @@ class Scheme:
     ignored: tuple[str, ...]  # tensors beside the weight that unpacking does not need
     find_shape: Callable[[Shapes], Shape | None]  # of the weight; None: the parts disagree
     unpack: Callable[[Parts, torch.dtype], Tensor]
-    multiply: Callable[[Tensor, Parts], Tensor]  # [T, C], parts -> [T, R]; needs numba
     is_transposed: bool = False  # the weight is [C, R]
     # Rows and columns that share a scale, where shapes alone do not tell.
     find_block: Callable[[Shapes], tuple[int, int] | None] | None = None
@@ -124,20 +123,6 @@ class PackedTensor:
             for at in range(num_experts)
         ]
         return weights[0].unsqueeze(0) if num_experts == 1 else torch.stack(weights)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRows:
-    """A weight for kernels that read it packed: pieces that lie one below the other."""
-
-    pieces: tuple[tuple[Scheme, Parts], ...]
-    dtype: torch.dtype  # of what it is multiplied with
-
-    def product(self, x_TC: Tensor) -> Tensor:
-        """x_TC times the transpose of the weight [R, C]: [T, R]."""
-        x_TC = x_TC.to(self.dtype)
-        outs = [scheme.multiply(x_TC, parts) for scheme, parts in self.pieces]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,7 @@ from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.memory.chunks import Piece
 from moe_infinity.memory.extents import Extent, StoredTensor
 from moe_infinity.memory.reader import Reader
-from moe_infinity.models.packing import PackedRows, PackedTensor, Parts, Scheme
-
-# Unpacking costs as much as so many rows multiplied one by one (benchmarks/kernel_cpu.py).
-MULTIPLIED_ROWS = 16
+from moe_infinity.models.packing import PackedTensor, Parts, Scheme
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype)
 
@@ -231,16 +228,6 @@ class Recipe:
             found.append(PieceInSlot(source.packed.scheme, shape, parts))
         return found
 
-    def rows(self, slot: dict[str, Tensor]) -> PackedRows:
-        """The weight as kernels read it."""
-        pieces = []
-        for source, parts in self._parts(slot):
-            assert source.packed is not None, source  # see is_multiplied
-            if source.packed.is_stacked:
-                parts = {role: part[0] for role, part in parts.items()}
-            pieces.append((source.packed.scheme, parts))
-        return PackedRows(tuple(pieces), self._dtype)
-
     def _parts(self, slot: dict[str, Tensor]) -> Iterator[tuple[Source, Parts]]:
         """What a slot holds of each source."""
         views = iter([slot[spec.name] for spec in self.stored])
@@ -356,31 +343,17 @@ class RowRecipes:
             if found is None:
                 recipe.load(expert_idx, reader, slot)
 
-    def computing(
-        self, compute: Callable[..., Tensor], *, is_transposed: bool | None = None
-    ) -> Callable[..., Tensor]:
-        """`compute`, which takes parameters, as a function of the views of a slot.
-
-        Packed parameters are unpacked, or for few rows of x multiplied as they are, if
-        `is_transposed` says how the experts' class keeps them.
+    def computing(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`compute`, which takes parameters, as a function of the views of a slot: packed
+        parameters are unpacked each time.
         """
         if not self.is_packed:
             return compute
-        multiplied = {
-            id(recipe)
-            for recipe in self.recipes
-            if is_transposed is not None and recipe.is_multiplied(is_transposed=is_transposed)
-        }
 
         def compute_packed(slot: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-            is_few = bool(multiplied) and len(args[0]) <= MULTIPLIED_ROWS
-            params: dict[str, Tensor | PackedRows] = {}
+            params: dict[str, Tensor] = {}
             for recipe in self.recipes:
-                if is_few and id(recipe) in multiplied:
-                    (spec,) = recipe.targets.values()
-                    params[spec.name] = recipe.rows(slot)
-                else:
-                    params |= recipe.params(slot)
+                params |= recipe.params(slot)
             return compute(params, *args, **kwargs)
 
         return compute_packed

@@ -100,9 +100,9 @@ def test_work_is_told_as_routed_rows_tell_it(num_tokens):
 
 def test_few_rows_are_those_kernels_are_good_for():
     one_each = list(range(6 * FUSED_ROWS))
-    assert has_few_rows(one_each, 3 * FUSED_ROWS)
-    assert has_few_rows([expert % FUSED_ROWS for expert in one_each], 3 * FUSED_ROWS)
-    assert has_few_rows([0] * FUSED_ROWS, FUSED_ROWS)
-    assert not has_few_rows([0] * (FUSED_ROWS + 1), FUSED_ROWS + 1)
-    assert not has_few_rows([0, 1, 2, NO_EXPERT], 2)
-    assert not has_few_rows([], 0)
+    assert has_few_rows(one_each, 3 * FUSED_ROWS, FUSED_ROWS)
+    assert has_few_rows([expert % FUSED_ROWS for expert in one_each], 3 * FUSED_ROWS, FUSED_ROWS)
+    assert has_few_rows([0] * FUSED_ROWS, FUSED_ROWS, FUSED_ROWS)
+    assert not has_few_rows([0] * (FUSED_ROWS + 1), FUSED_ROWS + 1, FUSED_ROWS)
+    assert not has_few_rows([0, 1, 2, NO_EXPERT], 2, FUSED_ROWS)
+    assert not has_few_rows([], 0, FUSED_ROWS)
