@@ -102,9 +102,9 @@ def memory_work(*, is_copy: bool, num_bytes: int = 64 << 20) -> Work:
 
 def reader_cells(folder: Path, num_threads: int) -> dict[str, Callable[[], tuple[float, float]]]:
     """The Reader with whole experts, as Mover and runtime use it."""
+    from moe_infinity.checkpoint.loading import plan_from_headers
+    from moe_infinity.checkpoint.reader import Reader
     from moe_infinity.memory.host import HostSlots
-    from moe_infinity.memory.reader import Reader
-    from moe_infinity.models.loading import plan_from_headers
 
     plan = plan_from_headers(str(folder), dtype="auto")
     slots = HostSlots(NUM_SLOTS, max(recipes.layout.slot_bytes for recipes in plan.recipes))

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from moe_infinity.checkpoint.layout import StoredPart, StoredWeight
 from moe_infinity.experts import ExpertLayout
 from moe_infinity.kernels.activation import Activation
-from moe_infinity.kernels.experts_cpu import fused_experts
+from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.reference import expert_mlp
-from moe_infinity.kernels.stored import StoredPart, StoredWeight
 
 WIDTH, EXPERT_WIDTH, NUM_EXPERTS = 2048, 768, 8  # D, F, and experts of a call
 SHAPES = {"gate_up_proj": (2 * EXPERT_WIDTH, WIDTH), "down_proj": (WIDTH, EXPERT_WIDTH)}

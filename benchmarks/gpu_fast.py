@@ -32,9 +32,10 @@ from gpu_stage import Check
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.kernels import graphed_step, slot_reference
-from moe_infinity.models.device_steps import DeviceSteps
-from moe_infinity.models.following import Follower
+from moe_infinity.cuda import graphed_step
+from moe_infinity.cuda.device_steps import DeviceSteps
+from moe_infinity.cuda.reports import Follower
+from moe_infinity.kernels.cuda import reference as slot_reference
 
 FAST: dict[str, Any] = {"experts_implementation": "fast"}
 STATIC: dict[str, Any] = {"cache_implementation": "static"}

@@ -24,12 +24,12 @@ from functools import partial
 
 import torch
 
+from moe_infinity.checkpoint.layout import StoredPart, StoredWeight
+from moe_infinity.cuda.device_table import ABSENT, DeviceTable
+from moe_infinity.cuda.slot_kernels import MAX_PAIRS, slot_kernels
 from moe_infinity.experts import ExpertKey, ExpertLayout
 from moe_infinity.kernels.activation import Activation
-from moe_infinity.kernels.device_table import ABSENT, DeviceTable
-from moe_infinity.kernels.slot_kernels import MAX_PAIRS, slot_kernels
-from moe_infinity.kernels.slot_mlp import SlotMlp, slot_mlp
-from moe_infinity.kernels.stored import StoredPart, StoredWeight
+from moe_infinity.kernels.cuda.slot_mlp import SlotMlp, slot_mlp
 
 KINDS = ("bf16", "int8", "fp8", "int4", "mxfp4", "gptq", "awq")
 GROUP, BLOCK = 32, 128  # columns that share a scale: of nibbles, and of fp8 with as many rows

@@ -1,4 +1,4 @@
-"""Would other tiles read experts from device memory faster than those of triton_experts.py?
+"""Would other tiles read experts from device memory faster than those of kernels/cuda/experts.py?
 
 One constant at a time is given another value; microseconds of a layer, and how many times as fast
 as with the constants as they are. What GPUs of other sizes want may differ: rows name the device.
@@ -31,7 +31,7 @@ OF_AWQ = {"AWQ_ROWS": (16, 64), "AWQ_WARPS": (2, 8), "DOWN_STAGES": (2, 3, 4)}
 
 
 def rows_of(sizes: Sizes, rounds: int, read_gbps: float) -> Iterator[dict[str, Any]]:
-    from moe_infinity.kernels import triton_experts
+    from moe_infinity.kernels.cuda import experts as triton_experts
 
     layers = Layers(sizes)
     num_bytes = sizes.num_layers * layers.num_pairs * layers.expert_bytes
@@ -60,7 +60,7 @@ def rows_of(sizes: Sizes, rounds: int, read_gbps: float) -> Iterator[dict[str, A
 
 def tiles_of(layers: Layers) -> tuple[Any, ...]:
     """All that the constants decide."""
-    from moe_infinity.kernels import triton_experts as tiles
+    from moe_infinity.kernels.cuda import experts as tiles
 
     up = tiles.tile_of(layers.mlp.gate, tiles.UP_LOADS, tiles.UP_WARPS)
     down = tiles.tile_of(layers.mlp.down, tiles.DOWN_LOADS, tiles.DOWN_WARPS)

@@ -27,10 +27,10 @@ import transformers
 from torch import Tensor
 
 from moe_infinity import MoE
+from moe_infinity.engine import compute as computing
+from moe_infinity.engine.routing import RoutedRows
 from moe_infinity.experts import Phase
-from moe_infinity.kernels.dispatch import RoutedRows
-from moe_infinity.models import computing
-from moe_infinity.trace.recorder import Step
+from moe_infinity.predict.recorder import Step
 
 TARGET_US = 50.0
 ROUNDS = 60

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import transformers
 
-from moe_infinity.memory.checkpoint import checkpoint_files, read_headers
-from moe_infinity.models.planning import plan_experts
+from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
+from moe_infinity.checkpoint.plan import plan_experts
 
 TARGET_S = 2.0
 NUM_SHARDS = 163

@@ -91,7 +91,15 @@ class Server:
 def serving(model: Path, *options: str) -> Iterator[Server]:
     with create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "moe_infinity.cli", "serve", str(model), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "moe_infinity.cli.app",
+        "serve",
+        str(model),
+        "--port",
+        str(port),
+    ]
     process = subprocess.Popen(
         [*command, "--dtype", "float32", *options], stderr=subprocess.DEVNULL
     )

@@ -17,7 +17,7 @@ from typing import Any
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES, PREDICTING
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.machine import device_memory_bytes, machine_memory_bytes
-from moe_infinity.prefetch.predictors import FACTORS
+from moe_infinity.predict.predictor import FACTORS
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -9,9 +9,9 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.errors import CheckpointError
 from moe_infinity.memory.host import format_bytes
-from moe_infinity.models.loading import plan_from_headers
 
 SHOWN_SHARES = (0.05, 0.10, 0.25, 0.50, 1.00)
 

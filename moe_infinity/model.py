@@ -8,8 +8,8 @@ model.
         print(moe.tokenizer.decode(out[0]), moe.report(), sep="\\n")
 
 The way of a token: transformers runs the model (`generate`); at each MoE layer our backend
-(models/experts_backend.py) passes the routing to the runtime (runtime.py), which finds, loads,
-holds and computes the activated experts.
+(architectures/experts_backend.py) passes the routing to the engine (engine/layer.py), which finds,
+loads, holds and computes the activated experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from moe_infinity.architectures import experts_backend
+from moe_infinity.architectures.early_router import EarlyGate
+from moe_infinity.checkpoint.loading import load_without_experts
+from moe_infinity.checkpoint.signature import signature_of
 from moe_infinity.config import OffloadConfig
+from moe_infinity.cuda.device_steps import let_device_decide
+from moe_infinity.engine.device import ComputeDevice
+from moe_infinity.engine.layer import ExpertRuntime
 from moe_infinity.errors import (
     CheckpointError,
     ClosedError,
@@ -38,19 +45,12 @@ from moe_infinity.errors import (
     UnsupportedModelError,
 )
 from moe_infinity.experts import Tier
-from moe_infinity.models import experts_backend
-from moe_infinity.models.device import ComputeDevice
-from moe_infinity.models.device_steps import let_device_decide
-from moe_infinity.models.early_gate import EarlyGate
-from moe_infinity.models.loading import load_without_experts
-from moe_infinity.models.signature import signature_of
-from moe_infinity.prefetch.history import load_history, save_history
+from moe_infinity.predict.eam import RequestEam
+from moe_infinity.predict.history import load_history, save_history
+from moe_infinity.predict.recorder import Step
+from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.report import Report, TierOccupancy
-from moe_infinity.runtime import ExpertRuntime
 from moe_infinity.streaming import TextStream
-from moe_infinity.trace.eam import RequestEam
-from moe_infinity.trace.recorder import Step
-from moe_infinity.trace.tracefile import SequenceTrace
 
 
 class MoE:

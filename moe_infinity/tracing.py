@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from moe_infinity.errors import TraceError
 from moe_infinity.model import MoE
-from moe_infinity.trace.tracefile import save_trace
+from moe_infinity.predict.tracefile import save_trace
 
 
 class Written(NamedTuple):

@@ -36,7 +36,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moe_infinity import cli
+from moe_infinity.cli import app as cli
 from tests import safetensors_file
 
 torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def pytest_report_header() -> list[str]:
 
 def pytest_configure() -> None:
     if os.environ["TRITON_INTERPRET"] == "0" and not torch.cuda.is_available():
-        from tests.numerics.compiled import use_absent_gpu
+        from tests.kernels.cuda.compiled import use_absent_gpu
 
         use_absent_gpu(int(os.environ.get("CAPABILITY", "80")))
 
@@ -256,6 +256,6 @@ def command(
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Captures are recordings (recorded_graph.py); those made, as they come."""
-    from tests.recorded_graph import record_graphs
+    from tests.cuda.recorded_graph import record_graphs
 
     return record_graphs(monkeypatch)

@@ -13,7 +13,7 @@ import torch
 
 from moe_infinity import CheckpointError, MoE
 from moe_infinity.inspection import inspect_checkpoint
-from tests.encoder_decoders import (
+from tests.architectures.encoder_decoders import (
     BUDGETS,
     CONFIGS,
     correct_stock,

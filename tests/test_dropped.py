@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.fake_link import FakeLink, fake_device
 from moe_infinity import MoE
 from moe_infinity.memory.device import PAGE_BYTES, SourceSlots
-from tests.fast_device import FAST, STATIC
-from tests.on_device import greedy
+from tests.cuda.fake_cuda import FakeLink, fake_device
+from tests.cuda.fast_device import FAST, STATIC
+from tests.cuda.on_device import greedy
 
 
 def open_files() -> set[str]:

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from moe_infinity import CheckpointError, LoadTimeout, MoE
-from moe_infinity.memory import files
+from moe_infinity.checkpoint import files
+from moe_infinity.checkpoint.chunks import BLOCK_BYTES
 from moe_infinity.memory import mover as mover_module
 from moe_infinity.memory import threads as threads_module
-from moe_infinity.memory.chunks import BLOCK_BYTES
 from tests.disk import Disk, Read
 
 pytestmark = pytest.mark.timeout(60)
@@ -179,7 +179,7 @@ def test_nobody_waits_long_for_a_disk_that_hangs(tiny_checkpoint, disk, monkeypa
 
 HANGING = """
 import os, sys, threading
-from moe_infinity import cli
+from moe_infinity.cli import app as cli
 from moe_infinity.memory import mover, threads
 
 def hang(*args, preadv=os.preadv):

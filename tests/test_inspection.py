@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from moe_infinity import MoE
+from moe_infinity.checkpoint.headers import read_headers
 from moe_infinity.inspection import inspect_checkpoint
-from moe_infinity.memory.checkpoint import read_headers
 
 MIB = 1 << 20
 

@@ -203,7 +203,7 @@ def test_a_stream_takes_no_stopping_criteria_as_generate_does(moe):
 
 
 def test_fast_without_its_kernels_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_infinity.models.device.has_packed_kernels", lambda: False)
+    monkeypatch.setattr("moe_infinity.engine.device.has_packed_kernels", lambda: False)
     with pytest.raises(ConfigError, match=r"moe-infinity\[cpu\]"):
         MoE(tmp_path / "none", experts_implementation="fast", device="cpu")
 

@@ -14,18 +14,18 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from moe_infinity import ConfigError, MoE, UnsupportedModelError
-from moe_infinity.models import computing
-from moe_infinity.models.recipes import Recipe
-from moe_infinity.packer import pack_checkpoint
+from moe_infinity.checkpoint.recipe import Recipe
+from moe_infinity.engine import compute as computing
+from moe_infinity.quantize import pack_checkpoint
 from tests import conftest
+from tests.architectures.test_architectures import SMALL
 from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
-from tests.test_architectures import SMALL
 
 pytest.importorskip("numba", reason="numba is not installed")
-from moe_infinity.kernels import experts_cpu
-from moe_infinity.kernels.fused_rows import FusedRows
+from moe_infinity.engine.fused_rows import FusedRows
+from moe_infinity.kernels.cpu import experts as experts_cpu
 
 IDS = torch.arange(3, 3 + 12).view(1, 12) * 4 % 128
 WIDE = {"hidden_size": 256, "num_attention_heads": 4}  # as many columns as the kernels need

@@ -15,7 +15,7 @@ from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import TraceError
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.memory.mover import Mover
-from moe_infinity.memory.prefetcher import Prefetcher
+from moe_infinity.predict.prefetcher import Prefetcher
 
 PROMPT = torch.tensor([[3, 17, 5, 9, 40, 2, 77, 31]])
 

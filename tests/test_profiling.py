@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.memory.reader import Reader
-from moe_infinity.models.computing import RowComputer
+from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.engine.compute import RowComputer
 from moe_infinity.profiling import ATTENTION, BETWEEN, EXPERTS, MACHINERY, WAITING, profiling
 
 SLOW_S = 0.01

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from moe_infinity import MoE, UnsupportedModelError
+from moe_infinity.checkpoint.headers import read_headers
 from moe_infinity.inspection import inspect_checkpoint
-from moe_infinity.memory.checkpoint import read_headers
 from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config
 from tests.slow_unpack import dequantized
 

@@ -13,10 +13,10 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.experts import Phase
+from moe_infinity.predict.tracefile import load_trace, save_trace
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.replay import Setup, replay
 from moe_infinity.simulator.schedule import steps_of
-from moe_infinity.trace.tracefile import load_trace, save_trace
 
 pytestmark = pytest.mark.timeout(60)
 POLICIES = ["lru", "lfu", "request-lfu", "moe-infinity-v3", "activation-aware"]

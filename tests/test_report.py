@@ -14,7 +14,7 @@ import torch
 from transformers import BatchEncoding
 
 from moe_infinity import MoE
-from moe_infinity.memory.checkpoint import read_headers
+from moe_infinity.checkpoint.headers import read_headers
 
 pytestmark = pytest.mark.timeout(30)
 NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.fake_link import FakeLink, fake_device
 from moe_infinity import MoE
 from moe_infinity.kernels import has_packed_kernels
-from tests.fast_device import CACHES, FAST, on_device
-from tests.on_device import LONG_PROMPT, PROMPT, greedy
+from tests.cuda.fake_cuda import FakeLink, fake_device
+from tests.cuda.fast_device import CACHES, FAST, on_device
+from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
 
 BUDGETS = {"device_memory": "30%", "host_memory": "50%"}
 DTYPES = [torch.bfloat16, torch.float16, torch.float64]

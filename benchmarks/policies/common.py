@@ -20,13 +20,13 @@ import numpy as np
 
 from moe_infinity.cache.policies import make_policy
 from moe_infinity.experts import ExpertKey
-from moe_infinity.prefetch.predictors import Predictor
+from moe_infinity.predict.predictor import Predictor
+from moe_infinity.predict.recorder import Recorder
+from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.laboratory import num_slots_of
 from moe_infinity.simulator.replay import Cell, Setup, distinct, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
-from moe_infinity.trace.recorder import Recorder
-from moe_infinity.trace.tracefile import SequenceTrace, load_trace
 
 TRACES = {"gpt-oss": "gpt-oss-20b_decode", "deepseek": "deepseek-v2-lite_esft"}
 TITLES = {"gpt-oss": "gpt-oss-20b", "deepseek": "DeepSeek-V2-Lite", "demo": "demo model"}

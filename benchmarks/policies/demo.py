@@ -20,7 +20,7 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.experts import Phase
-from moe_infinity.trace.tracefile import SequenceTrace
+from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.tracing import read_prompts
 
 POLICIES = (

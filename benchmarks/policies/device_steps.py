@@ -5,7 +5,7 @@ to follow it?
 
 For each half of the rows the device has a score of every expert, as after the half's last row; a
 miss takes the slot of the lowest resident. Experts of the rows up to there stay, and of its own row
-those in use (kernels/device_table.py). The host tells the scores
+those in use (cuda/device_table.py). The host tells the scores
 
     once a step         while the step before runs, of which it knows nothing yet
     following           when it has heard of a row, those of the row's experts anew; so many rows
@@ -26,13 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.cache.activation_aware import ActivationAware
+from moe_infinity.cuda.device_table import NUM_PARTS
 from moe_infinity.experts import Phase
-from moe_infinity.kernels.device_table import NUM_PARTS
-from moe_infinity.prefetch.predictors import Predictor
+from moe_infinity.predict.predictor import Predictor
+from moe_infinity.predict.recorder import Recorder
 from moe_infinity.simulator.laboratory import num_slots_of
 from moe_infinity.simulator.replay import distinct
 from moe_infinity.simulator.schedule import RecordedStep, steps_of
-from moe_infinity.trace.recorder import Recorder
 
 CAPACITIES = ("10%", "20%", "30%")
 ON_HOST = "the host decides in every row"

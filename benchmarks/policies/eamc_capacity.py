@@ -24,13 +24,13 @@ import common
 import numpy as np
 from kmeans import from_kmeans
 
-from moe_infinity.cache import moe_infinity_v3
 from moe_infinity.errors import ConfigError
-from moe_infinity.prefetch import predictors
-from moe_infinity.prefetch.predictors import FACTORS
-from moe_infinity.trace.eam import RequestEam
-from moe_infinity.trace.eamc import Eamc, EamcMatch, row_normalised
-from moe_infinity.trace.tracefile import SequenceTrace, load_trace
+from moe_infinity.predict import predictor as predictors
+from moe_infinity.predict.eam import RequestEam
+from moe_infinity.predict.eamc import Eamc, EamcMatch, row_normalised
+from moe_infinity.predict.predictor import FACTORS
+from moe_infinity.predict.tracefile import SequenceTrace, load_trace
+from moe_infinity.simulator import moe_infinity_v3
 
 CAPACITIES = (1, 10, 50, 100, 120, 200, 500)
 KMEANS = (10, 50, 120)  # capacities at which it is compared

@@ -18,10 +18,10 @@ from typing import Any
 import common
 import numpy as np
 
-from moe_infinity.prefetch.predictors import Predictor
+from moe_infinity.predict.predictor import Predictor
+from moe_infinity.predict.recorder import Recorder
+from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.simulator.schedule import steps_of
-from moe_infinity.trace.recorder import Recorder
-from moe_infinity.trace.tracefile import SequenceTrace
 
 STAGES = ("next token", "step start", "one row ahead")
 DISTANCES = (1, 2, 4, 8, 16)

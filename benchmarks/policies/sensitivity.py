@@ -16,7 +16,8 @@ import common
 import numpy as np
 
 from moe_infinity.cache import activation_aware
-from moe_infinity.prefetch import planner, predictors, tables
+from moe_infinity.predict import planner, tables
+from moe_infinity.predict import predictor as predictors
 from moe_infinity.simulator.hardware import Hardware
 
 PARAMETERS = (

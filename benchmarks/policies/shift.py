@@ -19,7 +19,7 @@ from typing import Any
 import common
 import numpy as np
 
-from moe_infinity.trace.tracefile import SequenceTrace, load_trace
+from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 
 POLICIES = ("lru", "moe-infinity-v3", "activation-aware")
 SCIENCE = ("math", "physics", "chemistry", "algebra", "computer", "engineering", "statistics")

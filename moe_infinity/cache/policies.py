@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.cache.activation_aware import ActivationAware, Chances
-from moe_infinity.cache.moe_infinity_v3 import MoeInfinityV3
 from moe_infinity.experts import Phase
-from moe_infinity.trace.eam import Counts
-from moe_infinity.trace.recorder import Step
+from moe_infinity.predict.eam import Counts
+from moe_infinity.predict.recorder import Step
+from moe_infinity.simulator.moe_infinity_v3 import MoeInfinityV3
 
 Scores = NDArray[np.floating[Any]]
 Experts = Sequence[int] | NDArray[np.int64]

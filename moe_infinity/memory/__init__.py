@@ -1,1 +1,1 @@
-"""Where bytes live and how they move: checkpoint files, slots, and the one object that copies."""
+"""Slots in host and device memory, and the copies that fill them."""

@@ -16,8 +16,8 @@ from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
+from moe_infinity.memory.cuda import Copy
 from moe_infinity.memory.device import DeviceSlots, SourceSlots
-from moe_infinity.memory.link import Copy
 from moe_infinity.memory.mover import LOAD_TIME_RATE, Mover
 
 logger = logging.getLogger(__name__)

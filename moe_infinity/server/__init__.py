@@ -12,7 +12,7 @@ protocol.py   request bodies
 prompts.py    from a body to requests of the engine
 exchange.py   one generating HTTP request, from the engine's outputs to its answer
 answers.py    response bodies, whole or in chunks
-gate.py       keys, sizes, refusals
+auth.py       keys, sizes, refusals
 metrics.py    what Prometheus and the page are told
 page.html     the page at /
 serve.py      start, drain, stop

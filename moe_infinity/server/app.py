@@ -21,7 +21,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
-from moe_infinity.server import gate
+from moe_infinity.server import auth as gate
 from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
 from moe_infinity.server.document import document_of
 from moe_infinity.server.engine import Engine

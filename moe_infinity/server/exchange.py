@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from moe_infinity.server import gate
+from moe_infinity.server import auth as gate
 from moe_infinity.server.answers import Answer, Mailbox
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.metrics import Metrics

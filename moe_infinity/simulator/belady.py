@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.cache.policies import EvictionPolicy, Experts, Scores
-from moe_infinity.trace.eam import Counts
-from moe_infinity.trace.recorder import Step
+from moe_infinity.predict.eam import Counts
+from moe_infinity.predict.recorder import Step
 
 Touch = tuple[int, Experts]  # MoE row, distinct experts activated in it
 Times = NDArray[np.int64]  # numbers of touches, counted from 0

@@ -19,11 +19,11 @@ from moe_infinity.cache.policies import POLICIES
 from moe_infinity.config import parse_size
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Phase
-from moe_infinity.prefetch.predictors import FACTORS
+from moe_infinity.predict.predictor import FACTORS
+from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.replay import BELADY, CLAIRVOYANT, OMNISCIENT, Cell, Setup, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
-from moe_infinity.trace.tracefile import SequenceTrace, load_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

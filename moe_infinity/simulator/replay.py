@@ -16,12 +16,12 @@ from moe_infinity.cache.counters import Counters, PrefetchCounters
 from moe_infinity.cache.policies import ACTIVATION_AWARE, EvictionPolicy, make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Ints, Phase
-from moe_infinity.prefetch.planner import Planner, PredictingPolicy
-from moe_infinity.prefetch.predictors import Predictor
+from moe_infinity.predict.planner import Planner, PredictingPolicy
+from moe_infinity.predict.predictor import Predictor
+from moe_infinity.predict.recorder import Recorder, Step
 from moe_infinity.simulator.belady import Belady, next_uses
 from moe_infinity.simulator.hardware import Hardware, Link
 from moe_infinity.simulator.schedule import RecordedStep
-from moe_infinity.trace.recorder import Recorder, Step
 
 BELADY = "belady"
 CLAIRVOYANT = "clairvoyant"  # Belady that also prefetches what it knows will be used

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_infinity.experts import Ints, Phase
-from moe_infinity.trace.recorder import Step
-from moe_infinity.trace.tracefile import SequenceTrace
+from moe_infinity.predict.recorder import Step
+from moe_infinity.predict.tracefile import SequenceTrace
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from moe_infinity.cache.policies import (
 )
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.trace.recorder import Step
+from moe_infinity.predict.recorder import Step
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 NUM_ROWS, NUM_EXPERTS, NUM_SLOTS = 5, 4, 7

@@ -18,8 +18,8 @@ from moe_infinity.cache.policies import EvictionPolicy, Experts, Scores
 from moe_infinity.cache.residency import PREFILL_RING_SHARE, Held, ResidencyTable
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
-from moe_infinity.trace.eam import Counts
-from moe_infinity.trace.recorder import Step
+from moe_infinity.predict.eam import Counts
+from moe_infinity.predict.recorder import Step
 
 NUM_ROWS, NUM_EXPERTS = 2, 4  # few, so that random calls meet the same expert often
 KEYS = [ExpertKey(row, expert) for row in range(NUM_ROWS) for expert in range(NUM_EXPERTS)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.fake_link import FakeLink, FakeMark
 from moe_infinity.errors import ConfigError
+from moe_infinity.memory.cuda import Copy, Event, open_link
 from moe_infinity.memory.device import (
     PAGE_BYTES,
     RING_BUFFERS,
@@ -15,7 +15,7 @@ from moe_infinity.memory.device import (
     SourceSlots,
     num_device_slots,
 )
-from moe_infinity.memory.link import Copy, Event, open_link
+from tests.cuda.fake_cuda import FakeLink, FakeMark
 
 MIB, GIB = 1 << 20, 1 << 30
 NUM_BYTES = 1000  # of an expert, less than a slot

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from benchmarks.fake_link import FakeLink
 from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.cache.policies import make_policy
 from moe_infinity.cache.residency import ResidencyTable
@@ -15,6 +14,7 @@ from moe_infinity.experts import ExpertKey, Phase, Residency
 from moe_infinity.memory.device import PAGE_BYTES, DeviceSlots, SourceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.mover import Mover
+from tests.cuda.fake_cuda import FakeLink
 
 A, B, C, D = KEYS = [ExpertKey(0, expert_idx) for expert_idx in range(4)]
 NUM_BYTES = 512

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from moe_infinity import cli, config
+from moe_infinity import config
+from moe_infinity.cli import app as cli
 from moe_infinity.entrypoints.openai import api_server
 
 

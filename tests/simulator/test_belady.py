@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from moe_infinity.cache.policies import BASELINES, EvictionPolicy, Lru, make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.predict.recorder import Step
 from moe_infinity.simulator.belady import NEVER, Belady, Touch, next_uses
-from moe_infinity.trace.recorder import Step
 
 Decoding = list[list[list[int]]]  # by step and row: the experts activated
 

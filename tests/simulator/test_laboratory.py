@@ -11,6 +11,7 @@ import pytest
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.errors import ConfigError, TraceError
+from moe_infinity.predict.tracefile import save_trace
 from moe_infinity.simulator.laboratory import (
     Experiment,
     drawn,
@@ -18,7 +19,6 @@ from moe_infinity.simulator.laboratory import (
     run_experiment,
     table_of,
 )
-from moe_infinity.trace.tracefile import save_trace
 from tests.simulator.traces import one_after_the_other
 
 TOTAL = 3 * 6  # experts of the traces below

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.experts import Phase
+from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.replay import Cell, Setup, distinct, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
-from moe_infinity.trace.tracefile import SequenceTrace
 from tests.simulator.traces import lengths, one_after_the_other, sequence
 
 ROWS, EXPERTS, K = 3, 6, 2

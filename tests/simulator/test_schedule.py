@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_infinity.experts import Phase
+from moe_infinity.predict.recorder import Recorder
+from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.simulator.schedule import RecordedStep, interleave, steps_of
-from moe_infinity.trace.recorder import Recorder
-from moe_infinity.trace.tracefile import SequenceTrace
 from tests.simulator.traces import lengths, one_after_the_other, sequence
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_infinity.trace.tracefile import save_trace
+from moe_infinity.predict.tracefile import save_trace
 from tests.simulator.traces import one_after_the_other
 
 

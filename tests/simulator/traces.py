@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from moe_infinity.trace.tracefile import SequenceTrace
+from moe_infinity.predict.tracefile import SequenceTrace
 
 
 def sequence(

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoEInfinityError
-from moe_infinity.kernels.graphed_step import GraphedStep
-from moe_infinity.kernels.slot_kernels import SlotRows
-from tests.fast_device import STATIC, on_device
-from tests.no_device import CannotBeCaptured, Captured
+from moe_infinity.cuda.graphed_step import GraphedStep
+from moe_infinity.cuda.slot_kernels import SlotRows
+from tests.cuda.fast_device import STATIC, on_device
+from tests.cuda.no_device import CannotBeCaptured, Captured
 from tests.sweep import tiny
 from tests.sweep.discover import Architecture
 from tests.sweep.runners import outcome

@@ -132,7 +132,7 @@ NOT_COMPARED: dict[str, tuple[str, str]] = {
     "NllbMoeForConditionalGeneration": (
         "not compared",
         "stock runs experts 0 and 1 only; compared with a dense reference in "
-        "tests/test_encoder_decoder.py",
+        "tests/architectures/test_encoder_decoder.py",
     ),
     "Qwen3OmniMoeTalkerForConditionalGeneration": (
         "not offloaded",

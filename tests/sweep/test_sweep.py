@@ -15,14 +15,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from moe_infinity import MoE, MoEInfinityError
-from moe_infinity.kernels.linear_cpu import FusedLinear
+from moe_infinity.kernels.cpu.linear import FusedLinear
 from tests.sweep import tiny
 from tests.sweep.compare import difference, rows_of
 from tests.sweep.discover import Architecture, architectures_in, modelling_files
 from tests.sweep.overrides import NOT_COMPARED
 from tests.sweep.runners import outcome
 
-FAST = {  # beside those of tests/test_architectures.py
+FAST = {  # beside those of tests/architectures/test_architectures.py
     "dbrx": "outside the interface, experts are row blocks of a matrix",
     "deepseek_v4": "routed by token id, float32",
     "gemma4": "experts directly in the decoder layer; text and multimodal",

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from moe_infinity import MoE, MoEInfinityError
-from moe_infinity.kernels.slot_kernels import SlotRows
-from tests.fast_device import on_device
+from moe_infinity.cuda.slot_kernels import SlotRows
+from tests.cuda.fast_device import on_device
 from tests.sweep import tiny
 from tests.sweep.compare import difference
 from tests.sweep.discover import architectures_in, modelling_files

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from moe_infinity import cli
+from moe_infinity.cli import app as cli
+from moe_infinity.cli.terminal import stderr
 from moe_infinity.config import LEGACY_IGNORED, OffloadConfig, memory_of_ratio
 from moe_infinity.errors import ConfigError
-from moe_infinity.terminal import stderr
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""Where transformers ends and this package begins."""

@@ -1,0 +1,384 @@
+"""The experts of one MoE row, whatever class holds them: where their parameters live, how one
+expert computes, and how the model's own code comes to call us.
+
+    Adapter          classes behind transformers' experts interface, which call our backend
+    its subclasses   the classes outside it (docs/models.md), each called in its own way
+    module_list.py         nn.ModuleList and nn.ModuleDict of expert MLPs, as in remote code
+
+T tokens, K experts per token, E experts, D model width, R rows of one expert.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moe_infinity.engine.routing import NO_EXPERT, ExpertWork
+from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout
+from moe_infinity.kernels.reference import expert_mlp
+
+# Set by transformers' `use_experts_implementation` on every experts module of the interface.
+INTERFACE_ATTRIBUTES = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts"}
+CALL_ATTRIBUTE = "_moe_infinity_call"  # set on each module of the interface: its MoeLayer
+
+
+class MoeLayer(Protocol):
+    """One MoE row of the runtime, as an adapter calls it."""
+
+    def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
+        """[T, D]: the weighted sum over each token's experts."""
+
+    def work(self, work: ExpertWork, top_k_index_TK: Tensor | None, num_tokens: int) -> None:
+        """Do work that knows its own rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where one parameter of the experts lives in their module."""
+
+    paths: tuple[str, ...]  # one parameter stacked over experts, or one parameter per expert
+    is_stacked: bool
+    num_stored: int  # experts in it; more than the row has where some never compute
+    rows: int = 1  # of the first dimension of a stacked one, for each expert
+
+
+@dataclass(slots=True)
+class ExpertsModule:
+    """The experts of one MoE row."""
+
+    name: str  # full name in the model, e.g. "model.layers.3.mlp.experts"
+    module: nn.Module
+    block_name: str  # of the module that routes and then calls the experts
+    num_experts: int
+    homes: dict[str, Home]  # by the parameter's name in a slot
+    layout: ExpertLayout
+    compute: Callable[..., Tensor]  # (one expert's weights by name, its rows [R, D]) -> [R, D]
+    is_transposed: bool | None  # expert_mlp finds weights as [in, out]; None: it does not compute
+    adapter: Adapter
+
+    def connect(self, model: nn.Module, layer: MoeLayer) -> None:
+        self.adapter.connect(self, model, layer)
+
+
+class Adapter:
+    """For the classes of the interface, and what all others share."""
+
+    # Whose order the sum over a token's experts has: eager's, or grouped_mm's; None: as configured.
+    is_eager: bool | None = None
+    weighs_input = False  # the routing weight scales what goes into an expert, not what comes out
+    is_block = False  # the module routes, too
+
+    def describe(self, name: str, module: Any) -> ExpertsModule:
+        """Raises UnsupportedModelError for parameters of an unknown dtype."""
+        num_experts = self.count(module)
+        homes = self.homes(module, num_experts)
+        shapes = {}
+        for key, home in homes.items():
+            param = module.get_parameter(home.paths[0])
+            shapes[key] = _shape_of_one(param, home), str(param.dtype).removeprefix("torch.")
+        dtypes = {key: dtype for key, (_, dtype) in shapes.items()}
+        if set(dtypes.values()) - set(COMPUTE_DTYPES):
+            raise UnsupportedModelError(
+                f"{name}: experts of dtype {dtypes}, expected one of {', '.join(COMPUTE_DTYPES)}"
+            )
+        return ExpertsModule(
+            name,
+            module,
+            block_name=name if self.is_block else name.rpartition(".")[0],
+            num_experts=num_experts,
+            homes=homes,
+            layout=ExpertLayout.of(shapes),
+            compute=self.computation(module),
+            is_transposed=self.orientation(module),
+            adapter=self,
+        )
+
+    def count(self, module: Any) -> int:
+        return int(module.num_experts)
+
+    def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
+        return {
+            key: Home((key,), True, num_experts)
+            for key, param in module.named_parameters(recurse=False)
+            if param.ndim >= 2 and param.shape[0] == num_experts
+        }
+
+    def computation(self, module: Any) -> Callable[..., Tensor]:
+        return partial(expert_mlp, module)
+
+    def hidden(self, module: Any) -> Callable[[Tensor], Tensor] | None:
+        """What goes from the first of two products to the second, if that is all it does."""
+        if vars(module).get("has_post_expert_norm"):
+            return None
+        found: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn
+        return found
+
+    def orientation(self, module: Any) -> bool | None:
+        return bool(module.is_transposed)
+
+    def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+        """From now on the model's code calls `layer`."""
+        object.__setattr__(row.module, CALL_ATTRIBUTE, layer)
+
+
+def _shape_of_one(param: Tensor, home: Home) -> tuple[int, ...]:
+    if not home.is_stacked:
+        return tuple(param.shape)
+    return tuple(param.shape[1:]) if home.rows == 1 else (home.rows, *param.shape[1:])
+
+
+class Outside(Adapter):
+    """A class outside the interface whose experts are gate and up, an activation, and down."""
+
+    is_eager = True
+    gate_up, down = "gate_up_proj", "down_proj"
+    is_transposed = False
+
+    def orientation(self, module: Any) -> bool | None:
+        return self.is_transposed
+
+    def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
+        paths = {"gate_up_proj": self.gate_up, "down_proj": self.down}
+        return {
+            key: Home((path,), True, module.get_parameter(path).shape[0])
+            for key, path in paths.items()
+        }
+
+    def computation(self, module: Any) -> Callable[..., Tensor]:
+        return partial(
+            expert_mlp,
+            SimpleNamespace(
+                has_gate=True,
+                has_bias=False,
+                is_transposed=self.is_transposed,
+                _apply_gate=self.hidden(module),
+            ),
+        )
+
+    def hidden(self, module: Any) -> Callable[[Tensor], Tensor] | None:
+        activation = self.activation(module)
+
+        def gated(gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            product: Tensor = activation(gate) * up
+            return product
+
+        return getattr(module, "_apply_gate", gated)
+
+    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
+        found: Callable[[Tensor], Tensor] = module.act_fn
+        return found
+
+    def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+        row.module.forward = partial(self.forward, row.module, layer)
+
+    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Any:
+        """What runs in place of the module's forward, called with the same arguments."""
+        return layer(*args)
+
+
+class Step3p7(Outside):
+    """Called like the interface; the gate clamps, by a bound of the layer."""
+
+
+class LongcatFlash(Outside):
+    """Some experts of a layer are the identity and have no weights to load."""
+
+    def count(self, module: Any) -> int:
+        return int(module.num_routed_experts)
+
+    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
+        x_TD, index_TK, weights_TK = args
+        is_expert_TK = index_TK < module.num_routed_experts
+        out_TD = layer(x_TD, index_TK.masked_fill(~is_expert_TK, NO_EXPERT), weights_TK)
+        # One after the other by expert id, as the class adds them; adding zero changes no bit.
+        order_TK = index_TK.argsort(dim=1)
+        identity_TK = weights_TK.masked_fill(is_expert_TK, 0).gather(1, order_TK)
+        for weight_T in identity_TK.unbind(dim=1):
+            out_TD = out_TD + (x_TD * weight_T[:, None]).to(out_TD.dtype)
+        return out_TD
+
+
+class Aria(Outside):
+    """Routes inside the experts module. In the interface since transformers 5.23."""
+
+    is_eager = False
+    gate_up, down = "fc1.weight", "fc2.weight"
+    is_transposed = True
+
+    def count(self, module: Any) -> int:
+        return int(module.config.moe_num_experts)
+
+    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
+        return nn.functional.silu
+
+    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
+        x_TD, router_logits_TE = args
+        return layer(x_TD, *module.route_tokens_to_experts(router_logits_TE))
+
+
+class JetMoe(Outside):
+    """The block itself; its router gives sorted pairs, so the top-k is taken again. It sums in
+    float32 as grouped_mm does. Its attention experts (JetMoeMoA) stay with the dense weights."""
+
+    is_block = True
+    is_eager = False
+    gate_up, down = "input_linear.weight", "output_linear.weight"
+
+    def count(self, module: Any) -> int:
+        return int(module.router.num_experts)
+
+    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
+        found: Callable[[Tensor], Tensor] = module.activation
+        return found
+
+    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
+        (x_BSD,) = args
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        logits_TE = module.router(x_TD)[-1]
+        top_k = logits_TE.topk(module.router.top_k, dim=1)
+        weights_TK = torch.softmax(top_k.values, dim=1).type_as(x_TD)
+        out_BSD: Tensor = layer(x_TD, top_k.indices, weights_TK).view(x_BSD.shape) + module.bias
+        return out_BSD
+
+
+class Llama4(Outside):
+    """The block itself, as its experts module is called with every token for every expert, most of
+    them scaled by zero. Ours are called with the tokens routed to them."""
+
+    is_block = True
+    is_eager = False
+    weighs_input = True
+    gate_up, down = "experts.gate_up_proj", "experts.down_proj"
+    is_transposed = True
+
+    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
+        found: Callable[[Tensor], Tensor] = module.experts.act_fn
+        return found
+
+    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> tuple[Tensor, Tensor]:
+        x_TD = args[0].reshape(-1, module.hidden_dim)
+        scores_TE, logits_TE = module.router(x_TD)
+        index_TK = logits_TE.topk(module.top_k, dim=1).indices
+        out_TD = module.shared_expert(x_TD)
+        return out_TD.add_(layer(x_TD, index_TK, scores_TE.gather(1, index_TK))), logits_TE
+
+
+class Dbrx(Outside):
+    """Three weights, each [E * F, D], an expert being a run of rows."""
+
+    def orientation(self, module: Any) -> bool | None:
+        return None
+
+    def hidden(self, module: Any) -> None:
+        return None
+
+    def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
+        rows = int(module.ffn_hidden_size)
+        return {key: Home((f"mlp.{key}",), True, num_experts, rows) for key in ("w1", "v1", "w2")}
+
+    def computation(self, module: Any) -> Callable[..., Tensor]:
+        def glu(weights: dict[str, Tensor], x_RD: Tensor) -> Tensor:
+            gate = module.mlp.activation_fn(x_RD.matmul(weights["w1"].T))
+            out_RD: Tensor = (gate * x_RD.matmul(weights["v1"].T)).matmul(weights["w2"])
+            return out_RD
+
+        return glu
+
+    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
+        x_BSD, index_TK, weights_TK = args
+        out_TD = layer(x_BSD.reshape(-1, x_BSD.shape[-1]), index_TK, weights_TK)
+        out_BSD: Tensor = out_TD.view(x_BSD.shape[0], -1, x_BSD.shape[-1])
+        return out_BSD
+
+
+class OneModuleEach(Adapter):
+    """A ModuleList or ModuleDict with one module per expert. A copy of one of them, which has no
+    weights, is lent those of whichever expert is to compute."""
+
+    is_eager = True
+
+    def orientation(self, module: Any) -> bool | None:
+        return None
+
+    def hidden(self, module: Any) -> None:
+        return None
+
+    def count(self, module: Any) -> int:
+        return len(self.names(module))
+
+    def names(self, module: Any) -> list[str]:
+        """NLLB keeps a dropout among its experts."""
+        return [name for name, child in module.named_children() if list(child.parameters())]
+
+    def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
+        names = self.names(module)
+        keys = [key for key, _ in module.get_submodule(names[0]).named_parameters()]
+        return {
+            key: Home(tuple(f"{name}.{key}" for name in names), False, num_experts) for key in keys
+        }
+
+    def computation(self, module: Any) -> Callable[..., Tensor]:
+        template = copy.deepcopy(next(module.children())).eval()  # on meta; its forward stays
+
+        def run(weights: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            out: Tensor = torch.func.functional_call(template, weights, args, kwargs)
+            return out
+
+        return run
+
+
+class SwitchTransformers(OneModuleEach):
+    """Called with the top-1 one-hot, [T, 1, E]; all zeros for a token beyond the capacity of its
+    expert (transformers 5.23)."""
+
+    def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+        def forward(x_TD: Tensor, chosen_T1E: Tensor, weights_T1: Tensor) -> Tensor:
+            index_T1 = chosen_T1E.argmax(dim=-1).masked_fill(~chosen_T1E.any(dim=-1), NO_EXPERT)
+            return layer(x_TD, index_T1, weights_T1)
+
+        row.module.forward = forward
+
+
+class NllbMoe(OneModuleEach):
+    """As the model was published and as transformers 4 ran it: a token goes to every expert whose
+    probability is not zero. transformers 5 (up to 5.23 at least) reads the one-hot of the first
+    choice as expert ids, so that of all experts only 0 and 1 ever run."""
+
+    def computation(self, module: Any) -> Callable[..., Tensor]:
+        run, kept = super().computation(module), 1 - module.moe_token_dropout
+
+        def scaled(weights: dict[str, Tensor], x_RD: Tensor) -> Tensor:
+            out_RD: Tensor = run(weights, x_RD) * kept
+            return out_RD
+
+        return scaled
+
+    def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+        def forward(x_TD: Tensor, first_choice_TE: Tensor, probabilities_TE: Tensor) -> Tensor:
+            weights_TK, index_TK = probabilities_TE.topk(2, dim=1)
+            return layer(x_TD, index_TK.masked_fill(weights_TK == 0, NO_EXPERT), weights_TK)
+
+        row.module.forward = forward
+
+
+# Classes outside the interface.
+ADAPTERS: dict[str, Adapter] = {
+    "AriaExperts": Aria(),
+    "DbrxExperts": Dbrx(),
+    "JetMoeMoE": JetMoe(),
+    "Llama4TextMoe": Llama4(),
+    "LongcatFlashExperts": LongcatFlash(),
+    "NllbMoeExperts": NllbMoe(),
+    "Step3p7Experts": Step3p7(),
+    "SwitchTransformersExperts": SwitchTransformers(),
+}
+INTERFACE = Adapter()

@@ -1,0 +1,186 @@
+"""Experts that are an nn.ModuleList or nn.ModuleDict of MLPs, called one by one by code we do not
+know, as in models that bring their own (trust_remote_code).
+
+The block around them runs twice. First its experts only note what they are called with, and answer
+zeros; then all that were called are loaded and computed, several at a time and in whatever order
+they arrive; then the block runs again and its experts give those answers. So the block's own
+arithmetic decides, and its router and shared experts are computed twice; one that counts its calls
+would count double. An expert is taken to give one tensor of the shape of its first argument.
+
+Which token went where is heard from the block's call of torch.topk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from moe_infinity.architectures.adapters import ExpertsModule, MoeLayer, OneModuleEach
+from moe_infinity.architectures.gradients import without_gradient
+from moe_infinity.engine.routing import ExpertMlp
+from moe_infinity.errors import UnsupportedModelError
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of one expert by its block, and what it is to answer."""
+
+    expert_idx: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    answer: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        x: Tensor = self.args[0]
+        return x.numel() // x.shape[-1]
+
+
+class CalledExperts:
+    """The calls a block makes of its experts in one step: work for the runtime."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self._calls: dict[int, list[Call]] = {}
+        for call in calls:
+            self._calls.setdefault(call.expert_idx, []).append(call)
+        self.activated = sorted(self._calls)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        counts = [sum(call.num_rows for call in self._calls[e]) for e in self.activated]
+        return np.array(counts, dtype=np.int64)
+
+    def compute(self, expert_idx: int, mlp: ExpertMlp, weights: Any) -> None:
+        for call in self._calls[expert_idx]:
+            run = partial(mlp, weights, *call.args, **call.kwargs)
+            call.answer = without_gradient(call.args[0], run)
+
+
+class TopKListener(TorchFunctionMode):
+    """Hears the last top-k over all experts while it is entered."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self._num_experts = num_experts
+        self.index_TK: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk) and args[0].shape[-1] == self._num_experts:
+            self.index_TK = result.indices.reshape(-1, result.indices.shape[-1])
+        return result
+
+
+class ListOfExperts(OneModuleEach):
+    """Connects the block that calls the experts."""
+
+    def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+        block = model.get_submodule(row.block_name)
+        block.forward = BlockForward(block, row, layer)
+
+
+LIST = ListOfExperts()
+
+
+def is_list_of_experts(module: nn.Module) -> bool:
+    """Several modules of one class, with parameters of one shape and no buffers."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
+        return False
+    if any(True for _ in module.buffers()):
+        return False
+    shapes = [
+        (type(expert), [(key, param.shape) for key, param in expert.named_parameters()])
+        for expert in module.children()
+    ]
+    return all(found == shapes[0] for found in shapes) and bool(shapes[0][1])
+
+
+class BlockForward:
+    """Runs in place of the block's forward."""
+
+    def __init__(self, block: nn.Module, row: ExpertsModule, layer: MoeLayer) -> None:
+        self._stock = block.forward
+        self._layer = layer
+        self._name = row.block_name
+        self._num_experts = row.num_experts
+        self._autocast = _autocast()  # while the block runs
+        self._calls: list[Call] = []
+        self._answers: Iterator[Call] = iter(())
+        self._respond = self._refuse  # what a called expert does
+        for expert_idx, expert in enumerate(row.module.children()):
+            expert.forward = partial(self._expert, expert_idx)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x: Tensor = next(iter((*args, *kwargs.values())))  # [..., D]
+        num_tokens = x.numel() // x.shape[-1]
+        self._autocast = _autocast()
+        try:
+            self._respond = self._note
+            with TopKListener(self._num_experts) as heard:
+                self._stock(*args, **kwargs)
+            if num_tokens and not self._calls:
+                raise UnsupportedModelError(f"{self._name} does not call its experts")
+            calls = [call for call in self._calls if call.num_rows]
+            index_TK = _routing(heard.index_TK, calls, num_tokens)
+            self._layer.work(CalledExperts(calls), index_TK, num_tokens)
+            self._answers = iter(self._calls)
+            self._respond = self._answer
+            return self._stock(*args, **kwargs)
+        finally:  # a prompt's rows take memory
+            self._calls, self._answers, self._respond = [], iter(()), self._refuse
+
+    def _expert(self, expert_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """What each expert's forward is."""
+        if not args or not isinstance(args[0], Tensor) or _autocast() != self._autocast:
+            raise UnsupportedModelError(
+                f"{self._name}: experts are to be called with a tensor, not under autocast"
+            )
+        return self._respond(Call(expert_idx, args, kwargs))
+
+    def _note(self, call: Call) -> Tensor:
+        """A copy, since the block may fill the same memory for the next expert."""
+        call.args = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in call.args)
+        self._calls.append(call)
+        return torch.zeros_like(call.args[0])
+
+    def _answer(self, call: Call) -> Tensor:
+        noted = next(self._answers, None)
+        if noted is None or noted.expert_idx != call.expert_idx or not _are_equal(noted, call):
+            raise UnsupportedModelError(
+                f"{self._name}: called again, it calls its experts otherwise: do they depend on "
+                "each other, or is its input changed in place?"
+            )
+        return torch.zeros_like(call.args[0]) if noted.answer is None else noted.answer
+
+    def _refuse(self, call: Call) -> Tensor:
+        raise UnsupportedModelError(
+            f"an expert of {self._name} is called from outside that module's forward"
+        )
+
+
+def _are_equal(noted: Call, call: Call) -> bool:
+    x, y = noted.args[0], call.args[0]
+    return x.shape == y.shape and torch.equal(x, y)
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def _routing(heard_TK: Tensor | None, calls: list[Call], num_tokens: int) -> Tensor | None:
+    """What was heard, if it is what was called; of a single token the calls tell it."""
+    called = sorted(call.expert_idx for call in calls for _ in range(call.num_rows))
+    if heard_TK is not None and (len(heard_TK), sorted(heard_TK.ravel().tolist())) == (
+        num_tokens,
+        called,
+    ):
+        return heard_TK
+    return torch.tensor([called], dtype=torch.int64, device="cpu") if num_tokens == 1 else None

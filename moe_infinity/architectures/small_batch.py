@@ -1,0 +1,164 @@
+"""What surrounds the experts in a decode step on a CPU, computed by what is made for few rows; part
+of experts_implementation="fast", since the bits are not those of transformers.
+
+    linear layers   kernels/cpu/linear.py
+    attention       kernels/cpu/attention.py
+    threads         kernels have them all, torch has one; see kernels/cpu/threads.py
+
+Longer inputs go the usual way. A shared registry of transformers, its "sdpa" function, is wrapped
+once; other models pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moe_infinity.engine.fused_rows import FUSED_ROWS
+from moe_infinity.kernels.cpu.attention import attend
+from moe_infinity.kernels.cpu.linear import fused_linear
+from moe_infinity.kernels.cpu.threads import give_torch_all, leave_torch_one
+
+MARK = "_moe_infinity_is_lean"  # on modules of our models
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class LeanSteps:
+    """Makes steps of few tokens lean."""
+
+    def __init__(self, model: nn.Module) -> None:
+        for module in model.modules():
+            siblings = Siblings()
+            for child in module.children():
+                if type(child) is nn.Linear:
+                    vars(child)["forward"] = partial(siblings.forward, child)
+            vars(module)[MARK] = True
+        _wrap_sdpa()
+        self._model, stock = model, model.forward
+
+        @wraps(stock)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = [*map(kwargs.get, ("decoder_input_ids", "input_ids", "inputs_embeds")), *args]
+            inputs = next((value for value in given if isinstance(value, Tensor)), None)
+            try:
+                if inputs is not None and inputs.shape[:2].numel() <= FUSED_ROWS:
+                    leave_torch_one()
+                return stock(*args, **kwargs)
+            finally:  # of Ctrl-C, too, for which torch calls no hook
+                give_torch_all()
+
+        vars(model)["forward"] = forward
+
+    def close(self) -> None:
+        vars(self._model).pop("forward", None)
+
+
+class Siblings:
+    """The linear layers of one module. Those that are given the very same input one after the
+    other, as queries, keys and values are, are computed together from then on, when the first of
+    them is called. Not under torch.inference_mode: nobody could tell that an input was changed in
+    place between two of them.
+    """
+
+    def __init__(self) -> None:
+        self._x: Tensor | None = None  # the last input, and which layer it was given to first
+        self._version: int | None = None  # of its contents
+        self._first: nn.Linear | None = None
+        self._groups: dict[nn.Linear, Group] = {}  # by their first
+        self._waiting: dict[nn.Linear, Tensor] = {}  # products with x that were not asked for yet
+
+    def forward(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """By the kernel if there are few rows and nobody wants gradients."""
+        rows = x.shape[:-1]
+        if rows.numel() > FUSED_ROWS or torch.is_grad_enabled():
+            return nn.functional.linear(x, linear.weight, linear.bias)
+        version = None if x.is_inference() else x._version
+        is_same = x is self._x and version is not None and version == self._version
+        if not is_same or linear is self._first:
+            self._x, self._version, self._first = x, version, linear
+            self._waiting = self._multiply(linear, x)
+        elif linear not in self._waiting:
+            self._waiting |= self._multiply(linear, x)
+            self._join(linear)
+        if linear not in self._waiting:
+            return nn.functional.linear(x, linear.weight, linear.bias)
+        out = self._waiting.pop(linear)
+        if linear.bias is not None:
+            out = out + linear.bias
+        return out.to(x.dtype).view(*rows, -1)
+
+    def _multiply(self, linear: nn.Linear, x: Tensor) -> dict[nn.Linear, Tensor]:
+        """In float32, by layer of its group; empty if kernels do not read its weight."""
+        group = self._groups.get(linear)
+        if group is None or not group.is_current:
+            group = self._groups[linear] = Group([linear])
+        return group.multiply(x)
+
+    def _join(self, linear: nn.Linear) -> None:
+        """Next time, compute this layer with the first."""
+        assert self._first is not None
+        group = Group([*self._groups[self._first].linears, linear])
+        if group.fused is not None:
+            self._groups[self._first] = group
+
+
+class Group:
+    """Layers that are computed together."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self.linears = linears
+        self._made_for = [(one.weight.data_ptr(), one.weight.dtype) for one in linears]
+        self.fused = fused_linear([linear.weight for linear in linears])
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the weights are still those that it was made for: not moved, not cast."""
+        return all(
+            linear.weight.data_ptr() == at and linear.weight.dtype == dtype
+            for linear, (at, dtype) in zip(self.linears, self._made_for, strict=True)
+        )
+
+    def multiply(self, x: Tensor) -> dict[nn.Linear, Tensor]:
+        """[..., C] -> [T, R] of each layer."""
+        if self.fused is None:
+            return {}
+        out_TR = self.fused(x.reshape(-1, x.shape[-1]))
+        outs = out_TR.split([len(weight) for weight in self.fused.weights], dim=1)
+        return dict(zip(self.linears, outs, strict=True))
+
+
+def _wrap_sdpa() -> None:
+    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if not isinstance(stock, _LeanSdpa):
+        AttentionInterface.register("sdpa", _LeanSdpa(stock))
+
+
+class _LeanSdpa:
+    """In place of transformers' function: by the kernel where a head has one query."""
+
+    def __init__(self, stock: Attention) -> None:
+        self._stock = stock
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, H, 1, d], [B, G, N, d], [B, G, N, dv] -> [B, 1, H, dv]."""
+        is_ours = MARK in vars(module) and query.shape[2] == 1 and not torch.is_grad_enabled()
+        if is_ours and kwargs.get("position_bias") is None and not kwargs.get("dropout"):
+            scale = kwargs.get("scaling") or query.shape[3] ** -0.5
+            out = attend(query, key, value, attention_mask, scale)
+            if out is not None:
+                return out[:, None], None
+        return self._stock(module, query, key, value, attention_mask, **kwargs)

@@ -1,0 +1,1 @@
+"""What is on disk, and how it gets into a slot."""

@@ -1,0 +1,73 @@
+"""One file of a checkpoint, open for reads past the page cache if its file system allows them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
+
+from moe_infinity.checkpoint.chunks import BLOCK_BYTES, BounceBuffer, Chunk
+
+# What a machine has room for anyway stays in the page cache. Reads through it cost 0.5-1.7 s of CPU
+# time per GB when they miss, those past it 0.1 in place and 0.2-0.3 by way of a bounce buffer.
+SMALL_FILE_BYTES = 64 << 20
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # how a file system says that it has no O_DIRECT
+
+
+class OpenFile:
+    """Two descriptors of one file. Raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.num_users = 0
+        self._is_retired = False
+        opened = ExitStack()
+        self._close = weakref.finalize(self, opened.close)  # once, if only when nobody has us
+        self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        opened.callback(os.close, self._cached)
+        self._is_small = os.fstat(self._cached).st_size < SMALL_FILE_BYTES
+        self._direct: int | None = None
+        self._is_refused = False
+        if sys.platform == "linux" and not self._is_small:
+            try:
+                self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                opened.callback(os.close, self._direct)
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    self._close()
+                    raise
+
+    def read_direct(self, chunk: Chunk, buffer: BounceBuffer) -> int:
+        """Bytes read, from the first on: all but at the end of the file, none if refused."""
+        if self._direct is None or self._is_refused:
+            return 0
+        skip = chunk.offset % BLOCK_BYTES
+        try:
+            if chunk.is_aligned:
+                return os.preadv(self._direct, chunk.parts, chunk.offset)
+            wanted = -(-(skip + chunk.num_bytes) // BLOCK_BYTES) * BLOCK_BYTES
+            count = os.preadv(self._direct, [buffer.first(wanted)], chunk.offset - skip)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            self._is_refused = True
+            return 0
+        return buffer.copy_to(chunk, skip, count - skip)
+
+    def read_cached(self, chunk: Chunk, done: int) -> int:
+        """Bytes read of those after the first `done`; 0 at the end of the file."""
+        count = os.preadv(self._cached, [next(chunk.parts_from(done))], chunk.offset + done)
+        if sys.platform == "linux" and not self._is_small:  # leave others their part of the cache
+            os.posix_fadvise(self._cached, chunk.offset, chunk.num_bytes, os.POSIX_FADV_DONTNEED)
+        return count
+
+    def retire(self) -> None:
+        """Close once nobody reads any more."""
+        self._is_retired = True
+        self.close_if_unused()
+
+    def close_if_unused(self) -> None:
+        if self._is_retired and self.num_users == 0:
+            self._close()

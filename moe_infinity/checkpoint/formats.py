@@ -1,0 +1,329 @@
+"""Quantized checkpoints: which formats there are and how each packs a weight.
+
+    config.json's quantization_config --find_format--> Format
+
+A weight is packed where its tensors say so; lists of modules left out are not needed. Scales of
+activations are dropped: everything is computed with unpacked weights. The arithmetic is in
+kernels/unpack.py. No transformers here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_infinity.checkpoint.packing import Format, Part, Parts, Scheme, Shape, Shapes
+from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.kernels import unpack
+from moe_infinity.kernels.unpack import NIBBLES
+
+SUPPORTED = """\
+fp8                 float8_e4m3fn with scales per block or per tensor
+mxfp8               float8_e4m3fn with power-of-two scales
+mxfp4               as gpt-oss is published
+compressed-tensors  pack-quantized int4 per group or channel, int-quantized int8 per channel,
+                    float-quantized fp8
+gptq                4 bits, checkpoint_format gptq or gptq_v2
+awq                 4 bits, version gemm"""
+
+FLOATS = frozenset({"BF16", "F16", "F32"})
+INT32, INDICES, FLOAT8 = frozenset({"I32"}), frozenset({"I32", "I64"}), frozenset({"F8_E4M3"})
+INT8 = frozenset({"I8"})
+BYTES, EXPONENTS = frozenset({"U8"}), frozenset({"U8", "F8_E8M0"})
+OF_ACTIVATIONS = (
+    "input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale",
+    "output_zero_point", "k_scale", "v_scale",
+)  # fmt: skip
+
+Config = Mapping[str, Any]
+Block = tuple[int, int]
+
+
+def find_format(quantization_config: Config) -> Format:
+    """The format of a checkpoint whose config.json has this quantization_config. Raises
+    UnsupportedModelError.
+    """
+    found = {
+        "fp8": _find_fp8,
+        "mxfp8": _find_fp8,
+        "mxfp4": _find_mxfp4,
+        "compressed-tensors": _find_compressed_tensors,
+        "gptq": _find_gptq,
+        "awq": _find_awq,
+    }
+    method = quantization_config.get("quant_method")
+    if not isinstance(method, str) or method not in found:
+        raise _unsupported(f"a checkpoint quantized with {method or 'an unnamed method'}")
+    try:
+        schemes = found[method](quantization_config)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, UnsupportedModelError):
+            raise
+        raise _unsupported(f"{method} with a malformed quantization_config ({error!r})") from error
+    return Format(method, schemes)
+
+
+def _unsupported(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{what} is not supported, expected one of:\n{SUPPORTED}")
+
+
+def _require(method: str, config: Config, key: str, *allowed: object, default: object) -> None:
+    if (found := config.get(key, default)) not in allowed:
+        raise _unsupported(f"{method} with {key} {found!r}")
+
+
+# float8
+
+
+def _find_fp8(config: Config) -> tuple[Scheme, ...]:
+    """DeepSeek-V3 and Qwen3 as published: weight_scale_inv is what to multiply by."""
+    _require("fp8", config, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
+    block = config.get("weight_block_size")
+    blocks = [] if block is None else [_block(block)]
+    return (_fp8_scheme("fp8", "_scale_inv", FLOATS | EXPONENTS, blocks),)
+
+
+def _block(sizes: Sequence[int]) -> Block:
+    rows, columns = sizes
+    if not (type(rows) is type(columns) is int and rows > 0 and columns > 0):
+        raise ValueError(f"block of {sizes}")
+    return rows, columns
+
+
+def _fp8_scheme(
+    name: str, suffix: str, scale_dtypes: frozenset[str], blocks: list[Block]
+) -> Scheme:
+    def find_shape(shapes: Shapes) -> Shape | None:
+        shape = shapes["weight"]
+        return shape if find_block(shape, shapes["scale"], blocks) else None
+
+    def unpack_one(parts: Parts, dtype: torch.dtype) -> Tensor:
+        weight, scales = parts["weight"], parts["scale"]
+        block = find_block(tuple(weight.shape), tuple(scales.shape), blocks)
+        assert block is not None, (weight.shape, scales.shape)  # find_shape has seen them
+        return unpack.fp8(weight, scales, block, dtype)
+
+    return Scheme(
+        name,
+        "",
+        (Part("weight", "", FLOAT8), Part("scale", suffix, scale_dtypes)),
+        2,
+        OF_ACTIVATIONS,
+        find_shape,
+        unpack_one,
+        find_block=lambda shapes: find_block(shapes["weight"], shapes["scale"], blocks),
+    )
+
+
+def find_block(shape: Shape, grid: Shape, configured: list[Block]) -> Block | None:
+    """Rows and columns that share a scale, the last of them possibly cut off by the edge: as
+    configured, or a row or the whole; if nothing is configured equal parts, as transformers takes
+    them.
+    """
+    if prod(grid) == 1:
+        return shape[0], shape[1]
+    if len(grid) != 2 or 0 in grid or 0 in shape:
+        return None
+    for block in configured:
+        if grid == (-(-shape[0] // block[0]), -(-shape[1] // block[1])):
+            return block
+    if configured and grid != (shape[0], 1):
+        return None
+    if shape[0] % grid[0] or shape[1] % grid[1]:
+        return None
+    return shape[0] // grid[0], shape[1] // grid[1]
+
+
+# mxfp4
+
+
+def _find_mxfp4(config: Config) -> tuple[Scheme, ...]:
+    """gpt-oss as published: _blocks [E, R, G, 16] and _scales [E, R, G] give [E, 32 G, R]."""
+    parts = (Part("blocks", "_blocks", BYTES), Part("scales", "_scales", BYTES))
+    return (Scheme("mxfp4", "", parts, 3, (), _mxfp4_shape, _unpack_mxfp4, is_transposed=True),)
+
+
+def _mxfp4_shape(shapes: Shapes) -> Shape | None:
+    num_rows, num_groups, num_bytes = shapes["blocks"]
+    fits = shapes["scales"] == (num_rows, num_groups) and num_bytes == 16
+    return (2 * num_groups * num_bytes, num_rows) if fits else None
+
+
+def _unpack_mxfp4(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return unpack.mxfp4(parts["blocks"], parts["scales"], dtype)
+
+
+# compressed-tensors
+
+
+def _find_compressed_tensors(config: Config) -> tuple[Scheme, ...]:
+    """Any mix of the three formats; which weight has which is told by its tensors."""
+    blocks = []
+    for group in config["config_groups"].values():
+        weights = group.get("weights")
+        if weights is None:
+            continue
+        _check_compressed_weights(weights, group.get("format") or config.get("format"))
+        if (block := weights.get("block_structure")) is not None:
+            blocks.append(_block(block))
+    return (_INT4, _INT8, _fp8_scheme("float-quantized", "_scale", FLOATS, blocks))
+
+
+def _check_compressed_weights(weights: Config, stored_format: object) -> None:
+    kind = weights.get("type", "int"), weights.get("num_bits", 8), stored_format
+    strategies = {
+        ("int", 4, "pack-quantized"): ("group", "channel", None),
+        ("int", 8, "int-quantized"): ("channel",),
+        ("float", 8, "float-quantized"): ("tensor", "channel", "block", None),
+        ("float", 8, "naive-quantized"): ("tensor", "channel", "block", None),
+    }
+    if kind not in strategies:
+        raise _unsupported("compressed-tensors {2} of type {0} with {1} bits".format(*kind))
+    _require("compressed-tensors", weights, "strategy", *strategies[kind], default=None)
+    _require(
+        "compressed-tensors", weights, "actorder", None, False, "weight", "static", default=None
+    )
+    if kind[1] == 8:
+        _require(f"compressed-tensors {kind[2]}", weights, "symmetric", True, default=True)
+
+
+def _int4_shape(shapes: Shapes) -> Shape | None:
+    """A width that is no multiple of 8 is only in the values of weight_shape; no model has one."""
+    num_rows, num_words = shapes["packed"]
+    shape, scales = (num_rows, NIBBLES * num_words), shapes["scale"]
+    if len(scales) != 2 or scales[0] != num_rows or not scales[1] or shape[1] % scales[1]:
+        return None
+    zeros = shapes.get("zero_point")
+    return shape if zeros in (None, (-(-num_rows // NIBBLES), scales[1])) else None
+
+
+def _unpack_int4(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return unpack.int4_rows(parts["packed"], parts["scale"], parts.get("zero_point"), dtype)
+
+
+# The weight is called NAME.weight as a rule; our own packer also packs one stacked over experts,
+# which may be called otherwise.
+_INT4 = Scheme(
+    "pack-quantized",
+    "",
+    (
+        Part("packed", "_packed", INT32),
+        Part("scale", "_scale", FLOATS),
+        Part("zero_point", "_zero_point", INT32, is_optional=True),
+    ),
+    2,
+    ("weight_shape", *OF_ACTIVATIONS),
+    _int4_shape,
+    _unpack_int4,
+)
+
+
+def _int8_shape(shapes: Shapes) -> Shape | None:
+    shape = shapes["weight"]
+    return shape if shapes["scale"] == (shape[0], 1) else None
+
+
+def _unpack_int8(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return unpack.int8_rows(parts["weight"], parts["scale"], dtype)
+
+
+_INT8 = Scheme(
+    "int-quantized",
+    "",
+    (Part("weight", "", INT8), Part("scale", "_scale", FLOATS)),
+    2,
+    OF_ACTIVATIONS,
+    _int8_shape,
+    _unpack_int8,
+)
+
+
+# What moe-infinity packs itself.
+SCHEME_OF = {"int4": _INT4, "int8": _INT8, "fp8": _fp8_scheme("fp8", "_scale", FLOATS, [])}
+
+
+# GPTQ and AWQ
+
+
+def _find_gptq(config: Config) -> tuple[Scheme, ...]:
+    """AutoGPTQ and GPTQModel. The older checkpoint_format "gptq" stores zeros less one."""
+    _require("gptq", config, "bits", 4, default=None)
+    stored_format = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+    if stored_format not in ("gptq", "gptq_v2"):
+        raise _unsupported(f"gptq with checkpoint_format {stored_format!r}")
+    is_in_order = config.get("desc_act") is False
+    for pattern, changes in (config.get("dynamic") or {}).items():
+        if not pattern.startswith("-:"):  # those are left as they were
+            _require(f"gptq of {pattern}", changes, "bits", 4, default=4)
+            is_in_order &= not changes.get("desc_act")
+    adds_one, group_size = stored_format == "gptq", int(config.get("group_size") or 0)
+
+    def find_groups(shapes: Shapes) -> Block | None:
+        """Of columns in order; None where the last group is shorter, or sizes are not told."""
+        num_columns, num_groups = NIBBLES * shapes["qweight"][0], shapes["scales"][0]
+        size = num_columns if num_groups == 1 else group_size
+        return (1, size) if is_in_order and num_columns == num_groups * size else None
+
+    def needed(parts: Parts) -> Parts:
+        block = find_groups({role: tuple(part.shape) for role, part in parts.items()})
+        return {role: part for role, part in parts.items() if role != "g_idx" or not block}
+
+    def unpack_one(parts: Parts, dtype: torch.dtype) -> Tensor:
+        return unpack.gptq(needed(parts), dtype, adds_one_to_zeros=adds_one)
+
+    index = Part("g_idx", ".g_idx", INDICES, is_optional=True)
+    scheme = _words_scheme(stored_format, (index,), _gptq_shape, unpack_one)
+    return (replace(scheme, find_block=find_groups),)
+
+
+def _gptq_shape(shapes: Shapes) -> Shape | None:
+    shape = NIBBLES * shapes["qweight"][0], shapes["qweight"][1]  # [C, R]
+    if not _fits_groups(shapes, shape):
+        return None
+    if (index := shapes.get("g_idx")) is None:
+        return shape[::-1] if shape[0] % shapes["scales"][0] == 0 else None
+    return shape[::-1] if index == shape[:1] else None
+
+
+def _find_awq(config: Config) -> tuple[Scheme, ...]:
+    """AutoAWQ."""
+    bits = config.get("bits", config.get("w_bit"))
+    if bits != 4:
+        raise _unsupported(f"awq with bits {bits!r}")
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
+    if version != "gemm":
+        raise _unsupported(f"awq with version {version!r}")
+    _require("awq", config, "zero_point", True, default=True)
+    return (_words_scheme("awq", (), _awq_shape, unpack.awq),)
+
+
+def _awq_shape(shapes: Shapes) -> Shape | None:
+    shape = shapes["qweight"][0], NIBBLES * shapes["qweight"][1]  # [C, R]
+    fits = _fits_groups(shapes, shape) and shape[0] % shapes["scales"][0] == 0
+    return shape[::-1] if fits else None
+
+
+def _fits_groups(shapes: Shapes, shape_CR: tuple[int, int]) -> bool:
+    num_columns, num_rows = shape_CR
+    scales, zeros = shapes["scales"], shapes["qzeros"]
+    return (
+        len(scales) == 2
+        and 0 < scales[0] <= num_columns
+        and scales[1] == num_rows
+        and zeros == (scales[0], num_rows // NIBBLES)
+        and num_rows % NIBBLES == 0
+    )
+
+
+def _words_scheme(name: str, more: tuple[Part, ...], find_shape: Any, unpack_one: Any) -> Scheme:
+    parts = (
+        Part("qweight", ".qweight", INT32),
+        Part("qzeros", ".qzeros", INT32),
+        Part("scales", ".scales", FLOATS),
+    )
+    return Scheme(name, ".weight", parts + more, 2, (), find_shape, unpack_one)

@@ -1,0 +1,101 @@
+"""What kind of model a checkpoint folder says it is: its config, the class that runs it, how its
+weights are packed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from moe_infinity.checkpoint.formats import find_format
+from moe_infinity.checkpoint.packing import Format
+from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.experts import COMPUTE_DTYPES
+
+PACKING_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is known of a model before its weights are looked at."""
+
+    config: Any  # transformers', without what it says of quantization: unpacking is our business
+    model_class: Any
+    packing: Format | None  # None: weights are stored as they are
+
+    def compute_dtype(self, dtype: str) -> str:
+        """What transformers is to be told; packed weights say nothing of it."""
+        if self.packing is not None and dtype == "auto" and self.config.dtype is None:
+            return "bfloat16"
+        return dtype
+
+
+def find_kind(checkpoint: str, *, trust_remote_code: bool = False) -> Kind:
+    """Of a folder or hub id. Raises UnsupportedModelError, CheckpointError."""
+    if not Path(checkpoint).is_dir() and (
+        Path(checkpoint).exists() or checkpoint.startswith((".", "/", "~"))
+    ):
+        raise CheckpointError(f"{checkpoint}: not a folder; give a checkpoint folder or a hub id")
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            checkpoint, trust_remote_code=trust_remote_code
+        )
+        model_class = _class_of(checkpoint, config, trust_remote_code=trust_remote_code)
+    except UnsupportedModelError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint}: no usable config.json: {error}") from error
+    except Exception as error:  # each config class checks in its own way
+        raise UnsupportedModelError(
+            f"{checkpoint}: transformers {transformers.__version__} does not understand "
+            f"its config.json: {error}"
+        ) from error
+    dtype = str(config.dtype).removeprefix("torch.")
+    if dtype not in ("None", *COMPUTE_DTYPES):
+        raise UnsupportedModelError(
+            f"{checkpoint}: dtype {dtype}, expected one of {', '.join(COMPUTE_DTYPES)}"
+        )
+    return Kind(config, model_class, _packing_of(checkpoint, config))
+
+
+def _class_of(checkpoint: str, config: Any, *, trust_remote_code: bool) -> Any:
+    own_code = getattr(config, "auto_map", None) or {}
+    if trust_remote_code:
+        for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
+            if name in own_code:
+                return get_class_from_dynamic_module(own_code[name], checkpoint)
+    for name in config.architectures or []:
+        found = getattr(transformers, name, None)
+        if found is not None and found.can_generate() and isinstance(config, found.config_class):
+            return found
+    for mapping in (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    ):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    hint = "\nhint: it brings its own code, run by `trust_remote_code`" if own_code else ""
+    raise UnsupportedModelError(
+        f"{checkpoint}: transformers {transformers.__version__} has no generating class for "
+        f"architectures {config.architectures}{hint}"
+    )
+
+
+def _packing_of(checkpoint: str, config: Any) -> Format | None:
+    """How its weights are packed; the config does not say it any more afterwards."""
+    found = None
+    for part in (config, config.get_text_config()):
+        for key in PACKING_KEYS:
+            if getattr(part, key, None) is not None:
+                found = found or dict(getattr(part, key))
+                delattr(part, key)
+    if found is None:
+        return None
+    try:
+        return find_format(found)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{checkpoint}: {error}") from error

@@ -1,0 +1,204 @@
+"""Load a model without its experts: transformers loads the dense part, the experts stay where they
+are on disk.
+
+transformers calls `_load_pretrained_model` with the model on the meta device and the resolved list
+of weight conversions. There we find the experts modules, plan where each expert's bytes lie, take
+the parameters out of the modules, and hand the stock method the remaining tensors, each read on
+demand.
+
+Private names of transformers used here: `_load_pretrained_model`, `_from_config`,
+`LoadStateDictConfig.weight_mapping`. Others are in planning.py and recipe.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.checkpoint.extents import STORED_DTYPES, StoredTensor
+from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
+from moe_infinity.checkpoint.kind import Kind, find_kind
+from moe_infinity.checkpoint.packing import PackedTensor
+from moe_infinity.checkpoint.plan import Plan, plan_experts
+from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.checkpoint.recipe import parts_of
+from moe_infinity.errors import CheckpointError
+
+CPU = torch.device("cpu")
+STORED_NAMES = {name: stored for stored, (name, _) in STORED_DTYPES.items()}
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model whose experts are still on disk."""
+
+    model: transformers.PreTrainedModel
+    plan: Plan
+    reader: Reader
+    startup_bytes_read: int  # headers and dense weights
+
+
+class StoredSlice:
+    """A weight of the checkpoint, read and if need be unpacked when transformers indexes it; the
+    interface of a safetensors slice.
+    """
+
+    def __init__(
+        self, weight: StoredTensor | PackedTensor, reader: Reader, dtype: torch.dtype
+    ) -> None:
+        self._weight = weight
+        self._reader = reader
+        self._dtype = dtype  # of what is unpacked
+
+    def __getitem__(self, index: Any) -> Tensor:
+        parts = {role: self._read(tensor) for role, tensor in parts_of(self._weight)}
+        if isinstance(self._weight, PackedTensor):
+            return self._weight.unpack(parts, self._dtype)[index]
+        return parts[""][index]
+
+    def _read(self, tensor: StoredTensor) -> Tensor:
+        raw = torch.empty(tensor.extent.num_bytes, dtype=torch.uint8, device="cpu")
+        self._reader.read_into(tensor.extent, raw.numpy().data)
+        return raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+
+    def get_shape(self) -> list[int]:
+        return list(self._weight.shape)
+
+    def get_dtype(self) -> str:
+        if isinstance(self._weight, PackedTensor):
+            return STORED_NAMES[str(self._dtype).removeprefix("torch.")]
+        return self._weight.stored_dtype
+
+
+def load_without_experts(
+    checkpoint: str,
+    *,
+    dtype: str,
+    experts_implementation: str,
+    trust_remote_code: bool,
+    num_read_threads: int,
+    device: torch.device,
+    prepare: Callable[[Plan, int], Plan],
+) -> LoadedModel:
+    """The model of a folder or hub id with dense weights on `device` and experts on disk.
+
+    `prepare` hears the plan, and the bytes of the dense weights in memory, before these are read;
+    it may give another plan. Raises UnsupportedModelError, CheckpointError.
+    """
+    kind = find_kind(checkpoint, trust_remote_code=trust_remote_code)
+    if Path(checkpoint).is_dir():
+        checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
+    reader = Reader(num_threads=num_read_threads)
+    plans: list[Plan] = []
+    try:
+        model, info = _offloading_class(kind, reader, plans, prepare).from_pretrained(
+            checkpoint,
+            config=kind.config,
+            dtype=kind.compute_dtype(dtype),
+            experts_implementation=experts_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with names
+            trust_remote_code=trust_remote_code,
+        )
+        _refuse_made_up_weights(checkpoint, info)
+        if device != CPU:
+            model.to(device)
+    except (SafetensorError, UnpicklingError) as error:  # it opened a broken file before we could
+        reader.close()
+        raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from error
+    except BaseException:
+        reader.close()
+        raise
+    model.__class__ = kind.model_class
+    (plan,) = plans
+    return LoadedModel(model, plan, reader, plan.header_bytes + reader.bytes_read)
+
+
+def _offloading_class(
+    kind: Kind, reader: Reader, plans: list[Plan], prepare: Callable[[Plan, int], Plan]
+) -> Any:
+    """The stock class with a load hook that leaves the experts on disk and appends its plan."""
+    stock_class = kind.model_class
+
+    def _load_pretrained_model(
+        model: Any,
+        state_dict: Any,
+        files: list[str] | None,
+        load_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        headers = read_headers(Path(file) for file in files or [])
+        plan = plan_experts(model, headers, kind.packing, load_config.weight_mapping or [])
+        for row in plan.rows:
+            _take_out(model, row)
+        plans.append(prepare(plan, sum(param.nbytes for param in model.parameters())))
+        dense = {
+            name: StoredSlice(weight, reader, load_config.dtype or torch.float32)
+            for name, weight in plan.dense.items()
+        }
+        return stock_class._load_pretrained_model(model, dense, files, load_config, *args, **kwargs)
+
+    attributes = {
+        "__module__": stock_class.__module__,
+        "__qualname__": stock_class.__qualname__,
+        "_load_pretrained_model": staticmethod(_load_pretrained_model),
+    }
+    return type(stock_class.__name__, (stock_class,), attributes)
+
+
+def _refuse_made_up_weights(checkpoint: str, info: dict[str, Any]) -> None:
+    """transformers initialises what it does not find or what has another shape; we refuse."""
+    for name, found_shape, wanted_shape in sorted(info["mismatched_keys"]):
+        raise CheckpointError(
+            f"{checkpoint}: {name} has shape {list(found_shape)}, "
+            f"the model wants {list(wanted_shape)}"
+        )
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise CheckpointError(
+            f"{checkpoint}: no tensor for {missing[0]} ({len(missing)} weights are missing)"
+        )
+
+
+def plan_from_headers(checkpoint: str, *, dtype: str, trust_remote_code: bool = False) -> Plan:
+    """What `load_without_experts` would find, reading nothing but headers. `checkpoint` is a
+    folder.
+    """
+    kind = find_kind(checkpoint, trust_remote_code=trust_remote_code)
+    headers = read_headers(checkpoint_files(Path(checkpoint)))
+    compute_dtype = kind.compute_dtype(dtype)
+    if compute_dtype != "auto":
+        torch_dtype = getattr(torch, compute_dtype)
+    elif (
+        torch_dtype := kind.config.dtype
+    ) is None:  # then transformers takes the first floating one
+        stored = (getattr(torch, tensor.dtype) for tensor in headers.tensors.values())
+        torch_dtype = next((found for found in stored if found.is_floating_point), torch.float32)
+    with torch.device("meta"):
+        model = kind.model_class._from_config(kind.config, dtype=torch_dtype)
+    return plan_experts(model, headers, kind.packing, get_model_conversion_mapping(model))
+
+
+def _take_out(model: Any, row: ExpertsModule) -> None:
+    """Remove the expert parameters; a meta tensor of the same name stays, which transformers' init
+    may touch.
+    """
+    for path in (path for home in row.homes.values() for path in home.paths):
+        owner_name, _, name = path.rpartition(".")
+        owner = row.module.get_submodule(owner_name)
+        param = owner._parameters.pop(name)
+        assert param is not None, path
+        meta = torch.empty_like(param, device="meta", requires_grad=False)
+        object.__setattr__(owner, name, meta)
+        model.all_tied_weights_keys.pop(f"{row.name}.{path}", None)  # the plan has seen to it

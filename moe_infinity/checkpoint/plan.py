@@ -1,0 +1,315 @@
+"""Where every expert of a model lies in its checkpoint.
+
+The experts modules are found in the model on the meta device; which tensors of the checkpoint
+become their parameters follows from transformers' own renaming and conversion rules. What comes out
+is one recipe per MoE row (recipe.py).
+
+Private names of transformers used here: `rename_source_key`, `dot_natural_key`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from moe_infinity.architectures.adapters import (
+    ADAPTERS,
+    INTERFACE,
+    INTERFACE_ATTRIBUTES,
+    Adapter,
+    ExpertsModule,
+    Home,
+)
+from moe_infinity.architectures.module_list import LIST, is_list_of_experts
+from moe_infinity.checkpoint.extents import StoredTensor
+from moe_infinity.checkpoint.headers import Headers
+from moe_infinity.checkpoint.packing import Format, PackedTensor
+from moe_infinity.checkpoint.recipe import Recipe, RowRecipes, Source, kind_of, parts_of
+from moe_infinity.errors import CheckpointError, UnsupportedModelError
+
+SHARED_EXPERT = re.compile(r"\.shared?_(experts?|mlp)\b")
+TOP_K_NAMES = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k",
+    "top_k_experts",
+)  # fmt: skip
+
+Weights = dict[str, StoredTensor | PackedTensor]  # by name in the checkpoint
+
+
+@dataclass(slots=True)
+class Plan:
+    """Where every expert of a model lies on disk."""
+
+    architecture: str  # name of the model's class
+    rows: list[ExpertsModule]
+    recipes: list[RowRecipes]  # one per row
+    top_k: int | None  # experts per token, if the config says it by a usual name
+    packing: str | None  # how the checkpoint is quantized
+    dense: dict[str, StoredTensor | PackedTensor]  # what belongs to no expert
+    header_bytes: int  # read to know all this
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts as slots hold them, alignment left out."""
+        pairs = zip(self.rows, self.recipes, strict=True)
+        once = {id(recipes): (row.num_experts, recipes.layout) for row, recipes in pairs}
+        return sum(num_experts * layout.num_bytes for num_experts, layout in once.values())
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the checkpoint that are not experts."""
+        return _stored_bytes(self.dense.values())
+
+    @property
+    def shared_expert_bytes(self) -> int:
+        """The part of it that every token uses beside its experts, by the usual names."""
+        found = (weight for name, weight in self.dense.items() if SHARED_EXPERT.search(name))
+        return _stored_bytes(found)
+
+
+def _stored_bytes(weights: Iterable[StoredTensor | PackedTensor]) -> int:
+    return sum(part.extent.num_bytes for weight in weights for _, part in parts_of(weight))
+
+
+def top_k_of(config: Any) -> int | None:
+    for part in (config.get_text_config(), getattr(config, "ffn_config", None)):
+        for name in TOP_K_NAMES:
+            if isinstance(found := getattr(part, name, None), int):
+                return found
+    return None
+
+
+def find_experts(model: nn.Module) -> list[ExpertsModule]:
+    """The experts modules of the model, in model order. Raises UnsupportedModelError for an unknown
+    dtype.
+    """
+    rows: list[ExpertsModule] = []
+    for name, module in model.named_modules():
+        adapter = adapter_of(name, module)
+        if adapter is not None:
+            rows.append(adapter.describe(name, module))
+    if not rows:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no routed experts that we know how to take out\n"
+            "hint: a dense model needs no offloading, load it with transformers"
+        )
+    return rows
+
+
+def adapter_of(name: str, module: nn.Module) -> Adapter | None:
+    """Who knows how to deal with this module; None if it is not the experts of a layer."""
+    if vars(module).keys() >= INTERFACE_ATTRIBUTES:
+        return INTERFACE
+    if type(module).__name__ in ADAPTERS:
+        return ADAPTERS[type(module).__name__]
+    return LIST if name.rpartition(".")[2] == "experts" and is_list_of_experts(module) else None
+
+
+def plan_experts(
+    model: Any, headers: Headers, packing: Format | None, weight_mapping: list[Any]
+) -> Plan:
+    """Locate every expert in the checkpoint. Raises CheckpointError where tensors are missing or do
+    not fit.
+    """
+    weights: Weights = dict(headers.tensors)
+    if packing is not None:
+        weights = packing.group(headers.tensors)
+    else:
+        _refuse_unsaid_scales(headers)
+    rows = find_experts(model)
+    members = {
+        f"{row.name}.{path}": Member(row, key, expert_idx)
+        for row in rows
+        for key, home in row.homes.items()
+        for expert_idx, path in enumerate(home.paths)
+    }
+    groups, owned = _group_sources(model, weights, weight_mapping, members)
+    twins = _find_twins(model, groups, members)
+    trials: dict[Any, bool] = {}
+    recipes: dict[str, list[Recipe]] = {row.name: [] for row in rows}
+    for group in groups:
+        recipe = _make_recipe(group, members, weights, model.config)
+        kind = recipe.kind()
+        if kind not in trials:
+            trials[kind] = recipe.try_out()
+        recipe.only_concatenates = trials[kind]
+        recipes[group.row.name].append(recipe)
+    own = {row.name: RowRecipes(recipes[row.name]) for row in rows if row.name not in twins}
+    dense = {name: weight for name, weight in weights.items() if name not in owned}
+    return Plan(
+        architecture=type(model).__name__,
+        rows=rows,
+        recipes=[own[twins.get(row.name, row.name)] for row in rows],
+        top_k=top_k_of(model.config),
+        packing=packing.method if packing is not None else None,
+        dense=dense,
+        header_bytes=headers.num_bytes,
+    )
+
+
+def _refuse_unsaid_scales(headers: Headers) -> None:
+    """Float8 weights are nothing without the scales beside them."""
+    for tensor in headers.tensors.values():
+        scales = {f"{tensor.name}_scale_inv", f"{tensor.name}_scale"}
+        if tensor.stored_dtype.startswith("F8") and scales & headers.tensors.keys():
+            raise CheckpointError(
+                f"{tensor.name} has scales beside it, but config.json has no quantization_config"
+            )
+
+
+class Member(NamedTuple):
+    """A parameter of the model that belongs to experts."""
+
+    row: ExpertsModule
+    key: str  # its name in a slot
+    expert_idx: int  # of a parameter that belongs to one expert
+
+    @property
+    def home(self) -> Home:
+        return self.row.homes[self.key]
+
+    @property
+    def group_name(self) -> str:
+        """One for all experts of a row."""
+        return f"{self.row.name}.{self.home.paths[0]}"
+
+
+@dataclass(slots=True)
+class Group:
+    """Tensors of the checkpoint that together become some parameters of all experts of a row."""
+
+    name: str  # the name transformers gives the first of those parameters
+    row: ExpertsModule
+    converter: WeightConverter | None
+    targets: list[str]  # names of parameters
+    keys: dict[str, list[tuple[int, str]]]  # by pattern: (expert, name of its tensor), in order
+
+
+def _find_twins(model: Any, groups: list[Group], members: dict[str, Member]) -> dict[str, str]:
+    """Rows whose experts are those of another row, and that row. Raises CheckpointError if a
+    parameter is neither in the checkpoint nor tied to one that is.
+    """
+    found = {target for group in groups for target in group.targets}
+    twins: dict[str, str] = {}
+    missing = sorted(name for name in members if name not in found)
+    for name in missing:
+        tied_to = getattr(model, "all_tied_weights_keys", {}).get(name)
+        if tied_to not in found or tied_to not in members:
+            raise CheckpointError(
+                f"the checkpoint has no tensors for {name} ({len(missing)} parameters in all)"
+            )
+        twins[members[name].row.name] = members[tied_to].row.name
+    return twins
+
+
+def _group_sources(
+    model: Any, weights: Weights, weight_mapping: list[Any], members: dict[str, Member]
+) -> tuple[list[Group], set[str]]:
+    """Which checkpoint tensors become which expert parameters, by transformers' own renaming and
+    conversion rules.
+    """
+    renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
+    converter_of = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
+    meta, prefix = model.state_dict(), model.base_model_prefix
+    groups: dict[tuple[str, str], Group] = {}  # by row and name
+    owned: set[str] = set()
+    for key in sorted(weights, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, meta)
+        if name not in meta and key in meta:  # it has its final name already
+            name, pattern = rename_source_key(key, [], [], prefix, meta)
+        converter = converter_of.get(pattern) if pattern is not None else None
+        targets = [name]
+        if converter is not None:
+            first = converter.target_patterns[0]
+            targets = [name.replace(first, target, 1) for target in converter.target_patterns]
+        wanted = [members[target] for target in targets if target in members]
+        for member in {member.row.name: member for member in wanted}.values():
+            if not member.home.is_stacked:
+                name = member.group_name
+            group = groups.setdefault(
+                (member.row.name, name), Group(name, member.row, converter, [], {})
+            )
+            for target in targets:
+                of = members.get(target)
+                if of is not None and of.row is member.row and target not in group.targets:
+                    group.targets.append(target)
+            group.keys.setdefault(pattern or name, []).append((member.expert_idx, key))
+            owned.add(key)
+    for group in groups.values():
+        group.keys = _in_order(group)
+    return list(groups.values()), owned
+
+
+def _in_order(group: Group) -> dict[str, list[tuple[int, str]]]:
+    """A converter concatenates in the order of its patterns, not of the keys."""
+    patterns = list(group.keys)
+    if group.converter is not None:
+        patterns.sort(key=group.converter.source_patterns.index)
+    return {
+        pattern: sorted(group.keys[pattern], key=lambda expert_and_key: expert_and_key[0])
+        for pattern in patterns
+    }
+
+
+def _make_recipe(group: Group, members: dict[str, Member], weights: Weights, config: Any) -> Recipe:
+    specs = {spec.name: spec for spec in group.row.layout.params}
+    wanted = [members[target] for target in group.targets]
+    sources = tuple(
+        source
+        for pattern, keys in group.keys.items()
+        for source in _make_sources(
+            group, pattern, [weights[key] for _, key in keys], wanted[0].home
+        )
+    )
+    targets = {member.group_name: specs[member.key] for member in wanted}
+    return Recipe(group.name, sources, targets, group.converter, config)
+
+
+def _make_sources(
+    group: Group, pattern: str, weights: list[StoredTensor | PackedTensor], home: Home
+) -> list[Source]:
+    """A weight per expert, or one whose first dimension is the experts; all of one kind. Several
+    per expert, one list after the other, where a layer has several sets of experts (ERNIE-VL).
+    """
+    num_experts, first = group.row.num_experts, weights[0]
+    num_sets = len(group.converter.target_patterns) if group.converter is not None else 1
+    counts = {num_experts, home.num_stored}
+    if isinstance(first, PackedTensor) and home.rows > 1:
+        raise UnsupportedModelError(
+            f"{group.name}: {first.scheme.name} experts that are runs of rows of one weight"
+        )
+    num_rows = first.shape[0] if len(weights) == 1 and first.shape else 0
+    if num_rows in {n * home.rows for n in counts}:
+        return [Source(pattern, (first,), num_rows // home.rows)]
+    if len(weights) == home.num_stored:  # more than compute
+        weights = weights[:num_experts]
+    if len(weights) not in (num_experts, num_sets * num_experts):
+        raise CheckpointError(
+            f"{group.name}: {num_experts} experts need {num_experts} tensors like "
+            f"{first.name} or one stacked over experts, found {len(weights)}"
+        )
+    starts = range(0, len(weights), num_experts)
+    lists = [tuple(weights[start : start + num_experts]) for start in starts]
+    for each in lists:
+        for weight in each:
+            if kind_of(weight) != kind_of(each[0]):
+                raise CheckpointError(f"tensor {_describe(weight)}, but {_describe(each[0])}")
+    return [Source(pattern, each, 0) for each in lists]
+
+
+def _describe(weight: StoredTensor | PackedTensor) -> str:
+    parts = ", ".join(f"{part.stored_dtype} {list(part.shape)}" for _, part in parts_of(weight))
+    return f"{weight.name} is {parts}"

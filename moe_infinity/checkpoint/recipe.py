@@ -1,0 +1,359 @@
+"""How one expert's bytes come out of the checkpoint: where they lie, and what transformers would do
+to them.
+
+A recipe fills one or more parameters of any expert of one MoE row. Its sources are either one
+weight per expert or one weight stacked over experts. Three ways lead from there to what computes:
+
+    as they are   transformers' conversion only concatenates: the bytes go straight into the slot
+    converted     the same conversion is replayed for that one expert, on its way into the slot
+    packed        quantized: the slot holds the bytes as stored, and the expert is unpacked, and
+                  converted if need be, each time it computes
+
+Whether a conversion only concatenates is found out by trying it once on a pattern, per kind of
+recipe, not by knowing architectures.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_infinity.checkpoint.chunks import Piece
+from moe_infinity.checkpoint.extents import Extent, StoredTensor
+from moe_infinity.checkpoint.packing import PackedTensor, Parts, Scheme
+from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.errors import CheckpointError
+from moe_infinity.experts import ExpertLayout, ParamSpec
+
+Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype)
+
+
+def parts_of(weight: StoredTensor | PackedTensor) -> tuple[tuple[str, StoredTensor], ...]:
+    """(role, tensor) of everything that is stored of a weight."""
+    return weight.parts if isinstance(weight, PackedTensor) else (("", weight),)
+
+
+def kind_of(weight: StoredTensor | PackedTensor) -> tuple[Any, ...]:
+    """Weights of one kind differ in nothing but their values."""
+    return weight.kind if isinstance(weight, PackedTensor) else (weight.stored_dtype, weight.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What one pattern of a conversion matched in one row: a weight per expert, or one stacked over
+    experts.
+    """
+
+    pattern: str
+    weights: tuple[StoredTensor | PackedTensor, ...]
+    num_parts: int  # experts stacked in the one weight; 0 if each expert has a weight
+
+    @property
+    def packed(self) -> PackedTensor | None:
+        first = self.weights[0]
+        return first if isinstance(first, PackedTensor) else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part that belongs to one expert, as the conversion expects it."""
+        return self._shape_of_one(self.weights[0].shape)
+
+    def _shape_of_one(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0] // self.num_parts, *shape[1:]) if self.num_parts else shape
+
+    def stored_shapes(self) -> Shapes:
+        """What is stored of one expert, by role."""
+        parts = parts_of(self.weights[0])
+        return {role: (self._shape_of_one(part.shape), part.dtype) for role, part in parts}
+
+    def extents(self, expert_idx: int) -> list[Extent]:
+        """Of one expert, in the order of `stored_shapes`."""
+        if not self.num_parts:
+            return [part.extent for _, part in parts_of(self.weights[expert_idx])]
+        parts = parts_of(self.weights[0])
+        return [part.extent.part(expert_idx, self.num_parts) for _, part in parts]
+
+
+class OneExpertModel:
+    """What a conversion may ask of a model, answered for a model of one expert."""
+
+    def __init__(self, params: dict[str, Tensor]) -> None:
+        self._params = params
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._params[name]
+
+    get_parameter_or_buffer = get_parameter
+
+
+@dataclass(frozen=True, slots=True)
+class PieceInSlot:
+    """A packed weight of one expert and where its parts are."""
+
+    scheme: Scheme
+    shape: tuple[int, ...]  # of the weight, [R, C]
+    parts: dict[str, tuple[ParamSpec, tuple[int, ...]]]  # by role: the place, the shape there
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None: equal parts."""
+        if self.scheme.find_block is None:
+            return None
+        return self.scheme.find_block({role: shape for role, (_, shape) in self.parts.items()})
+
+
+@dataclass(slots=True)
+class Recipe:
+    """Fills `targets` (full parameter name -> the parameter of one expert) from `sources`."""
+
+    name: str  # the name transformers gives the first target
+    sources: tuple[Source, ...]
+    targets: dict[str, ParamSpec]
+    converter: Any | None  # transformers' WeightConverter; None: the checkpoint has the parameter
+    config: Any  # of the model; some conversions read it
+    only_concatenates: bool = False
+    stored: tuple[ParamSpec, ...] = ()  # what a slot holds: the targets or, packed, all parts
+
+    @property
+    def is_packed(self) -> bool:
+        return any(source.packed is not None for source in self.sources)
+
+    def kind(self) -> tuple[Any, ...]:
+        """Recipes of one kind behave alike, so that one trial answers for all of them."""
+        sources = tuple(
+            (s.pattern, s.shape, kind_of(s.weights[0]), s.num_parts > 0) for s in self.sources
+        )
+        shapes = tuple((t.shape, t.dtype) for t in self.targets.values())
+        return id(self.converter) if self.converter else None, sources, shapes
+
+    def slot_shapes(self) -> Shapes:
+        """What a slot is to hold for this recipe."""
+        if not self.is_packed:
+            return {spec.name: (spec.shape, spec.dtype) for spec in self.targets.values()}
+        return {
+            f"{self.name} {at} {role}": shape_and_dtype
+            for at, source in enumerate(self.sources)
+            for role, shape_and_dtype in source.stored_shapes().items()
+        }
+
+    def place(self, specs: dict[str, ParamSpec]) -> None:
+        """Where in a slot that is."""
+        self.stored = tuple(specs[name] for name in self.slot_shapes())
+
+    def extents(self, expert_idx: int) -> list[Extent]:
+        return [extent for source in self.sources for extent in source.extents(expert_idx)]
+
+    def pieces(self, expert_idx: int, slot: memoryview) -> list[Piece] | None:
+        """Which bytes of files go where in a slot; None if they are converted on the way."""
+        extents = self.extents(expert_idx)
+        if self.is_packed:
+            offsets = [spec.offset for spec in self.stored]
+        elif self.only_concatenates:
+            sizes = [extent.num_bytes for extent in extents[:-1]]
+            offsets = list(accumulate(sizes, initial=self.stored[0].offset))
+        else:
+            return None
+        return [
+            (extent, slot[offset : offset + extent.num_bytes])
+            for extent, offset in zip(extents, offsets, strict=True)
+        ]
+
+    def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
+        """Bring what `slot` holds of this expert. Raises CheckpointError."""
+        pieces = self.pieces(expert_idx, slot)
+        if pieces is not None:
+            reader.read(pieces)
+            return
+        values = self._convert([self._read(source, expert_idx, reader) for source in self.sources])
+        for name, spec in zip(self.targets, self.stored, strict=True):
+            flat = values[name].contiguous().view(torch.uint8).flatten().numpy()
+            slot[spec.offset : spec.offset + spec.num_bytes] = flat.data
+
+    def _read(self, source: Source, expert_idx: int, reader: Reader) -> Tensor:
+        ((shape, dtype),) = source.stored_shapes().values()
+        (extent,) = source.extents(expert_idx)
+        raw = bytearray(extent.num_bytes)
+        reader.read_into(extent, memoryview(raw))
+        return torch.frombuffer(raw, dtype=getattr(torch, dtype)).view(shape)
+
+    def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters, from the views of a slot that holds what is stored."""
+        if not self.is_packed:
+            return {spec.name: slot[spec.name] for spec in self.stored}
+        weights = []
+        for source, parts in self._parts(slot):
+            if source.packed is None:
+                weights.append(parts[""].to(self._dtype))
+            else:
+                weights.append(source.packed.unpack(parts, self._dtype))
+        if self.only_concatenates:
+            (spec,) = self.targets.values()
+            whole = torch.cat([weight.flatten() for weight in weights])
+            return {spec.name: whole.view(spec.shape)}
+        values = self._convert(weights)
+        return {spec.name: values[name][0] for name, spec in self.targets.items()}
+
+    def is_multiplied(self, *, is_transposed: bool) -> bool:
+        """Whether kernels can read this packed weight, which the experts' class keeps as [C, R] or
+        [R, C].
+        """
+        schemes = [source.packed.scheme for source in self.sources if source.packed is not None]
+        return (
+            self.only_concatenates
+            and len(schemes) == len(self.sources)
+            and all(scheme.is_transposed == is_transposed for scheme in schemes)
+        )
+
+    def pieces_in_slot(self, *, is_transposed: bool) -> list[PieceInSlot]:
+        """Where the packed weights are that lie one below the other; empty if they do not."""
+        if not self.is_multiplied(is_transposed=is_transposed):
+            return []
+        specs, found = iter(self.stored), []
+        for source in self.sources:
+            assert source.packed is not None, source  # see is_multiplied
+            skipped = int(source.packed.is_stacked)
+            parts = {
+                role: (next(specs), shape[skipped:])
+                for role, (shape, _) in source.stored_shapes().items()
+            }
+            shape = source.shape[skipped:]
+            shape = shape[::-1] if is_transposed else shape
+            found.append(PieceInSlot(source.packed.scheme, shape, parts))
+        return found
+
+    def _parts(self, slot: dict[str, Tensor]) -> Iterator[tuple[Source, Parts]]:
+        """What a slot holds of each source."""
+        views = iter([slot[spec.name] for spec in self.stored])
+        for source in self.sources:
+            yield source, {role: next(views) for role in source.stored_shapes()}
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The one all targets have."""
+        (name,) = {spec.dtype for spec in self.targets.values()}
+        found: torch.dtype = getattr(torch, name)
+        return found
+
+    def try_out(self) -> bool:
+        """Convert a pattern: is the result nothing but the sources one after the other, and in the
+        dtype they have?
+
+        Raises CheckpointError if the result does not have the shape the model wants.
+        """
+        generator = torch.Generator().manual_seed(0)
+        patterns = [self._pattern(source, generator) for source in self.sources]
+        values = self._convert([pattern.clone() for pattern in patterns])
+        for name, spec in self.targets.items():
+            found = tuple(values[name].shape) if name in values else None
+            if found != (1, *spec.shape):
+                raise CheckpointError(
+                    f"{name}: the model wants {list(spec.shape)} per expert, the checkpoint gives "
+                    f"{list(found[1:]) if found else 'nothing'} (from {self._describe_sources()})"
+                )
+        if len(self.targets) > 1:
+            return False
+        (value,) = (values[name] for name in self.targets)
+        before = torch.cat([t.contiguous().view(torch.uint8).flatten() for t in patterns])
+        after = value.contiguous().view(torch.uint8).flatten()
+        return before.shape == after.shape and bool(torch.equal(before, after))
+
+    def _pattern(self, source: Source, generator: torch.Generator) -> Tensor:
+        """A weight of one expert whose bytes tell where they come from: random ones."""
+        dtype = self._dtype
+        if source.packed is None:
+            ((_, stored_dtype),) = source.stored_shapes().values()
+            dtype = getattr(torch, stored_dtype)
+        num_bytes = prod(source.shape) * dtype.itemsize
+        pattern = torch.empty(num_bytes // 8 + 1, dtype=torch.int64, device="cpu")
+        pattern.random_(generator=generator)
+        return pattern.view(torch.uint8)[:num_bytes].view(dtype).view(source.shape)
+
+    def _describe_sources(self) -> str:
+        firsts = (source.weights[0] for source in self.sources)
+        return ", ".join(f"{weight.name} {list(weight.shape)}" for weight in firsts)
+
+    def _convert(self, weights: list[Tensor]) -> dict[str, Tensor]:
+        """What transformers makes of one expert's weights: {full name: [1, ...]} in the model's
+        dtype.
+        """
+        dtype = self._dtype
+        weights = [weight.to(dtype) for weight in weights]
+        if self.converter is None:
+            (spec,) = self.targets.values()
+            value = weights[0]
+            return {self.name: value[None] if value.shape == spec.shape else value}
+        meta = {
+            name: torch.empty((1, *spec.shape), dtype=dtype, device="meta")
+            for name, spec in self.targets.items()
+        }
+        converter = copy.deepcopy(self.converter)
+        for source, weight in zip(self.sources, weights, strict=True):
+            converter.collected_tensors.setdefault(source.pattern, []).append(weight)
+        try:
+            values = converter.convert(self.name, model=OneExpertModel(meta), config=self.config)
+        except (RuntimeError, ValueError) as error:  # how mismatched shapes are reported
+            raise CheckpointError(
+                f"{self.name} cannot be built from {self._describe_sources()}: {error}"
+            ) from error
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in values.items()
+        }
+
+
+class RowRecipes:
+    """All recipes of one MoE row: together they fill a slot of `layout`."""
+
+    def __init__(self, recipes: Sequence[Recipe]) -> None:
+        self.recipes = tuple(recipes)
+        shapes: Shapes = {}
+        for recipe in recipes:
+            shapes |= recipe.slot_shapes()
+        self.layout = ExpertLayout.of(shapes)
+        for recipe in recipes:
+            recipe.place({spec.name: spec for spec in self.layout.params})
+
+    @property
+    def is_byte_copy(self) -> bool:
+        """Whether loads put nothing but stored bytes into slots."""
+        return all(recipe.is_packed or recipe.only_concatenates for recipe in self.recipes)
+
+    @property
+    def is_packed(self) -> bool:
+        return any(recipe.is_packed for recipe in self.recipes)
+
+    def bytes_per_expert(self) -> int:
+        """Bytes read from disk for one expert."""
+        return sum(extent.num_bytes for recipe in self.recipes for extent in recipe.extents(0))
+
+    def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
+        """Fill a slot with one expert. What needs no conversion goes to the reader in one call,
+        which reads neighbours in the file, as these mostly are, as one. The rest is converted,
+        recipe by recipe. Raises CheckpointError.
+        """
+        pieces = [recipe.pieces(expert_idx, slot) for recipe in self.recipes]
+        reader.read([piece for found in pieces if found is not None for piece in found])
+        for recipe, found in zip(self.recipes, pieces, strict=True):
+            if found is None:
+                recipe.load(expert_idx, reader, slot)
+
+    def computing(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`compute`, which takes parameters, as a function of the views of a slot: packed
+        parameters are unpacked each time.
+        """
+        if not self.is_packed:
+            return compute
+
+        def compute_packed(slot: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            params: dict[str, Tensor] = {}
+            for recipe in self.recipes:
+                params |= recipe.params(slot)
+            return compute(params, *args, **kwargs)
+
+        return compute_packed

@@ -1,0 +1,336 @@
+"""The command line: run | chat | serve | inspect | pack | trace | simulate. Text goes to stdout,
+progress and logs to stderr; exit codes 0, 1, 2; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from threading import Timer, main_thread
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import Progress
+
+from moe_infinity.cache.policies import POLICIES
+from moe_infinity.cli.options import (
+    AsJson,
+    ChatKey,
+    ChatModel,
+    Device,
+    DeviceMemory,
+    Dtype,
+    HostMemory,
+    MaxNewTokens,
+    Model,
+    Prompt,
+    Seed,
+    ShowProfile,
+    ShowReport,
+    StaticCache,
+    Temperature,
+    TopP,
+    TrustRemoteCode,
+    Url,
+    with_model_options,
+)
+from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
+from moe_infinity.cli.terminal import stderr, talk, write
+from moe_infinity.errors import MoEInfinityError
+from moe_infinity.predict.predictor import FACTORS
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Run Mixture-of-Experts models that do not fit in memory.",
+)
+
+
+@app.command()
+@with_model_options
+def run(
+    model: Model,
+    prompt: Prompt,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    static_cache: StaticCache = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of text.")
+    ] = False,
+    report: ShowReport = False,
+    profile: ShowProfile = False,
+    **options: Any,
+) -> None:
+    """Continue a prompt."""
+    from moe_infinity.profiling import profiling
+
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    with open_model(model, **options) as moe:
+        stream = moe.stream(
+            text, **settings_of(max_new_tokens, temperature, top_p, seed, static_cache)
+        )
+        with profiling(moe) if profile else nullcontext() as split:
+            for piece in stream:
+                if not as_json:
+                    write(piece)
+        if split is not None:
+            stderr.print("\n" + str(split), soft_wrap=True, highlight=False)
+        if as_json:
+            write(json.dumps(result_of(stream, moe), ensure_ascii=False) + "\n")
+            return
+        write("\n")
+        if report:
+            stderr.print(escape(str(moe.report())), soft_wrap=True)
+
+
+@app.command()
+@with_model_options
+def chat(
+    context: typer.Context,
+    model: ChatModel = None,
+    url: Url = None,
+    api_key: ChatKey = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    static_cache: StaticCache = False,
+    **options: Any,
+) -> None:
+    """Talk to a model or a server; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
+    if (model is None) == (url is None):
+        raise typer.BadParameter("give one of MODEL and --url")
+    if url is not None:
+        refuse_model_options(context)
+        chat_with_server(url, api_key, max_new_tokens, temperature, top_p, seed)
+        return
+    assert model is not None
+    with open_model(model, **options) as moe:
+        if moe.tokenizer.chat_template is None:
+            raise MoEInfinityError(f"{model} has no chat template; use `moe-infinity run`")
+        settings = settings_of(max_new_tokens, temperature, top_p, seed, static_cache)
+
+        def answer(messages: list[dict[str, str]]) -> Iterator[str]:
+            inputs = moe.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            return iter(moe.stream(inputs, **settings))
+
+        talk(answer)
+
+
+app.command()(serve)
+
+
+@app.command()
+def inspect(
+    model: Model,
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show layers, experts and bytes of a checkpoint, and what budgets hold. Reads headers only."""
+    from moe_infinity.inspection import inspect_checkpoint
+
+    summary = inspect_checkpoint(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    write((json.dumps(summary.as_dict()) if as_json else str(summary)) + "\n")
+
+
+@app.command()
+def pack(
+    model: Model,
+    experts: Annotated[str, typer.Option(help="What to store experts in: int4, int8 or fp8.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    group_size: Annotated[
+        int, typer.Option(help="int4: columns that share a scale, 32, 64 or 128.")
+    ] = 32,
+    rounding: Annotated[
+        str, typer.Option(help="search (smaller error) or nearest (faster).")
+    ] = "search",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write a checkpoint with its experts in fewer bits. Interrupted, the same command goes on."""
+    from moe_infinity.quantize import pack_checkpoint
+
+    with Progress(console=stderr, transient=True) as progress:
+        task = progress.add_task("packing", total=None)
+        report = pack_checkpoint(
+            model,
+            output,
+            experts=experts,
+            group_size=group_size,
+            rounding=rounding,
+            trust_remote_code=trust_remote_code,
+            on_bytes=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    write(f"{report}\n")
+
+
+@app.command()
+def trace(
+    model: Model,
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines, each with a 'prompt'.", exists=True, dir_okay=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .npz to write.")],
+    max_new_tokens: MaxNewTokens = 64,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
+    device: Device = "auto",
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Record which experts every token of some prompts was routed to, prompt and output."""
+    from moe_infinity.tracing import read_prompts, record_trace
+
+    texts = read_prompts(prompts)[:limit]
+    with (
+        open_model(
+            model,
+            device=device,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        ) as moe,
+        Progress(console=stderr, transient=True) as progress,
+    ):
+        task = progress.add_task("tracing", total=len(texts))
+        written = record_trace(
+            moe,
+            texts,
+            output,
+            max_new_tokens=max_new_tokens,
+            on_prompt=lambda: progress.advance(task),
+        )
+    stderr.print(
+        f"{output}: {written.sequences} sequences, {written.tokens} tokens", highlight=False
+    )
+
+
+@app.command()
+def simulate(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(help="Traces (.npz), or folders with an experts.npz.", exists=True),
+    ],
+    policy: Annotated[
+        str, typer.Option(help=f"With commas: {', '.join(POLICIES)}; belady is always there.")
+    ] = "lru,lfu,request-lfu,moe-infinity-v3,activation-aware",
+    capacity: Annotated[
+        str, typer.Option(help="With commas: '10%' of all experts, or a number of slots.")
+    ] = "10%,20%,30%",
+    prefetch: Annotated[
+        bool, typer.Option("--prefetch", help="Let policies that predict load ahead.")
+    ] = False,
+    bandwidth: Annotated[str, typer.Option(help="Of the link that loads experts.")] = "1.2GB/s",
+    expert_bytes: Annotated[str, typer.Option(help="Size of one expert.")] = "13MB",
+    compute_us: Annotated[
+        float,
+        typer.Option(min=0.001, max=1e9, help="Microseconds from a layer's routing to the next's."),
+    ] = 1000.0,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests replayed, not counted.")] = 0,
+    draw: Annotated[
+        int | None, typer.Option(min=1, help="Draw so many requests, in random order.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of that draw.")] = 0,
+    users: Annotated[int, typer.Option(min=1, help="Interleave the requests of so many.")] = 1,
+    without: Annotated[
+        str, typer.Option(help=f"Factors not to predict from, with commas: {', '.join(FACTORS)}.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Replay recorded routing with other policies and capacities, without the model."""
+    from moe_infinity.simulator.laboratory import Experiment, run_experiment, table_of
+
+    experiment = Experiment.from_text(
+        policies=policy,
+        capacities=capacity,
+        bandwidth=bandwidth,
+        expert_bytes=expert_bytes,
+        layer_us=compute_us,
+        prefetch=prefetch,
+        warmup=warmup,
+        draw=draw,
+        seed=seed,
+        users=users,
+        without=without,
+    )
+    files = [path / "experts.npz" if path.is_dir() else path for path in traces]
+    rows = [row for file in files for row in run_experiment(file, experiment)]
+    write((json.dumps({"rows": rows}) if as_json else table_of(rows)) + "\n")
+
+
+@contextmanager
+def open_model(model: str, **options: Any) -> Iterator[Any]:
+    # Imported here: torch and transformers take seconds that --help should not cost.
+    from transformers.utils.logging import disable_progress_bar
+
+    from moe_infinity.model import MoE
+
+    if not stderr.is_terminal:
+        disable_progress_bar()
+    with MoE(model, **options) as moe:
+        yield moe
+
+
+def settings_of(
+    max_new_tokens: int, temperature: float, top_p: float, seed: int | None, static_cache: bool
+) -> dict[str, Any]:
+    """Arguments of generate()."""
+    if seed is not None:
+        from transformers import set_seed
+
+        set_seed(seed)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        settings |= {"temperature": temperature, "top_p": top_p}
+    if static_cache:
+        settings["cache_implementation"] = "static"
+    return settings
+
+
+def result_of(stream: Any, moe: Any) -> dict[str, Any]:
+    """What `run --json` prints."""
+    return {
+        "text": stream.text,
+        "token_ids": stream.token_ids,
+        "ttft_s": stream.ttft_s,
+        "tpot_s": stream.tpot_s,
+        "report": moe.report().as_dict(),
+    }
+
+
+def _press_again(dropped: Any) -> None:
+    """Ctrl-C in a `__del__`, which Python drops: packages that we import have thousands to run."""
+    if dropped.exc_type is KeyboardInterrupt:
+        Timer(0.01, signal.pthread_kill, (main_thread().ident, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(dropped)
+
+
+def main() -> None:
+    """Entry point: our errors become one message and exit code 1, wrong usage 2, Ctrl-C 130."""
+    sys.unraisablehook = _press_again
+    try:
+        app()
+    except MoEInfinityError as error:
+        stderr.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:  # torch takes a second to leave and answers a second Ctrl-C with a traceback
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    main()

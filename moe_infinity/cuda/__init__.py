@@ -1,0 +1,1 @@
+"""What lets a GPU decide a decode step and replay it as one graph."""

@@ -1,0 +1,1 @@
+"""One MoE layer in one step, and where it computes."""

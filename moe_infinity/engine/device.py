@@ -1,0 +1,95 @@
+"""Where a model computes: the CPU, or a device with slots for experts beside its dense weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_infinity.checkpoint.packed_on_load import packed_on_load
+from moe_infinity.checkpoint.plan import Plan
+from moe_infinity.config import OffloadConfig
+from moe_infinity.errors import ConfigError, OutOfMemory
+from moe_infinity.kernels import has_packed_kernels
+from moe_infinity.memory.cuda import Link, open_link
+from moe_infinity.memory.device import (
+    SLOT_ALIGNMENT,
+    DeviceSlots,
+    num_device_slots,
+    round_up,
+)
+from moe_infinity.memory.host import format_bytes
+
+if TYPE_CHECKING:
+    from moe_infinity.architectures.small_batch import LeanSteps
+
+
+class ComputeDevice:
+    """Raises ConfigError if the configured device is not there."""
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self._config = config
+        self._link = open_link(config.device)
+        if self._link is None and config.device_memory is not None:
+            raise ConfigError(
+                "device_memory needs a CUDA device, torch finds none\nhint: use host_memory"
+            )
+        self.device = torch.device("cpu") if self._link is None else self._link.device
+        if config.experts_implementation == "fast" and not (self._link or has_packed_kernels()):
+            raise ConfigError("'fast' on a CPU needs numba\nhint: pip install 'moe-infinity[cpu]'")
+        self.slots: DeviceSlots | None = None  # of a GPU, once the plan is known
+
+    def prepare(self, plan: Plan, dense_bytes: int) -> Plan:
+        """Before anything large is read: how experts lie in slots, and the slots of the device.
+        Raises ConfigError.
+        """
+        if self._config.expert_dtype is not None:
+            plan = packed_on_load(plan, self._config.expert_dtype)
+        if self._link is not None:
+            self.slots = self._make_slots(self._link, plan, dense_bytes)
+        return plan
+
+    def _make_slots(self, link: Link, plan: Plan, dense_bytes: int) -> DeviceSlots:
+        expert_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
+        slot_bytes = round_up(expert_bytes, SLOT_ALIGNMENT)
+        num_slots = num_device_slots(
+            self._config.device_memory,
+            link,
+            slot_bytes=slot_bytes,
+            num_experts=sum(row.num_experts for row in plan.rows),
+            dense_bytes=dense_bytes,
+        )
+        return DeviceSlots(link, num_slots, slot_bytes)
+
+    def lean_steps(self, model: Any, *, is_packed: bool) -> LeanSteps | None:
+        """On a CPU, if the bits are not those of transformers anyway."""
+        implementation = self._config.experts_implementation
+        is_free = implementation == "fast" or (implementation == "auto" and is_packed)
+        if not (is_free and self.device.type == "cpu" and has_packed_kernels()):
+            return None
+        from moe_infinity.architectures.small_batch import LeanSteps  # needs numba
+
+        return LeanSteps(model)
+
+    def move(self, value: Any) -> Any:
+        """An argument of the model: a tensor goes where the model computes."""
+        return value.to(self.device) if isinstance(value, torch.Tensor) else value
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Torch's error, when a device has no more memory, becomes one with our numbers in it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.slots is None:
+                raise
+            free, total = map(format_bytes, self.slots.link.memory_bytes())
+            raise OutOfMemory(
+                f"out of memory: {free} of {total} are free on {self.device}, "
+                f"{self.slots.num_slots} expert slots take "
+                f"{format_bytes(self.slots.num_bytes)}\n"
+                "hint: lower device_memory, or give shorter prompts, fewer sequences, or "
+                f"prefill_chunk_size ({error})"
+            ) from error

@@ -1,0 +1,1 @@
+"""Arithmetic on a CPU, compiled by numba."""

@@ -1,0 +1,217 @@
+"""How a product goes along the columns of a weight, and how x is arranged for it; rows.py
+and words.py have the machine code.
+
+A step is `num_vectors` vectors of LANES columns, and x comes arranged as weights come out of
+decoding; of WORDS, which lie column by column, a step is a group. The last step of a row may
+overlap the one before: x is 0 where it does.
+
+Legend: T tokens, C columns (inputs) of a weight.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+
+from moe_infinity.checkpoint.layout import WORDS
+from moe_infinity.kernels import host_float32
+from moe_infinity.kernels.cpu.vectors import LANES, float_at, put_float
+from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
+
+BITS = {
+    "nibbles": 4, "mxfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "f16": 16, "f32": 32,
+    **dict.fromkeys(WORDS, 4),
+}  # fmt: skip
+SUMMED = ("nibbles", *WORDS)  # zeros times the sum of x are taken from a product
+NIBBLE_UNITS = np.array([*(16.0**-k for k in range(NIBBLES - 1)), 1.0], np.float32)
+PER_LANE = {"nibbles": 8, "mxfp4": 4}  # columns that are decoded from one lane
+LACKS = {"fp8": 2.0**8, "mxfp4": 2.0**14}  # what decoding leaves to x
+
+
+class Step(NamedTuple):
+    """What the inner loop does; a kernel is compiled for each that occurs."""
+
+    kind: str  # of BITS; nibbles are int4
+    num_vectors: int  # decoded at a step
+    num_scales: int  # loaded at a step: more than one where groups are shorter than a step
+    scale: torch.dtype | None  # a float of 2 or 4 bytes, or uint8 for an exponent; None: no scales
+    has_zeros: bool
+    num_tokens: int
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_vectors * LANES
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_columns * BITS[self.kind] // 8
+
+    @property
+    def num_x(self) -> int:
+        """Vectors of x at a step, perhaps with their sum."""
+        return self.num_vectors + (self.kind in SUMMED)
+
+
+class Fixed(NamedTuple):
+    """What a kernel is told beside its rows, x and out: integers; in its code, LLVM's values.
+    Without a unit, an address.
+    """
+
+    weight: Any
+    scales: Any
+    zeros: Any  # words [rows / 8, groups]; anything if there are none
+    row_bytes: Any  # of weight; of words, of a line: a word of every row, or of every eighth
+    x_bytes: Any  # of a token
+    out_bytes: Any  # of a token
+    scales_bytes: Any  # of a row of scales; of words, of a group
+    block_rows: Any  # that share a row of scales
+    num_steps: Any
+    inverse: Any  # 2 ** 32 over the steps that share a scale, and 1
+    last_scale: Any  # the scale, or first of the scales, of the last step
+
+
+def step_for(
+    kind: str,
+    num_columns: int,
+    *,
+    group: int,
+    scale: torch.dtype | None,
+    has_zeros: bool = False,
+) -> Step | None:
+    """For a row of which `group` columns share a scale; None: these columns fit no step."""
+    num_groups = -(-num_columns // group)
+    num_vectors = _num_vectors(kind, num_columns, num_groups, min(group, num_columns))
+    if num_vectors is None:
+        return None
+    num_scales = max(1, num_vectors * LANES // group) if num_groups > 1 else 1
+    return Step(kind, num_vectors, num_scales, scale, has_zeros, 1)
+
+
+def _num_vectors(kind: str, num_columns: int, num_groups: int, group: int) -> int | None:
+    """As many as fit a row and have whole groups, or one group, at a step."""
+    if kind == "nibbles":
+        width = LANES * NIBBLES
+        fits = num_groups == 1 or group in (32, 64) or group % width == 0
+        return NIBBLES if num_columns >= width and fits else None
+    if kind in WORDS:
+        return group // LANES if group % LANES == 0 else None
+    if kind == "mxfp4":
+        return 4 if num_groups > 1 else None
+    for num_vectors in (8, 4, 2) if BITS[kind] == 8 else (4, 2, 1):
+        width = num_vectors * LANES
+        if width <= num_columns and (num_groups == 1 or group % width == 0):
+            return num_vectors
+    return None
+
+
+def fixed_for(
+    step: Step, shape_RC: tuple[int, int], block: tuple[int, int], num_scale_rows: int
+) -> Fixed:
+    """For a weight without gaps whose blocks [rows, columns] have a scale each. Addresses and
+    `out_bytes` are left to the caller.
+    """
+    num_rows, num_columns = shape_RC
+    num_steps = -(-num_columns // step.num_columns)
+    num_groups = -(-num_columns // block[1])
+    row_bytes, num_scales = num_columns * BITS[step.kind] // 8, num_groups
+    if step.kind in WORDS:
+        row_bytes, num_scales = num_rows // 2 if step.kind == "awq" else num_rows * 4, num_rows
+    per_scale = step.num_scales * block[1] // step.num_columns if num_groups > 1 else num_steps
+    return Fixed(
+        weight=0,
+        scales=0,
+        zeros=0,
+        row_bytes=row_bytes,
+        x_bytes=num_steps * step.num_x * LANES * 4,
+        out_bytes=0,
+        scales_bytes=0 if step.scale is None else num_scales * step.scale.itemsize,
+        block_rows=block[0] if num_scale_rows > 1 else num_rows,
+        num_steps=num_steps,
+        inverse=(1 << 32) // per_scale + 1,
+        last_scale=num_groups - step.num_scales,
+    )
+
+
+class Arrangement(NamedTuple):
+    """How arrange() places a row of x: integers, for numba."""
+
+    num_columns: int
+    num_steps: int
+    num_vectors: int  # of x at a step
+    has_sum: int  # one of the vectors is for zeros: what they stand for times the sum of x, less
+    per_lane: int  # neighbouring columns that lie in the same lane of neighbouring vectors
+    zero: int  # the nibble that stands for 0, or 1 if zeros are stored
+    factors: int  # address of what decoding leaves out, by vector and lane
+
+    @property
+    def row_shape(self) -> tuple[int, int, int]:
+        return self.num_steps, self.num_vectors, LANES
+
+    @property
+    def row_bytes(self) -> int:
+        return self.num_steps * self.num_vectors * LANES * 4
+
+
+@cache
+def arrangement_for(step: Step, num_columns: int) -> Arrangement:
+    return Arrangement(
+        num_columns=num_columns,
+        num_steps=-(-num_columns // step.num_columns),
+        num_vectors=step.num_x,
+        has_sum=step.num_x - step.num_vectors,
+        per_lane=PER_LANE.get(step.kind, 1),
+        zero=1 if step.has_zeros else ZERO_OF_SYMMETRIC,
+        factors=_factors(step.kind, step.num_vectors).ctypes.data,
+    )
+
+
+@cache
+def _factors(kind: str, num_vectors: int) -> NDArray[np.float32]:
+    if kind == "nibbles":
+        return np.repeat(NIBBLE_UNITS, LANES)
+    if kind.startswith("gptq"):
+        return np.tile(NIBBLE_UNITS, num_vectors * LANES // NIBBLES)
+    return np.full(num_vectors * LANES, LACKS.get(kind, 1.0), np.float32)
+
+
+def arranged(x_TC: NDArray[np.float32], step: Step) -> NDArray[np.float32]:
+    """[T, steps, vectors, LANES], as the weights come out of decoding; what has been counted is 0
+    where the last step overlaps the one before.
+    """
+    places = arrangement_for(step, x_TC.shape[1])
+    # numpy aligns to 16 bytes: then every vector would cross a cache line
+    out: NDArray[np.float32] = host_float32(len(x_TC), *places.row_shape).numpy()
+    arrange(x_TC.ctypes.data, x_TC.strides[0], out.ctypes.data, len(x_TC), places)
+    return out
+
+
+@njit(nogil=True)
+def arrange(x, x_bytes, out, num_rows, places):  # type: ignore[no-untyped-def]
+    """Rows at the address x, so many bytes apart, to the address out."""
+    weights_of_step = places.num_vectors - places.has_sum
+    width = weights_of_step * LANES
+    for _ in range(num_rows):
+        for step in range(places.num_steps):
+            counted = step * width
+            start = min(counted, places.num_columns - width)
+            sums = out + weights_of_step * LANES * 4
+            for lane in range(places.has_sum * LANES):
+                put_float(sums, lane, np.float32(0))
+            for k in range(weights_of_step):
+                place = k % places.per_lane
+                first = start + (k - place) * LANES + place
+                for lane in range(LANES):
+                    column = first + lane * places.per_lane
+                    value = float_at(x, column) if column >= counted else np.float32(0)
+                    factor = float_at(places.factors, k * LANES + lane)
+                    put_float(out, k * LANES + lane, value * factor)
+                    if places.has_sum:
+                        total = float_at(sums, lane) - np.float32(places.zero) * value
+                        put_float(sums, lane, total)
+            out += places.num_vectors * LANES * 4
+        x += x_bytes

@@ -1,0 +1,179 @@
+"""Vectors of 16 lanes in LLVM's terms, for the inner loops of rows.py and words.py.
+
+Only what LLVM can give every processor; `b` builds the code of a function, values are its values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from moe_infinity.kernels.unpack import NIBBLES
+
+LANES = 16  # float32 values of a vector; LLVM splits them where the machine has narrower ones
+
+F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
+
+
+def vector_of(kind: Any, lanes: int = LANES) -> Any:
+    return ir.VectorType(kind, lanes)
+
+
+FLOATS = vector_of(F32)
+EXPONENTIAL = (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+    5.0000001201e-1,
+)  # fmt: skip
+
+
+def all_lanes(kind: Any, value: float, lanes: int = LANES) -> Any:
+    return ir.Constant(vector_of(kind, lanes), [value] * lanes)
+
+
+def load(b: Any, at: Any, offset: int, kind: Any, lanes: int = LANES) -> Any:
+    pointer = b.inttoptr(b.add(at, I64(offset)), vector_of(kind, lanes).as_pointer())
+    return b.load(pointer, align=1)
+
+
+def spread(b: Any, vector: Any) -> Any:
+    """Each element over as many lanes as it is for."""
+    count = vector.type.count
+    lanes = [lane * count // LANES for lane in range(LANES)]
+    return b.shuffle_vector(vector, vector, ir.Constant(vector_of(I32), lanes))
+
+
+def repeated(b: Any, value: Any) -> Any:
+    one = b.insert_element(ir.Constant(vector_of(value.type, 1), None), value, I32(0))
+    return spread(b, one)
+
+
+def from_half(b: Any, bits: Any) -> Any:
+    lanes = bits.type.count
+    return b.fpext(b.bitcast(bits, vector_of(ir.HalfType(), lanes)), vector_of(F32, lanes))
+
+
+def from_bfloat(b: Any, bits: Any) -> Any:
+    return _from_top(b, bits, 16)
+
+
+def from_exponent(b: Any, bits: Any) -> Any:
+    """Two to the power of the bits less 127."""
+    return _from_top(b, bits, 23)
+
+
+def _from_top(b: Any, bits: Any, shift: int) -> Any:
+    lanes = bits.type.count
+    bits = b.shl(b.zext(bits, vector_of(I32, lanes)), all_lanes(I32, shift, lanes))
+    return b.bitcast(bits, vector_of(F32, lanes))
+
+
+def nibbles_of(b: Any, words: Any) -> list[Any]:
+    """Of every lane the 8, in float32: nibble k times 16 ** k where it is masked without a shift,
+    which is for all but the last.
+    """
+    masked = [b.and_(words, all_lanes(I32, 15 << 4 * k)) for k in range(NIBBLES - 1)]
+    return [b.sitofp(m, FLOATS) for m in (*masked, b.lshr(words, all_lanes(I32, 28)))]
+
+
+def smaller(b: Any, one: Any, other: Any) -> Any:
+    return b.select(b.icmp_signed("<", one, other), one, other)
+
+
+def larger(b: Any, one: Any, other: Any) -> Any:
+    """Of floats."""
+    return b.select(b.fcmp_ordered(">", one, other), one, other)
+
+
+def exponential(b: Any, x: Any) -> Any:
+    """Of x <= 0, to 2 units in the last place; 0 where that is the smallest normal number or less.
+
+    The nearest whole power of two, times a polynomial of what is left (Cephes, expf).
+    """
+    power = _call(b, "llvm.nearbyint.v16f32", FLOATS, [b.fmul(x, all_lanes(F32, 1.44269504))])
+    r = fma(b, power, all_lanes(F32, -0.693359375), x)
+    r = fma(b, power, all_lanes(F32, 2.12194440e-4), r)
+    value = all_lanes(F32, EXPONENTIAL[0])
+    for coefficient in EXPONENTIAL[1:]:
+        value = fma(b, value, r, all_lanes(F32, coefficient))
+    value = b.fadd(fma(b, value, b.fmul(r, r), r), all_lanes(F32, 1.0))
+    is_normal = b.fcmp_ordered(">", x, all_lanes(F32, -87.0))
+    power = b.select(is_normal, power, FLOATS(None))
+    bits = b.shl(b.fptosi(power, vector_of(I32)), all_lanes(I32, 23))
+    scaled = b.bitcast(b.add(b.bitcast(value, vector_of(I32)), bits), FLOATS)
+    return b.select(is_normal, scaled, FLOATS(None))
+
+
+def fma(b: Any, one: Any, other: Any, addend: Any) -> Any:
+    return _call(b, "llvm.fma.v16f32", FLOATS, [one, other, addend])
+
+
+def sum_of_lanes(b: Any, vector: Any) -> Any:
+    return _call(b, "llvm.vector.reduce.fadd.v16f32", F32, [F32(-0.0), vector], ("reassoc",))
+
+
+def largest_of_lanes(b: Any, vector: Any) -> Any:
+    return _call(b, "llvm.vector.reduce.fmax.v16f32", F32, [vector])
+
+
+def prefetch(b: Any, at: Any) -> None:
+    pointer = b.inttoptr(at, I8.as_pointer())
+    _call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(3), I32(1)])
+
+
+def _call(b: Any, name: str, result: Any, args: list[Any], fastmath: tuple[str, ...] = ()) -> Any:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), args, fastmath=fastmath)
+
+
+# For functions that numba compiles, to which memory is an address: they compile several times as
+# fast as with arrays.
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def int_at(_: Any, address: Any, index: Any) -> Any:
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        return b.load(_element(b, args, I64))
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float_at(_: Any, address: Any, index: Any) -> Any:
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        return b.load(_element(b, args, F32))
+
+    return types.float32(types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bfloat_at(_: Any, address: Any, index: Any) -> Any:
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        bits = b.zext(b.load(_element(b, args, I16)), I32)
+        return b.bitcast(b.shl(bits, I32(16)), F32)
+
+    return types.float32(types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def half_at(_: Any, address: Any, index: Any) -> Any:
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        return b.fpext(b.load(_element(b, args, ir.HalfType())), F32)
+
+    return types.float32(types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def put_float(_: Any, address: Any, index: Any, value: Any) -> Any:
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        b.store(args[2], _element(b, args, F32))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), emit
+
+
+def _element(b: Any, args: Any, kind: Any) -> Any:
+    return b.gep(b.inttoptr(args[0], kind.as_pointer()), [args[1]])

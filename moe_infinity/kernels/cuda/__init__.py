@@ -1,0 +1,1 @@
+"""Arithmetic on a GPU, in Triton, and its reference."""

@@ -1,3 +1,0 @@
-"""How we sit under transformers: finding experts in a model and in a checkpoint, and computing them
-from slots.
-"""

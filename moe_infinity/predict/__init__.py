@@ -1,0 +1,1 @@
+"""Which experts will be needed: what requests activated, what follows from it. No torch."""

@@ -1,0 +1,65 @@
+"""Lets the planner's loads begin while a layer computes, and measures the time it plans with."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_infinity.cache.counters import Counters
+from moe_infinity.cache.policies import EvictionPolicy
+from moe_infinity.cache.residency import ResidencyTable
+from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.memory.device_mover import DeviceMover
+from moe_infinity.memory.mover import Mover
+from moe_infinity.predict.planner import Planner
+
+ROW_TIME_RATE = 0.1  # of the moving average of the time between two rows
+
+
+class Prefetcher:
+    """Raises ConfigError for a policy that predicts nothing."""
+
+    def __init__(
+        self,
+        table: ResidencyTable,
+        policy: EvictionPolicy,
+        mover: Mover | DeviceMover,
+        exists_RE: NDArray[np.bool_],
+    ) -> None:
+        self._table = table
+        self._planner = Planner(table, policy, exists_RE)
+        self._mover = mover
+        self._row_s = 0.0  # from one row's routing to the next one's, waiting left out: lately
+        self._last_row: tuple[float, float] | None = None  # when it began, all waiting until then
+        self._queued_s = 0.0
+
+    def begin_row(self, phase: Phase, counters: Counters) -> None:
+        """A row was routed: before its experts are looked up, note what arrived."""
+        self._queued_s = self._mover.settle()
+        now, stall_s = time.perf_counter(), counters.decode.stall_s
+        if phase is Phase.PREFILL:  # its rows take longer than those to plan for
+            self._last_row = None
+            return
+        if self._last_row is not None:
+            row_s = now - self._last_row[0] - (stall_s - self._last_row[1])
+            self._row_s += (row_s - self._row_s) * (ROW_TIME_RATE if self._row_s else 1)
+        self._last_row = now, stall_s
+
+    def has_room(self) -> bool:
+        """Whether the link can begin a load while this row computes."""
+        return self._row_s > 0 and self._planner.num_loads(**self._times()) > 0
+
+    def begin_loads(self, moe_row: int) -> list[ExpertKey]:
+        """Begin what is worth it while this row, whose experts are held, computes. If there is
+        room.
+        """
+        planned = self._planner.plan(moe_row, **self._times())
+        keys = [key for key in planned if key not in self._mover.failed]
+        self._mover.load_ahead({key: self._table.begin_prefetch(key) for key in keys})
+        return keys
+
+    def _times(self) -> dict[str, float]:
+        load_s = self._mover.load_s or self._row_s
+        return {"load_s": load_s, "row_s": self._row_s, "queued_s": self._queued_s}

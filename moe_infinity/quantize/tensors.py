@@ -1,0 +1,151 @@
+"""Which tensors of a checkpoint `moe-infinity pack` can store in fewer bits, and how config.json
+tells that they are.
+
+    plan --choose--> Chosen: matrices per expert, or stacked over experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_infinity.architectures.adapters import ExpertsModule, Outside
+from moe_infinity.checkpoint.extents import StoredTensor
+from moe_infinity.checkpoint.packing import PackedTensor
+from moe_infinity.checkpoint.plan import Plan
+from moe_infinity.checkpoint.recipe import Source
+from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.kernels.pack import Precision
+
+PRECISIONS = ("int4", "int8", "fp8")
+GROUP_SIZES = (32, 64, 128)
+UNPACKED = ("BF16", "F16", "F32")
+
+
+@dataclass(slots=True)
+class Chosen:
+    """The experts' tensors."""
+
+    experts: dict[tuple[int, int], dict[str, StoredTensor]]  # by row and expert: weights and biases
+    stacked: dict[str, StoredTensor]  # [E, R, C]
+
+    @property
+    def packed(self) -> list[StoredTensor]:
+        """All that get fewer bits."""
+        each = [tensor for tensors in self.experts.values() for tensor in tensors.values()]
+        return [tensor for tensor in each if len(tensor.shape) == 2] + list(self.stacked.values())
+
+    def check(self, precision: Precision) -> None:
+        """Raises UnsupportedModelError if they cannot be packed so."""
+        for tensor in self.packed:
+            if tensor.stored_dtype not in UNPACKED:
+                raise UnsupportedModelError(
+                    f"{tensor.name} is stored as {tensor.stored_dtype}, which cannot be packed, "
+                    f"expected one of: {', '.join(UNPACKED)}"
+                )
+            if 0 in tensor.shape:
+                raise UnsupportedModelError(f"{tensor.name} {list(tensor.shape)} is empty")
+            if precision.group_of(tensor.shape[-1]) is None:
+                raise UnsupportedModelError(
+                    f"{tensor.name} {list(tensor.shape)}: its {tensor.shape[-1]} columns are no "
+                    "multiple of 8\n"
+                    "hint: --experts int8 or fp8"
+                )
+
+
+def choose(plan: Plan) -> Chosen:
+    """Raises UnsupportedModelError for a checkpoint whose experts we cannot pack."""
+    if plan.packing is not None:
+        raise UnsupportedModelError(f"the checkpoint is quantized already ({plan.packing})")
+    chosen = Chosen({}, {})
+    for row_idx, (row, recipes) in enumerate(zip(plan.rows, plan.recipes, strict=True)):
+        if recipes in plan.recipes[:row_idx]:
+            continue  # the experts of another row
+        sources = [source for recipe in recipes.recipes for source in recipe.sources]
+        for source in sources:
+            if source.num_parts:
+                if (tensor := _stacked(source, is_transposed=_is_transposed(row))) is not None:
+                    chosen.stacked[tensor.name] = tensor
+                continue
+            for expert_idx, weight in enumerate(source.weights):
+                tensor = _as_stored(weight)
+                if len(tensor.shape) > 2 or (
+                    len(tensor.shape) == 2 and not tensor.name.endswith(".weight")
+                ):
+                    raise UnsupportedModelError(
+                        f"{tensor.name} {list(tensor.shape)} is no matrix named .weight"
+                    )
+                chosen.experts.setdefault((row_idx, expert_idx), {})[tensor.name] = tensor
+    return chosen
+
+
+def _as_stored(weight: StoredTensor | PackedTensor) -> StoredTensor:
+    assert isinstance(weight, StoredTensor), weight  # checkpoints quantized already are refused
+    return weight
+
+
+def _is_transposed(row: ExpertsModule) -> bool:
+    """Are weights stacked over experts [E, in, out]?"""
+    if isinstance(row.adapter, Outside):
+        return row.adapter.is_transposed
+    return bool(vars(row.module).get("is_transposed", False))  # told by transformers' interface
+
+
+def _stacked(source: Source, *, is_transposed: bool) -> StoredTensor | None:
+    """The one weight of all experts of a row; None if it is a bias."""
+    tensor = _as_stored(source.weights[0])
+    if len(tensor.shape) <= 2 and tensor.shape[0] == source.num_parts:
+        return None
+    if len(tensor.shape) != 3 or tensor.shape[0] != source.num_parts:
+        raise UnsupportedModelError(
+            f"{tensor.name} {list(tensor.shape)} has the experts one below the other in one matrix,"
+            " expected one matrix each or [experts, out, in]"
+        )
+    if is_transposed:
+        raise UnsupportedModelError(
+            f"{tensor.name} {list(tensor.shape)} is stored transposed, as [experts, in, out]: "
+            "columns that share a scale would belong to different outputs"
+        )
+    return tensor
+
+
+def quantization_config(
+    precision: Precision, chosen: Chosen, stored: Mapping[str, StoredTensor]
+) -> dict[str, Any]:
+    """For config.json: how the experts of a checkpoint with these tensors are stored."""
+    stored_format, kind, bits = {
+        "int4": ("pack-quantized", "int", 4),
+        "int8": ("int-quantized", "int", 8),
+        "fp8": ("float-quantized", "float", 8),
+    }[precision.name]
+    packed = {tensor.name for tensor in chosen.packed}
+    dense = [name for name, tensor in stored.items() if len(tensor.shape) == 2]
+    by_size: dict[int | None, list[str]] = {}
+    for tensor in chosen.packed:
+        size = precision.group_of(tensor.shape[-1]) if precision.group_size else None
+        by_size.setdefault(size, []).append(tensor.name)
+    groups = {}
+    for number, size in enumerate(by_size):
+        weights = {
+            "num_bits": bits, "type": kind, "symmetric": True, "dynamic": False,
+            "strategy": "group" if size else "channel", "group_size": size,
+        }  # fmt: skip
+        groups[f"group_{number}"] = {
+            "targets": _patterns(sorted(by_size[size])), "weights": weights,
+            "format": stored_format, "input_activations": None, "output_activations": None,
+        }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": stored_format,
+        "quantization_status": "compressed", "config_groups": groups,
+        "ignore": _patterns(name for name in dense if name not in packed), "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Names of modules, a pattern for all that differ only in numbers."""
+    found = {}
+    for name in names:
+        parts = name.removesuffix(".weight").split(".")
+        found["re:" + r"\.".join(r"\d+" if p.isdigit() else p for p in parts) + "$"] = True
+    return list(found)

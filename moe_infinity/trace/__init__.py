@@ -1,1 +1,0 @@
-"""Which experts were activated: per request (EAM) and per token (trace). No torch."""

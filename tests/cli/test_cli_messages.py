@@ -1,0 +1,107 @@
+"""What the command line says when it cannot do what it was asked: one message on stderr, nothing on
+stdout, exit code 2 for wrong usage and 1 for the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run", "MODEL", "-p", "w5", "--nonsense"],
+        ["run", "MODEL"],
+        ["run"],
+        ["nonsense"],
+        ["run", "MODEL", "-p", "w5", "--max-new-tokens", "0"],
+        ["run", "MODEL", "-p", "w5", "--max-new-tokens", "many"],
+        ["run", "MODEL", "-p", "w5", "--temperature", "-1"],
+        ["trace", "MODEL", "--prompts", "not_there.jsonl", "-o", "out.npz"],
+        ["trace", "MODEL"],
+    ],
+)
+def test_wrong_usage_is_code_2_with_a_message_on_stderr(command, tiny_checkpoint, args):
+    outcome = command(*(tiny_checkpoint if arg == "MODEL" else arg for arg in args))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.strip()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--host-memory", "1"], "holds no expert"),
+        (["--host-memory", "lots"], "'lots' is not a size"),
+        (["--host-memory", "4000TiB"], "machine"),
+        (["--policy", "mru"], "'mru'"),
+        (["--dtype", "int3"], "'int3'"),
+        (["--experts-implementation", "magic"], "'magic'"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_an_error_on_stderr(command, tiny_checkpoint, args, said):
+    outcome = command("run", tiny_checkpoint, "-p", "w5", *args)
+    assert outcome.code in ((1,) if "--host-memory" in args else (1, 2))
+    assert outcome.out == ""
+    assert outcome.said(said)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run", "FOLDER", "-p", "w5"],
+        ["run", "FOLDER", "-p", "w5", "--json"],
+        ["inspect", "FOLDER"],
+        ["inspect", "FOLDER", "--json"],
+        ["chat", "FOLDER"],
+    ],
+)
+def test_a_model_that_is_not_there_is_code_1_and_named(command, tmp_path, args):
+    folder = tmp_path / "no_such_model"
+    outcome = command(*(folder if arg == "FOLDER" else arg for arg in args))
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.said("no_such_model")
+
+
+@pytest.mark.parametrize("value", ["[bold]8GiB", "[/red]8GiB", "[link=x]", ":smile:"])
+def test_a_message_shows_what_was_typed_and_does_not_take_it_for_markup(
+    command, tiny_checkpoint, value
+):
+    outcome = command("run", tiny_checkpoint, "-p", "w5", "--host-memory", value)
+    assert outcome.code == 1
+    assert value in outcome.err
+
+
+def test_a_message_does_not_break_paths_into_lines(command, tmp_path):
+    """Whoever reads stderr from a file or a pipe wants to copy the path."""
+    folder = tmp_path / ("a-long-name-" * 10)
+    assert str(folder) in command("inspect", folder).err
+
+
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["trace", "--help"]])
+def test_help_is_code_0_on_stdout(command, args):
+    outcome = command(*args)
+    assert outcome.code == 0
+    assert "Usage" in outcome.out
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_early_ends_the_command_without_a_traceback(tiny_checkpoint):
+    """`moe-infinity run ... | head -c 1`, in processes of their own."""
+    program = f"""
+import sys
+from moe_infinity.cli import app as cli
+sys.argv = ["moe-infinity", "run", {str(tiny_checkpoint)!r}, "-p", "w5", "--max-new-tokens", "200",
+            "--host-memory", "25%"]
+cli.main()
+"""
+    reader: Any = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdout=reader, stderr=reader) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read().decode()

@@ -1,0 +1,167 @@
+"""`moe-infinity serve` and `chat --url` before anything is loaded."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+
+from moe_infinity.cli import app as cli
+from moe_infinity.cli import serve as serving_command
+from moe_infinity.errors import ConfigError
+from moe_infinity.server.sequences import EngineConfig
+from moe_infinity.server.serve import ServeConfig, bound_sockets, serve_model
+
+
+def test_the_package_and_its_commands_need_nothing_of_the_server():
+    check = (
+        "import sys, moe_infinity.cli.app;print({'fastapi', 'uvicorn', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_a_missing_extra_is_named_with_what_installs_it(command, monkeypatch):
+    monkeypatch.setattr(serving_command, "find_spec", lambda name: None)
+    outcome = command("serve", "models/demo")
+    assert outcome.code == 1
+    assert outcome.said("fastapi, uvicorn, prometheus_client")
+    assert outcome.said("pip install 'moe-infinity[serve]'")
+    assert command("chat", "--url", "http://127.0.0.1:1").said("this needs httpx")
+
+
+@pytest.mark.parametrize("arguments", [[], ["models/demo", "--url", "http://127.0.0.1:1"]])
+def test_chat_wants_one_of_a_model_and_a_server(command, arguments):
+    outcome = command("chat", *arguments)
+    assert outcome.code == 2
+    assert outcome.said("give one of MODEL and --url")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--device", "cuda", "--prefetch"], "--device, --prefetch: "),
+        (["--device", "auto"], "--device: "),  # typed, though it is the default
+        (["--experts-implementation", "fast"], "--experts-implementation: "),
+        (["--static-cache"], "--static-cache: "),
+    ],
+)
+def test_options_of_a_model_are_refused_with_a_server(command, options, named):
+    outcome = command("chat", "--url", "http://127.0.0.1:1", *options, stdin="hello\n")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.said(f"error: {named}")
+
+
+def test_chat_and_serve_each_say_what_their_key_is_for(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown, wanted = command("chat", "--help").out, command("serve", "--help").out
+    assert "key to show the server" in " ".join(shown.split())
+    assert "Key that requests must bring" not in shown
+    assert "Key that requests must bring" in " ".join(wanted.split())
+
+
+def test_a_server_that_is_not_there_is_an_error_with_its_address(command):
+    outcome = command("chat", "--url", "http://127.0.0.1:1", stdin="hello\n")
+    assert outcome.code == 1
+    assert outcome.said("http://127.0.0.1:1: no answer")
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"max_batch": 0}, {"max_queue": 1.5}, {"prefill_chunk": -1}, {"deadline_s": 0}]
+)
+def test_impossible_bounds_are_refused_by_name(bounds):
+    with pytest.raises(ConfigError, match=next(iter(bounds))):
+        EngineConfig(**bounds)
+
+
+def test_what_cannot_be_served_is_said_before_the_first_request(command, tiny_checkpoint):
+    outcome = command("serve", tiny_checkpoint, "--api-key", " ")
+    assert outcome.code == 1
+    assert outcome.said("the API key is empty")
+
+
+# the address
+
+
+@pytest.fixture
+def taken():
+    """A port that someone listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_a_taken_port_is_an_error_before_the_model_is_opened(command, monkeypatch, taken):
+    monkeypatch.setattr(cli, "open_model", lambda *args, **options: pytest.fail("opened"))
+    outcome = command("serve", "models/demo", "--port", taken)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.said(f"cannot listen on 127.0.0.1:{taken}: ")
+    assert outcome.said("address already in use")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "x" * 70])
+def test_a_host_that_cannot_be_bound_is_an_error_with_its_name(command, monkeypatch, host):
+    monkeypatch.setattr(cli, "open_model", lambda *args, **options: pytest.fail("opened"))
+    outcome = command("serve", "models/demo", "--host", host)
+    assert outcome.code == 1
+    assert outcome.said(f"cannot listen on {host}:8000: ")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def test_a_port_is_free_again_however_the_model_ends(command, monkeypatch):
+    ports: list[int] = []
+
+    def broken(*args: object, **options: object) -> nullcontext[None]:
+        assert not is_free(ports[0])
+        raise ConfigError("no such model")
+
+    monkeypatch.setattr(cli, "open_model", broken)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ports.append(listener.getsockname()[1])
+    assert command("serve", "models/demo", "--port", ports[0]).said("no such model")
+    assert is_free(ports[0])
+
+
+def test_a_bound_port_refuses_connections_until_there_is_someone_to_answer():
+    with bound_sockets(ServeConfig(port=0)) as sockets:
+        address = sockets[0].getsockname()
+        assert address[1] != 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=5)
+
+
+def test_a_host_may_be_an_address_of_ipv6_or_have_several(command, monkeypatch):
+    try:
+        with bound_sockets(ServeConfig(host="::1", port=0)) as sockets:
+            assert sockets[0].getsockname()[0] == "::1"
+    except ConfigError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with bound_sockets(ServeConfig(host="", port=0)) as sockets:
+        assert {listener.family for listener in sockets} == {socket.AF_INET, socket.AF_INET6}
+    assert all(listener.fileno() == -1 for listener in sockets)
+    monkeypatch.setattr(cli, "open_model", lambda *args, **options: pytest.fail("opened"))
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
+        port = listener.getsockname()[1]
+        assert command("serve", "models/demo", "--host", "::1", "--port", port).said(
+            f"[::1]:{port}"
+        )
+
+
+def test_who_listens_first_on_a_port_that_two_have_bound_has_it(moe):
+    with bound_sockets(ServeConfig(port=0)) as sockets:
+        port = sockets[0].getsockname()[1]
+        config = ServeConfig(port=port)
+        with bound_sockets(config) as ours:
+            sockets[0].listen()
+            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+                serve_model(moe, config, ours)

@@ -1,0 +1,141 @@
+"""Small device tables with the memory they point into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_infinity.cuda.device_table import DeviceTable, RowReport
+from moe_infinity.experts import ExpertKey
+
+
+class World:
+    """A table, and the host memory in which every expert lies: bytes that tell who they are."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        rows: int = 3,
+        experts: int = 8,
+        slots: int = 6,
+        max_pairs: int = 16,
+        slot_bytes: int = 48,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape = rows * experts, slot_bytes
+        self.host = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        if device == "cuda":
+            self.host = self.host.pin_memory()
+        self.slots = torch.zeros(slots, slot_bytes, dtype=torch.uint8, device=device)
+        self.table = DeviceTable(
+            self.slots,
+            num_rows=rows,
+            num_experts=experts,
+            max_pairs=max_pairs,
+        )
+        self.keys = [ExpertKey(row, expert) for row in range(rows) for expert in range(experts)]
+        self.tell({})
+
+    def tell(self, slot_of: dict[ExpertKey, int]) -> None:
+        """All of them are in host memory."""
+        self.table.tell(slot_of)
+        self.table.set_host_addresses({key: self.address_of(key) for key in self.keys})
+
+    def bytes_of(self, key: ExpertKey) -> Tensor:
+        return self.host[key.moe_row * self.table.num_experts + key.expert_idx]
+
+    def address_of(self, key: ExpertKey) -> int:
+        return self.bytes_of(key).data_ptr()
+
+    def index(self, index_TK: Any) -> Tensor:
+        return torch.tensor(index_TK).to(self.slots.device)
+
+    def where(self, pointer: int) -> object:
+        """A slot id, the expert whose host memory it is, or None."""
+        slot, rest = divmod(pointer - self.slots.data_ptr(), self.slots.shape[1])
+        if 0 <= slot < len(self.slots):
+            assert rest == 0, pointer
+            return slot
+        at = {self.address_of(key): key for key in self.keys}
+        return at[pointer] if pointer else None
+
+    def places(self, pointers_TK: Tensor) -> list[object]:
+        return [self.where(pointer) for pointer in pointers_TK.flatten().tolist()]
+
+    def state(self) -> dict[str, object]:
+        """All that a kernel may change, without addresses."""
+        table = self.table
+        return {
+            "slots": table.slot_LE.tolist(),
+            "owners": table.owner_S.tolist(),
+            "is lost": table.is_lost(),
+            "uses": table.uses_LE.tolist(),
+            "told": table.told_L2P.tolist(),
+            "sources": self.places(table.sources_P),
+            "bytes": self.slots.tolist(),
+        }
+
+    # What the host hears and says
+
+    def told(self, moe_row: int, num_pairs: int) -> RowReport:
+        report = self.table.told(moe_row, num_pairs)
+        assert report is not None
+        return report
+
+    def reports(self, num_pairs: int) -> list[RowReport | None]:
+        """By row, of a step that is over."""
+        self.table.end_step()
+        self.table.wait()
+        assert self.table.is_over()
+        reports = [self.table.told(row, num_pairs) for row in range(self.table.num_rows)]
+        self.table.begin_step()
+        self.table.check_invariants()
+        return reports
+
+    def misses(self, num_pairs: int) -> list[tuple[ExpertKey, int]]:
+        reports = self.reports(num_pairs)
+        return [miss for report in reports if report is not None for miss in report.misses.items()]
+
+    def offer(self, *scores: list[float]) -> None:
+        """Scores by expert, the same for all rows; one list for each part, or one for all."""
+        offered = np.array(scores, dtype=np.float64)[None]
+        self.offer_all(np.broadcast_to(offered, self.table.scores_LHE.shape))
+
+    def offer_all(self, scores_LHE: NDArray[np.float64], first_row: int = 0) -> None:
+        """Heard before the next step begins."""
+        self.table.offer(np.ascontiguousarray(scores_LHE), first_row)
+        if self.slots.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def step(kernels: Any, world: World, routing: Any) -> list[list[object]]:
+    """Where the pairs of each row are."""
+    found = []
+    for row, index_TK in enumerate(routing):
+        pointers_TK = kernels.resolve(world.table, row, world.index(index_TK))
+        assert pointers_TK.shape == (len(index_TK), len(index_TK[0]))
+        found.append(world.places(pointers_TK))
+        kernels.fill(world.table, pointers_TK)
+    return found
+
+
+def routings(experts: int = 8, max_tokens: int = 8, max_k: int = 8) -> Any:
+    """A step's [T, K] ids of each of three rows, -1 among them."""
+
+    def row(shape: tuple[int, int]) -> Any:
+        ids = st.lists(st.integers(-1, experts - 1), min_size=shape[1], max_size=shape[1])
+        return st.lists(st.lists(ids, min_size=shape[0], max_size=shape[0]), min_size=3, max_size=3)
+
+    return st.tuples(st.integers(1, max_tokens), st.integers(1, max_k)).flatmap(row)
+
+
+def random_scores(world: World, seed: int) -> NDArray[np.float64]:
+    """With equal ones among them."""
+    chances = np.random.default_rng(seed)
+    return chances.integers(0, 6, world.table.scores_LHE.shape).astype(np.float64)

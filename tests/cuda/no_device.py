@@ -1,0 +1,206 @@
+"""A device that is nowhere: torch's meta tensors in the place of a GPU's, for what a decode step
+may not do while it is captured.
+
+Meta tensors have no values, so nothing can be read back from them; every operation is seen before
+it runs, and a tensor of the CPU among what goes in or comes out is refused, be it ever so small: a
+graph would copy it in every replay, or keep what it was at capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from transformers import PreTrainedModel, StaticCache
+
+from moe_infinity.cuda.device_table import DeviceTable
+from moe_infinity.cuda.graphed_step import CACHE, GraphedStep
+from moe_infinity.cuda.slot_kernels import SlotKernels
+from moe_infinity.cuda.static_windows import StaticWindows
+from moe_infinity.engine.compute import RowComputer
+from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
+from tests.cuda.fake_cuda import FakeLink
+
+NOWHERE = torch.device("meta")
+NUM_EXPERTS = 4  # that made-up routing goes to: a model has more, and fewer per token
+# They wait for the device, or for its answer how large their result is.
+WAITING = {
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2",
+    "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::equal",
+    "aten::is_nonzero", "aten::repeat_interleave.Tensor",
+}  # fmt: skip
+# They copy numbers from the host, which a meta tensor would not show.
+FROM_THE_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor}
+INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
+
+
+class CannotBeCaptured(AssertionError):
+    """An operation waits, or is not on the device."""
+
+
+class _Operations(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func.name() in WAITING:
+            raise CannotBeCaptured(f"{func.name()} waits for the device")
+        try:
+            out = func(*args, **kwargs or {})
+        except NotImplementedError as error:  # it would have to know what is in a tensor
+            raise CannotBeCaptured(f"{func.name()}: {error}") from error
+        devices = {t.device for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
+        if devices - {NOWHERE}:
+            raise CannotBeCaptured(f"{func.name()} has a tensor that is not on the device")
+        return out
+
+
+class _Functions(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func in FROM_THE_HOST or (func in INDEXING and has_list(args[1])):
+            raise CannotBeCaptured(f"{func.__name__} copies from the host")
+        return func(*args, **kwargs or {})
+
+
+def has_list(index: object) -> bool:
+    """Numbers that become a tensor."""
+    return isinstance(index, list) or (isinstance(index, tuple) and any(map(has_list, index)))
+
+
+def as_captured(run: Callable[[], Any]) -> Any:
+    """What `run` gives. Raises CannotBeCaptured."""
+    with ExitStack() as modes:
+        modes.enter_context(_Operations())
+        modes.enter_context(_Functions())
+        return run()
+
+
+def nowhere(tensor: Tensor) -> Tensor:
+    """One like it there; a view of less than its memory stays one."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=NOWHERE)
+
+
+def tree_of_nowhere(values: list[Any], spec: TreeSpec) -> Any:
+    there = [nowhere(value) if isinstance(value, Tensor) else value for value in values]
+    return tree_unflatten(there, spec)
+
+
+def move(model: PreTrainedModel, cache: StaticCache) -> None:
+    """All that a step reads but its inputs. For good: there is no way back."""
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = nn.Parameter(nowhere(param), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = nowhere(buffer)
+    for layer in cache.layers:
+        for held in (vars(layer), *(v for v in vars(layer).values() if isinstance(v, dict))):
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    held[name] = nowhere(value)
+                elif isinstance(value, torch.device):
+                    held[name] = NOWHERE
+
+
+def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
+    assert top_k_index_TK.dtype == torch.int64
+    return torch.empty_like(top_k_index_TK)
+
+
+def fill(table: DeviceTable, pointers_TK: Tensor) -> None:
+    """There is nothing to copy."""
+
+
+def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    assert weights_TK.shape == pointers_TK.shape
+    return torch.empty_like(x_TD)
+
+
+KERNELS = SlotKernels(resolve, fill, slot_moe)  # ours need memory to look into
+
+
+class Captured(BaseException):
+    """A decode step at the moment of its capture, with what generate() calls it with."""
+
+    def __init__(
+        self, step: GraphedStep, windows: StaticWindows, rest: Any, values: Any, spec: Any
+    ) -> None:
+        self.model, self.windows = step._model, windows
+        self._forward, self._steps = step._forward, step._steps
+        self._kwargs = rest | tree_of_nowhere(values, spec)
+        move(self.model, rest[CACHE])
+        self._steps._rows._kernels = KERNELS
+
+    def run(self) -> Tensor:
+        self._steps.is_running = True
+        with self.windows.on_device():
+            logits: Tensor = as_captured(lambda: self._forward(**self._kwargs)).logits
+        return logits
+
+
+# What the host decides
+
+
+class NowhereLink(FakeLink):
+    """Models opened with it have everything there but HOST."""
+
+    device = NOWHERE
+
+    def empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=NOWHERE)
+
+
+class _Unmixed(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if len({t.device for t in tensors if t.ndim}) > 1 and func.name() != "aten::copy_":
+            raise AssertionError(f"{func.name()} mixes devices")
+        return func(*args, **kwargs or {})
+
+
+class _NotFromTheHost(TorchFunctionMode):
+    """A device waits for such a copy, and all that was launched before it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        out = func(*args, **kwargs or {})
+        if func in FROM_THE_HOST and isinstance(out, Tensor) and out.device == NOWHERE:
+            raise AssertionError(f"{func.__name__} copies from the host")
+        return out
+
+
+@contextmanager
+def told_by_nobody() -> Iterator[None]:
+    """The host asks for routing, token ids and a signature, of which there are none: so they are
+    made up. Nothing else can be asked for, no operation may mix devices, and experts copy nothing.
+    """
+    cpu = Tensor.cpu
+
+    def made_up(tensor: Tensor) -> Tensor:
+        if tensor.device != NOWHERE:
+            return cpu(tensor)
+        ids = torch.arange(tensor.numel()) % NUM_EXPERTS
+        return ids.to(tensor.dtype).view(tensor.shape)
+
+    run = RowComputer.run
+
+    def watched(*args: Any) -> None:
+        with _NotFromTheHost():
+            run(*args)
+
+    asked = mock.patch.object(Tensor, "cpu", made_up)
+    computing = mock.patch.object(RowComputer, "run", watched)
+    with asked, computing, torch.no_grad(), _Unmixed():
+        yield

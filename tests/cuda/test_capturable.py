@@ -1,0 +1,130 @@
+"""A decode step as it would be captured in a CUDA graph neither waits for the device nor copies
+between host and device: seen without a GPU, on a device that is nowhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from benchmarks.gpu_models import deepseek_v2_lite, qwen3
+from moe_infinity.cuda.graphed_step import GraphedStep
+from tests.cuda.fast_device import STATIC, bring_every_expert, on_device
+from tests.cuda.no_device import CannotBeCaptured, Captured
+from tests.cuda.on_device import greedy
+from tests.sweep.discover import architectures_in
+from tests.sweep.tiny import tiny_config
+
+NAMED = {
+    "qwen3-30b-a3b": qwen3(2, is_tiny=True),
+    "deepseek-v2-lite": deepseek_v2_lite(1, is_tiny=True),
+}
+WINDOWS = "mixtral with sliding windows"
+# Routers with groups and biases, shared experts, masks by type of layer.
+OTHERS = ["deepseek_v3", "dots1", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe"]
+# Indexers, convolutions and recurrent states, also beside a sliding window.
+MIXED = [
+    "axk2", "deepseek_v32", "exaone_moe", "glm_moe_dsa", "granitemoehybrid", "inkling", "jamba",
+    "kimi_linear", "qwen3_5_moe", "qwen3_next", "zaya",
+]  # fmt: skip
+
+
+def model_of(name: str) -> Any:
+    if name in NAMED:
+        return AutoModelForCausalLM.from_config(NAMED[name], dtype=torch.bfloat16)
+    architecture = architectures_in(name.split()[0])[-1]  # of text only, if there is one
+    config = tiny_config(architecture)
+    if name == WINDOWS:
+        config.sliding_window = 6
+    elif name in OTHERS and getattr(config, "sliding_window", None) is not None:
+        config.sliding_window = None
+    if name in OTHERS and getattr(config, "layer_types", None) is not None:
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+    return architecture.model_class._from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def step_of(tmp_path, monkeypatch):
+    """step_of(name) -> the step of a tiny model of that architecture. Everything but the experts'
+    kernels runs as it would in a capture.
+    """
+
+    def capture(step: GraphedStep, *args: Any) -> None:
+        raise Captured(step, *args)
+
+    def captured(name: str) -> Captured:
+        torch.manual_seed(0)
+        model_of(name).save_pretrained(tmp_path)
+        with on_device(tmp_path, "100%", "100%") as moe:
+            bring_every_expert(moe)
+            with pytest.raises(Captured) as found:
+                greedy(moe, num_tokens=4, **STATIC)
+        return found.value
+
+    monkeypatch.setattr(GraphedStep, "_capture", capture)
+    return captured
+
+
+@pytest.mark.parametrize("name", [*NAMED, *OTHERS, WINDOWS, *MIXED])
+def test_a_step_neither_waits_nor_copies_between_host_and_device(step_of, name):
+    step = step_of(name)
+    assert bool(step.windows._layers) == (name in (WINDOWS, "exaone_moe", "inkling"))
+    assert step.run().shape == (1, 1, step.model.config.vocab_size)
+
+
+class Waits(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum().item() else x + 1
+
+
+class Selects(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.index_fill(-1, (x[0, 0] > 0).nonzero().flatten(), 0)
+
+
+class HasConstant(nn.Module):
+    """Of the CPU: a copy in every replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ones = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.ones
+
+
+class MakesConstant(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tensor(0.0, device=x.device, dtype=x.dtype)
+
+
+class ChoosesByList(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., [0, 1]].sum(-1, keepdim=True) + x
+
+
+class GoesToHost(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cpu().to(x.device)
+
+
+@pytest.mark.parametrize(
+    ("planted", "told"),
+    [
+        (Waits, "waits for the device"),
+        (Selects, "nonzero waits"),
+        (HasConstant, "not on the device"),
+        (MakesConstant, "tensor copies from the host"),
+        (ChoosesByList, "__getitem__ copies from the host"),
+        (GoesToHost, "_to_copy"),
+    ],
+)
+def test_what_cannot_be_captured_is_found(step_of, planted, told):
+    step = step_of("qwen3-30b-a3b")
+    step.model.model.norm = planted()
+    with pytest.raises(CannotBeCaptured, match=told):
+        step.run()

@@ -1,0 +1,355 @@
+"""Decode steps that the device decides: what is stale shows in the tokens, and what fails or is
+interrupted leaves the model usable."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from moe_infinity import MoE
+from moe_infinity.cache.policies import Lru
+from moe_infinity.cache.residency import ResidencyTable
+from moe_infinity.cuda.cache_state import Before
+from moe_infinity.cuda.device_steps import DeviceSteps
+from moe_infinity.cuda.device_table import DeviceTable
+from moe_infinity.cuda.graphed_step import GraphedStep
+from moe_infinity.cuda.reports import Follower
+from moe_infinity.engine.layer import ExpertRuntime
+from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.kernels.cuda import reference as slot_reference
+from moe_infinity.memory.mover import Mover
+from tests.cuda.fast_device import CACHES, STATIC, bring_every_expert, on_device, tokens_of_a_cpu
+from tests.cuda.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
+from tests.cuda.recorded_graph import record_graphs
+
+TIGHT = "30%", "34%"  # 7 slots above 8
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint):
+    return tokens_of_a_cpu(tiny_checkpoint)
+
+
+def is_wrong(checkpoint: Any, *budgets: str, **cache: Any) -> bool:
+    expected = tokens_of_a_cpu(checkpoint, **cache)
+    with on_device(checkpoint, *budgets, policy="lru") as moe:
+        return any(not torch.equal(greedy(moe, **cache), expected[0]) for _ in range(2))
+
+
+# What would be wrong. Each test shows that the tokens tell.
+
+
+def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, monkeypatch):
+    assert not is_wrong(tiny_checkpoint, "30%", "100%")
+    take_slot = slot_reference._take_slot
+
+    def forgetting(table: DeviceTable, moe_row: int, expert: int) -> int:
+        told = table.slot_LE.clone()
+        told[moe_row, expert] = take_slot(table, moe_row, expert)
+        table.slot_LE.copy_(told)
+        return int(told[moe_row, expert])
+
+    monkeypatch.setattr(slot_reference, "_take_slot", forgetting)
+    assert is_wrong(tiny_checkpoint, "30%", "100%")
+
+
+def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, monkeypatch):
+    assert not is_wrong(tiny_checkpoint, "5%", "100%")
+    take_slot = slot_reference._take_slot
+
+    def as_if_unused(table: DeviceTable, moe_row: int, expert: int) -> int:
+        uses_LE, table.uses_LE = table.uses_LE, torch.zeros_like(table.uses_LE)
+        slot = take_slot(table, moe_row, expert)
+        table.uses_LE = uses_LE
+        return slot
+
+    monkeypatch.setattr(slot_reference, "_take_slot", as_if_unused)
+    assert is_wrong(tiny_checkpoint, "5%", "100%")
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_address_of_an_expert_that_left_host_is_told(tiny_checkpoint, monkeypatch, cache):
+    assert not is_wrong(tiny_checkpoint, *TIGHT, **cache)
+    tell = DeviceTable.set_all_host_addresses
+    monkeypatch.setattr(
+        DeviceTable,
+        "set_all_host_addresses",
+        lambda self, addresses: tell(self, {**addresses, **self.host_addresses}),
+    )
+    assert is_wrong(tiny_checkpoint, *TIGHT, **cache)
+
+
+def test_a_slot_is_filled_before_it_is_read(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(slot_reference, "fill", lambda table, pointers_TK: None)
+    assert is_wrong(tiny_checkpoint, "30%", "100%")
+
+
+def test_a_lost_step_is_run_again_from_where_the_cache_was(tiny_checkpoint, monkeypatch):
+    with mock.patch.object(Before, "put_back", autospec=True, side_effect=Before.put_back) as found:
+        assert not is_wrong(tiny_checkpoint, *TIGHT, **STATIC)
+    assert found.called
+    monkeypatch.setattr(Before, "put_back", lambda self: None)
+    with pytest.raises(IndexError, match="out of bounds"):  # a place of the cache was lost
+        is_wrong(tiny_checkpoint, *TIGHT, **STATIC)
+
+
+def test_running_a_step_again_changes_neither_its_logits_nor_the_cache(stock_model):
+    cache = StaticCache(config=stock_model.config, max_cache_len=16)
+    with torch.inference_mode():
+        stock_model(PROMPT, past_key_values=cache)
+        found = []
+        for _ in range(2):
+            step = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[8]])}
+            before = Before(cache)
+            before.keep()
+            logits = stock_model(**step, past_key_values=cache).logits
+            found.append([logits, *(layer.keys.clone() for layer in cache.layers)])
+            before.put_back()
+    assert all(map(torch.equal, *found))
+
+
+def test_what_is_expanded_is_put_back_as_it_was(stock_model):
+    """Qwen4 of transformers 5.23 keeps positions like that, and replaces them."""
+    cache = StaticCache(config=stock_model.config, max_cache_len=16)
+    with torch.inference_mode():
+        stock_model(PROMPT, past_key_values=cache)
+    held, positions = vars(cache.layers[0]), torch.arange(4).expand(3, 4)
+    held["positions"] = positions
+    before = Before(cache)
+    before.keep()
+    held["positions"] = torch.arange(5).expand(3, 5)
+    before.put_back()
+    assert held["positions"] is positions
+
+
+# What fails
+
+
+class Interruption:
+    """Stops the n-th call of a function, before it does anything or when it has done all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Any) -> None:
+        self.remaining, self.is_late = -1, False
+        function = getattr(owner, name)
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            self.remaining -= 1
+            if self.remaining == 0 and not self.is_late:
+                raise error
+            out = function(*args, **kwargs)
+            if self.remaining == 0:
+                raise error
+            return out
+
+        monkeypatch.setattr(owner, name, interrupted)
+
+
+PLACES = [
+    (slot_reference, "resolve"), (slot_reference, "_look_up"), (slot_reference, "fill"),
+    (slot_reference, "slot_moe"), (slot_reference, "_take_slot"), (DeviceTable, "begin_step"),
+    (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "told"),
+    (DeviceTable, "tell"), (DeviceTable, "offer"), (Follower, "_listen"), (Follower, "_hear"),
+    (DeviceTable, "set_all_host_addresses"), (DeviceTable, "find_again"), (Lru, "scores_after"),
+    (ResidencyTable, "adopt"), (ResidencyTable, "leaving_scores"), (ResidencyTable, "note_use"),
+    (Mover, "load_now"), (Mover, "arrivals"), (ExpertRuntime, "note_begin"),
+    (ExpertRuntime, "note_row"), (DeviceSteps, "mend"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [pytest.param({}, id="dynamic", marks=pytest.mark.slow), pytest.param(STATIC, id="static")],
+)
+@pytest.mark.parametrize(("owner", "name"), PLACES)
+def test_ctrl_c_anywhere_leaves_the_model_usable(
+    tiny_checkpoint, expected, monkeypatch, owner, name, cache
+):
+    stop = Interruption(monkeypatch, owner, name, KeyboardInterrupt())
+    of_this_cache = tokens_of_a_cpu(tiny_checkpoint, **cache)
+    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+        num_stopped = 0
+        for n in (1, 4):
+            stop.remaining, stop.is_late = n, n % 2 == 0
+            try:
+                greedy(moe, **cache)
+            except KeyboardInterrupt:
+                num_stopped += 1
+            stop.remaining = -1
+            assert torch.equal(greedy(moe, **cache), of_this_cache[0])
+            moe.check_invariants()
+        assert num_stopped > 0
+        assert_same_tokens(moe, expected)
+
+
+def test_ctrl_c_after_a_graph_was_launched_leaves_nothing_where_it_wrote(
+    tiny_checkpoint, expected, monkeypatch
+):
+    """The step before has rows of which nobody has heard."""
+    graphs = record_graphs(monkeypatch)
+    stop = Interruption(monkeypatch, DeviceTable, "end_step", KeyboardInterrupt())
+    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+        bring_every_expert(moe)
+        for n in range(4, 14):
+            stop.remaining = n
+            with pytest.raises(KeyboardInterrupt):
+                greedy(moe, **STATIC)
+            moe.check_invariants()
+            assert_same_tokens(moe, expected, rounds=1)
+    assert graphs
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_step_that_began_and_never_ran_is_forgotten(
+    tiny_checkpoint, expected, monkeypatch, cache
+):
+    stop = Interruption(monkeypatch, GraphedStep, "__call__", KeyboardInterrupt())
+    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+        stop.remaining = 3  # the second after the prompt
+        with pytest.raises(KeyboardInterrupt):
+            greedy(moe, **cache)
+        assert_same_tokens(moe, expected)
+
+
+@torch.no_grad()
+def test_prompts_between_steps_that_nobody_settles(tiny_checkpoint):
+    """As a caller has it who has no generate()."""
+
+    def logits(moe: MoE) -> list[torch.Tensor]:
+        found = []
+        for n in range(6):
+            out = moe.model(input_ids=PROMPT[:, : 3 + n], use_cache=True)
+            found.append(out.logits)
+            for step in range(4):
+                ids = torch.tensor([[11 * n + step]])
+                found.append(moe.model(input_ids=ids, past_key_values=out.past_key_values).logits)
+        return found
+
+    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+        expected = logits(moe)
+    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+        assert all(map(torch.equal, logits(moe), expected))
+        moe.check_invariants()
+        decode = moe.report().decode
+        assert (decode.steps, decode.lookups) == (24, 24 * 3 * 2)
+
+
+@torch.no_grad()
+def test_a_row_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected):
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        layer = moe.model.model.layers[1].mlp
+        forward = layer.forward
+        layer.forward = lambda x: forward(x) + 0 * forward(x.flip(-1))
+        with pytest.raises(UnsupportedModelError, match="row 1 ran twice in one step"):
+            greedy(moe)
+        layer.forward = forward
+        assert_same_tokens(moe, expected)
+
+
+@pytest.mark.parametrize("n", [1, 2])  # before a miss, and after one
+def test_ctrl_c_while_the_last_step_is_taken_over(tiny_checkpoint, expected, monkeypatch, n):
+    stop = Interruption(monkeypatch, ResidencyTable, "adopt", KeyboardInterrupt())
+    with on_device(tiny_checkpoint, "60%", "100%", policy="lru") as moe:
+        greedy(moe)
+        stop.remaining = n
+        with pytest.raises(KeyboardInterrupt):
+            greedy(moe, LONG_PROMPT[:, :3], num_tokens=2)  # one step, heard of at the end
+        assert_same_tokens(moe, expected)
+
+
+@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
+    tiny_checkpoint, expected, method
+):
+    """In contextlib's own code; its traceback is kept, as a notebook does."""
+    num_left = 3
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal num_left
+        code = frame.f_code
+        if not code.co_filename.endswith("contextlib.py") or code.co_name != method:
+            return None
+        generator = getattr(frame.f_locals["self"], "gen", None)
+        if getattr(generator, "__name__", "") != "running":
+            return None
+        if event == ("return" if method == "__enter__" else "line"):
+            num_left -= 1
+            if num_left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+        greedy(moe, num_tokens=4)
+        sys.settrace(trace)
+        try:
+            with pytest.raises(KeyboardInterrupt) as stopped:
+                greedy(moe, num_tokens=8, **STATIC)
+        finally:
+            sys.settrace(None)
+        assert torch.equal(greedy(moe), expected[0])
+        assert torch.equal(greedy(moe, LONG_PROMPT), expected[1])
+        del stopped
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(slot_reference, "fill"), (DeviceTable, "told"), (DeviceTable, "wait"),
+     (DeviceTable, "begin_step"), (DeviceTable, "offer"), (ExpertRuntime, "note_begin"),
+     (Follower, "retire"), (ResidencyTable, "adopt"), (DeviceSteps, "mend")],
+)  # fmt: skip
+def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
+    tiny_checkpoint, monkeypatch, cache, owner, name
+):
+    stop = Interruption(monkeypatch, owner, name, KeyboardInterrupt())
+    num_given = 0
+
+    def count(module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        nonlocal num_given
+        num_given += kwargs["input_ids"].shape[1] == 1
+
+    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+        moe.model.register_forward_hook(count, with_kwargs=True)
+        moe.model(
+            input_ids=torch.arange(100)[None]
+        )  # HOST has them all, so each row is resolved once
+        for n in range(1, 21):
+            num_given, lookups = 0, moe.report().decode.lookups
+            stop.remaining, stop.is_late = n, n % 3 == 0
+            with contextlib.suppress(KeyboardInterrupt):
+                greedy(moe, **cache)
+            stop.remaining = -1
+            greedy(moe, num_tokens=1)
+            assert 0 <= moe.report().decode.lookups - lookups - 6 * num_given <= 4, n
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_an_expert_that_cannot_be_read_in_a_step_is_told_and_the_next_call_works(
+    tiny_checkpoint, monkeypatch, cache
+):
+    expected = tokens_of_a_cpu(tiny_checkpoint, **cache)
+    error = CheckpointError("the disk is gone")
+    stop = Interruption(monkeypatch, ExpertRuntime, "_read_expert", error)
+    with on_device(tiny_checkpoint, *TIGHT) as moe:
+        greedy(moe, PROMPT[:, :2], num_tokens=1)
+        stop.remaining = 20  # after the prompt
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            greedy(moe, **cache)
+        steps = moe._runtime.device_steps
+        assert steps is not None
+        assert steps.is_broken  # it was in a step
+        for _ in range(2):
+            assert torch.equal(greedy(moe, **cache), expected[0])
+            moe.check_invariants()
+
+
+def test_a_closed_model_runs_no_step(tiny_checkpoint):
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        greedy(moe)
+    with pytest.raises(Exception, match="was closed"):
+        moe.model(PROMPT)

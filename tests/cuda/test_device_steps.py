@@ -1,0 +1,262 @@
+"""Decode steps that the device decides, on a fake device with the plain twins of its kernels: the
+tokens of the same arithmetic on a CPU, whatever the budgets, and a host that knows what happened.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_infinity import MoE
+from moe_infinity.cache.activation_aware import ActivationAware
+from moe_infinity.cuda import slot_kernels
+from moe_infinity.cuda.device_steps import DeviceSteps
+from moe_infinity.cuda.device_table import DeviceTable
+from moe_infinity.cuda.slot_kernels import SlotKernels
+from moe_infinity.errors import ConfigError
+from moe_infinity.kernels import has_triton_kernels
+from moe_infinity.kernels.cuda import reference as slot_reference
+from tests.cuda.fake_cuda import FakeLink, fake_device
+from tests.cuda.fast_device import (
+    CACHES,
+    FAST,
+    STATIC,
+    compute_as_the_device_does,
+    on_device,
+    tokens_of_a_cpu,
+)
+from tests.cuda.on_device import LONG_PROMPT, PROMPT, SOME_POLICIES, assert_same_tokens, greedy
+from tests.server.driving import Client, generated, make_engine, run_all
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint):
+    return tokens_of_a_cpu(tiny_checkpoint)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("host_memory", ["34%", "60%", "100%"])  # 8, 14, 24 experts
+@pytest.mark.parametrize("device_memory", ["5%", "30%", "100%"])  # 1, 7, 24
+def test_no_budget_of_either_tier_changes_a_token(
+    tiny_checkpoint, device_memory, host_memory, cache
+):
+    expected = tokens_of_a_cpu(tiny_checkpoint, **cache)
+    with on_device(tiny_checkpoint, device_memory, host_memory) as moe:
+        for _ in range(2):
+            assert torch.equal(greedy(moe, **cache), expected[0])
+            moe.check_invariants()
+            assert torch.equal(greedy(moe, LONG_PROMPT, **cache), expected[1])
+            moe.check_invariants()
+        decode = moe.report().decode
+        assert decode.steps == 2 * 2 * 15
+        assert decode.lookups == decode.steps * 3 * 2
+
+
+@pytest.mark.parametrize("policy", SOME_POLICIES)
+def test_no_policy_changes_a_token(tiny_checkpoint, expected, policy):
+    with on_device(tiny_checkpoint, "30%", "60%", policy=policy) as moe:
+        assert_same_tokens(moe, expected, rounds=2)
+        assert moe.report().decode.hits > 0
+
+
+def test_a_graph_and_no_graph_give_the_tokens_of_a_cpu_in_any_order(tiny_checkpoint):
+    chances = random.Random(0)
+    kinds = [(cache, tokens_of_a_cpu(tiny_checkpoint, **cache)) for cache in ({}, STATIC)]
+    with on_device(tiny_checkpoint, "40%", "50%", policy="lru") as moe:
+        for _ in range(8):
+            (cache, expected), which = chances.choice(kinds), chances.randint(0, 1)
+            assert torch.equal(greedy(moe, (PROMPT, LONG_PROMPT)[which], **cache), expected[which])
+            moe.check_invariants()
+
+
+def test_a_batch_is_decided_by_the_device_too(tiny_checkpoint):
+    batch = {
+        "input_ids": torch.tensor([[2, 2, 2, 5, 9, 40], [7, 3, 17, 5, 9, 40]]),
+        "attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
+    }
+    kwargs = {"max_new_tokens": 8, "do_sample": False}
+    found = []
+    for budgets in (("100%", "100%"), ("10%", "40%")):
+        with on_device(tiny_checkpoint, *budgets) as moe:
+            for cache in ({}, STATIC):
+                found.append(moe.generate(**batch, **kwargs, **cache).tolist())
+                moe.check_invariants()
+    assert all(tokens == found[0] for tokens in found)
+
+
+@pytest.mark.parametrize("expert_dtype", ["int8", "fp8"])
+def test_packed_experts_are_read_as_they_are_stored(tiny_checkpoint, expert_dtype):
+    found = []
+    for budgets in (("100%", "100%"), ("10%", "40%")):
+        with on_device(tiny_checkpoint, *budgets, expert_dtype=expert_dtype) as moe:
+            found.append(greedy(moe, num_tokens=8, **STATIC).tolist())
+            assert moe.report().decode.steps == 7
+            moe.check_invariants()
+    assert found[0] == found[1]
+
+
+def test_the_server_is_given_the_tokens_of_generate(tiny_checkpoint):
+    prompts = [[5, 6, 9, 100, 31], [77, 12, 3], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
+    with on_device(tiny_checkpoint, "30%", "50%") as moe:
+        expected = [generated(moe, prompt) for prompt in prompts]
+        for max_batch in (1, 3):
+            engine = make_engine(moe, max_batch=max_batch)
+            clients = [Client(engine, prompt) for prompt in prompts]
+            run_all(engine, *clients)
+            moe.check_invariants()
+            if max_batch == 1:  # attention of a batch rounds differently
+                assert [client.token_ids for client in clients] == expected
+            assert all(client.error is None for client in clients)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or not has_triton_kernels(),
+    reason="needs triton's interpreter, which reads the memory of a fake device",
+)
+def test_with_tritons_kernels_no_budget_changes_a_token_either(tiny_checkpoint, monkeypatch):
+    from moe_infinity.cuda import resolve as triton_resolve
+    from moe_infinity.kernels.cuda import experts as triton_experts
+
+    monkeypatch.setattr(triton_resolve, "FILL_PROGRAMS", 1)  # they run one after the other
+    compiled = triton_resolve.resolve, triton_resolve.fill, triton_experts.slot_moe
+    monkeypatch.setattr(slot_kernels, "slot_kernels", lambda device: SlotKernels(*compiled))
+    found = []
+    for budgets in (("100%", "100%"), ("10%", "34%")):
+        with on_device(tiny_checkpoint, *budgets) as moe:
+            found.append(greedy(moe, num_tokens=5, **STATIC).tolist())
+            moe.check_invariants()
+    assert found[0] == found[1]
+
+
+# What the host knows
+
+
+def counted(moe: MoE) -> tuple[Any, ...]:
+    """What was looked up, and what everybody learned of it."""
+    decode = moe.report().decode
+    eams = [eam.decode.tolist() for eam in moe.request_eams()]
+    scores = [policy.scores().tolist() for policy in moe._runtime._policies]
+    return decode.hits, decode.misses, decode.steps, moe.report().evictions, eams, scores
+
+
+@pytest.mark.parametrize("policy", SOME_POLICIES)
+def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
+    tiny_checkpoint, policy, monkeypatch
+):
+    """The reference path with the same arithmetic, so with the same routing."""
+    with on_device(tiny_checkpoint, "100%", "100%", policy=policy) as moe:
+        greedy(moe)
+        greedy(moe, LONG_PROMPT, **STATIC)
+        by_device = counted(moe)
+    monkeypatch.setattr(DeviceSteps, "begin", lambda self, step: False)
+    compute_as_the_device_does(monkeypatch)
+    with on_device(tiny_checkpoint, "100%", "100%", policy=policy) as moe:
+        greedy(moe)
+        greedy(moe, LONG_PROMPT)
+        assert counted(moe) == by_device
+
+
+def test_scores_are_those_after_each_part_of_the_rows(tiny_checkpoint, monkeypatch):
+    asked: list[int] = []
+    offered: list[tuple[Any, int]] = []
+    scores_after, offer = ActivationAware.scores_after, DeviceTable.offer
+
+    def asking(self: ActivationAware, moe_row: int) -> Any:
+        asked.append(moe_row)
+        return scores_after(self, moe_row)
+
+    def offering(self: DeviceTable, scores_LHE: Any, first_row: int) -> None:
+        offered.append((scores_LHE.copy(), first_row))
+        offer(self, scores_LHE, first_row)
+
+    monkeypatch.setattr(DeviceTable, "offer", offering)
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        greedy(moe)
+        monkeypatch.setattr(ActivationAware, "scores_after", asking)
+        offered.clear()
+        policy = moe._runtime.tiers[0].policy
+        moe._runtime.table._transient[:] = False  # their scores are lower
+        steps = moe._runtime.device_steps
+        assert steps is not None
+        for moe_row in (None, 0, 1, 2):
+            steps.follower._offer(moe_row)
+        assert asked == 4 * [0, 2]
+        (whole, first_row), *rows = offered
+        assert first_row == 0
+        after = [policy.scores_after(0), policy.scores_after(2)]
+        assert (whole.transpose(1, 0, 2) == after).all()
+        assert (whole[:, 0] != whole[:, 1]).any()
+        for (scores, first_row), expected, moe_row in zip(rows, whole, range(3), strict=True):
+            assert first_row == moe_row
+            assert (scores == expected).all()
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_step_that_was_lost_counts_every_row_once(tiny_checkpoint, monkeypatch, cache):
+    """By its first run; the row it was lost at by what it missed before and after."""
+    missed: set[tuple[int, int, int]] = set()  # step, row, expert
+    counted: set[tuple[int, int]] = set()
+    num_lost = num_steps = 0
+    begin, resolve = DeviceSteps.begin, slot_reference.resolve
+
+    def beginning(self: DeviceSteps, step: Any) -> bool:
+        nonlocal num_steps
+        num_steps += 1
+        return begin(self, step)
+
+    def resolving(table: DeviceTable, moe_row: int, index_TK: Tensor) -> Tensor:
+        nonlocal num_lost
+        if not table.is_lost() and (num_steps, moe_row) not in counted:
+            absent = [e for e in index_TK.flatten().tolist() if table.slot_LE[moe_row, e] < 0]
+            missed.update((num_steps, moe_row, expert) for expert in absent)
+            is_lost = any(table.host_LE[moe_row, expert] == 0 for expert in absent)
+            num_lost += is_lost
+            if not is_lost:
+                counted.add((num_steps, moe_row))
+        return resolve(table, moe_row, index_TK)
+
+    monkeypatch.setattr(DeviceSteps, "begin", beginning)
+    monkeypatch.setattr(slot_reference, "resolve", resolving)
+    with on_device(tiny_checkpoint, "30%", "34%") as moe:
+        greedy(moe, **cache)
+        decode = moe.report().decode
+        assert num_lost > 0
+        assert decode.misses == len(missed)
+        assert decode.lookups == decode.steps * 3 * 2 == len(counted) * 2
+        assert decode.hits == decode.lookups - decode.misses
+        moe.check_invariants()
+
+
+def test_a_recording_has_every_token(tiny_checkpoint):
+    with on_device(tiny_checkpoint, "30%", "100%") as moe, moe.recording() as finish:
+        greedy(moe, **STATIC)
+        (trace,) = finish()
+        assert len(trace.experts_TLK) == len(PROMPT[0]) + 15
+
+
+def test_a_small_host_is_refused_before_the_first_token(tiny_checkpoint):
+    refused = pytest.raises(ConfigError, match="host_memory holds 7 experts.* needs 8")
+    with refused, on_device(tiny_checkpoint, "30%", "30%"):
+        pass
+
+
+def test_memory_that_cannot_be_page_locked_is_refused_and_says_what_to_do(tiny_checkpoint):
+    link = FakeLink(is_locking=False)
+    with fake_device(link), MoE(tiny_checkpoint, device_memory="30%", **FAST) as moe:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="page-locked .*\nhint: lower host_memory"):
+                greedy(moe)
+
+
+def test_prefetch_leaves_every_step_to_the_host(tiny_checkpoint, caplog):
+    with on_device(tiny_checkpoint, "30%", "100%", prefetch=True) as moe:
+        assert moe._runtime.device_steps is None
+        assert "the host decides in every step" in caplog.text
+        greedy(moe, **STATIC)

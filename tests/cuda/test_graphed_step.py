@@ -1,0 +1,273 @@
+"""When a decode step is captured, and what its graph depends on: without a GPU the plain twin of a
+capture runs all of it again."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from moe_infinity.cuda import graphed_step
+from moe_infinity.cuda.cache_state import can_capture
+from moe_infinity.memory.cuda import CAPTURING, CudaLink
+from tests.cuda.fast_device import STATIC, on_device, tokens_of_a_cpu
+from tests.cuda.on_device import PROMPT, greedy
+from tests.sweep.discover import architectures_in
+from tests.sweep.tiny import tiny_config
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Every capture; replaying it runs all of it again."""
+    found: list[Any] = []
+
+    def capture(stream: Any, run: Any) -> Any:
+        found.append(run)
+        return run
+
+    monkeypatch.setattr(graphed_step, "capture", capture)
+    return found
+
+
+@pytest.fixture
+def cuda_stream(monkeypatch) -> Any:
+    """Of a device whose calls do nothing, for `capture` itself."""
+    for name in ("device", "current_stream", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
+    for name in ("CUDAGraph", "graph_pool_handle", "Stream", "empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock())
+    return SimpleNamespace(device=torch.device("cuda", 1))
+
+
+def test_a_request_is_captured_once_after_it_was_warmed_up(tiny_checkpoint, captures):
+    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+        greedy(moe, **STATIC, num_tokens=3)  # two decode steps
+        assert not captures
+        greedy(moe, **STATIC)
+        greedy(moe)
+        assert len(captures) == 1
+        greedy(moe, **STATIC)  # another cache
+        assert len(captures) == 2
+
+
+def test_a_capture_is_on_the_stream_of_its_model(tiny_checkpoint, monkeypatch):
+    streams: list[object] = []
+
+    def capture(stream: object, run: Any) -> Any:
+        streams.append(stream)
+        return run
+
+    monkeypatch.setattr(graphed_step, "capture", capture)
+    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+        graphed: Any = moe._graphed
+        graphed._stream = stream = object()
+        greedy(moe, **STATIC)
+    assert streams == [stream]
+
+
+def test_other_arguments_are_another_graph(tiny_checkpoint, captures):
+    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+        for more in ({}, {"output_hidden_states": True, "return_dict_in_generate": True}):
+            out = moe.generate(
+                input_ids=PROMPT, max_new_tokens=8, do_sample=False, **STATIC, **more
+            )
+        assert len(captures) == 2
+        first, second = out.hidden_states[4][1], out.hidden_states[5][1]
+        assert not torch.equal(first, second)  # not the same memory
+
+
+def test_a_mask_for_each_type_of_layer_is_copied_in_every_step(tmp_path, captures):
+    """transformers gives them in one argument; comparing two such arguments raised."""
+    (architecture,) = architectures_in("dots1")
+    config = tiny_config(architecture)
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    architecture.model_class._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    with on_device(tmp_path, "50%", "100%") as moe:
+        tokens = greedy(moe)
+        assert torch.equal(greedy(moe, **STATIC), tokens)
+    assert len(captures) == 1
+
+
+def test_a_cache_that_is_moved_between_its_layers_is_not_captured():
+    config = tiny_config(architectures_in("qwen3_moe")[0])
+    cache = StaticCache(config=config, max_cache_len=8)
+    assert can_capture(cache)
+    cache.offloading = True
+    assert not can_capture(cache)
+
+
+def test_a_capture_that_fails_is_told_once_and_changes_no_token(
+    tiny_checkpoint, monkeypatch, caplog
+):
+    def capture(stream: Any, run: Any) -> Any:
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    expected = tokens_of_a_cpu(tiny_checkpoint, **STATIC)
+    monkeypatch.setattr(graphed_step, "capture", capture)
+    with on_device(tiny_checkpoint, "30%", "60%") as moe:
+        for _ in range(2):
+            assert torch.equal(greedy(moe, **STATIC), expected[0])
+    told = [record for record in caplog.records if "no CUDA graph" in record.message]
+    assert len(told) == 1
+    assert "not permitted when stream is capturing" in told[0].message
+
+
+@pytest.mark.parametrize("is_invalidated", [True, False])
+def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch, is_invalidated):
+    """As torch.cuda.graph does not if ending the capture raises."""
+    streams, pools, released = ["compute"], {"others"}, []
+    of_the_model: Any = SimpleNamespace(device=torch.device("cuda", 1))
+
+    class Graph:
+        def __init__(self, graph: object, pool: str, stream: str, mode: str) -> None:
+            assert (stream, mode) == (of_the_model, "thread_local")
+            self._pool = pool
+
+        def __enter__(self) -> None:
+            streams.append("its own")
+            pools.add(self._pool)
+
+        def __exit__(self, *args: object) -> None:
+            if is_invalidated:
+                raise RuntimeError("capture was invalidated")
+            pools.remove(self._pool)
+
+    def end(device: int, pool: str) -> None:
+        assert device == 1
+        if pool not in pools:
+            raise RuntimeError("not currently recording")
+        pools.remove(pool)
+
+    def run() -> None:
+        assert not gc.isenabled()
+        raise RuntimeError("a size that the device says")
+
+    @contextmanager
+    def stream(current: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            streams.append(current)
+
+    for name, stand_in in {
+        "CUDAGraph": object,
+        "device": lambda device: nullcontext(),
+        "current_stream": lambda device: streams[-1],
+        "stream": stream,
+        "graph": Graph,
+        "graph_pool_handle": lambda: "the graph's",
+    }.items():
+        assert hasattr(torch.cuda, name), name
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    generator = mock.Mock(**{"clone_state.return_value": "as new"})
+    monkeypatch.setattr(torch.cuda, "default_generators", [None, generator])
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: released.append(pool))
+    with pytest.raises(RuntimeError, match="invalidated" if is_invalidated else "a size"):
+        graphed_step.capture(of_the_model, run)
+    assert gc.isenabled()
+    assert streams[-1] == "compute"
+    assert pools == {"others"}
+    assert released == ([(1, "the graph's")] if is_invalidated else [])
+    left = [mock.call("as new")] if is_invalidated else []
+    assert generator.graphsafe_set_state.mock_calls == left
+
+
+def test_ctrl_c_in_a_capture_is_not_lost_where_torch_has_other_names(cuda_stream, monkeypatch):
+    def run() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        graphed_step.capture(cuda_stream, run)
+
+
+def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
+    """Either would end the other; and two captures would leave nobody to collect again."""
+    monkeypatch.setattr("moe_infinity.memory.cuda.CAPTURE_SECONDS", 5.0)
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
+    link = CudaLink(cuda_stream.device)
+    seen.clear()
+    others: list[Any] = [
+        lambda: CudaLink(cuda_stream.device),
+        link.synchronize,
+        lambda: graphed_step.capture(cuda_stream, lambda: seen.append("captured")),
+    ]
+
+    def run() -> None:
+        for thread in threads:
+            thread.start()
+            thread.join(0.1)  # they do not get far
+        link.synchronize()  # which CUDA would refuse, but nothing hangs
+        assert seen.pop() == "waited"
+        seen.append("begun before")
+
+    threads = [threading.Thread(target=other) for other in others]
+    graphed_step.capture(cuda_stream, run)
+    for thread in threads:
+        thread.join(10)
+    assert seen[0] == "begun before"
+    assert sorted(seen[1:]) == ["captured", "emptied", "waited"]
+    assert gc.isenabled()
+
+
+def test_a_wait_for_a_device_does_not_wait_for_ever_for_a_capture(cuda_stream, monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
+    monkeypatch.setattr("moe_infinity.memory.cuda.CAPTURE_SECONDS", 0.05)
+    link = CudaLink(cuda_stream.device)
+    waiting = threading.Thread(target=link.synchronize)
+    with CAPTURING:
+        waiting.start()
+        waiting.join(10)
+        assert seen == ["waited"]
+    link.synchronize()
+    assert CAPTURING.acquire(timeout=1)
+    CAPTURING.release()
+
+
+def test_a_graph_is_replayed_and_gives_what_the_capture_gave(cuda_stream):
+    graph: Any = torch.cuda.CUDAGraph()  # there is one of them
+    replay = graphed_step.capture(cuda_stream, lambda: "logits")
+    assert not graph.replay.called
+    assert replay() == replay() == "logits"
+    assert graph.replay.call_count == 2
+
+
+def test_every_model_captures_on_a_stream_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: mock.Mock(device=device))
+    model: Any = SimpleNamespace(device=torch.device("cuda", 1), forward=lambda: None)
+    one, other = (graphed_step.GraphedStep(model, mock.Mock()) for _ in range(2))
+    assert one._stream is not other._stream
+    assert one._stream is not None
+    assert one._stream.device == model.device
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_is_as_before_after_a_capture(cuda_stream, collects):
+    try:
+        if not collects:
+            gc.disable()
+        assert graphed_step.capture(cuda_stream, gc.isenabled)() is False  # within it
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
+
+
+def test_closing_gives_the_models_own_forward_back(tiny_checkpoint):
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        assert "forward" in vars(moe.model)
+    assert "forward" not in vars(moe.model)

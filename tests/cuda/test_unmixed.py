@@ -1,0 +1,70 @@
+"""Where the host decides, no operation mixes tensors of the CPU and of the device: a GPU would
+refuse it, or wait for a copy that nobody asked for. Seen on a device that is nowhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_infinity import MoE
+from moe_infinity.engine.routing import RoutedRows
+from tests.cuda.fake_cuda import fake_device
+from tests.cuda.no_device import NOWHERE, NowhereLink, told_by_nobody
+from tests.quantized_checkpoints import CHECKPOINTS, build
+from tests.sweep.discover import architectures_in
+from tests.sweep.tiny import tiny_model
+
+# One of each kind of adapter, and of each way a class has of summing up.
+FOLDERS = [
+    "dbrx", "deepseek_v3", "gpt_oss", "jamba", "longcat_flash", "mixtral", "nemotron_h",
+    "qwen3_vl_moe", "zaya",
+]  # fmt: skip
+
+
+def prompt_and_token(folder: Path, **options: Any) -> None:
+    budgets = {"device_memory": "40%", "host_memory": "60%"}
+    link = fake_device(NowhereLink())
+    with link, told_by_nobody(), MoE(folder, **budgets, **options) as moe:
+        ids = torch.zeros(1, 9, dtype=torch.int64, device=NOWHERE)
+        out = moe.model(ids, use_cache=True)
+        out = moe.model(ids[:, :1], use_cache=True, past_key_values=out.past_key_values)
+        assert out.logits.device == NOWHERE
+        assert moe.report().decode.lookups > 0
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_experts_of_every_kind_of_class(folder, tmp_path):
+    tiny_model(architectures_in(folder)[0]).save_pretrained(tmp_path)
+    prompt_and_token(tmp_path)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "fast"])
+def test_every_implementation(tiny_checkpoint, implementation):
+    prompt_and_token(tiny_checkpoint, experts_implementation=implementation, prefetch=True)
+
+
+# Those of gptq are asked whether their groups are in order.
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if not name.startswith("gptq")])
+def test_packed_experts(name, tmp_path):
+    prompt_and_token(build(name, tmp_path / name))
+
+
+@pytest.mark.parametrize("expert_dtype", ["int4", "int8", "fp8"])
+def test_experts_packed_on_load(tiny_checkpoint, expert_dtype):
+    prompt_and_token(tiny_checkpoint, expert_dtype=expert_dtype)
+
+
+def test_rows_that_stay_on_the_cpu_are_found(tiny_checkpoint, monkeypatch):
+    gather = RoutedRows.gather
+
+    def forgetful(self: RoutedRows, *args: Any, **kwargs: Any) -> None:
+        gather(self, *args, **kwargs)
+        self._pairs_P = torch.arange(len(self._pairs_P))
+
+    monkeypatch.setattr(RoutedRows, "gather", forgetful)
+    with pytest.raises(AssertionError, match="mixes devices"):
+        prompt_and_token(tiny_checkpoint)

@@ -1,0 +1,123 @@
+"""Compiles the kernels for a GPU that need not be there, as their callers launch them, and prints
+what they are like.
+
+    TRITON_INTERPRET=0 python -m tests.kernels.cuda.compile_kernels 80     # compute capability 8.0
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks.gpu_kernels import KINDS, Sizes, describe
+from moe_infinity.cuda import resolve as triton_resolve
+from moe_infinity.cuda.device_table import DeviceTable
+from moe_infinity.kernels.activation import FUNCTIONS, Activation
+from moe_infinity.kernels.cuda import experts as triton_experts
+from moe_infinity.kernels.cuda.slot_mlp import Part, SlotMlp
+from tests.kernels.cuda.compiled import AbsentGpu
+
+FLUSHES = re.compile(r"\b(?:add|mul|fma)\.(?:\w+\.)*ftz\.(?:\w+\.)*f32")
+LABEL, INSTRUCTION = r"^(\.L_x_\d+):", r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*)"
+
+
+class Compiler:
+    """Stands for launching."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, dict[str, Any]] = {}  # of the code of one thread, by kernel and model
+        self.name = ""
+
+    def launcher(self, kernel: Any, grid: Any) -> Callable[..., None]:
+        def compile_only(*args: Any, **options: Any) -> None:
+            asm = kernel.run(*args, grid=grid, warmup=True, **options).asm
+            found = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", asm["ptx"])
+            widths = Counter(str(int(count or 1) * int(bits)) for count, bits in found)
+            told = {"loads": widths, "fuses": options.get("enable_fp_fusion")}
+            told["loses_denormals"] = bool(FLUSHES.search(asm["ptx"]))
+            if (mlp := options.get("MLP")) is not None:
+                matrix = mlp.gate if kernel.fn.__name__ == "_up" else mlp.down
+                tile = options["ROWS"] * options["CHUNKS"] * matrix.chunk
+                tile *= 1 + (matrix is mlp.gate and mlp.up is not None)
+                num_values = tile / (32 * options["num_warps"])
+                told["instructions"] = instructions(asm["cubin"]) / num_values
+            self.told[f"{kernel.fn.__name__.strip('_')} {self.name}".strip()] = told
+
+        return compile_only
+
+
+def instructions(cubin: bytes) -> int:
+    """In the longest loop; in all where there is none."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names, labels, loops = list[str](), dict[str, int](), list[int]()
+    for line in code.splitlines():
+        if label := re.match(LABEL, line):
+            labels[label[1]] = len(names)
+        elif one := re.match(INSTRUCTION, line):
+            names.append(one[1])
+            target = re.search(r"\.L_x_\d+", one[2])
+            if one[1] == "BRA" and target and (first := labels.get(target[0])) is not None:
+                loops.append(len(names) - first)
+    longest = max(loops, default=0)
+    return longest if longest > 1 else len(names) - names.count("NOP")
+
+
+def compute(mlp: SlotMlp, num_tokens: int = 1, top_k: int = 8) -> None:
+    x_TD = torch.zeros(num_tokens, mlp.down.num_rows).bfloat16()
+    pointers_TK = torch.zeros(num_tokens, top_k, dtype=torch.int64)
+    triton_experts.slot_moe(mlp, x_TD, pointers_TK, torch.zeros(num_tokens, top_k))
+
+
+def resolve(num_pairs: int) -> None:
+    """An odd number of 16 bytes."""
+    slots = torch.zeros(2, 16 * 1001, dtype=torch.uint8)
+    table = DeviceTable(slots, num_rows=2, num_experts=4, max_pairs=128)
+    index_TK = torch.zeros(1, num_pairs, dtype=torch.int64)
+    pointers_TK = triton_resolve.resolve(table, 1, index_TK)
+    triton_resolve.fill(table, pointers_TK)
+
+
+def main() -> None:
+    compiler = Compiler()
+    driver.set_active(AbsentGpu(int(sys.argv[1])))
+    JITFunction.__getitem__ = lambda kernel, grid: compiler.launcher(kernel, grid)
+    known = {kind: describe(Sizes(kind=kind))[0] for kind in KINDS}
+    bias, zeros, exponents = Part(0, "bfloat16"), Part(0, "int32"), Part(0, "uint8")
+    more = {name: replace(known["bf16"], activation=Activation(name)) for name in FUNCTIONS}
+    limited = Activation("silu", alpha=1.702, shift=1.0, limit=7.0)
+    more["limited"] = replace(known["bf16"], activation=limited)
+    more["no gate"] = replace(known["bf16"], up=None, activation=Activation("relu2", False))
+    bf16 = known["bf16"]
+    gate, down = (replace(matrix, column_stride=1024) for matrix in (bf16.gate, bf16.down))
+    more["transposed"] = replace(bf16, gate=gate, down=down, weighs_input=True)
+    gptq = known["gptq"]
+    any_order = replace(gptq.gate, groups=Part(0, "int32"))
+    more["gptq any"] = replace(gptq, gate=any_order, up=any_order)
+    more["bias"] = replace(known["mxfp4"], gate=replace(known["mxfp4"].gate, bias=bias))
+    more["zeros"] = replace(known["int4"], gate=replace(known["int4"].gate, zeros=zeros))
+    more["e8m0"] = replace(known["fp8"], gate=replace(known["fp8"].gate, scale=exponents))
+    for num_pairs in (8, 64, 128):
+        resolve(num_pairs)
+    for compiler.name, mlp in (known | more).items():
+        compute(mlp)
+    sys.stdout.write(json.dumps(compiler.told))
+
+
+if __name__ == "__main__":
+    main()

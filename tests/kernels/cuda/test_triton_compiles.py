@@ -1,0 +1,75 @@
+"""What the interpreter cannot tell: that kernels compile, load weights as wide as a GPU can, and
+need few instructions for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+# Of a weight, for up and down, a fifth above the most of Triton 3.4, 3.6, 3.7 and 3.9. A GPU that
+# reads B bytes a second with M processors of F Hz keeps up while this is less than M * F * 128 *
+# (bytes of a weight) / B: an RTX 3090 with 19 for one of 8 bits and 9.5 for 4 bits, an H100 with
+# 8.8 and 4.4.
+INSTRUCTIONS = {
+    "int8": (6.3, 6.1), "fp8": (9.9, 10.2), "int4": (6.6, 4.9), "mxfp4": (8.6, 7),
+    "gptq": (5.4, 6.1), "awq": (5.3, 5.5), "gptq any": (10.2, 6.1),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[80, 90])
+def told(request) -> dict[str, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.cuda.compile_kernels", str(request.param)],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_weights_are_loaded_16_bytes_at_once(told):
+    """An address that is read from memory loses what is known of its alignment, and then every
+    byte would be loaded alone. Narrow loads are scales, zeros and single numbers.
+    """
+    assert told["fill"]["loads"]["128"] == 4
+    for name, kernel in told.items():
+        widths = kernel["loads"]
+        if name.startswith(("up ", "down ")):
+            assert widths.pop("128") >= 2, name
+            few = {"gptq any": 80, "awq": 80, "gptq": 20}.get(name.partition(" ")[2], 12)
+            assert sum(widths.values()) <= few, (name, widths)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_weight_takes_few_instructions(told):
+    """A wrong layout costs twice as many, and that sums cross threads for every weight."""
+    for kind, limits in INSTRUCTIONS.items():
+        for part, most in zip(("up", "down"), limits, strict=True):
+            assert told[f"{part} {kind}"]["instructions"] < most, (part, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_version_of_triton_chooses_how_sums_are_rounded(told):
+    assert {kernel["fuses"] for kernel in told.values()} == {True}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_numbers_that_small_are_not_lost(told):
+    """Weights are read as denormal float32s, which arithmetic may take for 0: that of erf does."""
+    assert [name for name, kernel in told.items() if kernel["loses_denormals"]] == ["up gelu"]

@@ -1,0 +1,114 @@
+"""Random weights of every kind, and experts made of them as they lie in slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_infinity.checkpoint.layout import PLAIN, WORDS, StoredPart, StoredWeight
+from moe_infinity.experts import ExpertLayout
+from moe_infinity.kernels import unpack
+
+
+def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Its parts; the weight; and the size at which its values are rounded: beyond |w| where zeros
+    are subtracted later.
+    """
+    name, *options = kind.split()
+    if name in PLAIN:
+        weight = torch.randn(rows, columns).to(PLAIN[name]) / columns**0.5
+        stored = weight.t().contiguous() if options == ["transposed"] else weight
+        return {"": stored}, weight.float(), weight.float().abs()
+    if name == "int8":
+        bytes_RC = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
+        scales = (torch.rand(rows, 1) / 1000).half()
+        weight = bytes_RC.float() * scales.float()
+        return {"weight": bytes_RC, "scale": scales}, weight, weight.abs()
+    if name == "fp8":
+        grid = (rows, 1) if options == ["rows"] else (-(-rows // 16), columns // 32)
+        numbers = torch.randint(0, 0x58, (rows, columns)) + 128 * torch.randint(0, 2, (rows, 1))
+        bytes_RC = numbers.to(torch.uint8).view(torch.float8_e4m3fn)
+        scales, block = torch.rand(grid) / 50, (1, columns) if options == ["rows"] else (16, 32)
+        if options == ["exponents"]:
+            scales = torch.randint(115, 122, grid).to(torch.uint8)
+        weight = unpack.fp8(bytes_RC, scales, block, torch.float32)
+        return {"weight": bytes_RC, "scale": scales}, weight, weight.abs()
+    if name == "mxfp4":
+        blocks = torch.randint(0, 256, (rows, columns // 32, 16), dtype=torch.uint8)
+        exponents = torch.randint(112, 122, blocks.shape[:2]).to(torch.uint8)
+        weight = unpack.mxfp4(blocks, exponents, torch.float32).t()
+        return {"blocks": blocks, "scales": exponents}, weight, weight.abs()
+    if name in WORDS:
+        return _words(name, rows, columns, options)
+    group = columns if options[-1] == "None" else int(options[-1])
+    parts = {"packed": torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32)}
+    parts["scale"] = ((torch.rand(rows, columns // group) + 0.1) / 200).bfloat16()
+    if "zeros" in options:
+        parts["zero_point"] = parts["packed"][: -(-rows // 8), : columns // group].clone()
+    weight = unpack.int4_rows(
+        parts["packed"], parts["scale"].float(), parts.get("zero_point"), torch.float32
+    )
+    return parts, weight, 31 * parts["scale"].float().repeat_interleave(group, 1)
+
+
+def _words(
+    name: str, rows: int, columns: int, options: list[str]
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """gptq or awq; the first option is the length of a group. With "any" columns of gptq are in any
+    order.
+    """
+
+    def words(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
+
+    group, num_groups = int(options[0]), columns // int(options[0])
+    index = torch.arange(num_groups, dtype=torch.int32).repeat_interleave(group)
+    values = (columns, rows // 8) if name == "awq" else (columns // 8, rows)
+    parts = {"qweight": words(*values), "qzeros": words(num_groups, rows // 8)}
+    parts["scales"] = ((torch.rand(num_groups, rows) + 0.1) / 200).half()
+    if "any" in options:
+        parts["g_idx"] = index = index[torch.randperm(columns)]
+    floats = parts | {"scales": parts["scales"].float()}
+    if name == "awq":
+        weight = unpack.awq(floats, torch.float32)
+    else:
+        weight = unpack.gptq(floats, torch.float32, adds_one_to_zeros=name == "gptq")
+    return parts, weight, 31 * floats["scales"].t()[:, index.long()]
+
+
+class StoredExperts:
+    """Some experts in slots, and their weights: `up` one above the other, then down."""
+
+    def __init__(
+        self, kind, width, expert_width, *, num=4, is_gated=True, splits=False, has_bias=False
+    ):
+        up_rows = 2 * expert_width if is_gated else expert_width
+        shapes = [(expert_width, width)] * 2 if splits else [(up_rows, width)]
+        shapes.append((width, expert_width))
+        made = [[make_weight(kind, *shape) for shape in shapes] for _ in range(num)]
+        self.biases = [[torch.randn(r).bfloat16() * has_bias for r, _ in shapes] for _ in made]
+        named = [
+            {f"{i} {role}": t for i, (parts, _, _) in enumerate(one) for role, t in parts.items()}
+            | ({f"{i} bias": bias for i, bias in enumerate(biases)} if has_bias else {})
+            for one, biases in zip(made, self.biases, strict=True)
+        ]
+        self.layout = ExpertLayout.of(
+            {name: (tuple(t.shape), str(t.dtype)[6:]) for name, t in named[0].items()}
+        )
+        self.slots = torch.empty(num, self.layout.slot_bytes, dtype=torch.uint8)
+        for slot, parts in zip(self.slots, named, strict=True):
+            for spec in self.layout.params:
+                slot[spec.offset :][: spec.num_bytes] = parts[spec.name].view(torch.uint8).flatten()
+        self.weights = [(torch.cat([w for _, w, _ in one[:-1]]), one[-1][1]) for one in made]
+        self.sizes = [(torch.cat([s for _, _, s in one[:-1]]), one[-1][2]) for one in made]
+        stored: list[dict[str, StoredPart]] = [{} for _ in shapes]
+        for spec in self.layout.params:
+            i, role = spec.name.split(" ")
+            part = StoredPart(spec.offset, getattr(torch, spec.dtype), spec.shape)
+            stored[int(i)][role] = part
+        self.described_biases = [parts.pop("bias") for parts in stored] if has_bias else []
+        block = (16, 32) if kind in ("fp8 blocks", "fp8 exponents") else None
+        self.described = [
+            StoredWeight(kind.split()[0], shape, parts, block, kind.endswith("transposed"))
+            for shape, parts in zip(shapes, stored, strict=True)
+        ]
