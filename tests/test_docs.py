@@ -14,7 +14,8 @@ STARTS = (ROOT, ROOT / "moe_infinity", ROOT / "docs")  # that names may be relat
 FOLDERS = ("moe_infinity", "docs", "tests", "benchmarks", "scripts", "tools", "examples", "models")
 BARE_NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")}
 NOT_OURS = {"docs/decisions/NNNN-title.md"}  # a pattern of names
-HISTORY = {ROOT / "docs" / "log.md", *(ROOT / "docs" / "decisions").glob("*.md")}  # what was there at the time
+# They name what was there at the time.
+HISTORY = {ROOT / "docs" / "log.md", *(ROOT / "docs" / "decisions").glob("*.md")}
 GUIDES = {ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")} - HISTORY
 MODULES = set((ROOT / "moe_infinity").rglob("*.py"))
 NAME = re.compile(r"(?<![\w/.:])\w[\w./-]*\.(?:py|md)\b")  # no part of a URL, no ../
