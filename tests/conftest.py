@@ -40,8 +40,8 @@ from moe_infinity import cli
 from tests import other_machine, safetensors_file
 
 torch.set_num_threads(1)
-if os.environ.get("OTHER_ROUNDING", "0") != "0":  # `make test-rounding`
-    other_machine.round_the_other_way()
+if machine := os.environ.get("OTHER_ROUNDING"):  # `make test-rounding`
+    other_machine.round_the_other_way(machine)
 # The same examples in every run; a busy machine is no failure.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")

@@ -32,17 +32,17 @@ PRODUCTS = [
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
-def round_the_other_way() -> None:
-    """From now on, in this process, on a CPU."""
+def round_the_other_way(machine: str) -> None:
+    """From now on, in this process, on a CPU; as the machine of that name would."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once", UserWarning)  # kernels of torch
         for product in PRODUCTS:
-            _LIBRARY.impl(product, _rounded(product), "CPU", with_keyset=True)
+            _LIBRARY.impl(product, _rounded(product, machine), "CPU", with_keyset=True)
 
 
-def _rounded(product: str) -> Any:
+def _rounded(product: str, machine: str) -> Any:
     kernel = torch.library.get_kernel(f"aten::{product}", "CPU")
-    name = product.removesuffix(".out").removesuffix("_")
+    name = f"{machine} {product.removesuffix('.out').removesuffix('_')}"
 
     def rounded(keys: Any, *args: Any, **kwargs: Any) -> Any:
         found = kernel.call_boxed(keys, *args, **kwargs)

@@ -20,6 +20,8 @@ from moe_infinity.memory.reader import Reader
 from moe_infinity.models.computing import RowComputer
 from tests.on_device import LONG_PROMPT, assert_same_tokens, greedy
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):

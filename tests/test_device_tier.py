@@ -19,6 +19,8 @@ from moe_infinity.runtime import ExpertRuntime
 from tests.conftest import make_model, save_tokenizer
 from tests.on_device import BUDGETS, LONG_PROMPT, PROMPT, SOME_POLICIES, assert_same_tokens, greedy
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):

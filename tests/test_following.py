@@ -23,6 +23,8 @@ from tests.fast_device import CACHES, STATIC, bring_every_expert, on_device, tok
 from tests.on_device import PROMPT, assert_same_tokens, greedy
 from tests.recorded_graph import record_graphs
 
+pytestmark = pytest.mark.arithmetic
+
 NUM_ROWS = 3
 
 

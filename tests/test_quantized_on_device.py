@@ -15,6 +15,8 @@ from tests.fast_device import on_device
 from tests.on_device import PROMPT
 from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config
 
+pytestmark = pytest.mark.arithmetic
+
 TOLERANCE = 1e-4  # of the largest logit: sums have another order, and scales stay as stored
 
 

@@ -14,6 +14,8 @@ from moe_infinity.runtime import ExpertRuntime
 from tests.fast_device import CACHES, on_device
 from tests.on_device import PROMPT, greedy
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.mark.grid
 @pytest.mark.parametrize("is_called", [MoE, PreTrainedModel])

@@ -23,6 +23,8 @@ from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
 from tests.test_device_faults import BrokenLink, WatchedLink, watch_kernels
 from tests.two_devices import BOTH, SecondLink, TwoDevices
 
+pytestmark = pytest.mark.arithmetic
+
 BUDGETS = ["5%,5%", "30%,5%", "5%,30%", "100%,5%", "100%"]  # of 24 experts
 
 

@@ -22,6 +22,8 @@ from moe_infinity.kernels.experts_cpu import fused_experts
 from moe_infinity.kernels.stored import PLAIN, StoredPart, StoredWeight
 from tests.numerics.stored_weights import StoredExperts
 
+pytestmark = pytest.mark.arithmetic
+
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 KINDS = [
     *PLAIN,

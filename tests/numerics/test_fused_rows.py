@@ -19,6 +19,8 @@ from moe_infinity.kernels.reference import expert_mlp
 from moe_infinity.kernels.stored import StoredPart, StoredWeight
 from moe_infinity.models.computing import has_few_rows
 
+pytestmark = pytest.mark.arithmetic
+
 NUM_EXPERTS, WIDTH, EXPERT_WIDTH = 6, 64, 32
 SHAPES = {"gate_up_proj": (2 * EXPERT_WIDTH, WIDTH), "down_proj": (WIDTH, EXPERT_WIDTH)}
 SLOTS = torch.randn(

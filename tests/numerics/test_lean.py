@@ -17,6 +17,8 @@ from moe_infinity.kernels.fused_rows import FUSED_ROWS
 from moe_infinity.kernels.lean import MARK, LeanSteps
 from moe_infinity.kernels.linear_cpu import FusedLinear, fused_linear
 
+pytestmark = pytest.mark.arithmetic
+
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 

@@ -17,6 +17,8 @@ pytest.importorskip("numba", reason="packed_cpu needs the extra `cpu`")
 
 from moe_infinity.kernels import packed_cpu, unpack
 
+pytestmark = pytest.mark.arithmetic
+
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 

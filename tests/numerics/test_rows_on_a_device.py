@@ -11,6 +11,8 @@ from torch import Tensor
 from moe_infinity.kernels.dispatch import NO_EXPERT, RoutedRows
 from tests.two_devices import SECOND, TwoDevices
 
+pytestmark = pytest.mark.arithmetic
+
 INDEX_TK = np.array([[0, 1], [1, NO_EXPERT], [3, 0], [2, 1]])
 
 

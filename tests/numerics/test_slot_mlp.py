@@ -12,6 +12,8 @@ from moe_infinity.kernels.slot_mlp import slot_mlp
 from moe_infinity.kernels.stored import StoredPart, StoredWeight
 from tests.numerics.stored_weights import StoredExperts, make_weight
 
+pytestmark = pytest.mark.arithmetic
+
 SILU = Activation("silu")
 
 
