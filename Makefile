@@ -12,7 +12,7 @@ INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-compiled check bench format clean
+.PHONY: help demo test test-all test-rounding test-compiled check bench format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,14 @@ test: $(INSTALLED) ## the coverage gate of the parts without torch, then all oth
 
 test-all: $(INSTALLED) ## every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+# Each has other last bits than the machine it runs on; the last is tests/other_machine.py.
+ROUNDINGS ?= ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 OTHER_ROUNDING=1
+
+test-rounding: export HF_HUB_OFFLINE = 1
+test-rounding: $(INSTALLED) ## tests of arithmetic as machines run them that round differently
+	@set -e; for rounding in $(ROUNDINGS); do echo "== $$rounding"; \
+		env $$rounding $(BIN)/python -m pytest -n 2 -m "arithmetic and "$(FAST); done
 
 test-compiled: export TRITON_INTERPRET = 0
 test-compiled: export CAPABILITY ?= 80

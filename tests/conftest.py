@@ -37,9 +37,11 @@ from transformers import (
 )
 
 from moe_infinity.cli import app as cli
-from tests import safetensors_file
+from tests import other_machine, safetensors_file
 
 torch.set_num_threads(1)
+if machine := os.environ.get("OTHER_ROUNDING"):  # `make test-rounding`
+    other_machine.round_the_other_way(machine)
 # The same examples in every run; a busy machine is no failure.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")

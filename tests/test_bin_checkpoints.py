@@ -22,6 +22,8 @@ from tests.architectures.encoder_decoders import (
     save_bin,
 )
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def name(request) -> str:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+pytestmark = pytest.mark.arithmetic
+
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 PROMPT = "Question: What are the symptoms of a fever?\nAnswer:"
 

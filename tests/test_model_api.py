@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 
 from moe_infinity import ClosedError, ConfigError, MoE, OffloadConfig
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
 NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
 BYTES_PER_EXPERT = 3 * 32 * 16 * 2
 PROMPT = "w5 w6 w9 w100 w31"

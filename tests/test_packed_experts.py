@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from moe_infinity import ConfigError, MoE, UnsupportedModelError
 from moe_infinity.checkpoint.recipe import Recipe
@@ -19,6 +18,7 @@ from moe_infinity.engine import compute as computing
 from moe_infinity.quantize import pack_checkpoint
 from tests import conftest
 from tests.architectures.test_architectures import SMALL
+from tests.closeness import distance, logits_of_steps
 from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
@@ -26,6 +26,8 @@ from tests.sweep.tiny import tiny_model
 pytest.importorskip("numba", reason="numba is not installed")
 from moe_infinity.engine.fused_rows import FusedRows
 from moe_infinity.kernels.cpu import experts as experts_cpu
+
+pytestmark = pytest.mark.arithmetic
 
 IDS = torch.arange(3, 3 + 12).view(1, 12) * 4 % 128
 WIDE = {"hidden_size": 256, "num_attention_heads": 4}  # as many columns as the kernels need
@@ -50,21 +52,12 @@ def folder(name, tmp_path_factory) -> Path:
     return build(name, tmp_path_factory.mktemp("packed") / "model", **WIDE, **{width: 128})
 
 
-@torch.no_grad()
-def token_by_token(folder: Path, **options: Any) -> Tensor:
-    """Logits [1, T, V] of a model that is given one token after the other."""
+def token_by_token(folder: Path, ids: Tensor = IDS, **options: Any) -> Tensor:
+    """Logits of a model that is given one token after the other."""
     with MoE(folder, **({"host_memory": "50%", "dtype": "float32"} | options)) as moe:
-        cache = DynamicCache(config=moe.model.config)
-        steps = [
-            moe.model(IDS[:, t : t + 1], past_key_values=cache, use_cache=True).logits
-            for t in range(IDS.shape[1])
-        ]
+        found = logits_of_steps(moe.model, ids)
         moe.check_invariants()
-    return torch.cat(steps, dim=1)
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+    return found
 
 
 def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
@@ -117,10 +110,13 @@ def source(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("expert_dtype", ["int4", "int8", "fp8"])
 def test_packing_on_load_gives_the_bits_of_the_packed_checkpoint(source, expert_dtype, tmp_path):
     pack_checkpoint(str(source), tmp_path / "packed", experts=expert_dtype, rounding="nearest")
-    for options in ({"experts_implementation": "grouped_mm"}, {}):
-        on_load = token_by_token(source, expert_dtype=expert_dtype, **options)
-        packed = token_by_token(tmp_path / "packed", **options)
-        if options:  # on the way to a kernel gate and up are one matrix or two
+    for implementation in ("grouped_mm", "auto"):
+        arithmetic = {"experts_implementation": implementation}
+        on_load = token_by_token(source, IDS, expert_dtype=expert_dtype, **arithmetic)
+        packed = token_by_token(tmp_path / "packed", IDS, **arithmetic)
+        if (
+            implementation == "grouped_mm"
+        ):  # on the way to a kernel gate and up are one matrix or two
             assert torch.equal(on_load, packed)
         else:
             assert distance(on_load, packed) < 1e-5
@@ -178,18 +174,13 @@ def test_what_cannot_be_packed_on_load_is_refused(folder, tiny_checkpoint, tmp_p
 
 @torch.no_grad()
 def test_fast_is_near_the_bits_of_stock_and_wrong_experts_are_not(source, monkeypatch):
-    for dtype, tolerance in {"float32": 1e-5, "bfloat16": 0.05}.items():
-        expected = token_by_token(source, dtype=dtype).float()
-        assert (
-            distance(token_by_token(source, dtype=dtype, experts_implementation="fast"), expected)
-            < tolerance
-        )
-    with MoE(source, dtype="float32", experts_implementation="fast", host_memory="20%") as moe:
-        ids = torch.arange(3, 3 + 24).view(6, 4)
-        few = moe.generate(ids, max_new_tokens=8, do_sample=False)
-        assert moe.report().experts == "as stored, fast"
-    with MoE(source, dtype="float32", host_memory="20%") as moe:
-        assert torch.equal(moe.generate(ids, max_new_tokens=8, do_sample=False), few)
+    for ids, host_memory in ((IDS, "50%"), (torch.arange(3, 3 + 72).view(6, 12), "20%")):
+        exact = token_by_token(source, ids, host_memory=host_memory)
+        with MoE(
+            source, dtype="float32", experts_implementation="fast", host_memory=host_memory
+        ) as moe:
+            assert distance(logits_of_steps(moe.model, ids), exact) < 1e-5
+            assert moe.report().experts == "as stored, fast"
     add = FusedRows.add
 
     def exchanged(self: Any, expert_idxs: list[int], addresses: list[int]) -> None:

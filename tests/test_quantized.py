@@ -17,6 +17,8 @@ from moe_infinity.inspection import inspect_checkpoint
 from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config
 from tests.slow_unpack import dequantized
 
+pytestmark = pytest.mark.arithmetic
+
 BUDGETS = ["6.3%", "50%", "100%"]  # of 16 experts: one slot, half of them, all
 PROMPT = torch.arange(3, 3 + 26).view(2, 13) * 4 % 128  # two sequences
 

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from moe_infinity import ConfigError, MoE, TraceError
 from moe_infinity.tracing import read_prompts, record_trace
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.arithmetic]
 PROMPT = torch.tensor([[5, 6, 9], [7, 8, 9]])
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 

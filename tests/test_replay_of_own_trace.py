@@ -18,7 +18,7 @@ from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.replay import Setup, replay
 from moe_infinity.simulator.schedule import steps_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.arithmetic]
 POLICIES = ["lru", "lfu", "request-lfu", "moe-infinity-v3", "activation-aware"]
 NUM_ROWS = 3
 HARDWARE = Hardware(bytes_per_s=1e9, expert_bytes=1000, layer_s=1e-3)

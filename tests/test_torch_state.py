@@ -17,6 +17,8 @@ from tests.cuda.fake_cuda import FakeLink, fake_device
 from tests.cuda.fast_device import CACHES, FAST, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
 
+pytestmark = pytest.mark.arithmetic
+
 BUDGETS = {"device_memory": "30%", "host_memory": "50%"}
 DTYPES = [torch.bfloat16, torch.float16, torch.float64]
 needs_numba = pytest.mark.skipif(not has_packed_kernels(), reason="needs numba")

@@ -13,6 +13,8 @@ import transformers
 from moe_infinity import MoE, UnsupportedModelError
 from moe_infinity.engine.layer import ExpertRuntime
 
+pytestmark = pytest.mark.arithmetic
+
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -23,6 +23,8 @@ from tests.architectures.encoder_decoders import (
     make_model,
 )
 
+pytestmark = pytest.mark.arithmetic
+
 NUM_STEPS = 19  # decode steps of 20 tokens
 TOP_K = {"SwitchTransformers": 1, "NllbMoe": 2}
 

@@ -14,6 +14,8 @@ import torch
 from moe_infinity import MoE
 from tests.sweep import discover, tiny
 
+pytestmark = pytest.mark.arithmetic
+
 NAMED = {
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",

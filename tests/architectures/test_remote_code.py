@@ -18,6 +18,8 @@ from moe_infinity import ConfigError, MoE, UnsupportedModelError
 from moe_infinity.inspection import inspect_checkpoint
 from tests.remote_code.checkpoints import MODELS, save_remote_code_model
 
+pytestmark = pytest.mark.arithmetic
+
 BUDGETS = ["6.3%", "50%", "100%"]  # the first is one slot: 16 or 24 experts in all
 PROMPT = torch.arange(3, 3 + 26).view(2, 13) * 4 % 128  # two sequences
 NUM_STEPS = 7  # decode steps of 8 tokens, where no more are needed

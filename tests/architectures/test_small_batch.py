@@ -17,6 +17,8 @@ from moe_infinity.architectures.small_batch import MARK, LeanSteps
 from moe_infinity.engine.fused_rows import FUSED_ROWS
 from moe_infinity.kernels.cpu.linear import FusedLinear, fused_linear
 
+pytestmark = pytest.mark.arithmetic
+
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 

@@ -15,7 +15,7 @@ from moe_infinity import MoE
 from moe_infinity.cli import app as cli
 from tests.cuda.fast_device import on_device
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
 NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
 BYTES_PER_EXPERT = 3 * 32 * 16 * 2
 PROMPT = "w5 w6 w9 w100 w31"

@@ -20,6 +20,8 @@ from moe_infinity.memory.device_mover import DeviceMover
 from tests.cuda.fake_cuda import FakeLink, fake_device
 from tests.cuda.on_device import LONG_PROMPT, assert_same_tokens, greedy
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):

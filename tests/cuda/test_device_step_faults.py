@@ -28,6 +28,8 @@ from tests.cuda.fast_device import CACHES, STATIC, bring_every_expert, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
 from tests.cuda.recorded_graph import record_graphs
 
+pytestmark = pytest.mark.arithmetic
+
 TIGHT = "30%", "34%"  # 7 slots above 8
 
 

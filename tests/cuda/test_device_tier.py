@@ -26,6 +26,8 @@ from tests.cuda.on_device import (
     greedy,
 )
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):

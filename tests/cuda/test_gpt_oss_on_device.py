@@ -26,11 +26,15 @@ from moe_infinity.kernels import has_triton_kernels
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cuda import reference as slot_reference
 from moe_infinity.kernels.cuda.slot_mlp import LOAD_BYTES, Matrix, SlotMlp
-from tests.cuda.fast_device import CACHES, STATIC, on_device
+from tests.closeness import distance, logits_of_steps
+from tests.cuda.fast_device import CACHES, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
 from tests.quantized_checkpoints import GPT_OSS, MXFP4, build
 
+pytestmark = pytest.mark.arithmetic
+
 ROWS, TOP_K = 2, 3
+IDS = torch.cat([PROMPT, LONG_PROMPT[:, :16]], dim=1)
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +62,18 @@ def computed(monkeypatch):
     return found
 
 
+@pytest.fixture(scope="module", params=CACHES)
+def cache(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def expected(folder):
+def expected(folder, cache):
     """With all experts resident."""
     with on_device(folder, "100%", "100%") as moe:
-        return greedy(moe), greedy(moe, LONG_PROMPT)
+        return greedy(moe, **cache), greedy(moe, LONG_PROMPT, **cache)
 
 
-@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("host_memory", ["50%", "100%"])  # 8, 16 experts
 @pytest.mark.parametrize("device_memory", ["7%", "40%"])  # 1, 6
 def test_no_budget_changes_a_token(folder, expected, computed, device_memory, host_memory, cache):
@@ -84,22 +92,12 @@ def test_no_budget_changes_a_token(folder, expected, computed, device_memory, ho
 # Against transformers
 
 
-@torch.no_grad()
-def logits_by(model: Any, ids: Tensor, num_prompt: int) -> Tensor:
-    """[N, vocabulary] of a prompt's last token and of those after it, given one by one."""
-    cache = transformers.DynamicCache(config=model.config)
-    found = [model(ids[:, :num_prompt], past_key_values=cache).logits[0, -1]]
-    for at in range(num_prompt, ids.shape[1]):
-        found.append(model(ids[:, at : at + 1], past_key_values=cache).logits[0, -1])
-    return torch.stack(found).float()
-
-
 def stock_logits(folder: Path, ids: Tensor) -> Tensor:
     unpacked = transformers.Mxfp4Config(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=unpacked, experts_implementation="eager"
     ).float()
-    return logits_by(model, ids, PROMPT.shape[1])
+    return logits_of_steps(model, ids, PROMPT.shape[1])
 
 
 def swap(mlp: SlotMlp) -> SlotMlp:
@@ -134,32 +132,31 @@ WRONG = {
 }
 
 
-def test_logits_are_those_of_transformers_and_what_is_wrong_is_seen(folder, expected, monkeypatch):
+def test_logits_are_those_of_transformers_and_what_is_wrong_is_seen(folder, monkeypatch):
     """In float32 both, so that they differ by the order of sums alone: 3e-5 of the largest logit
     (measured 1e-6); the smallest of the mistakes, the other alpha, changes 3e-3.
     """
-    ids, num_prompt = expected[0], PROMPT.shape[1]
-    stock = stock_logits(folder, ids)
+    stock = stock_logits(folder, IDS)
     slot_moe = slot_reference.slot_moe
 
-    def distance() -> float:
+    def found() -> float:
         with on_device(folder, "40%", "100%", dtype="float32") as moe:
-            found = logits_by(moe.model, ids, num_prompt)
+            found = logits_of_steps(moe.model, IDS, PROMPT.shape[1])
         assert torch.allclose(found[0], stock[0], rtol=1e-3, atol=1e-3)  # the prompt is the host's
-        return float((found - stock).abs().max() / stock.abs().max())
+        return distance(found, stock)
 
-    assert distance() < 3e-5
+    assert found() < 3e-5
     for change in WRONG.values():
         monkeypatch.setattr(
             slot_reference, "slot_moe", lambda mlp, *args, c=change: slot_moe(c(mlp), *args)
         )
-        assert distance() > 1e-3, change
+        assert found() > 1e-3, change
 
     def exchanged(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return slot_moe(mlp, x_TD, pointers_TK.flip(1), weights_TK)
 
     monkeypatch.setattr(slot_reference, "slot_moe", exchanged)
-    assert distance() > 1e-3
+    assert found() > 1e-3
 
 
 # How kernels are told
@@ -252,10 +249,11 @@ def test_packed_on_load_they_are_read_too(tmp_path):
     for budgets in (("100%", "100%"), ("7%", "50%")):
         with on_device(tmp_path, *budgets, expert_dtype="int8", dtype="float32") as moe:
             assert moe._runtime.device_steps is not None
-            found.append(greedy(moe, **STATIC).tolist())
+            cache = transformers.StaticCache(moe.model.config, max_cache_len=IDS.shape[1])
+            found.append(logits_of_steps(moe.model, IDS, PROMPT.shape[1], cache))
+    assert torch.equal(*found)
     with MoE(tmp_path, device="cpu", expert_dtype="int8", dtype="float32") as moe:
-        found.append(greedy(moe).tolist())
-    assert found[0] == found[1] == found[2]
+        assert distance(logits_of_steps(moe.model, IDS, PROMPT.shape[1]), found[0]) < 3e-5
 
 
 @pytest.mark.triton

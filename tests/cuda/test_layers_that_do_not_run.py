@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from moe_infinity import MoE
+from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.slot_kernels import SlotRows
 from moe_infinity.kernels.cuda import reference as slot_reference
-from tests.cuda.fast_device import CACHES, on_device
+from tests.cuda.fast_device import CACHES, compute_as_the_device_does, on_device
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
+
+pytestmark = pytest.mark.arithmetic
 
 PROMPT = tiny.PROMPT[:1]
 TEXT = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
@@ -42,11 +45,16 @@ def write(moe: MoE, **cache: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("after_an_image", [False, True])
-def test_text_is_decided_by_the_device_and_images_are_not_counted(folder, cache, after_an_image):
-    with MoE(folder, host_memory="100%", experts_implementation="grouped_mm") as by_host:
+def test_text_is_decided_by_the_device_and_images_are_not_counted(
+    folder, cache, after_an_image, monkeypatch
+):
+    """Against the reference path with the same arithmetic, so with the same routing."""
+    with monkeypatch.context() as patch, on_device(folder, "100%", "100%") as by_host:
+        patch.setattr(DeviceSteps, "begin", lambda self, step: False)
+        compute_as_the_device_does(patch)
         if after_an_image:
             look_at_an_image(by_host)
-        tokens = write(by_host)
+        tokens = write(by_host, **cache)
         (expected,) = by_host.request_eams()
         lookups = by_host.report().decode.lookups
     with (

@@ -23,6 +23,8 @@ from tests.cuda.on_device import LONG_PROMPT, PROMPT
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 
+pytestmark = pytest.mark.arithmetic
+
 PROMPTS = {
     "short": (PROMPT, torch.ones_like(PROMPT)),
     "long": (LONG_PROMPT[:, :40], torch.ones(1, 40, dtype=torch.int64)),

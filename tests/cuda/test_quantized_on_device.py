@@ -15,6 +15,8 @@ from tests.cuda.fast_device import on_device
 from tests.cuda.on_device import PROMPT
 from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config
 
+pytestmark = pytest.mark.arithmetic
+
 # Of the largest logit: unpacking rounds a weight to the dtype of its scale, kernels do not.
 TOLERANCE = 2e-3  # scales in float16 or float32
 INT4_TOLERANCE = 2e-2  # scales in bfloat16, so 2 ** -9 of each weight

@@ -14,6 +14,8 @@ from moe_infinity.engine.layer import ExpertRuntime
 from tests.cuda.fast_device import CACHES, on_device
 from tests.cuda.on_device import PROMPT, greedy
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.mark.grid
 @pytest.mark.parametrize("is_called", [MoE, PreTrainedModel])

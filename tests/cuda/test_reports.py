@@ -23,6 +23,8 @@ from tests.cuda.fast_device import CACHES, STATIC, bring_every_expert, on_device
 from tests.cuda.on_device import PROMPT, assert_same_tokens, greedy
 from tests.cuda.recorded_graph import record_graphs
 
+pytestmark = pytest.mark.arithmetic
+
 NUM_ROWS = 3
 
 

@@ -19,6 +19,8 @@ from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.reference import expert_mlp
 
+pytestmark = pytest.mark.arithmetic
+
 NUM_EXPERTS, WIDTH, EXPERT_WIDTH = 6, 64, 32
 SHAPES = {"gate_up_proj": (2 * EXPERT_WIDTH, WIDTH), "down_proj": (WIDTH, EXPERT_WIDTH)}
 SLOTS = torch.randn(

@@ -20,6 +20,8 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 from moe_infinity.architectures.adapters import INTERFACE
 from moe_infinity.kernels.activation import LARGE, Activation, find_activation
 
+pytestmark = pytest.mark.arithmetic
+
 NAMES = {
     "silu": "silu",
     "gelu": "gelu",

@@ -14,6 +14,8 @@ from moe_infinity.kernels.pack import Precision, pack, precision_of
 from tests.quantized_checkpoints import to_words
 from tests.slow_unpack import same_bits
 
+pytestmark = pytest.mark.arithmetic
+
 PRECISIONS = {
     "int4 32": precision_of("int4", 32),
     "int4 64": precision_of("int4", 64),

@@ -28,6 +28,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from moe_infinity.engine.routing import NO_EXPERT, RoutedRows
 from moe_infinity.kernels.reference import expert_mlp
 
+pytestmark = pytest.mark.arithmetic
+
 # torch rounds the last elements of an activation otherwise than those that fill whole vectors
 # (twice 16 floats with AVX-512): an expert without a gate whose width were no multiple of 32 would
 # differ from stock in the last bit.

@@ -15,6 +15,8 @@ from tests.compressed_tensors_package import compressor, scheme_of
 from tests.quantized_checkpoints import compressed_tensors_config
 from tests.slow_unpack import nibbles_of, same_bits, unpack_groups
 
+pytestmark = pytest.mark.arithmetic
+
 BFLOAT16 = torch.bfloat16
 
 

@@ -31,6 +31,8 @@ from tests.quantize.packed_checkpoints import (
     tensors_of,
 )
 
+pytestmark = pytest.mark.arithmetic
+
 PRECISIONS = ["int4", "int8", "fp8"]
 PROMPT = torch.arange(3, 3 + 26).view(2, 13) * 4 % 128  # two sequences
 NUM_WEIGHTS = 3 * 8 * 3  # layers, experts, matrices

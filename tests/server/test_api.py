@@ -16,6 +16,8 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from tests.server.driving import generated
 from tests.server.serving import serving
 
+pytestmark = pytest.mark.arithmetic
+
 PROMPT, PROMPT_IDS = "w5 w6 w9 w100 w31", [5, 6, 9, 100, 31]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}
 

@@ -13,6 +13,8 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from tests.server.driving import generated
 from tests.server.serving import serving
 
+pytestmark = pytest.mark.arithmetic
+
 PROMPT, PROMPT_IDS = "w5 w6 w9 w100 w31", [5, 6, 9, 100, 31]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
 BEGINNING = [

@@ -22,6 +22,8 @@ from tests.sweep.discover import Architecture, architectures_in, modelling_files
 from tests.sweep.overrides import NOT_COMPARED
 from tests.sweep.runners import outcome
 
+pytestmark = pytest.mark.arithmetic
+
 FAST = {  # beside those of tests/architectures/test_architectures.py
     "dbrx": "outside the interface, experts are row blocks of a matrix",
     "deepseek_v4": "routed by token id, float32",

@@ -22,6 +22,8 @@ from tests.sweep.on_gpu import decode_step
 from tests.sweep.overrides import NOT_COMPARED
 from tests.sweep.runners import Outcome, outcome
 
+pytestmark = pytest.mark.arithmetic
+
 FAST = {
     "gpt_oss": "transposed, with biases, gate and up in turn",
     "llama4": "routing weighs what goes in",

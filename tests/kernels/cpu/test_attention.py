@@ -10,6 +10,8 @@ from torch import Tensor
 
 from moe_infinity.kernels.cpu.attention import attend
 
+pytestmark = pytest.mark.arithmetic
+
 EPS = {torch.float32: 2e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 

@@ -22,6 +22,8 @@ from moe_infinity.kernels.cpu import work as experts_work
 from moe_infinity.kernels.cpu.experts import fused_experts
 from tests.kernels.stored_weights import StoredExperts
 
+pytestmark = pytest.mark.arithmetic
+
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 KINDS = [
     *PLAIN,

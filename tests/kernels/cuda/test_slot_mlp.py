@@ -12,6 +12,8 @@ from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cuda.slot_mlp import slot_mlp
 from tests.kernels.stored_weights import StoredExperts, make_weight
 
+pytestmark = pytest.mark.arithmetic
+
 SILU = Activation("silu")
 
 
