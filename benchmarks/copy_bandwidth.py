@@ -114,8 +114,8 @@ def reader_cells(folder: Path, num_threads: int) -> dict[str, Callable[[], tuple
     reader = Reader(num_threads=num_threads)
 
     def load(rng: random.Random) -> int:
-        row, slot_id = rng.randrange(len(plan.rows)), free.pop()
-        expert_idx = rng.randrange(plan.rows[row].num_experts)
+        row, slot_id = rng.randrange(len(plan.layers)), free.pop()
+        expert_idx = rng.randrange(plan.layers[row].num_experts)
         plan.recipes[row].load(expert_idx, reader, slots.bytes_of(slot_id))
         free.append(slot_id)
         return plan.recipes[row].bytes_per_expert()

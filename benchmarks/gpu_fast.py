@@ -230,7 +230,7 @@ def forgetting(moe: MoE) -> Iterator[None]:
 def keep_everybody(steps: DeviceSteps) -> None:
     table = steps._table
     forever = np.full(table.scores_LHE.shape, np.inf)
-    steps.follower._offer = lambda moe_row=None: table.offer(forever)  # type: ignore[method-assign]
+    steps.follower._offer = lambda moe_layer_idx=None: table.offer(forever)  # type: ignore[method-assign]
 
 
 @contextmanager

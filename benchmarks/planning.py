@@ -78,7 +78,7 @@ def measure(folder: Path, make_model: Any) -> dict[str, float]:
     mapping = transformers.conversion_mapping.get_model_conversion_mapping(model)
     plan = plan_experts(model, headers, None, mapping)
     times.append(time.perf_counter())
-    assert sum(row.num_experts for row in plan.rows) == 58 * 256
+    assert sum(row.num_experts for row in plan.layers) == 58 * 256
     names = "headers_s", "model_s", "planning_s"
     return {
         name: after - before for name, before, after in zip(names, times, times[1:], strict=False)

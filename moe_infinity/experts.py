@@ -26,7 +26,7 @@ class ExpertKey(NamedTuple):
     (ERNIE-VL).
     """
 
-    moe_row: int  # position among the model's experts modules, in model order
+    moe_layer_idx: int  # position among the model's experts modules, in model order
     expert_idx: int  # routed expert within that row
 
 

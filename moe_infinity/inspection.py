@@ -83,23 +83,25 @@ def inspect_checkpoint(
     folder = local_folder(model)
     plan = plan_from_headers(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     slot_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
-    total = sum(row.num_experts for row in plan.rows)
+    total = sum(row.num_experts for row in plan.layers)
     return Summary(
         model=model,
         architecture=plan.architecture,
-        moe_layers=len(plan.rows),
-        experts_per_layer=max(row.num_experts for row in plan.rows),
+        moe_layers=len(plan.layers),
+        experts_per_layer=max(row.num_experts for row in plan.layers),
         top_k=plan.top_k,
         packing=plan.packing,
         bytes_per_expert=max(recipes.layout.num_bytes for recipes in plan.recipes),
         stored_bytes_per_expert=max(recipes.bytes_per_expert() for recipes in plan.recipes),
-        unpacked_bytes_per_expert=max(row.layout.num_bytes for row in plan.rows),
+        unpacked_bytes_per_expert=max(row.layout.num_bytes for row in plan.layers),
         expert_bytes=plan.expert_bytes,
         dense_bytes=plan.dense_bytes,
         shared_expert_bytes=plan.shared_expert_bytes,
         is_byte_copy=all(recipes.is_byte_copy for recipes in plan.recipes),
         header_bytes=plan.header_bytes,
-        budgets=tuple(_budget(share, slot_bytes, total, len(plan.rows)) for share in SHOWN_SHARES),
+        budgets=tuple(
+            _budget(share, slot_bytes, total, len(plan.layers)) for share in SHOWN_SHARES
+        ),
     )
 
 

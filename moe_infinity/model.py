@@ -98,14 +98,14 @@ class MoE:
                 raise
             try:
                 if self.config.early_gate:
-                    self._runtime.early_gate = EarlyGate(self.model, plan.rows)
+                    self._runtime.early_gate = EarlyGate(self.model, plan.layers)
                 self._graphed = let_device_decide(self.model, plan, self._runtime, self.config)
-                self._signature = signature_of(self.model, plan.rows)
+                self._signature = signature_of(self.model, plan.layers)
                 self._load_history()
             except BaseException:
                 self._runtime.close()
                 raise
-            self._steps = experts_backend.attach(self.model, plan.rows, self._runtime)
+            self._steps = experts_backend.attach(self.model, plan.layers, self._runtime)
             self._lean = self._device.lean_steps(self.model, is_packed=plan.packing is not None)
 
     @cached_property
@@ -234,9 +234,9 @@ class MoE:
         states_RE[runtime.table.cells()] = 2
         for key in runtime.table.loading_keys():
             states_RE[key] = 1
-        for moe_row, activated in enumerate(runtime.activated):
-            here = states_RE[moe_row, activated] == 2
-            states_RE[moe_row, np.array(activated, dtype=int)[here]] = 3
+        for moe_layer_idx, activated in enumerate(runtime.activated):
+            here = states_RE[moe_layer_idx, activated] == 2
+            states_RE[moe_layer_idx, np.array(activated, dtype=int)[here]] = 3
         return states_RE
 
     def check_invariants(self) -> None:

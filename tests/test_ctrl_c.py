@@ -151,10 +151,10 @@ def leave(moe: MoE, monkeypatch: pytest.MonkeyPatch, at_row: int) -> None:
     """A stream, in the middle of its prompt."""
     stream, begin_row = moe.stream(INPUTS, **FOR_LONG), moe._runtime._begin_row
 
-    def begin(moe_row: int, num_tokens: int) -> None:
-        if moe_row == at_row:
+    def begin(moe_layer_idx: int, num_tokens: int) -> None:
+        if moe_layer_idx == at_row:
             stream._cancelled.set()
-        begin_row(moe_row, num_tokens)
+        begin_row(moe_layer_idx, num_tokens)
 
     with monkeypatch.context() as patched:
         patched.setattr(moe._runtime, "_begin_row", begin)

@@ -63,4 +63,4 @@ def test_the_size_of_a_dtype_is_torchs(dtype):
 
 
 def test_a_key_is_a_position_in_a_table_of_rows_and_experts():
-    assert ExpertKey(moe_row=2, expert_idx=5) == (2, 5)
+    assert ExpertKey(moe_layer_idx=2, expert_idx=5) == (2, 5)

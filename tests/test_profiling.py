@@ -10,7 +10,7 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.engine.compute import RowComputer
+from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.profiling import ATTENTION, BETWEEN, EXPERTS, MACHINERY, WAITING, profiling
 
 SLOW_S = 0.01
@@ -45,7 +45,7 @@ def moe(tiny_checkpoint):
 def test_time_shows_where_it_was_spent(moe, monkeypatch):
     num_layers = len(moe._runtime.activated)
     least_s = (NUM_TOKENS - 1) * num_layers * SLOW_S
-    monkeypatch.setattr(RowComputer, "run", slowed(RowComputer.run))
+    monkeypatch.setattr(LayerComputer, "run", slowed(LayerComputer.run))
     assert profile_of(moe).seconds[EXPERTS] >= least_s
     monkeypatch.undo()
 

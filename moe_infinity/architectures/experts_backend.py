@@ -47,9 +47,9 @@ def register() -> None:
 class Layer:
     """One MoE row of a runtime; what every adapter ends up calling."""
 
-    def __init__(self, runtime: ExpertRuntime, moe_row: int) -> None:
+    def __init__(self, runtime: ExpertRuntime, moe_layer_idx: int) -> None:
         self._runtime = runtime
-        self._moe_row = moe_row
+        self._moe_row = moe_layer_idx
 
     def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
         early_gate = self._runtime.early_gate
@@ -70,8 +70,8 @@ class Layer:
 
 def attach(model: PreTrainedModel, rows: list[ExpertsModule], runtime: ExpertRuntime) -> StepReader:
     """Connect the experts modules of `model` to the runtime; closing the result stops the hook."""
-    for moe_row, row in enumerate(rows):
-        row.adapter.connect(row, model, Layer(runtime, moe_row))
+    for moe_layer_idx, row in enumerate(rows):
+        row.adapter.connect(row, model, Layer(runtime, moe_layer_idx))
     return StepReader(model, runtime)
 
 

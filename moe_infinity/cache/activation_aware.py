@@ -29,7 +29,7 @@ class Chances(Protocol):
     next_use_RE: NDArray[np.float32]  # when its row comes next
     later_use_RE: NDArray[np.float32]  # at each later time
 
-    def look_ahead(self, moe_row: int) -> None:
+    def look_ahead(self, moe_layer_idx: int) -> None:
         """Refine the row after this one, just observed."""
 
 
@@ -54,9 +54,9 @@ class ActivationAware:
         self._row, self._scores = -1, None
         self._update(slice(None))
 
-    def touch(self, moe_row: int, experts: object, counts: object = 1) -> None:
-        self._row, self._scores = moe_row, None
-        self._update(moe_row)
+    def touch(self, moe_layer_idx: int, experts: object, counts: object = 1) -> None:
+        self._row, self._scores = moe_layer_idx, None
+        self._update(moe_layer_idx)
 
     def _update(self, rows: int | slice) -> None:
         """The chances of these rows have changed."""
@@ -79,9 +79,9 @@ class ActivationAware:
             self._scores = self.scores_after(self._row)
         return self._scores
 
-    def scores_after(self, moe_row: int) -> NDArray[np.float32]:
+    def scores_after(self, moe_layer_idx: int) -> NDArray[np.float32]:
         """See EvictionPolicy."""
-        ahead_R1 = self._rows_ahead[moe_row]
+        ahead_R1 = self._rows_ahead[moe_layer_idx]
         once_RE = self._p_RE / ahead_R1
         until_RE = self._wait_RE + ahead_R1
         np.reciprocal(until_RE, out=until_RE)

@@ -33,7 +33,7 @@ class EvictionPolicy(Protocol):
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
 
-    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
         """These experts (distinct ids) are activated in this row in this step; counts: tokens
         routed to each.
         """
@@ -41,7 +41,7 @@ class EvictionPolicy(Protocol):
     def scores(self) -> Scores:
         """[rows, experts]; the higher, the longer it stays. The caller only reads it."""
 
-    def scores_after(self, moe_row: int) -> Scores:
+    def scores_after(self, moe_layer_idx: int) -> Scores:
         """What they will be once this row has been seen, whatever it activates: for steps that the
         host hears of later.
         """
@@ -58,9 +58,9 @@ class Lru(EvictionPolicy):
     def begin_step(self, step: Step) -> None:
         """Steps and requests make no difference here."""
 
-    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
         self._clock += 1
-        self._last_use[moe_row, experts] = self._clock
+        self._last_use[moe_layer_idx, experts] = self._clock
 
     def scores(self) -> Scores:
         return self._last_use
@@ -75,8 +75,8 @@ class Lfu(EvictionPolicy):
     def begin_step(self, step: Step) -> None:
         """Steps and requests make no difference here."""
 
-    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
-        self._uses[moe_row, experts] += 1
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+        self._uses[moe_layer_idx, experts] += 1
 
     def scores(self) -> Scores:
         return self._uses
@@ -98,10 +98,10 @@ class RequestLfu(Lru):
         if step.begins_B.any():
             self._uses[:] = 0
 
-    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
-        super().touch(moe_row, experts)
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+        super().touch(moe_layer_idx, experts)
         if self._is_decode:
-            self._uses[moe_row, experts] += 1
+            self._uses[moe_layer_idx, experts] += 1
 
     def scores(self) -> Scores:
         """Recency is a fraction in [0, 1): it decides between equal uses only."""
@@ -119,17 +119,17 @@ class Neighbor(Lru):
         self._rows_ahead = np.arange(NEIGHBOR_ROWS)
         self._row = 0
 
-    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
-        super().touch(moe_row, experts)
-        self._row = moe_row
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+        super().touch(moe_layer_idx, experts)
+        self._row = moe_layer_idx
 
     def scores(self) -> Scores:
         return self.scores_after(self._row)
 
-    def scores_after(self, moe_row: int) -> Scores:
+    def scores_after(self, moe_layer_idx: int) -> Scores:
         """The row after the last one is row 0, where the next step starts."""
         scores: Scores = self._last_use.copy()
-        scores[(moe_row + self._rows_ahead) % len(scores)] += PROTECTED
+        scores[(moe_layer_idx + self._rows_ahead) % len(scores)] += PROTECTED
         return scores
 
 
@@ -147,12 +147,12 @@ class PerLayerLru(Lru):
         self._shares = [share + (row < remainder) for row in range(num_rows)]
         self._scores = np.zeros((num_rows, num_experts))
 
-    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
-        super().touch(moe_row, experts)
-        last_use = self._last_use[moe_row]
-        newest = np.argsort(-last_use, kind="stable")[: self._shares[moe_row]]
-        self._scores[moe_row] = last_use
-        self._scores[moe_row, newest] += PROTECTED * (last_use[newest] > 0)
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+        super().touch(moe_layer_idx, experts)
+        last_use = self._last_use[moe_layer_idx]
+        newest = np.argsort(-last_use, kind="stable")[: self._shares[moe_layer_idx]]
+        self._scores[moe_layer_idx] = last_use
+        self._scores[moe_layer_idx, newest] += PROTECTED * (last_use[newest] > 0)
 
     def scores(self) -> Scores:
         return self._scores
@@ -170,9 +170,11 @@ class TokenCounts(EvictionPolicy):
     def begin_step(self, step: Step) -> None:
         """Steps and requests make no difference here."""
 
-    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
-        self._counts[moe_row, experts] += counts
-        self._scores[moe_row] = self._counts[moe_row] / max(self._counts[moe_row].sum(), 1)
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+        self._counts[moe_layer_idx, experts] += counts
+        self._scores[moe_layer_idx] = self._counts[moe_layer_idx] / max(
+            self._counts[moe_layer_idx].sum(), 1
+        )
 
     def scores(self) -> Scores:
         return self._scores

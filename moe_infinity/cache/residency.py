@@ -181,11 +181,11 @@ class ResidencyTable:
         """What is in the slots is unknown; none is held or loading."""
         self._evict([entry.slot_id for entry in self._entries.values()])
 
-    def leaving_scores(self, moe_row: int) -> NDArray[np.float64]:
+    def leaving_scores(self, moe_layer_idx: int) -> NDArray[np.float64]:
         """[rows, experts]: the lowest of the residents leaves first, once this row has been seen;
         transient ones before all others, as in `_victims`.
         """
-        scores = self._policy.scores_after(moe_row).astype(np.float64)
+        scores = self._policy.scores_after(moe_layer_idx).astype(np.float64)
         transient = self._row_of_slot[self._transient], self._expert_of_slot[self._transient]
         scores[transient] -= scores.max() - scores.min() + 1
         return scores

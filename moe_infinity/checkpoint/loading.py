@@ -140,7 +140,7 @@ def _offloading_class(
     ) -> Any:
         headers = read_headers(Path(file) for file in files or [])
         plan = plan_experts(model, headers, kind.packing, load_config.weight_mapping or [])
-        for row in plan.rows:
+        for row in plan.layers:
             _take_out(model, row)
         plans.append(prepare(plan, sum(param.nbytes for param in model.parameters())))
         dense = {

@@ -18,7 +18,7 @@ from moe_infinity.checkpoint.formats import SCHEME_OF
 from moe_infinity.checkpoint.packing import Scheme
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.checkpoint.recipe import PieceInSlot, Recipe, RowRecipes, Shapes
+from moe_infinity.checkpoint.recipe import LayerRecipes, PieceInSlot, Recipe, Shapes
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels.pack import Precision, pack, precision_of
@@ -33,11 +33,11 @@ def packed_on_load(plan: Plan, expert_dtype: str) -> Plan:
     if plan.packing is not None:
         raise UnsupportedModelError(f"the checkpoint is quantized already ({plan.packing})")
     precision = precision_of(expert_dtype, GROUP_SIZE)
-    made: dict[int, RowRecipes] = {}  # rows may share their experts
-    for row, recipes in zip(plan.rows, plan.recipes, strict=True):
+    made: dict[int, LayerRecipes] = {}  # rows may share their experts
+    for row, recipes in zip(plan.layers, plan.recipes, strict=True):
         if id(recipes) not in made:
             packed = [PackedRecipe(recipe, row, precision) for recipe in recipes.recipes]
-            made[id(recipes)] = RowRecipes(packed)
+            made[id(recipes)] = LayerRecipes(packed)
     if not any(recipes.is_packed for recipes in made.values()):
         raise UnsupportedModelError(
             f"no expert has a weight that {expert_dtype} fits"

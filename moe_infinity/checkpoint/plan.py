@@ -34,7 +34,7 @@ from moe_infinity.architectures.module_list import LIST, is_list_of_experts
 from moe_infinity.checkpoint.extents import StoredTensor
 from moe_infinity.checkpoint.headers import Headers
 from moe_infinity.checkpoint.packing import Format, PackedTensor
-from moe_infinity.checkpoint.recipe import Recipe, RowRecipes, Source, kind_of, parts_of
+from moe_infinity.checkpoint.recipe import LayerRecipes, Recipe, Source, kind_of, parts_of
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
 SHARED_EXPERT = re.compile(r"\.shared?_(experts?|mlp)\b")
@@ -51,8 +51,8 @@ class Plan:
     """Where every expert of a model lies on disk."""
 
     architecture: str  # name of the model's class
-    rows: list[ExpertsModule]
-    recipes: list[RowRecipes]  # one per row
+    layers: list[ExpertsModule]
+    recipes: list[LayerRecipes]  # one per row
     top_k: int | None  # experts per token, if the config says it by a usual name
     packing: str | None  # how the checkpoint is quantized
     dense: dict[str, StoredTensor | PackedTensor]  # what belongs to no expert
@@ -61,7 +61,7 @@ class Plan:
     @property
     def expert_bytes(self) -> int:
         """Bytes of all experts as slots hold them, alignment left out."""
-        pairs = zip(self.rows, self.recipes, strict=True)
+        pairs = zip(self.layers, self.recipes, strict=True)
         once = {id(recipes): (row.num_experts, recipes.layout) for row, recipes in pairs}
         return sum(num_experts * layout.num_bytes for num_experts, layout in once.values())
 
@@ -93,17 +93,17 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
     """The experts modules of the model, in model order. Raises UnsupportedModelError for an unknown
     dtype.
     """
-    rows: list[ExpertsModule] = []
+    layers: list[ExpertsModule] = []
     for name, module in model.named_modules():
         adapter = adapter_of(name, module)
         if adapter is not None:
-            rows.append(adapter.describe(name, module))
-    if not rows:
+            layers.append(adapter.describe(name, module))
+    if not layers:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no routed experts that we know how to take out\n"
             "hint: a dense model needs no offloading, load it with transformers"
         )
-    return rows
+    return layers
 
 
 def adapter_of(name: str, module: nn.Module) -> Adapter | None:
@@ -126,30 +126,32 @@ def plan_experts(
         weights = packing.group(headers.tensors)
     else:
         _refuse_unsaid_scales(headers)
-    rows = find_experts(model)
+    layers = find_experts(model)
     members = {
-        f"{row.name}.{path}": Member(row, key, expert_idx)
-        for row in rows
-        for key, home in row.homes.items()
+        f"{layer.name}.{path}": Member(layer, key, expert_idx)
+        for layer in layers
+        for key, home in layer.homes.items()
         for expert_idx, path in enumerate(home.paths)
     }
     groups, owned = _group_sources(model, weights, weight_mapping, members)
-    twins = _find_twins(model, groups, members)
+    tied = _find_tied(model, groups, members)
     trials: dict[Any, bool] = {}
-    recipes: dict[str, list[Recipe]] = {row.name: [] for row in rows}
+    recipes: dict[str, list[Recipe]] = {layer.name: [] for layer in layers}
     for group in groups:
         recipe = _make_recipe(group, members, weights, model.config)
         kind = recipe.kind()
         if kind not in trials:
             trials[kind] = recipe.try_out()
         recipe.only_concatenates = trials[kind]
-        recipes[group.row.name].append(recipe)
-    own = {row.name: RowRecipes(recipes[row.name]) for row in rows if row.name not in twins}
+        recipes[group.layer.name].append(recipe)
+    own = {
+        layer.name: LayerRecipes(recipes[layer.name]) for layer in layers if layer.name not in tied
+    }
     dense = {name: weight for name, weight in weights.items() if name not in owned}
     return Plan(
         architecture=type(model).__name__,
-        rows=rows,
-        recipes=[own[twins.get(row.name, row.name)] for row in rows],
+        layers=layers,
+        recipes=[own[tied.get(layer.name, layer.name)] for layer in layers],
         top_k=top_k_of(model.config),
         packing=packing.method if packing is not None else None,
         dense=dense,
@@ -170,18 +172,18 @@ def _refuse_unsaid_scales(headers: Headers) -> None:
 class Member(NamedTuple):
     """A parameter of the model that belongs to experts."""
 
-    row: ExpertsModule
+    layer: ExpertsModule
     key: str  # its name in a slot
     expert_idx: int  # of a parameter that belongs to one expert
 
     @property
     def home(self) -> Home:
-        return self.row.homes[self.key]
+        return self.layer.homes[self.key]
 
     @property
     def group_name(self) -> str:
         """One for all experts of a row."""
-        return f"{self.row.name}.{self.home.paths[0]}"
+        return f"{self.layer.name}.{self.home.paths[0]}"
 
 
 @dataclass(slots=True)
@@ -189,18 +191,18 @@ class Group:
     """Tensors of the checkpoint that together become some parameters of all experts of a row."""
 
     name: str  # the name transformers gives the first of those parameters
-    row: ExpertsModule
+    layer: ExpertsModule
     converter: WeightConverter | None
     targets: list[str]  # names of parameters
     keys: dict[str, list[tuple[int, str]]]  # by pattern: (expert, name of its tensor), in order
 
 
-def _find_twins(model: Any, groups: list[Group], members: dict[str, Member]) -> dict[str, str]:
-    """Rows whose experts are those of another row, and that row. Raises CheckpointError if a
+def _find_tied(model: Any, groups: list[Group], members: dict[str, Member]) -> dict[str, str]:
+    """MoE layers whose experts are those of another one, and that one. Raises CheckpointError if a
     parameter is neither in the checkpoint nor tied to one that is.
     """
     found = {target for group in groups for target in group.targets}
-    twins: dict[str, str] = {}
+    tied: dict[str, str] = {}
     missing = sorted(name for name in members if name not in found)
     for name in missing:
         tied_to = getattr(model, "all_tied_weights_keys", {}).get(name)
@@ -208,8 +210,8 @@ def _find_twins(model: Any, groups: list[Group], members: dict[str, Member]) -> 
             raise CheckpointError(
                 f"the checkpoint has no tensors for {name} ({len(missing)} parameters in all)"
             )
-        twins[members[name].row.name] = members[tied_to].row.name
-    return twins
+        tied[members[name].layer.name] = members[tied_to].layer.name
+    return tied
 
 
 def _group_sources(
@@ -236,15 +238,15 @@ def _group_sources(
             first = converter.target_patterns[0]
             targets = [name.replace(first, target, 1) for target in converter.target_patterns]
         wanted = [members[target] for target in targets if target in members]
-        for member in {member.row.name: member for member in wanted}.values():
+        for member in {member.layer.name: member for member in wanted}.values():
             if not member.home.is_stacked:
                 name = member.group_name
             group = groups.setdefault(
-                (member.row.name, name), Group(name, member.row, converter, [], {})
+                (member.layer.name, name), Group(name, member.layer, converter, [], {})
             )
             for target in targets:
                 of = members.get(target)
-                if of is not None and of.row is member.row and target not in group.targets:
+                if of is not None and of.layer is member.layer and target not in group.targets:
                     group.targets.append(target)
             group.keys.setdefault(pattern or name, []).append((member.expert_idx, key))
             owned.add(key)
@@ -265,7 +267,7 @@ def _in_order(group: Group) -> dict[str, list[tuple[int, str]]]:
 
 
 def _make_recipe(group: Group, members: dict[str, Member], weights: Weights, config: Any) -> Recipe:
-    specs = {spec.name: spec for spec in group.row.layout.params}
+    specs = {spec.name: spec for spec in group.layer.layout.params}
     wanted = [members[target] for target in group.targets]
     sources = tuple(
         source
@@ -284,7 +286,7 @@ def _make_sources(
     """A weight per expert, or one whose first dimension is the experts; all of one kind. Several
     per expert, one list after the other, where a layer has several sets of experts (ERNIE-VL).
     """
-    num_experts, first = group.row.num_experts, weights[0]
+    num_experts, first = group.layer.num_experts, weights[0]
     num_sets = len(group.converter.target_patterns) if group.converter is not None else 1
     counts = {num_experts, home.num_stored}
     if isinstance(first, PackedTensor) and home.rows > 1:

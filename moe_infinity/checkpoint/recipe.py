@@ -307,7 +307,7 @@ class Recipe:
         }
 
 
-class RowRecipes:
+class LayerRecipes:
     """All recipes of one MoE row: together they fill a slot of `layout`."""
 
     def __init__(self, recipes: Sequence[Recipe]) -> None:

@@ -30,7 +30,7 @@ from moe_infinity.config import OffloadConfig
 from moe_infinity.cuda.graphed_step import GraphedStep
 from moe_infinity.cuda.reports import Follower
 from moe_infinity.cuda.slot_kernels import MAX_PAIRS, SlotRows
-from moe_infinity.engine.compute import slot_row
+from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
@@ -180,28 +180,31 @@ class DeviceSteps:
         return is_lost
 
     def compute(
-        self, moe_row: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
+        self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
     ) -> Tensor:
         """[T, D] -> [T, D]: the routed experts of one layer."""
         num_tokens, top_k = top_k_index_TK.shape
-        self.follower.note_launch(moe_row, (num_tokens, top_k), is_captured=self.is_captured)
-        self.top_k[moe_row] = top_k
+        self.follower.note_launch(moe_layer_idx, (num_tokens, top_k), is_captured=self.is_captured)
+        self.top_k[moe_layer_idx] = top_k
         bring = self._bring_lost if self._is_careful and self.can_lose else None
-        return self._rows.compute(moe_row, x_TD, top_k_index_TK, top_k_weights_TK, bring)
+        return self._rows.compute(moe_layer_idx, x_TD, top_k_index_TK, top_k_weights_TK, bring)
 
-    def _bring_lost(self, moe_row: int, index_TK: Tensor) -> None:
+    def _bring_lost(self, moe_layer_idx: int, index_TK: Tensor) -> None:
         """For the row that the step was just lost at. The device waits for us."""
         self.follower.hear_up_to_loss()
-        self._bring(moe_row, index_TK)
+        self._bring(moe_layer_idx, index_TK)
 
-    def _bring(self, moe_row: int, index_TK: Tensor) -> None:
+    def _bring(self, moe_layer_idx: int, index_TK: Tensor) -> None:
         """Experts of this row to HOST, unless they have a slot."""
-        chosen, slot_E = set(index_TK.flatten().tolist()), self._table.slot_LE[moe_row].tolist()
-        absent = [ExpertKey(moe_row, e) for e in sorted(chosen) if e >= 0 and slot_E[e] < 0]
+        chosen, slot_E = (
+            set(index_TK.flatten().tolist()),
+            self._table.slot_LE[moe_layer_idx].tolist(),
+        )
+        absent = [ExpertKey(moe_layer_idx, e) for e in sorted(chosen) if e >= 0 and slot_E[e] < 0]
         mover = self._host.mover
         with self._host.table.holding(absent, Phase.DECODE) as held:
             mover.load_now(held.absent, held.slot_ids)
-            for _ in mover.arrivals(absent, self._runtime.note_reads(moe_row, held.absent)):
+            for _ in mover.arrivals(absent, self._runtime.note_reads(moe_layer_idx, held.absent)):
                 """Until all are there."""
         self._tell_addresses()
 
@@ -219,7 +222,7 @@ def let_device_decide(
     """Steps of few tokens, if it can; else None. Raises ConfigError."""
     if config.experts_implementation != "fast" or len(runtime.tiers) == 1:
         return None
-    mlps = [slot_row(*pair) for pair in zip(plan.rows, plan.recipes, strict=True)]
+    mlps = [slot_layer(*pair) for pair in zip(plan.layers, plan.recipes, strict=True)]
     known = [mlp for mlp in mlps if mlp is not None]
     reasons = {
         "prefetch": config.prefetch,

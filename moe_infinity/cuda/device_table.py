@@ -136,21 +136,23 @@ class DeviceTable:
         if self._is_over is not None:
             self._is_over.synchronize()
 
-    def told(self, moe_row: int, num_pairs: int) -> RowReport | None:
+    def told(self, moe_layer_idx: int, num_pairs: int) -> RowReport | None:
         """What the step did in this row; None if it has not come there, as far as we know."""
-        told_2P = self._told_L2P[moe_row, :, :num_pairs].astype(np.int64)
+        told_2P = self._told_L2P[moe_layer_idx, :, :num_pairs].astype(np.int64)
         if (told_2P == NOT_TOLD).any():
             return None
         expert_P, slot_P = told_2P
         missed = slot_P != NOTHING
         pairs = zip(expert_P[missed].tolist(), slot_P[missed].tolist(), strict=True)
-        return RowReport(expert_P, {ExpertKey(moe_row, expert): slot for expert, slot in pairs})
+        return RowReport(
+            expert_P, {ExpertKey(moe_layer_idx, expert): slot for expert, slot in pairs}
+        )
 
     # What the host tells
 
-    def part_of(self, moe_row: int) -> int:
+    def part_of(self, moe_layer_idx: int) -> int:
         """Which of the scores are for this row."""
-        return bisect_left(self.last_rows, moe_row)
+        return bisect_left(self.last_rows, moe_layer_idx)
 
     def tell(self, slot_of: Mapping[ExpertKey, int]) -> None:
         """All anew, but for the scores: these experts are resident, the other slots free, all
@@ -199,13 +201,13 @@ class DeviceTable:
         """Whether the step came to an expert on disk. Waits for what was launched of it."""
         return bool(self.lost)
 
-    def find_again(self, moe_row: int) -> None:
+    def find_again(self, moe_layer_idx: int) -> None:
         """The row at which the step was lost can be resolved now, and is told anew."""
         self.lost.zero_()
-        self._told_L2P[moe_row] = NOT_TOLD
+        self._told_L2P[moe_layer_idx] = NOT_TOLD
 
     def _cell(self, key: ExpertKey) -> int:
-        return key.moe_row * self.num_experts + key.expert_idx
+        return key.moe_layer_idx * self.num_experts + key.expert_idx
 
     def _to_device(self, numbers: Iterable[int]) -> Tensor:
         told = self._page_locked(torch.tensor(list(numbers), dtype=torch.int64, device="cpu"))

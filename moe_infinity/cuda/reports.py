@@ -72,17 +72,17 @@ class Follower:
         """Of a step, or one more of a step that was lost."""
         self._launched.clear()
 
-    def note_launch(self, moe_row: int, shape: tuple[int, int], *, is_captured: bool) -> None:
+    def note_launch(self, moe_layer_idx: int, shape: tuple[int, int], *, is_captured: bool) -> None:
         """What the device will tell of. Raises UnsupportedModelError."""
-        self._shapes[moe_row] = shape
+        self._shapes[moe_layer_idx] = shape
         if is_captured:
             return
-        if moe_row in self._launched:
+        if moe_layer_idx in self._launched:
             raise UnsupportedModelError(
-                f"MoE row {moe_row} ran twice in one step, which a GPU that decides cannot tell\n"
+                f"MoE layer {moe_layer_idx} ran twice in one step, which a GPU cannot report\n"
                 "hint: use experts_implementation='auto'"
             )
-        self._launched.add(moe_row)
+        self._launched.add(moe_layer_idx)
         if self._now is not None and self._may_evict:
             self._hear_news(self._now)
 
@@ -135,10 +135,12 @@ class Follower:
     def _may_evict(self) -> bool:
         return self._residency.num_slots < self._runtime.total_experts
 
-    def _offer(self, moe_row: int | None = None) -> None:
+    def _offer(self, moe_layer_idx: int | None = None) -> None:
         """Score who may leave, if it comes to that; of one row anew, or of all."""
         if self._may_evict:
-            rows = slice(0, None) if moe_row is None else slice(moe_row, moe_row + 1)
+            rows = (
+                slice(0, None) if moe_layer_idx is None else slice(moe_layer_idx, moe_layer_idx + 1)
+            )
             scores = [self._residency.leaving_scores(r)[rows] for r in self._table.last_rows]
             self._table.offer(np.stack(scores, axis=1), rows.start)
 

@@ -37,7 +37,7 @@ WORD_BYTES = 8
 _SLOT_BLOCK, _WORD_BYTES = tl.constexpr(SLOT_BLOCK), tl.constexpr(WORD_BYTES)
 
 
-def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
+def resolve(table: DeviceTable, moe_layer_idx: int, top_k_index_TK: Tensor) -> Tensor:
     """int64 [T, K]: the address of each pair's expert, 0 for a pair without one (id -1) or if the
     step is lost; a view that the next call overwrites. T * K is at most `table.max_pairs`.
 
@@ -47,7 +47,7 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
     assert num_pairs <= table.max_pairs <= MAX_PAIRS, (num_pairs, table.max_pairs)
     assert top_k_index_TK.is_contiguous(), top_k_index_TK.stride()
     block = max(16, triton.next_power_of_2(num_pairs))
-    num_slots, part = len(table.slots_SB), table.part_of(moe_row)
+    num_slots, part = len(table.slots_SB), table.part_of(moe_layer_idx)
     _resolve[(1,)](
         top_k_index_TK,
         table.slot_LE,
@@ -60,7 +60,7 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
         table.told_L2P,
         table.pointers_P,
         table.sources_P,
-        moe_row,
+        moe_layer_idx,
         part,
         table.last_rows[part],
         num_pairs,
@@ -75,7 +75,7 @@ def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
     return table.pointers_P[:num_pairs].view(top_k_index_TK.shape)
 
 
-@triton.jit(do_not_specialize=["moe_row", "part", "last_row", "num_pairs"])
+@triton.jit(do_not_specialize=["moe_layer_idx", "part", "last_row", "num_pairs"])
 def _resolve(
     index_P,
     slot_LE,
@@ -88,7 +88,7 @@ def _resolve(
     told_L2P,
     pointers_P,
     sources_P,
-    moe_row,
+    moe_layer_idx,
     part,
     last_row,
     num_pairs,
@@ -103,7 +103,7 @@ def _resolve(
     expert = tl.load(index_P + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
     expert = tl.where(is_lost, -1, expert)
     is_pair = expert >= 0
-    cell = moe_row * NUM_EXPERTS + expert
+    cell = moe_layer_idx * NUM_EXPERTS + expert
     slot = tl.load(slot_LE + cell, mask=is_pair, other=0)
     host = tl.load(host_LE + cell, mask=is_pair, other=0)
 
@@ -119,7 +119,7 @@ def _resolve(
     tl.store(uses_LE + cell, uses + tl.sum(is_same.to(tl.int32), 1), mask=is_first)
 
     taken = taken_slots(
-        order, cell, moe_row, part, last_row, slot_LE, owner_S, scores_LHE, uses_LE,
+        order, cell, moe_layer_idx, part, last_row, slot_LE, owner_S, scores_LHE, uses_LE,
         NUM_SLOTS, NUM_EXPERTS, NUM_PARTS,
     )  # fmt: skip
     taken_by_any = tl.max(tl.where(is_same, taken[None, :], _ABSENT), 1)
@@ -131,7 +131,7 @@ def _resolve(
     is_missing = is_miss & (host == 0)
     tl.store(lost, 1, mask=tl.sum(is_missing.to(tl.int32)) > 0)
     # Past the caches: the host looks while the step goes on.
-    told = told_L2P + moe_row * 2 * MAX_PAIRS + pair
+    told = told_L2P + moe_layer_idx * 2 * MAX_PAIRS + pair
     took = tl.where(is_miss, tl.where(host == 0, _ON_DISK, taken), _NOTHING)
     tl.store(told, expert, mask=pair < num_pairs, cache_modifier=".wt")
     tl.store(told + MAX_PAIRS, took, mask=pair < num_pairs, cache_modifier=".wt")
@@ -141,7 +141,7 @@ def _resolve(
 def taken_slots(
     order,
     cell,
-    moe_row,
+    moe_layer_idx,
     part,
     last_row,
     slot_LE,
@@ -163,8 +163,8 @@ def taken_slots(
             slot = first + tl.arange(0, _SLOT_BLOCK)
             owner = tl.load(owner_S + slot, mask=slot < NUM_SLOTS, other=_FREE)
             is_owned, row = owner != _FREE, owner // NUM_EXPERTS
-            uses = tl.load(uses_LE + owner, mask=is_owned & (row == moe_row), other=0)
-            stays = is_owned & (row > moe_row) & (row <= last_row)
+            uses = tl.load(uses_LE + owner, mask=is_owned & (row == moe_layer_idx), other=0)
+            stays = is_owned & (row > moe_layer_idx) & (row <= last_row)
             stays = stays | (uses > 0) | (slot >= NUM_SLOTS)
             at = owner + (row * (NUM_PARTS - 1) + part) * NUM_EXPERTS
             score = tl.load(scores_LHE + at, mask=is_owned, other=float("-inf"))

@@ -55,7 +55,7 @@ class SlotRows:
 
     def compute(
         self,
-        moe_row: int,
+        moe_layer_idx: int,
         x_TD: Tensor,
         top_k_index_TK: Tensor,
         top_k_weights_TK: Tensor,
@@ -65,14 +65,14 @@ class SlotRows:
         waits, for the experts of a row that come from disk; without it the step is lost there.
         """
         table, index_TK = self.table, top_k_index_TK.contiguous()
-        pointers_TK = self._kernels.resolve(table, moe_row, index_TK)
+        pointers_TK = self._kernels.resolve(table, moe_layer_idx, index_TK)
         self._kernels.fill(table, pointers_TK)
         if bring is not None and table.is_lost():
-            bring(moe_row, index_TK)
-            table.find_again(moe_row)
-            pointers_TK = self._kernels.resolve(table, moe_row, index_TK)
+            bring(moe_layer_idx, index_TK)
+            table.find_again(moe_layer_idx)
+            pointers_TK = self._kernels.resolve(table, moe_layer_idx, index_TK)
             self._kernels.fill(table, pointers_TK)
         weights_TK = top_k_weights_TK.contiguous()
         return self._kernels.slot_moe(
-            self._mlps[moe_row], x_TD.contiguous(), pointers_TK, weights_TK
+            self._mlps[moe_layer_idx], x_TD.contiguous(), pointers_TK, weights_TK
         )

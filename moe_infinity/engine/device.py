@@ -58,7 +58,7 @@ class ComputeDevice:
             self._config.device_memory,
             link,
             slot_bytes=slot_bytes,
-            num_experts=sum(row.num_experts for row in plan.rows),
+            num_experts=sum(row.num_experts for row in plan.layers),
             dense_bytes=dense_bytes,
         )
         return DeviceSlots(link, num_slots, slot_bytes)

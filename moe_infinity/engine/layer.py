@@ -30,7 +30,7 @@ from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.config import OffloadConfig
 from moe_infinity.cuda.device_steps import DeviceSteps
-from moe_infinity.engine.compute import RowComputer, Work
+from moe_infinity.engine.compute import LayerComputer, Work
 from moe_infinity.engine.routing import NO_EXPERT
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import ExpertKey, Ints, Phase
@@ -57,7 +57,7 @@ class ExpertRuntime:
         config: OffloadConfig,
         device_slots: DeviceSlots | None,  # None: experts compute on the CPU
     ) -> None:
-        rows = self._rows = plan.rows
+        rows = self._rows = plan.layers
         num_experts = max(row.num_experts for row in rows)
         self.total_experts = sum(row.num_experts for row in rows)
         self.predictor: Predictor | None = None
@@ -96,7 +96,7 @@ class ExpertRuntime:
         self._last_row = -1
         self._is_closed = False
         self._computers = [
-            RowComputer(row, recipes, self.slots, config.experts_implementation)
+            LayerComputer(row, recipes, self.slots, config.experts_implementation)
             for row, recipes in zip(rows, plan.recipes, strict=True)
         ]
         ways = sorted({computer.how for computer in self._computers})
@@ -128,7 +128,7 @@ class ExpertRuntime:
             self._settle_interrupted()
             self._is_moving = True
             self._prefetcher.begin_row(step.phase, self.counters)
-            self._load_ahead(self._prefetcher, moe_row=-1)
+            self._load_ahead(self._prefetcher, moe_layer_idx=-1)
             self._is_moving = False
 
     def note_begin(self, step: Step) -> None:
@@ -143,41 +143,43 @@ class ExpertRuntime:
         counters.tokens += step.num_counted
 
     def moe_layer(
-        self, moe_row: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
+        self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
     ) -> Tensor:
         """[T, D] -> [T, D]: the routed experts of one layer. Raises CheckpointError if an expert
         cannot be read.
         """
         if (steps := self.device_steps) is not None:
             if steps.is_running:
-                return steps.compute(moe_row, x_TD, top_k_index_TK, top_k_weights_TK)
-            steps.top_k[moe_row] = top_k_index_TK.shape[1]
+                return steps.compute(moe_layer_idx, x_TD, top_k_index_TK, top_k_weights_TK)
+            steps.top_k[moe_layer_idx] = top_k_index_TK.shape[1]
         index_TK = top_k_index_TK.cpu().numpy()
-        rows = self._computers[moe_row].work(index_TK, x_TD, top_k_weights_TK)
+        rows = self._computers[moe_layer_idx].work(index_TK, x_TD, top_k_weights_TK)
         if rows.num_without:
             index_TK = without_gaps(index_TK)
-        self.compute(moe_row, rows, index_TK, len(index_TK))
+        self.compute(moe_layer_idx, rows, index_TK, len(index_TK))
         return rows.sum(x_TD.dtype)
 
-    def compute(self, moe_row: int, work: Work, index_TK: Ints | None, num_tokens: int) -> None:
+    def compute(
+        self, moe_layer_idx: int, work: Work, index_TK: Ints | None, num_tokens: int
+    ) -> None:
         """Do the work of one layer; `index_TK` is None where the routing of single tokens is not
         known. Raises CheckpointError.
         """
-        self._begin_row(moe_row, num_tokens)
+        self._begin_row(moe_layer_idx, num_tokens)
         phase = self.recorder.step.phase
-        self._learn(moe_row, index_TK, work.activated, work.counts)
+        self._learn(moe_layer_idx, index_TK, work.activated, work.counts)
         if self._prefetcher is not None:
             self._prefetcher.begin_row(phase, self.counters)
-        keys = self._keys[moe_row]
+        keys = self._keys[moe_layer_idx]
         waiting = [keys[expert_idx] for expert_idx in work.activated]
         counters = self.counters.of(phase)
         counters.add_lookups(*self.table.census(waiting))
-        self._compute_waves(moe_row, work, waiting)
+        self._compute_waves(moe_layer_idx, work, waiting)
         if phase is Phase.PREFILL and isinstance(self._mover, DeviceMover):
-            self._stream_next_row(self._mover, moe_row)
+            self._stream_next_row(self._mover, moe_layer_idx)
         self._is_moving = False
 
-    def _compute_waves(self, moe_row: int, work: Work, waiting: Sequence[ExpertKey]) -> None:
+    def _compute_waves(self, moe_layer_idx: int, work: Work, waiting: Sequence[ExpertKey]) -> None:
         phase = self.recorder.step.phase
         counters = self.counters.of(phase)
         is_first_wave = True
@@ -187,17 +189,17 @@ class ExpertRuntime:
                 if held.absent:
                     self._mover.load_now(held.absent, held.slot_ids)
                     num_read = self._mover.num_read(held.absent)
-                    counters.bytes_read += num_read * self._bytes_per_expert[moe_row]
+                    counters.bytes_read += num_read * self._bytes_per_expert[moe_layer_idx]
                 if self._prefetcher is not None and phase is Phase.DECODE and is_first_wave:
-                    self._load_ahead(self._prefetcher, moe_row)
+                    self._load_ahead(self._prefetcher, moe_layer_idx)
                 for arrived in self._mover.arrivals(wave, counters):
-                    self._computers[moe_row].run(work, arrived, held.slot_ids)
+                    self._computers[moe_layer_idx].run(work, arrived, held.slot_ids)
             waiting = [key for key in waiting if key not in held.slot_ids]
             is_first_wave = False
 
-    def _begin_row(self, moe_row: int, num_tokens: int) -> None:
+    def _begin_row(self, moe_layer_idx: int, num_tokens: int) -> None:
         """A model entered below its top tells of no step: count it as an anonymous request."""
-        if num_tokens != self.recorder.step.num_tokens or moe_row <= self._last_row:
+        if num_tokens != self.recorder.step.num_tokens or moe_layer_idx <= self._last_row:
             self.begin_step(Step(Phase.PREFILL, 1, num_tokens, begins_B=np.ones(1, dtype=bool)))
         if self._is_closed:
             raise ClosedError("the model was closed: its experts cannot be read any more")
@@ -205,26 +207,30 @@ class ExpertRuntime:
         if self.recorder.step.phase is Phase.PREFILL and self.cancelled and self.cancelled.is_set():
             self.recorder.drop_step()
             raise Cancelled("generation was stopped in the middle of a prompt")
-        self._is_moving, self._last_row = True, moe_row
+        self._is_moving, self._last_row = True, moe_layer_idx
 
-    def note_row(self, moe_row: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
+    def note_row(self, moe_layer_idx: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
         """The bookkeeping of a row of the step that began last, and that the device decides. It may
         have had fewer tokens than the step: then nobody learns which.
         """
         chosen, counts = np.unique(index_TK[index_TK != NO_EXPERT], return_counts=True)
         has_all = len(index_TK) == self.recorder.step.num_tokens
-        self._learn(moe_row, without_gaps(index_TK) if has_all else None, chosen.tolist(), counts)
-        keys = [self._keys[moe_row][expert_idx] for expert_idx in self.activated[moe_row]]
+        self._learn(
+            moe_layer_idx, without_gaps(index_TK) if has_all else None, chosen.tolist(), counts
+        )
+        keys = [
+            self._keys[moe_layer_idx][expert_idx] for expert_idx in self.activated[moe_layer_idx]
+        ]
         copied = [key for key in keys if key in missed]
         self.counters.decode.add_lookups(len(keys) - len(copied), 0, len(copied))
         self.table.note_use(keys)
         self.tiers[1].table.note_use(copied)
 
-    def note_reads(self, moe_row: int, keys: Sequence[ExpertKey]) -> PhaseCounters:
+    def note_reads(self, moe_layer_idx: int, keys: Sequence[ExpertKey]) -> PhaseCounters:
         """Count what a decode step reads from disk. Returns the counters of its phase, to which the
         caller adds the time it waits.
         """
-        self.counters.decode.bytes_read += len(keys) * self._bytes_per_expert[moe_row]
+        self.counters.decode.bytes_read += len(keys) * self._bytes_per_expert[moe_layer_idx]
         return self.counters.decode
 
     def settle(self) -> None:
@@ -245,23 +251,25 @@ class ExpertRuntime:
         return self.recorder.finish_tokens()
 
     def _learn(
-        self, moe_row: int, index_TK: Ints | None, activated: list[int], counts: Ints | int
+        self, moe_layer_idx: int, index_TK: Ints | None, activated: list[int], counts: Ints | int
     ) -> None:
         """Tell everyone who keeps account what this row was routed to."""
-        self.activated[moe_row] = activated
+        self.activated[moe_layer_idx] = activated
         if index_TK is not None:
-            counted_TK = self.recorder.record(moe_row, index_TK)
+            counted_TK = self.recorder.record(moe_layer_idx, index_TK)
             if self.predictor is not None:
-                self.predictor.observe(moe_row, counted_TK)
+                self.predictor.observe(moe_layer_idx, counted_TK)
         for policy in self._policies:
-            policy.touch(moe_row, activated, counts)
+            policy.touch(moe_layer_idx, activated, counts)
 
-    def _stream_next_row(self, mover: DeviceMover, moe_row: int) -> None:
+    def _stream_next_row(self, mover: DeviceMover, moe_layer_idx: int) -> None:
         """After a long prompt's row: keep the link busy until the next one is routed."""
-        is_long = len(self.activated[moe_row]) >= STREAMED_SHARE * len(self._keys[moe_row])
-        if is_long and moe_row + 1 < len(self._keys):
-            num_read = mover.num_read(mover.stream(self._keys[moe_row + 1]))
-            self.counters.prefill.bytes_read += num_read * self._bytes_per_expert[moe_row + 1]
+        is_long = len(self.activated[moe_layer_idx]) >= STREAMED_SHARE * len(
+            self._keys[moe_layer_idx]
+        )
+        if is_long and moe_layer_idx + 1 < len(self._keys):
+            num_read = mover.num_read(mover.stream(self._keys[moe_layer_idx + 1]))
+            self.counters.prefill.bytes_read += num_read * self._bytes_per_expert[moe_layer_idx + 1]
 
     def _settle_interrupted(self) -> None:
         """If the last layer or plan was cut short, by an error or by Ctrl-C: make order."""
@@ -270,20 +278,20 @@ class ExpertRuntime:
             self._mover.recover()
             self._is_moving = False
 
-    def _load_ahead(self, prefetcher: Prefetcher, moe_row: int) -> None:
+    def _load_ahead(self, prefetcher: Prefetcher, moe_layer_idx: int) -> None:
         """While this row computes; row -1 is what comes before the first."""
         if not prefetcher.has_room():
             return
-        if self.early_gate is not None and self.predictor is not None and moe_row >= 0:
-            self.early_gate.hint(moe_row + 1, self.recorder.step, self.predictor)
-        keys = prefetcher.begin_loads(moe_row)
+        if self.early_gate is not None and self.predictor is not None and moe_layer_idx >= 0:
+            self.early_gate.hint(moe_layer_idx + 1, self.recorder.step, self.predictor)
+        keys = prefetcher.begin_loads(moe_layer_idx)
         for key in keys:
             num_read = self._mover.num_read([key])
-            self.counters.decode.bytes_read += num_read * self._bytes_per_expert[key.moe_row]
+            self.counters.decode.bytes_read += num_read * self._bytes_per_expert[key.moe_layer_idx]
 
     def _read_expert(self, key: ExpertKey, slot: memoryview) -> None:
         """Fill a HOST slot; runs in a read thread."""
-        self._recipes[key.moe_row].load(key.expert_idx, self._reader, slot)
+        self._recipes[key.moe_layer_idx].load(key.expert_idx, self._reader, slot)
 
     def _read_expert_ahead(self, key: ExpertKey, slot: memoryview) -> None:
         with self._reader.giving_way():

@@ -185,7 +185,7 @@ class DeviceMover:
     def _begin_copy(self, key: ExpertKey) -> None:
         """From HOST, where it is RESIDENT."""
         host_slot_id = self._host_table.slot_of(key)
-        source = self._host_slots.tensor_of(host_slot_id, self._copied_bytes[key.moe_row])
+        source = self._host_slots.tensor_of(host_slot_id, self._copied_bytes[key.moe_layer_idx])
         is_locked = self._host_slots.is_locked(host_slot_id)
         try:
             copy = self._slots.fill(self._table.slot_of(key), source, is_locked=is_locked)

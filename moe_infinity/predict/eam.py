@@ -44,12 +44,12 @@ class BatchEam:
             self._counts[phase] = np.where(begins_B[:, None, None], 0, counts)
 
     def add(
-        self, phase: Phase, moe_row: int, sequence_of_token_T: Counts, experts_TK: Counts
+        self, phase: Phase, moe_layer_idx: int, sequence_of_token_T: Counts, experts_TK: Counts
     ) -> None:
         """Count T tokens of one row: token t belongs to a sequence of the batch and was routed to
         experts_TK[t].
         """
-        cells = (sequence_of_token_T[:, None], moe_row, experts_TK)
+        cells = (sequence_of_token_T[:, None], moe_layer_idx, experts_TK)
         np.add.at(self._counts[phase], cells, 1)  # type: ignore[arg-type]  # its stubs forbid tuples
 
     def requests(self) -> list[RequestEam]:

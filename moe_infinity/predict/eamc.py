@@ -148,22 +148,24 @@ class EamcMatch:
         self._similarities_P: Floats | None = None
         self._version = self._eamc.version
 
-    def observe(self, moe_row: int, experts: Ints | Sequence[int], counts: Ints | int = 1) -> None:
+    def observe(
+        self, moe_layer_idx: int, experts: Ints | Sequence[int], counts: Ints | int = 1
+    ) -> None:
         """Distinct experts of one row, and how many tokens (at least 1) each served.
         O(capacity x experts), whatever the number of rows.
         """
         if len(experts) == 0:
             return
-        cells_KP = self._cells_LEP[moe_row].take(experts, 0)
+        cells_KP = self._cells_LEP[moe_layer_idx].take(experts, 0)
         if isinstance(counts, int) and counts == 1:  # as nearly always when decoding
             self._dots_P += np.add.reduce(cells_KP, 0)
         else:
             self._dots_P += np.full(len(experts), counts, np.float32) @ cells_KP
-        row_E = self._query_LE[moe_row]
+        row_E = self._query_LE[moe_layer_idx]
         row_E[experts] += counts
-        if not self._is_observed_L[moe_row]:
-            self._is_observed_L[moe_row] = True
-            self._observed_squares_P += self._squares_LP[moe_row]
+        if not self._is_observed_L[moe_layer_idx]:
+            self._is_observed_L[moe_layer_idx] = True
+            self._observed_squares_P += self._squares_LP[moe_layer_idx]
         self._similarities_P = None
 
     def observe_all(self, experts_LK: Ints) -> None:

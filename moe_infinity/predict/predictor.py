@@ -131,32 +131,32 @@ class Predictor:
         self.base_RE[:] = base_RE
         self.weights = weights * self._mask
 
-    def observe(self, moe_row: int, experts_TK: Ints) -> None:
+    def observe(self, moe_layer_idx: int, experts_TK: Ints) -> None:
         """The routing of the counted tokens in one row of this step."""
         sequence_T = self._sequence_of_token_T
         if sequence_T is None:
-            self._runs[0].observe(self, moe_row, experts_TK)
+            self._runs[0].observe(self, moe_layer_idx, experts_TK)
         else:
             for sequence, run in enumerate(self._runs):
                 mine_TK = experts_TK[sequence_T == sequence]
                 if len(mine_TK):
-                    run.observe(self, moe_row, mine_TK)
-        self._unite(slice(moe_row, moe_row + 1))
+                    run.observe(self, moe_layer_idx, mine_TK)
+        self._unite(slice(moe_layer_idx, moe_layer_idx + 1))
 
-    def hint(self, moe_row: int, experts_TK: Ints) -> None:
+    def hint(self, moe_layer_idx: int, experts_TK: Ints) -> None:
         """What the router of a row not yet reached said of the counted tokens when asked early."""
         if "gate" in self.uses:
             sequence_T = self._sequence_of_token_T
             for sequence, run in enumerate(self._runs):
                 mine = slice(None) if sequence_T is None else sequence_T == sequence
-                run.hint(moe_row, experts_TK[mine])
+                run.hint(moe_layer_idx, experts_TK[mine])
 
-    def look_ahead(self, moe_row: int) -> None:
+    def look_ahead(self, moe_layer_idx: int) -> None:
         """Refine the row after this one, just observed, by what it was routed to."""
-        if self.uses & {"layer", "gate"} and 0 <= moe_row < self.num_rows - 1:
+        if self.uses & {"layer", "gate"} and 0 <= moe_layer_idx < self.num_rows - 1:
             for run in self._runs:
-                run.look_ahead(self, moe_row)
-            self._unite(slice(moe_row + 1, moe_row + 2))
+                run.look_ahead(self, moe_layer_idx)
+            self._unite(slice(moe_layer_idx + 1, moe_layer_idx + 2))
 
     def _unite(self, rows: slice) -> None:
         """What any sequence needs: one minus the chance that none does."""

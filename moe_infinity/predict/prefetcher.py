@@ -51,11 +51,11 @@ class Prefetcher:
         """Whether the link can begin a load while this row computes."""
         return self._row_s > 0 and self._planner.num_loads(**self._times()) > 0
 
-    def begin_loads(self, moe_row: int) -> list[ExpertKey]:
+    def begin_loads(self, moe_layer_idx: int) -> list[ExpertKey]:
         """Begin what is worth it while this row, whose experts are held, computes. If there is
         room.
         """
-        planned = self._planner.plan(moe_row, **self._times())
+        planned = self._planner.plan(moe_layer_idx, **self._times())
         keys = [key for key in planned if key not in self._mover.failed]
         self._mover.load_ahead({key: self._table.begin_prefetch(key) for key in keys})
         return keys

@@ -89,15 +89,15 @@ class Recorder:
         self._sequence_of_token_T = step.sequence_of_token_T
         return [e for i, e in enumerate(eams) if i >= step.num_sequences or step.begins_B[i]]
 
-    def record(self, moe_row: int, experts_TK: Ints) -> Ints:
+    def record(self, moe_layer_idx: int, experts_TK: Ints) -> Ints:
         """The routing of one row in this step, T as announced by `begin_step`; gives back the part
         that counts.
         """
         assert len(experts_TK) == self.step.num_tokens, (experts_TK.shape, self.step)
         counted = experts_TK if self.step.counted_T is None else experts_TK[self.step.counted_T]
-        self._batch.add(self.step.phase, moe_row, self._sequence_of_token_T, counted)
+        self._batch.add(self.step.phase, moe_layer_idx, self._sequence_of_token_T, counted)
         if self._tokens is not None:
-            self._tokens.record(moe_row, counted)
+            self._tokens.record(moe_layer_idx, counted)
         return counted
 
     def drop_step(self) -> None:
@@ -155,8 +155,8 @@ class TokenRecorder:
         self._step = step
         self._step_idx += 1
 
-    def record(self, moe_row: int, experts_TK: Ints) -> None:
-        self._rows[moe_row] = experts_TK.copy()
+    def record(self, moe_layer_idx: int, experts_TK: Ints) -> None:
+        self._rows[moe_layer_idx] = experts_TK.copy()
 
     def leave_step(self) -> None:
         if len(self._rows) < self._num_rows:

@@ -59,7 +59,7 @@ def choose(plan: Plan) -> Chosen:
     if plan.packing is not None:
         raise UnsupportedModelError(f"the checkpoint is quantized already ({plan.packing})")
     chosen = Chosen({}, {})
-    for row_idx, (row, recipes) in enumerate(zip(plan.rows, plan.recipes, strict=True)):
+    for row_idx, (row, recipes) in enumerate(zip(plan.layers, plan.recipes, strict=True)):
         if recipes in plan.recipes[:row_idx]:
             continue  # the experts of another row
         sources = [source for recipe in recipes.recipes for source in recipe.sources]

@@ -27,9 +27,9 @@ def next_uses(touches: Sequence[Touch], *, num_rows: int, num_experts: int) -> l
     next_use = np.full((num_rows, num_experts), NEVER)
     of_touch: list[Times] = []
     for time in reversed(range(len(touches))):
-        moe_row, experts = touches[time]
-        of_touch.append(next_use[moe_row, experts])
-        next_use[moe_row, experts] = time
+        moe_layer_idx, experts = touches[time]
+        of_touch.append(next_use[moe_layer_idx, experts])
+        next_use[moe_layer_idx, experts] = time
     return of_touch[::-1]
 
 
@@ -46,8 +46,8 @@ class Belady(EvictionPolicy):
     def begin_step(self, step: Step) -> None:
         """Steps and requests make no difference here."""
 
-    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
-        self._scores[moe_row, experts] = -next(self._future)
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+        self._scores[moe_layer_idx, experts] = -next(self._future)
         self._now += 1
 
     def chances(self) -> Scores:

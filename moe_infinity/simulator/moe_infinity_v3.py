@@ -46,11 +46,11 @@ class MoeInfinityV3:
         if self._is_decode:
             self._match.begin()
 
-    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
         if self._is_decode:
-            self._request_eam[moe_row, experts] += counts
-            self._match.observe(moe_row, np.asarray(experts), counts)
-            self._row, self._top_k = moe_row, len(experts)
+            self._request_eam[moe_layer_idx, experts] += counts
+            self._match.observe(moe_layer_idx, np.asarray(experts), counts)
+            self._row, self._top_k = moe_layer_idx, len(experts)
             self._is_stale = True
 
     def scores(self) -> Scores:
@@ -60,7 +60,7 @@ class MoeInfinityV3:
             self._is_stale = False
         return self._scores
 
-    def scores_after(self, moe_row: int) -> Scores:
+    def scores_after(self, moe_layer_idx: int) -> Scores:
         """See EvictionPolicy. A row's place in the order is its own, whatever row is running."""
         return self.scores()
 

@@ -27,10 +27,10 @@ class Told:
         self.looked_ahead_from: list[int] = []
         self._ahead = ahead
 
-    def look_ahead(self, moe_row: int) -> None:
-        self.looked_ahead_from.append(moe_row)
+    def look_ahead(self, moe_layer_idx: int) -> None:
+        self.looked_ahead_from.append(moe_layer_idx)
         if self._ahead is not None:
-            self.next_use_RE[moe_row + 1] = self._ahead
+            self.next_use_RE[moe_layer_idx + 1] = self._ahead
 
 
 def score(p: float, q: float, rows_ahead: int, num_rows: int) -> float:

@@ -39,7 +39,7 @@ KEYS = [ExpertKey(row, expert) for row in range(NUM_ROWS) for expert in range(NU
 class Use(NamedTuple):
     """A step and one touch in it."""
 
-    moe_row: int
+    moe_layer_idx: int
     tokens: dict[int, int]  # by expert activated
     phase: Phase = DECODE
     begins_request: bool = False
@@ -65,14 +65,14 @@ def step(phase: Phase = DECODE, *, begins: bool = False) -> Step:
 
 
 def replay(policy: EvictionPolicy, history: History) -> None:
-    for moe_row, tokens, phase, begins_request in history:
+    for moe_layer_idx, tokens, phase, begins_request in history:
         policy.begin_step(step(phase, begins=begins_request))
-        policy.touch(moe_row, np.array(list(tokens)), np.array(list(tokens.values())))
+        policy.touch(moe_layer_idx, np.array(list(tokens)), np.array(list(tokens.values())))
 
 
-def order(policy: EvictionPolicy, moe_row: int) -> list[int]:
+def order(policy: EvictionPolicy, moe_layer_idx: int) -> list[int]:
     """The experts of a row, the first to leave first."""
-    return policy.scores()[moe_row].argsort().tolist()
+    return policy.scores()[moe_layer_idx].argsort().tolist()
 
 
 # What each policy means, in terms of the whole history
@@ -85,7 +85,7 @@ def last_use(history: History, key: ExpertKey) -> int:
 
 
 def is_use(use: Use, key: ExpertKey) -> bool:
-    return use.moe_row == key.moe_row and key.expert_idx in use.tokens
+    return use.moe_layer_idx == key.moe_layer_idx and key.expert_idx in use.tokens
 
 
 def num_uses(history: History, key: ExpertKey) -> int:
@@ -99,21 +99,21 @@ def uses_in_request_then_recency(history: History, key: ExpertKey) -> tuple[int,
 
 
 def is_near_then_recency(history: History, key: ExpertKey) -> tuple[bool, int]:
-    current = history[-1].moe_row if history else 0
+    current = history[-1].moe_layer_idx if history else 0
     near = [(current + ahead) % NUM_ROWS for ahead in range(3)]
-    return key.moe_row in near, last_use(history, key)
+    return key.moe_layer_idx in near, last_use(history, key)
 
 
 def is_in_share_then_recency(history: History, key: ExpertKey) -> tuple[bool, int]:
     """Of experts used at the same time the lower id counts as the more recent."""
     mine = last_use(history, key)
-    row = [ExpertKey(key.moe_row, expert) for expert in range(NUM_EXPERTS)]
+    row = [ExpertKey(key.moe_layer_idx, expert) for expert in range(NUM_EXPERTS)]
     rank = sorted(row, key=lambda other: -last_use(history, other)).index(key)
-    return mine >= 0 and rank < SHARES[key.moe_row], mine
+    return mine >= 0 and rank < SHARES[key.moe_layer_idx], mine
 
 
 def share_of_tokens(history: History, key: ExpertKey) -> Fraction:
-    of_row = [use.tokens for use in history if use.moe_row == key.moe_row]
+    of_row = [use.tokens for use in history if use.moe_layer_idx == key.moe_layer_idx]
     total = sum(sum(tokens.values()) for tokens in of_row)
     return Fraction(sum(tokens.get(key.expert_idx, 0) for tokens in of_row), max(total, 1))
 
@@ -218,10 +218,12 @@ def test_a_model_of_two_rows_is_all_neighbors():
 # Every row owns its share of the slots
 
 
-def use_in(table: ResidencyTable, policy: EvictionPolicy, moe_row: int, *experts: int) -> None:
+def use_in(
+    table: ResidencyTable, policy: EvictionPolicy, moe_layer_idx: int, *experts: int
+) -> None:
     """What the runtime does with one row whose experts fit into the slots."""
-    policy.touch(moe_row, experts)
-    with table.holding([ExpertKey(moe_row, expert) for expert in experts], DECODE) as held:
+    policy.touch(moe_layer_idx, experts)
+    with table.holding([ExpertKey(moe_layer_idx, expert) for expert in experts], DECODE) as held:
         for key in held.absent:
             table.finish_load(key)
     table.check_invariants()

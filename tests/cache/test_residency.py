@@ -34,7 +34,7 @@ def load(table: ResidencyTable, *keys: ExpertKey) -> None:
 
 def use(policy: Lru, *keys: ExpertKey) -> None:
     for key in keys:
-        policy.touch(key.moe_row, np.array([key.expert_idx]))
+        policy.touch(key.moe_layer_idx, np.array([key.expert_idx]))
 
 
 # States of an expert

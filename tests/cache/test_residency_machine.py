@@ -38,7 +38,7 @@ class Ranked(EvictionPolicy):
     def begin_step(self, step: Step) -> None:
         raise AssertionError("the table does not tell the policy what happens; the runtime does")
 
-    def touch(self, moe_row: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
         raise AssertionError("the table does not tell the policy what is used; the runtime does")
 
     def scores(self) -> Scores:

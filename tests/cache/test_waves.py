@@ -34,7 +34,7 @@ def load(table: ResidencyTable, *keys: ExpertKey, phase: Phase = DECODE) -> None
 
 def use(policy: Lru, *keys: ExpertKey) -> None:
     for key in keys:
-        policy.touch(key.moe_row, np.array([key.expert_idx]))
+        policy.touch(key.moe_layer_idx, np.array([key.expert_idx]))
 
 
 def run_layer(table: ResidencyTable, keys: list[ExpertKey], phase: Phase) -> list[int]:
@@ -101,8 +101,8 @@ def test_a_wave_takes_no_slot_that_someone_else_holds(table):
 def test_prefill_takes_at_most_the_ring_from_the_decode_set(policy):
     table = ResidencyTable(64, policy)
     decoding = decode_set(table)
-    for moe_row in (0, 3):
-        keys = [ExpertKey(moe_row, expert_idx) for expert_idx in range(NUM_EXPERTS)]
+    for moe_layer_idx in (0, 3):
+        keys = [ExpertKey(moe_layer_idx, expert_idx) for expert_idx in range(NUM_EXPERTS)]
         run_layer(table, keys, PREFILL)
     kept = set(decoding) & set(table.resident_keys())
     assert len(decoding) - len(kept) == 64 // PREFILL_RING_SHARE

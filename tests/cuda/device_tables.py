@@ -48,7 +48,7 @@ class World:
         self.table.set_host_addresses({key: self.address_of(key) for key in self.keys})
 
     def bytes_of(self, key: ExpertKey) -> Tensor:
-        return self.host[key.moe_row * self.table.num_experts + key.expert_idx]
+        return self.host[key.moe_layer_idx * self.table.num_experts + key.expert_idx]
 
     def address_of(self, key: ExpertKey) -> int:
         return self.bytes_of(key).data_ptr()
@@ -83,8 +83,8 @@ class World:
 
     # What the host hears and says
 
-    def told(self, moe_row: int, num_pairs: int) -> RowReport:
-        report = self.table.told(moe_row, num_pairs)
+    def told(self, moe_layer_idx: int, num_pairs: int) -> RowReport:
+        report = self.table.told(moe_layer_idx, num_pairs)
         assert report is not None
         return report
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.engine.compute import slot_row
+from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.engine.layer import ExpertRuntime
 from moe_infinity.experts import Phase
 from moe_infinity.kernels.cuda import reference as slot_reference
@@ -49,7 +49,7 @@ def compute_as_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
         out = moe_layer(self, row, x, index, weights)  # brings the experts
         if self.recorder.step.phase is Phase.PREFILL:
             return out
-        mlp = slot_row(self._rows[row], self._recipes[row])
+        mlp = slot_layer(self._rows[row], self._recipes[row])
         ids = [self.table.slot_of(self._keys[row][e]) for e in index.flatten().tolist()]
         addresses = torch.tensor([self.slots.address_of(slot) for slot in ids]).view(index.shape)
         assert mlp is not None

@@ -24,7 +24,7 @@ from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.graphed_step import CACHE, GraphedStep
 from moe_infinity.cuda.slot_kernels import SlotKernels
 from moe_infinity.cuda.static_windows import StaticWindows
-from moe_infinity.engine.compute import RowComputer
+from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
 from tests.cuda.fake_cuda import FakeLink
 
@@ -111,7 +111,7 @@ def move(model: PreTrainedModel, cache: StaticCache) -> None:
                     held[name] = NOWHERE
 
 
-def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
+def resolve(table: DeviceTable, moe_layer_idx: int, top_k_index_TK: Tensor) -> Tensor:
     assert top_k_index_TK.dtype == torch.int64
     return torch.empty_like(top_k_index_TK)
 
@@ -194,13 +194,13 @@ def told_by_nobody() -> Iterator[None]:
         ids = torch.arange(tensor.numel()) % NUM_EXPERTS
         return ids.to(tensor.dtype).view(tensor.shape)
 
-    run = RowComputer.run
+    run = LayerComputer.run
 
     def watched(*args: Any) -> None:
         with _NotFromTheHost():
             run(*args)
 
     asked = mock.patch.object(Tensor, "cpu", made_up)
-    computing = mock.patch.object(RowComputer, "run", watched)
+    computing = mock.patch.object(LayerComputer, "run", watched)
     with asked, computing, torch.no_grad(), _Unmixed():
         yield

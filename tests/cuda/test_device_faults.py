@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_infinity import MoE
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.engine.compute import RowComputer
+from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.errors import CheckpointError, ConfigError, OutOfMemory
 from moe_infinity.memory.cuda import Copy, Event
 from moe_infinity.memory.device import DeviceSlots, SourceSlots
@@ -113,9 +113,9 @@ class WatchedLink(FakeLink):
 
 
 def watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RowComputer.run
+    run = LayerComputer.run
 
-    def watched(self: RowComputer, work: Any, keys: Any, slot_ids: Any) -> None:
+    def watched(self: LayerComputer, work: Any, keys: Any, slot_ids: Any) -> None:
         run(self, work, keys, slot_ids)
         assert isinstance(self._slots, DeviceSlots)
         for key in keys:
@@ -124,7 +124,7 @@ def watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             link.time += 1
             link.read_at[self._slots.address_of(slot_ids[key])] = link.time
 
-    monkeypatch.setattr(RowComputer, "run", watched)
+    monkeypatch.setattr(LayerComputer, "run", watched)
 
 
 def test_a_slot_is_overwritten_only_after_the_kernels_that_read_it(
@@ -238,7 +238,7 @@ def test_a_device_without_memory_left_is_answered_with_the_numbers(
             def run(*args: Any) -> None:
                 raise torch.OutOfMemoryError("tried to allocate 20 MiB")
 
-            patch.setattr(RowComputer, "run", run)
+            patch.setattr(LayerComputer, "run", run)
             with pytest.raises(OutOfMemory, match=r"12 expert slots.*\n.*lower device_memory"):
                 greedy(moe)
         assert_same_tokens(moe, expected, rounds=1)

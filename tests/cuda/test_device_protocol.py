@@ -98,7 +98,7 @@ class Model:
         if key in self.slots:
             return self.slots.index(key)
         if key in self.on_disk:
-            self.lost_row = key.moe_row
+            self.lost_row = key.moe_layer_idx
             self.log(key, ON_DISK)
             return None
         slot = self.taken(key, used)
@@ -111,9 +111,9 @@ class Model:
     def taken(self, key: ExpertKey, used: list[ExpertKey]) -> int:
         if None in self.slots:
             return self.slots.index(None)
-        part = next(p for p, last_row in enumerate(self.last_rows) if key.moe_row <= last_row)
-        stay = range(key.moe_row + 1, self.last_rows[part] + 1)
-        leaving = [k for k in self.slots if k and k.moe_row not in stay and k not in used]
+        part = next(p for p, last_row in enumerate(self.last_rows) if key.moe_layer_idx <= last_row)
+        stay = range(key.moe_layer_idx + 1, self.last_rows[part] + 1)
+        leaving = [k for k in self.slots if k and k.moe_layer_idx not in stay and k not in used]
         scores = self.scores[:, part]
         lowest = min((scores[k] for k in leaving), default=None)
         return next((self.slots.index(k) for k in leaving if scores[k] == lowest), ABSENT)

@@ -51,11 +51,11 @@ def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, monkeypa
     assert not is_wrong(tiny_checkpoint, "30%", "100%")
     take_slot = slot_reference._take_slot
 
-    def forgetting(table: DeviceTable, moe_row: int, expert: int) -> int:
+    def forgetting(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
         told = table.slot_LE.clone()
-        told[moe_row, expert] = take_slot(table, moe_row, expert)
+        told[moe_layer_idx, expert] = take_slot(table, moe_layer_idx, expert)
         table.slot_LE.copy_(told)
-        return int(told[moe_row, expert])
+        return int(told[moe_layer_idx, expert])
 
     monkeypatch.setattr(slot_reference, "_take_slot", forgetting)
     assert is_wrong(tiny_checkpoint, "30%", "100%")
@@ -65,9 +65,9 @@ def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, monkeyp
     assert not is_wrong(tiny_checkpoint, "5%", "100%")
     take_slot = slot_reference._take_slot
 
-    def as_if_unused(table: DeviceTable, moe_row: int, expert: int) -> int:
+    def as_if_unused(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
         uses_LE, table.uses_LE = table.uses_LE, torch.zeros_like(table.uses_LE)
-        slot = take_slot(table, moe_row, expert)
+        slot = take_slot(table, moe_layer_idx, expert)
         table.uses_LE = uses_LE
         return slot
 

@@ -170,9 +170,9 @@ def test_scores_are_those_after_each_part_of_the_rows(tiny_checkpoint, monkeypat
     offered: list[tuple[Any, int]] = []
     scores_after, offer = ActivationAware.scores_after, DeviceTable.offer
 
-    def asking(self: ActivationAware, moe_row: int) -> Any:
-        asked.append(moe_row)
-        return scores_after(self, moe_row)
+    def asking(self: ActivationAware, moe_layer_idx: int) -> Any:
+        asked.append(moe_layer_idx)
+        return scores_after(self, moe_layer_idx)
 
     def offering(self: DeviceTable, scores_LHE: Any, first_row: int) -> None:
         offered.append((scores_LHE.copy(), first_row))
@@ -187,16 +187,16 @@ def test_scores_are_those_after_each_part_of_the_rows(tiny_checkpoint, monkeypat
         moe._runtime.table._transient[:] = False  # their scores are lower
         steps = moe._runtime.device_steps
         assert steps is not None
-        for moe_row in (None, 0, 1, 2):
-            steps.follower._offer(moe_row)
+        for moe_layer_idx in (None, 0, 1, 2):
+            steps.follower._offer(moe_layer_idx)
         assert asked == 4 * [0, 2]
         (whole, first_row), *rows = offered
         assert first_row == 0
         after = [policy.scores_after(0), policy.scores_after(2)]
         assert (whole.transpose(1, 0, 2) == after).all()
         assert (whole[:, 0] != whole[:, 1]).any()
-        for (scores, first_row), expected, moe_row in zip(rows, whole, range(3), strict=True):
-            assert first_row == moe_row
+        for (scores, first_row), expected, moe_layer_idx in zip(rows, whole, range(3), strict=True):
+            assert first_row == moe_layer_idx
             assert (scores == expected).all()
 
 
@@ -213,16 +213,16 @@ def test_a_step_that_was_lost_counts_every_row_once(tiny_checkpoint, monkeypatch
         num_steps += 1
         return begin(self, step)
 
-    def resolving(table: DeviceTable, moe_row: int, index_TK: Tensor) -> Tensor:
+    def resolving(table: DeviceTable, moe_layer_idx: int, index_TK: Tensor) -> Tensor:
         nonlocal num_lost
-        if not table.is_lost() and (num_steps, moe_row) not in counted:
-            absent = [e for e in index_TK.flatten().tolist() if table.slot_LE[moe_row, e] < 0]
-            missed.update((num_steps, moe_row, expert) for expert in absent)
-            is_lost = any(table.host_LE[moe_row, expert] == 0 for expert in absent)
+        if not table.is_lost() and (num_steps, moe_layer_idx) not in counted:
+            absent = [e for e in index_TK.flatten().tolist() if table.slot_LE[moe_layer_idx, e] < 0]
+            missed.update((num_steps, moe_layer_idx, expert) for expert in absent)
+            is_lost = any(table.host_LE[moe_layer_idx, expert] == 0 for expert in absent)
             num_lost += is_lost
             if not is_lost:
-                counted.add((num_steps, moe_row))
-        return resolve(table, moe_row, index_TK)
+                counted.add((num_steps, moe_layer_idx))
+        return resolve(table, moe_layer_idx, index_TK)
 
     monkeypatch.setattr(DeviceSteps, "begin", beginning)
     monkeypatch.setattr(slot_reference, "resolve", resolving)

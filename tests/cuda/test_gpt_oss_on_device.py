@@ -21,7 +21,7 @@ from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.headers import Headers
 from moe_infinity.checkpoint.plan import Plan, plan_experts
 from moe_infinity.cuda.slot_kernels import SlotRows
-from moe_infinity.engine.compute import fused_row, slot_row
+from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.kernels import has_triton_kernels
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cuda import reference as slot_reference
@@ -54,9 +54,9 @@ def computed(monkeypatch):
     found: list[int] = []
     compute = SlotRows.compute
 
-    def noted(self: SlotRows, moe_row: int, *args: Any) -> Tensor:
-        found.append(moe_row)
-        return compute(self, moe_row, *args)
+    def noted(self: SlotRows, moe_layer_idx: int, *args: Any) -> Tensor:
+        found.append(moe_layer_idx)
+        return compute(self, moe_layer_idx, *args)
 
     monkeypatch.setattr(SlotRows, "compute", noted)
     return found
@@ -210,12 +210,12 @@ def parts_of(matrix: Matrix) -> list[Any]:
 def test_published_sizes_are_described(layers, num_experts):
     config = transformers.GptOssConfig(num_hidden_layers=layers, num_local_experts=num_experts)
     plan = plan_of(config)
-    assert (len(plan.rows), plan.top_k) == (layers, 4)
-    for row, recipes in zip(plan.rows, plan.recipes, strict=True):
-        mlp = slot_row(row, recipes)
+    assert (len(plan.layers), plan.top_k) == (layers, 4)
+    for row, recipes in zip(plan.layers, plan.recipes, strict=True):
+        mlp = slot_layer(row, recipes)
         assert mlp is not None
         assert mlp.up is not None
-        assert fused_row(row, recipes) is not None
+        assert fused_layer(row, recipes) is not None
         assert mlp.activation == Activation("silu", alpha=1.5, shift=1.0, limit=6.0)  # the module's
         assert (mlp.gate.first_row, mlp.up.first_row, mlp.gate.row_step) == (0, 1, 2)
         for matrix in (mlp.gate, mlp.up, mlp.down):
@@ -230,14 +230,14 @@ def test_published_sizes_are_described(layers, num_experts):
 def test_weights_that_are_not_packed_are_read_transposed():
     config = transformers.GptOssConfig(**GPT_OSS)
     plan = plan_of(config, is_packed=False)
-    mlp = slot_row(plan.rows[0], plan.recipes[0])
+    mlp = slot_layer(plan.layers[0], plan.recipes[0])
     assert mlp is not None
     assert mlp.up is not None
     for half, first in ((mlp.gate, 0), (mlp.up, 1)):
         assert (half.kind, half.first_row, half.row_step) == ("bf16", first, 2)
         assert (half.row_stride, half.column_stride) == (1, 2 * config.intermediate_size)
     assert (mlp.down.row_stride, mlp.down.column_stride) == (1, config.hidden_size)
-    assert fused_row(plan.rows[0], plan.recipes[0]) is None
+    assert fused_layer(plan.layers[0], plan.recipes[0]) is None
 
 
 def test_packed_on_load_they_are_read_too(tmp_path):
@@ -269,7 +269,7 @@ def test_tritons_kernel_agrees_with_its_twin_on_a_row(folder):
         assert steps is not None
         (mlp, *_), slots = steps._rows._mlps, moe._runtime.slots
         resident = sorted(moe._runtime.table.resident_slots().items())
-        at = [slots.address_of(slot) for key, slot in resident if key.moe_row == 0][:TOP_K]
+        at = [slots.address_of(slot) for key, slot in resident if key.moe_layer_idx == 0][:TOP_K]
         x_TD, weights_TK = 8 * torch.randn(1, 64), torch.rand(1, TOP_K)
         arguments = mlp, x_TD, torch.tensor([at]), weights_TK
         twin = slot_reference.slot_moe(*arguments)

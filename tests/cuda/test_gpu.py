@@ -7,7 +7,7 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.cuda import graphed_step
-from moe_infinity.engine.compute import RowComputer
+from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.errors import ConfigError, OutOfMemory
 from moe_infinity.memory.cuda import CudaLink
 from moe_infinity.memory.device import PAGE_BYTES, DeviceSlots, SourceSlots
@@ -154,7 +154,7 @@ def test_a_device_without_memory_left_is_answered_with_the_numbers(tiny_checkpoi
             def run(*_: object) -> None:
                 torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
-            patch.setattr(RowComputer, "run", run)
+            patch.setattr(LayerComputer, "run", run)
             with pytest.raises(OutOfMemory, match="12 expert slots"):
                 greedy(moe)
         assert torch.equal(greedy(moe), tokens)

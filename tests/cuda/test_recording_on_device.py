@@ -27,12 +27,12 @@ def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
     learn = ExpertRuntime._learn
     remaining = -1
 
-    def learning(self: ExpertRuntime, moe_row: int, *args: Any) -> None:
+    def learning(self: ExpertRuntime, moe_layer_idx: int, *args: Any) -> None:
         nonlocal remaining
         remaining -= 1
         if remaining == 0:
             raise KeyboardInterrupt
-        learn(self, moe_row, *args)
+        learn(self, moe_layer_idx, *args)
 
     monkeypatch.setattr(ExpertRuntime, "_learn", learning)
     if not is_decided_by_device:

@@ -38,8 +38,10 @@ def tell_if(monkeypatch: pytest.MonkeyPatch, is_told: Callable[[int], bool]) -> 
     told, listen = DeviceTable.told, Follower._listen
     is_done = [False]
 
-    def telling(self: DeviceTable, moe_row: int, num_pairs: int) -> Any:
-        return told(self, moe_row, num_pairs) if is_done[0] or is_told(moe_row) else None
+    def telling(self: DeviceTable, moe_layer_idx: int, num_pairs: int) -> Any:
+        return (
+            told(self, moe_layer_idx, num_pairs) if is_done[0] or is_told(moe_layer_idx) else None
+        )
 
     def listening(self: Follower, followed: Any, *, is_over: bool) -> None:
         is_done[0] = is_over
@@ -56,7 +58,7 @@ def test_however_late_the_host_hears_no_token_changes(
 ):
     chances = random.Random(0)
     of_this_cache = tokens_of_a_cpu(tiny_checkpoint, **cache)
-    tell_if(monkeypatch, lambda moe_row: chances.random() < 0.5)
+    tell_if(monkeypatch, lambda moe_layer_idx: chances.random() < 0.5)
     with on_device(tiny_checkpoint, "30%", "40%", policy=policy) as moe:
         for _ in range(3):
             assert_same_tokens(moe, expected, rounds=1)
@@ -83,12 +85,12 @@ def test_misses_are_those_of_scores_that_know_the_rows_heard(
     monkeypatch.setattr(DeviceSteps, "begin", begin_and_look)
     compute, at = DeviceSteps.compute, [0]
 
-    def computing(self: DeviceSteps, moe_row: int, *args: Any) -> Any:
-        at[0] = moe_row
-        return compute(self, moe_row, *args)
+    def computing(self: DeviceSteps, moe_layer_idx: int, *args: Any) -> Any:
+        at[0] = moe_layer_idx
+        return compute(self, moe_layer_idx, *args)
 
     monkeypatch.setattr(DeviceSteps, "compute", computing)
-    tell_if(monkeypatch, lambda moe_row: moe_row < at[0] - lag)
+    tell_if(monkeypatch, lambda moe_layer_idx: moe_layer_idx < at[0] - lag)
     with on_device(tiny_checkpoint, device_memory, "100%", policy="lru") as moe:
         moe.model(torch.arange(100)[None])
         assert len(moe._runtime.tiers[1].table) == 24  # no step has to stop
@@ -151,14 +153,15 @@ class Modelled:
         self.transient = self.transient - gone - set(used)
         for key in used:
             self.last_use[key] = self.clock
-        return used[0].moe_row
+        return used[0].moe_layer_idx
 
     def take_slot(self, key: ExpertKey, used: list[ExpertKey]) -> ExpertKey | None:
-        row = key.moe_row
+        row = key.moe_layer_idx
         leaving = [
             (-1e9 if owner is None else self.offered[owner], slot)
             for slot, owner in enumerate(self.owners)
-            if owner is None or not (owner in used or row < owner.moe_row <= self.LAST_ROWS[row])
+            if owner is None
+            or not (owner in used or row < owner.moe_layer_idx <= self.LAST_ROWS[row])
         ]
         if not leaving:
             return None
@@ -198,7 +201,7 @@ def keep_busy(
     monkeypatch.setattr(DeviceTable, "is_over", is_over)
     monkeypatch.setattr(Follower, "follow", follow_and_note)
     monkeypatch.setattr(DeviceSteps, "compute", computing)
-    tell_if(monkeypatch, lambda moe_row: moe_row < looks[0] * rows_a_look)
+    tell_if(monkeypatch, lambda moe_layer_idx: moe_layer_idx < looks[0] * rows_a_look)
     return heard
 
 

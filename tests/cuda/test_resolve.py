@@ -126,12 +126,14 @@ def test_rows_that_come_before_the_next_scores_keep_their_experts(kernels):
 @pytest.mark.parametrize("kernels", KINDS)
 def test_the_lowest_of_many_slots_is_found(kernels):
     world = world_for(kernels, rows=4, experts=900, slots=2700)
-    keys = [key for key in world.keys if key.moe_row]
+    keys = [key for key in world.keys if key.moe_layer_idx]
     world.tell({key: slot for slot, key in enumerate(keys)})
     # float32 could not tell them apart
     scores = np.random.default_rng(0).permutation(4 * 900).reshape(4, 1, 900) / 64 + 2.0**40
     world.offer_all(np.repeat(scores, 2, 1))
-    leaving = sorted((k for k in keys if k.moe_row != 1), key=lambda key: scores[:, 0][key])[:6]
+    leaving = sorted((k for k in keys if k.moe_layer_idx != 1), key=lambda key: scores[:, 0][key])[
+        :6
+    ]
     slots = [keys.index(key) for key in leaving]
     assert max(slots) > 2 * triton_resolve.SLOT_BLOCK
     assert step(kernels, world, [[[3, 1, 4, 0, 5, 9]]]) == [slots]

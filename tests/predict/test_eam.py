@@ -20,10 +20,12 @@ calls = st.tuples(
 )
 
 
-def add(eam: BatchEam, phase: Phase, moe_row: int, routed: list[tuple[int, list[int]]]) -> None:
+def add(
+    eam: BatchEam, phase: Phase, moe_layer_idx: int, routed: list[tuple[int, list[int]]]
+) -> None:
     sequence_of_token_T = np.array([sequence for sequence, _ in routed], dtype=np.int64)
     experts_TK = np.array([experts for _, experts in routed], dtype=np.int64).reshape(-1, TOP_K)
-    eam.add(phase, moe_row, sequence_of_token_T, experts_TK)
+    eam.add(phase, moe_layer_idx, sequence_of_token_T, experts_TK)
 
 
 @settings(max_examples=50)
@@ -32,11 +34,11 @@ def test_a_matrix_counts_every_token_once_per_expert_that_served_it(history):
     eam = BatchEam(NUM_SEQUENCES, NUM_ROWS, NUM_EXPERTS)
     shape = (NUM_SEQUENCES, NUM_ROWS, NUM_EXPERTS)
     naive = {phase: np.zeros(shape, dtype=np.int64) for phase in Phase}
-    for phase, moe_row, routed in history:
-        add(eam, phase, moe_row, routed)
+    for phase, moe_layer_idx, routed in history:
+        add(eam, phase, moe_layer_idx, routed)
         for sequence, experts in routed:
             for expert in experts:
-                naive[phase][sequence, moe_row, expert] += 1
+                naive[phase][sequence, moe_layer_idx, expert] += 1
     requests = eam.requests()
     assert len(requests) == NUM_SEQUENCES
     for phase in Phase:
@@ -47,9 +49,9 @@ def test_every_row_of_a_matrix_sums_to_tokens_times_top_k():
     eam = BatchEam(1, NUM_ROWS, NUM_EXPERTS)
     rng = np.random.default_rng(0)
     num_tokens = 11
-    for moe_row in range(NUM_ROWS):
+    for moe_layer_idx in range(NUM_ROWS):
         routed = [(0, rng.permutation(NUM_EXPERTS)[:TOP_K].tolist()) for _ in range(num_tokens)]
-        add(eam, Phase.PREFILL, moe_row, routed)
+        add(eam, Phase.PREFILL, moe_layer_idx, routed)
     (request,) = eam.requests()
     assert request.prefill.sum(axis=1).tolist() == [num_tokens * TOP_K] * NUM_ROWS
     assert request.decode.sum() == 0

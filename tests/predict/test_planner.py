@@ -30,7 +30,7 @@ class Fixed(EvictionPolicy):
 
     def begin_step(self, step: Step) -> None: ...
 
-    def touch(self, moe_row: int, experts: object, counts: object = 1) -> None: ...
+    def touch(self, moe_layer_idx: int, experts: object, counts: object = 1) -> None: ...
 
     def scores(self) -> np.ndarray:
         return self.scores_RE
@@ -88,7 +88,7 @@ class Case(NamedTuple):
 
     def value(self, key: ExpertKey) -> float:
         """Its chance, times the waiting that beginning it now saves."""
-        rows_ahead = (key.moe_row - self.row) % NUM_ROWS or NUM_ROWS
+        rows_ahead = (key.moe_layer_idx - self.row) % NUM_ROWS or NUM_ROWS
         saved_s = min(rows_ahead * self.row_s - self.queued_s, self.load_s)
         return float(self.policy.chances_RE[key]) * max(saved_s, 0)
 
@@ -108,7 +108,7 @@ def cases(draw) -> Case:
         table.begin_load(key, Phase.PREFILL if number % 4 == 1 else DECODE)
         if number % 5:
             table.finish_load(key)
-    held = [key for key in present if key.moe_row == row]
+    held = [key for key in present if key.moe_layer_idx == row]
     row_s, load_s = draw(st.sampled_from([0.25, 1.0, 3.0])), draw(st.sampled_from([0.5, 1.0, 4.0]))
     queued_s = draw(st.sampled_from([0.0, 0.5, 1.0, 2.5]))
     return Case(policy, table, row, held, load_s, row_s, queued_s)

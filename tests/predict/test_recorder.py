@@ -60,16 +60,16 @@ def run(recorder: Recorder, step: Step, *, seed: int = 0) -> np.ndarray:
     """One step through all MoE rows; its routing as [T, L, K]."""
     experts_LTK = routing(step, seed=seed)
     recorder.begin_step(step)
-    for moe_row, experts_TK in enumerate(experts_LTK):
-        recorder.record(moe_row, experts_TK)
+    for moe_layer_idx, experts_TK in enumerate(experts_LTK):
+        recorder.record(moe_layer_idx, experts_TK)
     return experts_LTK.transpose(1, 0, 2)
 
 
 def naive_eam(experts_TLK: np.ndarray) -> np.ndarray:
     eam = np.zeros((NUM_ROWS, NUM_EXPERTS), dtype=np.int64)
     for experts_LK in experts_TLK:
-        for moe_row, experts in enumerate(experts_LK):
-            eam[moe_row, experts] += 1
+        for moe_layer_idx, experts in enumerate(experts_LK):
+            eam[moe_layer_idx, experts] += 1
     return eam
 
 
@@ -221,8 +221,8 @@ def test_what_is_recorded_does_not_change_with_the_callers_array(recorder):
     recorder.begin_tokens()
     experts_TK = np.array([[1, 2]])
     recorder.begin_step(prefill_of([1]))
-    for moe_row in range(NUM_ROWS):
-        recorder.record(moe_row, experts_TK)
+    for moe_layer_idx in range(NUM_ROWS):
+        recorder.record(moe_layer_idx, experts_TK)
     experts_TK[:] = 0
     (trace,) = recorder.finish_tokens()
     assert trace.experts_TLK.tolist() == [[[1, 2]] * NUM_ROWS]
@@ -309,7 +309,7 @@ def test_a_step_that_misses_a_row_is_no_trace(recorder, end_step):
 def test_rows_with_another_top_k_are_no_trace(recorder):
     recorder.begin_tokens()
     recorder.begin_step(prefill_of([1]))
-    for moe_row, top_k in enumerate((2, 2, 1)):
-        recorder.record(moe_row, np.zeros((1, top_k), dtype=np.int64))
+    for moe_layer_idx, top_k in enumerate((2, 2, 1)):
+        recorder.record(moe_layer_idx, np.zeros((1, top_k), dtype=np.int64))
     with pytest.raises(TraceError, match="unequal top-k"):
         recorder.finish_tokens()

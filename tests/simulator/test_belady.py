@@ -34,9 +34,9 @@ def num_hits(policy: EvictionPolicy, decoding: Decoding, num_slots: int, begins:
     hits = 0
     for step_idx, step in enumerate(decoding):
         policy.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.array([step_idx in begins])))
-        for moe_row, experts in enumerate(step):
-            policy.touch(moe_row, np.array(experts))
-            keys = [ExpertKey(moe_row, expert) for expert in experts]
+        for moe_layer_idx, experts in enumerate(step):
+            policy.touch(moe_layer_idx, np.array(experts))
+            keys = [ExpertKey(moe_layer_idx, expert) for expert in experts]
             hits += table.census(keys)[0]
             assert set(table.next_wave(keys, Phase.DECODE)) == set(keys)
             with table.holding(keys, Phase.DECODE) as held:
@@ -49,8 +49,8 @@ def num_hits(policy: EvictionPolicy, decoding: Decoding, num_slots: int, begins:
 def most_hits(decoding: Decoding, num_slots: int) -> int:
     """Tries every choice of victims: what may be resident after a touch, and the hits so far."""
     best: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}
-    for moe_row, experts in touches_of(decoding):
-        needed = frozenset((moe_row, expert) for expert in experts)
+    for moe_layer_idx, experts in touches_of(decoding):
+        needed = frozenset((moe_layer_idx, expert) for expert in experts)
         after: dict[frozenset[tuple[int, int]], int] = {}
         for resident, hits in best.items():
             others = resident - needed

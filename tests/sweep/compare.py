@@ -100,14 +100,14 @@ def rows_that_do_not_matter(
 ) -> list[int]:
     """MoE rows of which two experts can change places and the comparison still passes."""
     unnoticed = []
-    for moe_row, experts in enumerate(loaded):
+    for moe_layer_idx, experts in enumerate(loaded):
         if not experts:
             continue  # of another modality
         first, second = experts[0], (experts + [(experts[0] + 1) % tiny.NUM_EXPERTS_EACH])[1]
         with watched(folder) as (moe, rows):
-            rows[moe_row].instead = {first: second, second: first}
+            rows[moe_layer_idx].instead = {first: second, second: first}
             if not difference(outcome(moe.model, moe.generate), theirs, tolerance):
-                unnoticed.append(moe_row)
+                unnoticed.append(moe_layer_idx)
     return unnoticed
 
 

@@ -28,53 +28,56 @@ def memory_at(address: int, num_bytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def resolve(table: DeviceTable, moe_row: int, top_k_index_TK: Tensor) -> Tensor:
+def resolve(table: DeviceTable, moe_layer_idx: int, top_k_index_TK: Tensor) -> Tensor:
     """See triton_resolve.resolve."""
     index_P = top_k_index_TK.flatten().tolist()
     table.sources_P[: len(index_P)] = 0
     if table.is_lost():
         index_P = [-1] * len(index_P)
-    table.told_L2P[moe_row, 0, : len(index_P)] = torch.tensor(
+    table.told_L2P[moe_layer_idx, 0, : len(index_P)] = torch.tensor(
         index_P, dtype=torch.int32, device="cpu"
     )
-    table.told_L2P[moe_row, 1, : len(index_P)] = NOTHING
+    table.told_L2P[moe_layer_idx, 1, : len(index_P)] = NOTHING
     for expert, num_uses in Counter(index_P).items():
         if expert >= 0:
-            table.uses_LE[moe_row, expert] += num_uses
+            table.uses_LE[moe_layer_idx, expert] += num_uses
     looked_up: dict[int, int] = {-1: 0}  # expert -> address
     for pair, expert in enumerate(index_P):
         if expert not in looked_up:
-            looked_up[expert] = _look_up(table, moe_row, expert, pair)
+            looked_up[expert] = _look_up(table, moe_layer_idx, expert, pair)
         table.pointers_P[pair] = looked_up[expert]
     return table.pointers_P[: len(index_P)].view(top_k_index_TK.shape)
 
 
-def _look_up(table: DeviceTable, moe_row: int, expert: int, pair: int) -> int:
+def _look_up(table: DeviceTable, moe_layer_idx: int, expert: int, pair: int) -> int:
     """The address of an expert; if it misses, after it took a slot and was told."""
-    slot, host = int(table.slot_LE[moe_row, expert]), int(table.host_LE[moe_row, expert])
+    slot, host = (
+        int(table.slot_LE[moe_layer_idx, expert]),
+        int(table.host_LE[moe_layer_idx, expert]),
+    )
     if slot >= 0:
         return int(table.address_S[slot])
     if host == 0:
         slot = ON_DISK
         table.lost.fill_(1)
     else:
-        slot = _take_slot(table, moe_row, expert)
+        slot = _take_slot(table, moe_layer_idx, expert)
         table.sources_P[pair] = host if slot >= 0 else 0
-    table.told_L2P[moe_row, 1, pair] = slot
+    table.told_L2P[moe_layer_idx, 1, pair] = slot
     return int(table.address_S[slot]) if slot >= 0 else host
 
 
-def _take_slot(table: DeviceTable, moe_row: int, expert: int) -> int:
+def _take_slot(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
     """A free one, or that of the lowest-scored resident that may leave; else ABSENT."""
-    part = table.part_of(moe_row)
+    part = table.part_of(moe_layer_idx)
     candidates = []
     for slot, owner in enumerate(table.owner_S.tolist()):
         row, resident = divmod(owner, table.num_experts)
         if owner == FREE:
             candidates.append((-math.inf, slot))
-        elif row == moe_row and table.uses_LE[row, resident]:
+        elif row == moe_layer_idx and table.uses_LE[row, resident]:
             continue
-        elif not moe_row < row <= table.last_rows[part]:
+        elif not moe_layer_idx < row <= table.last_rows[part]:
             score = float(table.scores_LHE[row, part, resident])
             candidates += [(score, slot)] if score < math.inf else []
     if not candidates:
@@ -82,8 +85,8 @@ def _take_slot(table: DeviceTable, moe_row: int, expert: int) -> int:
     _, slot = min(candidates)
     if table.owner_S[slot] != FREE:
         table.slot_LE.view(-1)[table.owner_S[slot]] = ABSENT
-    table.slot_LE[moe_row, expert] = slot
-    table.owner_S[slot] = moe_row * table.num_experts + expert
+    table.slot_LE[moe_layer_idx, expert] = slot
+    table.owner_S[slot] = moe_layer_idx * table.num_experts + expert
     return slot
 
 
