@@ -56,7 +56,7 @@ def moe(request, copy_of, tiny_checkpoint) -> Iterator[MoE]:
     with MoE(copy_of(tiny_checkpoint), host_memory="25%", prefetch=request.param) as moe:
         yield moe
         moe.check_invariants()
-        table, mover = moe._runtime.table, moe._runtime._mover
+        table, mover = moe.engine.tiers[0].table, moe.engine.tiers[0].mover
         assert set(table.loading_keys()) == set(mover._loading)
 
 
