@@ -154,12 +154,10 @@ def logits_without_graph(
     folder: Path, prompts: dict[str, tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor]:
     """Of each prompt, ids and mask, of a model all of whose experts have slots."""
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        on_device(folder, "100%", "100%") as moe,
-    ):
-        without_graphs(patched)
-        return {name: logits(moe, *prompt) for name, prompt in prompts.items()}
+    with pytest.MonkeyPatch.context() as patched:
+        without_graphs(patched)  # before the model is opened, which then has the same kernels
+        with on_device(folder, "100%", "100%") as moe:
+            return {name: logits(moe, *prompt) for name, prompt in prompts.items()}
 
 
 def conversation(moe: MoE) -> list[Tensor]:
