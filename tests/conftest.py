@@ -68,8 +68,16 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `grid` the combinations on every second or third diagonal stay fast: each
-    value of each parameter is among them.
+    value of each parameter is among them. Of a test marked `sample(n)` every n-th set of parameters
+    stays fast.
     """
+    num_seen: dict[object, int] = {}
+    for item in items:
+        if marker := item.get_closest_marker("sample"):
+            function = item.function  # type: ignore[attr-defined]
+            place = num_seen[function] = num_seen.get(function, -1) + 1
+            if place % marker.args[0]:
+                item.add_marker(pytest.mark.slow)
     grids: dict[object, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("grid"):

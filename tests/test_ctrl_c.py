@@ -86,6 +86,7 @@ def ctrl_c_after(seconds: float) -> Iterator[None]:
         timer.join()
 
 
+@pytest.mark.sample(2)
 def test_at_any_moment_it_surfaces_and_the_next_tokens_are_right(moe, expected):
     moments = random.Random(0)
     for _ in range(10):

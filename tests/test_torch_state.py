@@ -35,6 +35,7 @@ def tokens(moe: MoE, **cache: Any) -> list[Any]:
     return [greedy(moe, prompt, **cache).tolist() for prompt in (PROMPT, LONG_PROMPT)]
 
 
+@pytest.mark.sample(3)
 @needs_numba
 @pytest.mark.parametrize(
     "options",
@@ -50,6 +51,7 @@ def test_the_default_dtype_changes_nothing_on_a_cpu(tiny_checkpoint, set_dtype, 
         assert tokens(moe) == expected
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cache", CACHES)
 def test_the_default_dtype_changes_nothing_on_a_device(tiny_checkpoint, set_dtype, cache):
     with on_device(tiny_checkpoint, "30%", "40%") as moe:

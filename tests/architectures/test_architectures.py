@@ -103,6 +103,7 @@ def prefill_and_generate(model) -> tuple[torch.Tensor, ...]:
     return model(**inputs).logits, out.sequences, torch.stack(out.logits)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.grid
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_prefill_and_greedy_tokens_are_bitwise_those_of_stock(checkpoint, implementation):
@@ -143,6 +144,7 @@ def test_a_block_asked_with_its_own_residual_answers_with_its_routing(checkpoint
     assert answers == [True] * 4 * num_rows
 
 
+@pytest.mark.sample(2)
 def test_asking_early_changes_no_token(checkpoint):
     with MoE(checkpoint, host_memory="50%") as moe:
         expected = prefill_and_generate(moe.model)

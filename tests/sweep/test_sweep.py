@@ -35,13 +35,9 @@ FAST = {  # beside those of tests/architectures/test_architectures.py
     "zaya": "one expert per token, router with a state",
 }
 WITHOUT_SHORT_STEPS = ("diffusion_gemma",)  # it refines a canvas of tokens at once
-FOLDERS = [
-    pytest.param(folder, marks=() if folder in FAST else pytest.mark.slow)
-    for folder in modelling_files()
-]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.sweep(FAST)
 def test_few_slots_give_the_bits_of_stock_and_wrong_experts_do_not(folder, tmp_path):
     rows = rows_of(folder, tmp_path)
     assert folder not in FAST or any(row.is_supported for row in rows), rows
@@ -56,13 +52,7 @@ def test_few_slots_give_the_bits_of_stock_and_wrong_experts_do_not(folder, tmp_p
 KERNELS = ("deepseek_v3", "gpt_oss", "qwen3_vl_moe", "zaya")
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        pytest.param(folder, marks=() if folder in KERNELS else pytest.mark.slow)
-        for folder in modelling_files()
-    ],
-)
+@pytest.mark.sweep(KERNELS)
 def test_steps_by_kernels_give_the_same_but_for_rounding(folder, tmp_path, monkeypatch):
     """transformers 5.17: linear layers of all 70 classes that load, experts of 62."""
     products: list[int] = []
@@ -98,6 +88,7 @@ def test_steps_by_kernels_give_the_same_but_for_rounding(folder, tmp_path, monke
         products.clear()
 
 
+@pytest.mark.slow
 def test_every_class_behind_the_experts_interface_is_in_the_sweep():
     models = Path(transformers.__file__).parent / "models"
     behind = {

@@ -17,7 +17,7 @@ from moe_infinity.cuda.slot_kernels import SlotRows
 from tests.cuda.fast_device import on_device
 from tests.sweep import tiny
 from tests.sweep.compare import difference
-from tests.sweep.discover import architectures_in, modelling_files
+from tests.sweep.discover import architectures_in
 from tests.sweep.on_gpu import decode_step
 from tests.sweep.overrides import NOT_COMPARED
 from tests.sweep.runners import Outcome, outcome
@@ -56,13 +56,7 @@ def run(checkpoint: Path, device_memory: str) -> tuple[Outcome, bool]:
         return found, rows.called
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        pytest.param(folder, marks=() if folder in FAST else pytest.mark.slow)
-        for folder in modelling_files()
-    ],
-)
+@pytest.mark.sweep(FAST)
 def test_no_budget_changes_a_bit_and_the_exact_path_agrees(folder, tmp_path):
     for architecture in architectures_in(folder):
         checkpoint, name = tmp_path / architecture.name, architecture.name
