@@ -56,7 +56,8 @@ class CalledExperts:
         activated = sorted(self._calls)
         counts = [sum(call.num_rows for call in self._calls[e]) for e in activated]
         experts_TK = None if index_TK is None else index_TK.cpu().numpy()
-        return Routing(num_tokens, activated, np.array(counts, dtype=np.int64), experts_TK, None)
+        counted = np.array(counts, dtype=np.int64)
+        return Routing(num_tokens, activated, counted, 0, experts_TK, None)
 
     def answer(self, expert_idx: int, mlp: Callable[..., Tensor], weights: Any) -> None:
         for call in self._calls[expert_idx]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_infinity.cache.counters import Counters, PhaseCounters
-from moe_infinity.engine.routing import NO_EXPERT, Routing, without_gaps
+from moe_infinity.engine.routing import Routing, without_gaps
 from moe_infinity.experts import ExpertKey, Ints
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
@@ -72,10 +72,9 @@ class Bookkeeping:
         """A layer of the decode step that began last, as the device has decided it. It may have had
         fewer tokens than the step: then nobody learns which.
         """
-        chosen, counts = np.unique(index_TK[index_TK != NO_EXPERT], return_counts=True)
-        has_all = len(index_TK) == self.recorder.step.num_tokens
-        known_TK = index_TK if has_all else None
-        routing = Routing(len(index_TK), chosen.tolist(), counts, known_TK, None)
+        routing = Routing.of_experts(index_TK, None)
+        if routing.num_tokens != self.recorder.step.num_tokens:
+            routing = routing._replace(experts_TK=None)
         self.note_routing(moe_layer_idx, routing)
         keys = [self.keys[moe_layer_idx][expert_idx] for expert_idx in routing.activated]
         copied = [key for key in keys if key in missed]

@@ -13,9 +13,7 @@ T tokens, K experts per token, P = T * K (token, k) pairs, D model width, R rows
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,20 +57,9 @@ class ExactWork:
         self._shape_TK = routing.experts_TK.shape
         self._dtype = x_TD.dtype
         self._num_without = routing.num_without
-        num_tokens, top_k = self._shape_TK
-        order_P = self._order(routing.experts_TK)
-        bounds = np.cumsum(
-            [self._num_without, *np.broadcast_to(routing.counts, len(routing.activated))]
-        )
-        # Pairs without an expert come first.
-        self._rows = {
-            expert_idx: slice(start, stop)
-            for expert_idx, (start, stop) in zip(
-                routing.activated, pairwise(bounds.tolist()), strict=True
-            )
-        }
-        self._pairs_P = torch.from_numpy(order_P).to(x_TD.device)
-        self._inputs_PD = x_TD[self._pairs_P // top_k]
+        self._rows = _rows_of(routing)
+        self._pairs_P = torch.from_numpy(self._order(routing.experts_TK)).to(x_TD.device)
+        self._inputs_PD = x_TD[self._pairs_P // self._shape_TK[1]]
         self._weights_P1: Tensor | None = routing.weights_TK.reshape(-1, 1)
         if backend.weighs_input:
             self._inputs_PD = self._inputs_PD * self._weights_P1[self._pairs_P]
@@ -90,9 +77,10 @@ class ExactWork:
 
     def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
         """Compute these experts, which lie in these slots, and keep their weighted outputs."""
+        backend = self._backend
         for expert_idx, slot_id in zip(expert_idxs, slot_ids, strict=True):
             inputs_RD = self._inputs_PD[self._rows[expert_idx]]
-            self._add(expert_idx, self._backend.mlp(self._backend.weights_of(slot_id), inputs_RD))
+            self._add(expert_idx, backend.mlp(backend.weights_of(slot_id), inputs_RD))
 
     def _add(self, expert_idx: int, out_RD: Tensor) -> None:
         pairs_R = self._pairs_P[self._rows[expert_idx]]
@@ -120,6 +108,16 @@ class ExactWork:
             pairs_R = self._pairs_P[rows]
             total_TD.index_add_(0, pairs_R // top_k, self._outputs_PD[pairs_R].to(self._dtype))
         return total_TD
+
+
+def _rows_of(routing: Routing) -> dict[int, slice]:
+    """Of the sorted pairs, those of each activated expert. Pairs without an expert come first."""
+    first = routing.num_without
+    if isinstance(routing.counts, int):
+        stops = [*range(first + 1, first + len(routing.activated) + 1)]
+    else:
+        stops = (routing.counts.cumsum() + first).tolist()
+    return dict(zip(routing.activated, map(slice, [first, *stops], stops), strict=False))
 
 
 def _order_of_grouped_mm(experts_P: Ints) -> Ints:

@@ -9,14 +9,14 @@ T tokens, K experts per token, P = T * K (token, k) pairs, D model width.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moe_infinity.engine.routing import NO_EXPERT, Routing
+from moe_infinity.engine.routing import Routing
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts
@@ -48,14 +48,10 @@ class FusedBackend:
 
     def takes(self, routing: Routing) -> bool:
         """Whether no expert has more rows than pay, and every pair has an expert."""
-        experts_TK = routing.experts_TK
-        if experts_TK is None or not experts_TK.size:
-            return False
-        experts_P = experts_TK.ravel().tolist()
-        if NO_EXPERT in experts_P:
+        if routing.experts_TK is None or not routing.activated or routing.num_without:
             return False
         is_short = routing.num_tokens <= self.most_rows
-        return is_short or max(Counter(experts_P).values()) <= self.most_rows
+        return is_short or int(np.max(routing.counts)) <= self.most_rows
 
     def begin(self, x_TD: Tensor, routing: Routing) -> FusedWork:
         return FusedWork(self, x_TD, routing)

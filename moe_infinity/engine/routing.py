@@ -5,7 +5,7 @@ T tokens, K experts per token, P = T * K (token, k) pairs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -15,40 +15,36 @@ from moe_infinity.experts import Ints
 NO_EXPERT = -1  # in place of an expert id: the pair has none
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
+class Routing(NamedTuple):
     """Expert ids and weights of every token, and which experts that activates."""
 
     num_tokens: int  # T
     activated: list[int]  # distinct expert ids, ascending
-    counts: Ints | int  # tokens routed to each activated expert; 1 if it is one each
+    counts: Ints | int  # pairs of each activated expert; 1 if that is one each
+    num_without: int  # pairs that have no expert
     experts_TK: Ints | None  # on the host; NO_EXPERT: no expert; None: not known by token
     weights_TK: Tensor | None  # where the model computes; None: whoever calls the experts weighs
 
     @classmethod
     def of(cls, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Routing:
         """From what a router returns. The CPU waits here for the device."""
-        experts_TK: Ints = top_k_index_TK.cpu().numpy()
-        activated, counts = count_tokens(experts_TK)
-        return cls(len(experts_TK), activated, counts, experts_TK, top_k_weights_TK)
+        return cls.of_experts(top_k_index_TK.cpu().numpy(), top_k_weights_TK)
 
-    @property
-    def num_without(self) -> int:
-        """Pairs without an expert."""
-        if self.experts_TK is None:
-            return 0
-        return int((self.experts_TK == NO_EXPERT).sum())
-
-
-def count_tokens(experts_TK: Ints) -> tuple[list[int], Ints | int]:
-    """The distinct experts, ascending, and the tokens of each."""
-    if len(experts_TK) == 1:  # a decode step: numpy would take longer
-        chosen = [expert_idx for expert_idx in experts_TK[0].tolist() if expert_idx != NO_EXPERT]
-        distinct = sorted(set(chosen))
-        if len(distinct) == len(chosen):
-            return distinct, 1
-    activated, counts = np.unique(experts_TK[experts_TK != NO_EXPERT], return_counts=True)
-    return activated.tolist(), counts
+    @classmethod
+    def of_experts(cls, experts_TK: Ints, weights_TK: Tensor | None) -> Routing:
+        """From expert ids that are on the host already."""
+        num_tokens = len(experts_TK)
+        if num_tokens == 1:  # a decode step: numpy would take longer
+            chosen = experts_TK[0].tolist()
+            if NO_EXPERT in chosen:
+                chosen = [expert_idx for expert_idx in chosen if expert_idx != NO_EXPERT]
+            activated = sorted(set(chosen))
+            if len(activated) == len(chosen):
+                num_without = experts_TK.size - len(chosen)
+                return cls(1, activated, 1, num_without, experts_TK, weights_TK)
+        found, counts = np.unique(experts_TK[experts_TK != NO_EXPERT], return_counts=True)
+        num_without = experts_TK.size - int(counts.sum())
+        return cls(num_tokens, found.tolist(), counts, num_without, experts_TK, weights_TK)
 
 
 def without_gaps(experts_TK: Ints) -> Ints:
