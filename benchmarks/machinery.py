@@ -29,8 +29,7 @@ from torch import Tensor
 from moe_infinity import MoE
 from moe_infinity.engine import compute as computing
 from moe_infinity.engine.routing import RoutedRows
-from moe_infinity.experts import Phase
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import Phase, Step
 
 TARGET_US = 50.0
 ROUNDS = 60

@@ -10,12 +10,12 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.cache.counters import Counters
-from moe_infinity.cache.policies import make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import TraceError
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.memory.mover import Mover
 from moe_infinity.predict.prefetcher import Prefetcher
+from moe_infinity.simulator.baselines import make_policy
 
 PROMPT = torch.tensor([[3, 17, 5, 9, 40, 2, 77, 31]])
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moe_infinity import MoE
+from moe_infinity.cache.policies import POLICIES
 from moe_infinity.experts import Phase
 from moe_infinity.predict.tracefile import load_trace, save_trace
 from moe_infinity.simulator.hardware import Hardware
@@ -19,7 +20,6 @@ from moe_infinity.simulator.replay import Setup, replay
 from moe_infinity.simulator.schedule import steps_of
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.arithmetic]
-POLICIES = ["lru", "lfu", "request-lfu", "moe-infinity-v3", "activation-aware"]
 NUM_ROWS = 3
 HARDWARE = Hardware(bytes_per_s=1e9, expert_bytes=1000, layer_s=1e-3)
 Prompts = list[list[int]]

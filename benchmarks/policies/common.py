@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_infinity.cache.policies import make_policy
 from moe_infinity.experts import ExpertKey
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
+from moe_infinity.simulator.baselines import make_policy
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.laboratory import num_slots_of
 from moe_infinity.simulator.replay import Cell, Setup, distinct, replay

@@ -16,11 +16,11 @@ from statistics import median
 import numpy as np
 
 from moe_infinity.cache.activation_aware import ActivationAware
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Phase, Step
 from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.eamc import Eamc, EamcMatch
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.recorder import Recorder, Step
+from moe_infinity.predict.recorder import Recorder
 
 ROWS, EXPERTS, TOP_K = 26, 64, 6
 STEPS, ROUNDS = 200, 7

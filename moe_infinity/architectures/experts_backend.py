@@ -25,8 +25,7 @@ from moe_infinity.architectures.early_router import Routed
 from moe_infinity.architectures.gradients import without_gradient
 from moe_infinity.engine.layer import ExpertRuntime
 from moe_infinity.engine.routing import ExpertWork
-from moe_infinity.experts import Phase
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import Phase, Step
 
 BACKEND = "moe_infinity"  # the name of our experts implementation in transformers
 

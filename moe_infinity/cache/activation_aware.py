@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import Step
 
 LEAST = np.float32(1e-5)  # of a chance that is divided by
 

@@ -32,10 +32,9 @@ from moe_infinity.cuda.reports import Follower
 from moe_infinity.cuda.slot_kernels import MAX_PAIRS, SlotRows
 from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.errors import ConfigError
-from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.experts import ExpertKey, Phase, Step
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
 from moe_infinity.memory.device import SourceSlots
-from moe_infinity.predict.recorder import Step
 
 if TYPE_CHECKING:
     from moe_infinity.engine.layer import ExpertRuntime

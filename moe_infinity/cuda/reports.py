@@ -17,8 +17,7 @@ import numpy as np
 
 from moe_infinity.cuda.device_table import DeviceTable, RowReport
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.experts import ExpertKey
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import ExpertKey, Step
 
 if TYPE_CHECKING:
     from moe_infinity.engine.layer import ExpertRuntime

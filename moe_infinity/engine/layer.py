@@ -33,13 +33,13 @@ from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.engine.compute import LayerComputer, Work
 from moe_infinity.engine.routing import NO_EXPERT
 from moe_infinity.errors import Cancelled, ClosedError
-from moe_infinity.experts import ExpertKey, Ints, Phase
+from moe_infinity.experts import ExpertKey, Ints, Phase, Step
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.prefetcher import Prefetcher
-from moe_infinity.predict.recorder import Recorder, Step
+from moe_infinity.predict.recorder import Recorder
 from moe_infinity.predict.tracefile import SequenceTrace
 
 STREAMED_SHARE = 0.75  # of a row's experts activated by a prompt: then it will need the next row's

@@ -12,19 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.experts import Phase
-
-Counts = NDArray[np.int64]
+from moe_infinity.experts import Ints, Phase
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEam:
     """The two matrices of one request, each [MoE rows, experts]."""
 
-    prefill: Counts
-    decode: Counts
+    prefill: Ints
+    decode: Ints
 
-    def of(self, phase: Phase) -> Counts:
+    def of(self, phase: Phase) -> Ints:
         return self.prefill if phase is Phase.PREFILL else self.decode
 
 
@@ -44,7 +42,7 @@ class BatchEam:
             self._counts[phase] = np.where(begins_B[:, None, None], 0, counts)
 
     def add(
-        self, phase: Phase, moe_layer_idx: int, sequence_of_token_T: Counts, experts_TK: Counts
+        self, phase: Phase, moe_layer_idx: int, sequence_of_token_T: Ints, experts_TK: Ints
     ) -> None:
         """Count T tokens of one row: token t belongs to a sequence of the batch and was routed to
         experts_TK[t].

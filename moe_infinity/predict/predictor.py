@@ -24,10 +24,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.experts import Ints, Phase
+from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.eamc import Eamc, EamcMatch
-from moe_infinity.predict.recorder import Step
 from moe_infinity.predict.tables import Floats, FollowTable, TokenTable
 
 FACTORS = ("request", "transition", "next_token", "eamc", "token", "layer", "gate")

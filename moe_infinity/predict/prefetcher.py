@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +13,22 @@ from moe_infinity.cache.counters import Counters
 from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.memory.device_mover import DeviceMover
-from moe_infinity.memory.mover import Mover
 from moe_infinity.predict.planner import Planner
 
 ROW_TIME_RATE = 0.1  # of the moving average of the time between two rows
+
+
+class AheadMover(Protocol):
+    """What a mover does for prefetch."""
+
+    failed: set[ExpertKey]  # prefetches that failed; until a demand load succeeds
+    load_s: float  # what a prefetch took lately; 0 before the first
+
+    def settle(self) -> float:
+        """Take note of the prefetches that arrived; seconds until the others will have."""
+
+    def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
+        """Begin loads no layer waits for yet. The slots are reserved already."""
 
 
 class Prefetcher:
@@ -25,7 +38,7 @@ class Prefetcher:
         self,
         table: ResidencyTable,
         policy: EvictionPolicy,
-        mover: Mover | DeviceMover,
+        mover: AheadMover,
         exists_RE: NDArray[np.bool_],
     ) -> None:
         self._table = table

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.cache.policies import EvictionPolicy, Experts, Scores
-from moe_infinity.predict.eam import Counts
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import Ints, Step
 
 Touch = tuple[int, Experts]  # MoE row, distinct experts activated in it
 Times = NDArray[np.int64]  # numbers of touches, counted from 0
@@ -46,7 +45,7 @@ class Belady(EvictionPolicy):
     def begin_step(self, step: Step) -> None:
         """Steps and requests make no difference here."""
 
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         self._scores[moe_layer_idx, experts] = -next(self._future)
         self._now += 1
 

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from moe_infinity.cache.counters import PhaseCounters
-from moe_infinity.cache.policies import POLICIES
-from moe_infinity.config import parse_size
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Phase
 from moe_infinity.predict.predictor import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
+from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.replay import BELADY, CLAIRVOYANT, OMNISCIENT, Cell, Setup, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
+from moe_infinity.sizes import parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Experiment:
         if not hardware.bytes_per_s or not hardware.expert_bytes:
             raise ConfigError(f"bandwidth {bandwidth} and expert bytes {expert_bytes}: not above 0")
         return cls(
-            policies=_some_of("policy", policies, (*POLICIES, *OMNISCIENT)),
+            policies=_some_of("policy", policies, (*SIMULATED_POLICIES, *OMNISCIENT)),
             capacities=_words(capacities) or [capacities],
             hardware=hardware,
             without=_some_of("factor", without, FACTORS),

@@ -8,23 +8,18 @@ published code. Also open is what prefill does: here it changes no score.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from moe_infinity.experts import Phase
-from moe_infinity.predict.eam import Counts, RequestEam
+from moe_infinity.cache.policies import EvictionPolicy, Experts, Scores
+from moe_infinity.experts import Ints, Phase, Step
+from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.eamc import Eamc, EamcMatch
-from moe_infinity.predict.recorder import Step
-
-if TYPE_CHECKING:  # policies.py lists this one
-    from moe_infinity.cache.policies import Experts, Scores
 
 EAMC_CAPACITY = 120  # v3 Fig 9: no gain beyond
 EPSILON = 1e-8  # unspecified in the paper; the published code's
 
 
-class MoeInfinityV3:
+class MoeInfinityV3(EvictionPolicy):
     """L rows, E experts. Scores are computed when asked for: most touches evict nothing."""
 
     def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
@@ -46,7 +41,7 @@ class MoeInfinityV3:
         if self._is_decode:
             self._match.begin()
 
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         if self._is_decode:
             self._request_eam[moe_layer_idx, experts] += counts
             self._match.observe(moe_layer_idx, np.asarray(experts), counts)
@@ -59,10 +54,6 @@ class MoeInfinityV3:
             self._scores = self._score()
             self._is_stale = False
         return self._scores
-
-    def scores_after(self, moe_layer_idx: int) -> Scores:
-        """See EvictionPolicy. A row's place in the order is its own, whatever row is running."""
-        return self.scores()
 
     def chances(self) -> Scores:
         """[L, E]: the multi-layer prefetch order of v1 and v2, likelihood x proximity, as a share

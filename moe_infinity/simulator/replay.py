@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_infinity.cache.counters import Counters, PrefetchCounters
-from moe_infinity.cache.policies import ACTIVATION_AWARE, EvictionPolicy, make_policy
+from moe_infinity.cache.policies import ACTIVATION_AWARE, EvictionPolicy
 from moe_infinity.cache.residency import ResidencyTable
-from moe_infinity.experts import ExpertKey, Ints, Phase
+from moe_infinity.experts import ExpertKey, Ints, Phase, Step
 from moe_infinity.predict.planner import Planner, PredictingPolicy
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.recorder import Recorder, Step
+from moe_infinity.predict.recorder import Recorder
+from moe_infinity.simulator.baselines import make_policy
 from moe_infinity.simulator.belady import Belady, next_uses
 from moe_infinity.simulator.hardware import Hardware, Link
 from moe_infinity.simulator.schedule import RecordedStep

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moe_infinity.experts import Ints, Phase
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.predict.tracefile import SequenceTrace
 
 

@@ -11,9 +11,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from moe_infinity.cache.activation_aware import LEAST, ActivationAware
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES, make_policy
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Phase, Step
 from moe_infinity.predict.planner import PredictingPolicy
-from moe_infinity.predict.recorder import Step
 
 DECODE_STEP = Step(Phase.DECODE, 1, 1, begins_B=np.array([False]))
 

@@ -17,9 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from moe_infinity.cache.policies import EvictionPolicy, Experts, Scores
 from moe_infinity.cache.residency import PREFILL_RING_SHARE, Held, ResidencyTable
 from moe_infinity.errors import OutOfSlots
-from moe_infinity.experts import ExpertKey, Phase, Residency
-from moe_infinity.predict.eam import Counts
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import ExpertKey, Ints, Phase, Residency, Step
 
 NUM_ROWS, NUM_EXPERTS = 2, 4  # few, so that random calls meet the same expert often
 KEYS = [ExpertKey(row, expert) for row in range(NUM_ROWS) for expert in range(NUM_EXPERTS)]
@@ -38,7 +36,7 @@ class Ranked(EvictionPolicy):
     def begin_step(self, step: Step) -> None:
         raise AssertionError("the table does not tell the policy what happens; the runtime does")
 
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         raise AssertionError("the table does not tell the policy what is used; the runtime does")
 
     def scores(self) -> Scores:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.cache.policies import POLICIES, PREDICTING
+from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.engine.layer import ExpertRuntime
 from moe_infinity.memory.device import RING_BUFFERS
 from moe_infinity.memory.device_mover import DeviceMover
@@ -100,7 +100,7 @@ def test_random_budgets_policies_and_speeds_change_no_token(tiny_checkpoint, exp
             "policy": chances.choice(POLICIES),
             "num_read_threads": chances.randint(1, 4),
         }
-        options["prefetch"] = options["policy"] in PREDICTING
+        options["prefetch"] = options["policy"] == ACTIVATION_AWARE
         speed: dict[str, Any] = {
             "bytes_per_s": 10 ** chances.uniform(5, 9),
             "is_locking": chances.random() < 0.7,

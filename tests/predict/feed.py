@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Phase, Step
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.recorder import Recorder, Step
+from moe_infinity.predict.recorder import Recorder
 
 ROWS, EXPERTS, K = 4, 16, 2
 

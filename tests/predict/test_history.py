@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from moe_infinity.errors import TraceError
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Phase, Step
 from moe_infinity.predict import tables
 from moe_infinity.predict.history import load_history, save_history
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.recorder import Recorder, Step
+from moe_infinity.predict.recorder import Recorder
 
 NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
 

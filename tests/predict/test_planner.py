@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_infinity.cache.policies import BASELINES, EvictionPolicy, make_policy
+from moe_infinity.cache.policies import POLICY_CLASSES, EvictionPolicy, make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import ConfigError
-from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.experts import ExpertKey, Phase, Step
 from moe_infinity.predict.planner import LOADING_SHARE, MIN_CHANCE, Planner
-from moe_infinity.predict.recorder import Step
 
 DECODE = Phase.DECODE
 NUM_ROWS, NUM_EXPERTS = 4, 5
@@ -244,7 +243,7 @@ def test_nothing_is_planned_when_every_slot_is_held_or_loading():
         assert Planner(table, policy).plan(0, load_s=1.0, row_s=10.0, queued_s=0.0) == []
 
 
-@pytest.mark.parametrize("name", [name for name in BASELINES if name != "moe-infinity-v3"])
+@pytest.mark.parametrize("name", POLICY_CLASSES)
 def test_a_policy_that_predicts_nothing_cannot_prefetch(name):
     policy = make_policy(name, num_rows=NUM_ROWS, num_experts=NUM_EXPERTS, num_slots=2)
     with pytest.raises(ConfigError, match="predicts nothing"):

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from moe_infinity.cache.activation_aware import ActivationAware
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Phase, Step
 from moe_infinity.predict.predictor import AHEAD, NOW, Predictor
-from moe_infinity.predict.recorder import Step
 from tests.predict.feed import ROWS, UNKNOWN, Feed, Token, pair, random_experts
 
 FLOAT32 = 1e-5

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from moe_infinity.errors import ConfigError, TraceError
-from moe_infinity.experts import Phase
-from moe_infinity.predict.recorder import Recorder, Step
+from moe_infinity.experts import Phase, Step
+from moe_infinity.predict.recorder import Recorder
 from moe_infinity.predict.tracefile import SequenceTrace
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE

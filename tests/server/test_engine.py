@@ -91,7 +91,6 @@ def test_neighbours_do_not_change_a_request(moe):
     [
         {"policy": "lru"},
         {"policy": "request-lfu"},
-        {"policy": "moe-infinity-v3"},
         {"prefetch": True},
         {"prefetch": True, "early_gate": True},
     ],

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from moe_infinity.cache.policies import EvictionPolicy, make_policy
+from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.cache.residency import ResidencyTable
-from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import ExpertKey, Phase, Step
+from moe_infinity.simulator.baselines import make_policy
 from moe_infinity.simulator.moe_infinity_v3 import EPSILON, MoeInfinityV3
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
+from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.experts import Phase
 from moe_infinity.predict.tracefile import SequenceTrace
+from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.replay import Cell, Setup, distinct, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
@@ -20,7 +21,7 @@ from tests.simulator.traces import lengths, one_after_the_other, sequence
 ROWS, EXPERTS, K = 3, 6, 2
 LOAD_S, LAYER_S = 0.5, 2.0
 HARDWARE = Hardware(bytes_per_s=100.0, expert_bytes=50, layer_s=LAYER_S)
-EVERY = (*POLICIES, "belady", "clairvoyant")
+EVERY = (*SIMULATED_POLICIES, "belady", "clairvoyant")
 SOME = (ACTIVATION_AWARE, "lru", "clairvoyant", ACTIVATION_AWARE)
 
 
@@ -158,7 +159,7 @@ def test_a_setup_gives_the_same_alone_and_beside_others(requests, num_users, pre
 
 
 @pytest.mark.parametrize("num_users", [1, 2])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", SIMULATED_POLICIES)
 def test_what_the_first_requests_did_is_replayed_and_not_counted(name, num_users):
     sequences = interleave(one_after_the_other([(3, 4), (2, 5), (3, 3), (1, 6)]), num_users)
     begins = int(sequences[2].steps_T[0])
