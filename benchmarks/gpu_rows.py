@@ -305,7 +305,7 @@ def ablation(check: Check, folder: Path, shape: Shape) -> None:
     for name, options in {
         "policy lru": {"policy": "lru"},
         "prefetch": {"prefetch": True},
-        "prefetch, early gate": {"prefetch": True, "early_gate": True},
+        "prefetch, early router": {"prefetch": True, "early_router": True},
         "half of HOST": {"host_memory": "50%"},
     }.items():
         offloaded(check, folder, shape, name, device_memory=share, **options)

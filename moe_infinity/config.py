@@ -1,4 +1,5 @@
-"""Every knob once: its default, its unit, its check. Unknown names and impossible values fail here.
+"""The options of a model: what each is by default, its unit, and its check. Unknown names and
+impossible values fail here; predict/options.py checks which of them go with which policy.
 
 Sizes are given as bytes (an int), as text with a unit ("8GiB", "500MB"), or as a share of all
 expert bytes ("25%").
@@ -17,8 +18,8 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.sizes import parse_size
 
 # The last two are those of transformers whose arithmetic we reproduce bit for bit. "fast" is our
-# own kernels, summing in float32, for experts and, in steps of few tokens, for
-# what surrounds them; "auto" is that for packed weights, and grouped_mm for others.
+# own kernels, summing in float32, for experts and, in steps of few tokens, for what surrounds them.
+# "auto" is "fast" for packed weights, and "grouped_mm" for others.
 EXPERTS_IMPLEMENTATIONS = ("auto", "fast", "grouped_mm", "eager")
 EXPERT_DTYPES = ("int4", "int8", "fp8")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -31,17 +32,15 @@ class OffloadConfig:
     arguments.
     """
 
-    host_memory: int | str | None = (
-        None  # for expert slots: bytes, "8GiB", "25%" of all experts; None: what is free
-    )
+    # For expert slots: bytes, "8GiB", "25%" of all experts; None: what is free.
+    host_memory: int | str | None = None
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto": a GPU if there is one
     # For expert slots on the GPU, as host_memory; None: most of what is free beside dense weights.
     device_memory: int | str | None = None
     policy: str = "activation-aware"  # which expert leaves first, one of cache.policies.POLICIES
     prefetch: bool = False  # load experts ahead of their layer; needs a policy that predicts
-    early_gate: bool = (
-        False  # ask the next layer's router early; more exact prefetch, more to compute
-    )
+    # Ask the next layer's router early; more exact prefetch, more to compute.
+    early_router: bool = False
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
@@ -56,7 +55,7 @@ class OffloadConfig:
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
         if not isinstance(self.history, str | Path | None):
             raise ConfigError(f"history must be a file name, got {self.history!r}")
-        for name in ("prefetch", "early_gate", "trust_remote_code"):
+        for name in ("prefetch", "early_router", "trust_remote_code"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
@@ -68,7 +67,8 @@ class OffloadConfig:
                 parse_size(size, whole_bytes=0)
         if self.device == "cpu" and self.device_memory is not None:
             raise ConfigError("device_memory is for a GPU; with device='cpu' use host_memory")
-        if type(threads := self.num_read_threads) is not int or threads < 1:
+        threads = self.num_read_threads
+        if type(threads) is not int or threads < 1:
             raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")
 
     def _require_one_of(self, name: str, allowed: tuple[str | None, ...]) -> None:

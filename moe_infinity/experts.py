@@ -24,12 +24,12 @@ DTYPE_BYTES = {
 
 
 class ExpertKey(NamedTuple):
-    """One routed expert. Rows, not decoder layers, are the key: a layer may own two sets of experts
-    (ERNIE-VL).
+    """One routed expert. The key is the MoE layer, not the decoder layer, which may own two sets of
+    experts (ERNIE-VL).
     """
 
     moe_layer_idx: int  # position among the model's experts modules, in model order
-    expert_idx: int  # routed expert within that row
+    expert_idx: int  # routed expert within that MoE layer
 
 
 class Tier(Enum):

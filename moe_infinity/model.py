@@ -30,7 +30,7 @@ import transformers
 from numpy.typing import NDArray
 
 from moe_infinity.architectures import experts_backend
-from moe_infinity.architectures.early_router import EarlyGate
+from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.checkpoint.loading import load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
 from moe_infinity.config import OffloadConfig
@@ -99,8 +99,8 @@ class MoE:
                 loaded.reader.close()
                 raise
             try:
-                if self.config.early_gate:
-                    self._runtime.early_gate = EarlyGate(self.model, plan.layers)
+                if self.config.early_router:
+                    self._runtime.early_router = EarlyRouter(self.model, plan.layers)
                 self._graphed = let_device_decide(self.model, plan, self._runtime, self.config)
                 self._signature = signature_of(self.model, plan.layers)
                 self._load_history()

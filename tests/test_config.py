@@ -84,7 +84,7 @@ def test_an_unknown_option_is_named_with_those_that_exist(given):
         ("device_memory", "lots"), ("device_memory", "1GiB,1GiB"), ("device_memory", True),
         ("num_read_threads", 0), ("num_read_threads", -1), ("num_read_threads", "two"),
         ("num_read_threads", 1.5), ("num_read_threads", None),
-        ("prefetch", "yes"), ("early_gate", 1), ("history", 3), ("without", "token"),
+        ("prefetch", "yes"), ("early_router", 1), ("history", 3), ("without", "token"),
         ("without", ["tokens"]), ("without", [["token"]]),
     ],
 )  # fmt: skip
@@ -109,7 +109,7 @@ def test_a_baseline_of_the_simulator_is_refused_with_the_policies_of_the_engine(
     "bad",
     [
         {"policy": "mru"}, {"policy": "neighbor"}, {"policy": "lru", "prefetch": True},
-        {"early_gate": True}, {"policy": "lru", "history": "file.npz"}, {"without": ["tokens"]},
+        {"early_router": True}, {"policy": "lru", "history": "file.npz"}, {"without": ["tokens"]},
         {"dtype": "int8"}, {"polcy": "lru"},
     ],
 )  # fmt: skip
@@ -169,9 +169,9 @@ def test_the_older_prefetch_switch_is_honoured():
 
 
 def test_asking_the_router_early_is_for_prefetch():
-    assert options(early_gate=True, prefetch=True).early_gate
-    with pytest.raises(ConfigError, match="early_gate serves prefetch=True"):
-        options(early_gate=True)
+    assert options(early_router=True, prefetch=True).early_router
+    with pytest.raises(ConfigError, match="early_router serves prefetch=True"):
+        options(early_router=True)
 
 
 def test_a_policy_that_predicts_nothing_cannot_prefetch():

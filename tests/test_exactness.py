@@ -59,7 +59,6 @@ def test_neither_budget_nor_policy_changes_a_token(tiny_checkpoint, host_memory,
         moe.check_invariants()
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("host_memory", ["5%", "40%", "70%"])
 def test_prefetch_changes_no_token(tiny_checkpoint, host_memory):
     expected = greedy(stock_model(tiny_checkpoint))

@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfu": {"policy": "lfu"},
     "activation-aware": {"policy": "activation-aware"},
     "activation-aware, prefetch": {"policy": "activation-aware", "prefetch": True},
-    "the same, early gate": {"policy": "activation-aware", "prefetch": True, "early_gate": True},
+    "the same, early router": {"prefetch": True, "early_router": True},
 }
 LONGEST_PROMPT = 600  # characters; the demo model was trained on short texts
 

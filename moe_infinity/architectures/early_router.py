@@ -31,7 +31,7 @@ class Routed(BaseException):
         self.top_k_index_TK = top_k_index_TK
 
 
-class EarlyGate:
+class EarlyRouter:
     """Asks the block of the next row. The norm before each block is found in the first forward pass
     as the module that made the block's input; a row whose norm is not found is never asked.
     """
@@ -84,7 +84,7 @@ class EarlyGate:
         self._made_by.clear()
         if len(self._norms) < len(self._blocks):
             found, rows = len(self._norms), len(self._blocks)
-            logger.info("early gate: %d of %d layers can be asked", found, rows)
+            logger.info("early router: %d of %d layers can be asked", found, rows)
 
     def hint(self, row: int, step: Step, predictor: Predictor) -> None:
         """Tell the predictor what the router of this row says of the tokens that count."""

@@ -51,8 +51,8 @@ class Layer:
         self._moe_row = moe_layer_idx
 
     def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
-        early_gate = self._runtime.early_gate
-        if early_gate is not None and early_gate.is_asking:
+        early_router = self._runtime.early_router
+        if early_router is not None and early_router.is_asking:
             raise Routed(top_k_index_TK)
         routing = top_k_index_TK, top_k_weights_TK
         return without_gradient(
@@ -60,8 +60,8 @@ class Layer:
         )
 
     def work(self, work: ExpertWork, top_k_index_TK: Tensor | None, num_tokens: int) -> None:
-        early_gate = self._runtime.early_gate
-        if early_gate is not None and early_gate.is_asking:
+        early_router = self._runtime.early_router
+        if early_router is not None and early_router.is_asking:
             raise Routed(top_k_index_TK)
         index_TK = None if top_k_index_TK is None else top_k_index_TK.cpu().numpy()
         self._runtime.compute(self._moe_row, work, index_TK, num_tokens)

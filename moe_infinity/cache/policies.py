@@ -1,9 +1,8 @@
-"""A policy is a score: one float per (MoE row, expert). The victim is the lowest-scored resident
-nobody holds.
+"""A policy gives every expert a score. The victim is the lowest-scored resident that nobody holds.
 
-Scores are numpy arrays [rows, experts] and updates are vectorised: nothing here loops over experts.
-A policy hears of every step, in order: begin_step, then touch for each row. The baselines are those
-arXiv 2401.14361v3 compares with; they treat a batch as one request.
+Scores are numpy arrays [layers, experts], and nothing here loops over experts. A policy is told of
+every step in order: `begin_step`, then `touch` for each MoE layer. All but "activation-aware" treat
+a batch as one request.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ class EvictionPolicy(Protocol):
         """A forward pass begins."""
 
     def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
-        """These experts (distinct ids) are activated in this row in this step; counts: tokens
-        routed to each.
+        """These experts (distinct ids) are activated in this layer in this step. `counts` are the
+        tokens routed to each.
         """
 
     def scores(self) -> Scores:
-        """[rows, experts]; the higher, the longer it stays. The caller only reads it."""
+        """[layers, experts]; the higher, the longer it stays. The caller only reads it."""
 
     def scores_after(self, moe_layer_idx: int) -> Scores:
-        """What they will be once this row has been seen, whatever it activates: for steps that the
-        host hears of later.
+        """The scores after this layer has run, whatever it activates. A device needs them before
+        the host knows the routing.
         """
         return self.scores()
 
@@ -45,8 +44,8 @@ class EvictionPolicy(Protocol):
 class Lru(EvictionPolicy):
     """Least recently used: the score is the time of the last use."""
 
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        self._last_use = np.zeros((num_rows, num_experts))
+    def __init__(self, num_layers: int, num_experts: int, *, num_slots: int) -> None:
+        self._last_use = np.zeros((num_layers, num_experts))
         self._clock = 0
 
     def begin_step(self, step: Step) -> None:
@@ -63,8 +62,8 @@ class Lru(EvictionPolicy):
 class Lfu(EvictionPolicy):
     """Least frequently used since the model was loaded: the score is the number of uses."""
 
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        self._uses = np.zeros((num_rows, num_experts))
+    def __init__(self, num_layers: int, num_experts: int, *, num_slots: int) -> None:
+        self._uses = np.zeros((num_layers, num_experts))
 
     def begin_step(self, step: Step) -> None:
         """Steps and requests make no difference here."""
@@ -82,9 +81,9 @@ class RequestLfu(Lru):
     Prefill does not count as use: it activates nearly every expert (v3 §4.3 traces it apart).
     """
 
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        super().__init__(num_rows, num_experts, num_slots=num_slots)
-        self._uses = np.zeros((num_rows, num_experts))
+    def __init__(self, num_layers: int, num_experts: int, *, num_slots: int) -> None:
+        super().__init__(num_layers, num_experts, num_slots=num_slots)
+        self._uses = np.zeros((num_layers, num_experts))
         self._is_decode = False
 
     def begin_step(self, step: Step) -> None:
@@ -113,10 +112,10 @@ POLICIES = (ACTIVATION_AWARE, *POLICY_CLASSES)  # what an engine can run; the si
 
 
 def make_policy(
-    name: str, *, num_rows: int, num_experts: int, num_slots: int, chances: Chances | None = None
+    name: str, *, num_layers: int, num_experts: int, num_slots: int, chances: Chances | None = None
 ) -> EvictionPolicy:
-    """A fresh policy by its name in `POLICIES`; `chances` is what "activation-aware" goes by."""
+    """A new policy by its name in `POLICIES`. `chances` are needed by "activation-aware" only."""
     if name == ACTIVATION_AWARE:
         assert chances is not None, "activation-aware needs a predictor"
-        return ActivationAware(chances, num_rows)
-    return POLICY_CLASSES[name](num_rows, num_experts, num_slots=num_slots)
+        return ActivationAware(chances, num_layers)
+    return POLICY_CLASSES[name](num_layers, num_experts, num_slots=num_slots)

@@ -41,7 +41,7 @@ from moe_infinity.cli.options import (
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
 from moe_infinity.cli.terminal import stderr, talk, write
 from moe_infinity.errors import MoEInfinityError
-from moe_infinity.predict.predictor import FACTORS
+from moe_infinity.predict.features import FACTORS
 from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 
 app = typer.Typer(

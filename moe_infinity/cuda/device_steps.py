@@ -123,7 +123,7 @@ class DeviceSteps:
             self._mover.recover()  # waits for copies and kernels
             self._residency.evict_all()
             self.follower.hear_rest(is_adopted=False)
-            self._runtime.recorder.leave_step()
+            self._runtime.recorder.drop_incomplete_step()
             self._forget()
 
     def _tell_everything(self) -> None:

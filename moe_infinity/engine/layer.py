@@ -23,7 +23,7 @@ from threading import Event
 import numpy as np
 from torch import Tensor
 
-from moe_infinity.architectures.early_router import EarlyGate
+from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.cache.counters import Counters, PhaseCounters
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.checkpoint.plan import Plan
@@ -73,7 +73,7 @@ class ExpertRuntime:
             make_policy=partial(
                 make_policy,
                 config.policy,
-                num_rows=len(rows),
+                num_layers=len(rows),
                 num_experts=num_experts,
                 chances=self.predictor,
             ),
@@ -83,7 +83,7 @@ class ExpertRuntime:
         self.slots, self.table = compute_tier.slots, compute_tier.table
         self._mover, self._policies = compute_tier.mover, [tier.policy for tier in self.tiers]
         # Set by whoever has the model:
-        self.early_gate: EarlyGate | None = None
+        self.early_router: EarlyRouter | None = None
         self.device_steps: DeviceSteps | None = None
         self.cancelled: Event | None = None  # of who waits for the text; a long prompt heeds it
         self.in_pass = False  # of the model; stays so if it was left, until the next one
@@ -120,14 +120,14 @@ class ExpertRuntime:
             self._settle_interrupted()
             if self.device_steps.begin(step):
                 return
-        if self.early_gate is not None:
-            self.early_gate.begin_step()
+        if self.early_router is not None:
+            self.early_router.begin_step()
         self.note_begin(step)
         self._last_row = -1
         if self._prefetcher is not None and step.phase is Phase.DECODE:
             self._settle_interrupted()
             self._is_moving = True
-            self._prefetcher.begin_row(step.phase, self.counters)
+            self._prefetcher.begin_layer(step.phase, self.counters)
             self._load_ahead(self._prefetcher, moe_layer_idx=-1)
             self._is_moving = False
 
@@ -169,7 +169,7 @@ class ExpertRuntime:
         phase = self.recorder.step.phase
         self._learn(moe_layer_idx, index_TK, work.activated, work.counts)
         if self._prefetcher is not None:
-            self._prefetcher.begin_row(phase, self.counters)
+            self._prefetcher.begin_layer(phase, self.counters)
         keys = self._keys[moe_layer_idx]
         waiting = [keys[expert_idx] for expert_idx in work.activated]
         counters = self.counters.of(phase)
@@ -241,7 +241,7 @@ class ExpertRuntime:
     def leave_pass(self) -> None:
         """If the model's last pass did not end: without all of its rows no trace has the step."""
         if self.in_pass and (self.device_steps is None or self.device_steps.settle()):
-            self.recorder.leave_step()  # else when it mends
+            self.recorder.drop_incomplete_step()  # else when it mends
         self.in_pass = False
 
     def finish_tokens(self) -> list[SequenceTrace]:
@@ -282,8 +282,8 @@ class ExpertRuntime:
         """While this row computes; row -1 is what comes before the first."""
         if not prefetcher.has_room():
             return
-        if self.early_gate is not None and self.predictor is not None and moe_layer_idx >= 0:
-            self.early_gate.hint(moe_layer_idx + 1, self.recorder.step, self.predictor)
+        if self.early_router is not None and self.predictor is not None and moe_layer_idx >= 0:
+            self.early_router.hint(moe_layer_idx + 1, self.recorder.step, self.predictor)
         keys = prefetcher.begin_loads(moe_layer_idx)
         for key in keys:
             num_read = self._mover.num_read([key])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError
-from moe_infinity.predict.predictor import FACTORS
+from moe_infinity.predict.features import FACTORS
 
 
 def check_policy(config: OffloadConfig) -> None:
@@ -21,8 +21,8 @@ def check_policy(config: OffloadConfig) -> None:
         raise ConfigError(
             f"policy {policy} predicts nothing, so it cannot prefetch; use {ACTIVATION_AWARE}"
         )
-    if config.early_gate and not config.prefetch:
-        raise ConfigError(f"early_gate serves prefetch=True with policy {ACTIVATION_AWARE}")
+    if config.early_router and not config.prefetch:
+        raise ConfigError(f"early_router serves prefetch=True with policy {ACTIVATION_AWARE}")
     if config.history is not None and not predicts:
         raise ConfigError(f"policy {policy} keeps no history, {ACTIVATION_AWARE} does")
     _check_without(config)

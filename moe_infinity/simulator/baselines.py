@@ -16,47 +16,47 @@ from moe_infinity.cache.policies import EvictionPolicy, Experts, Lru, Scores
 from moe_infinity.experts import Ints, Step
 from moe_infinity.simulator.moe_infinity_v3 import MoeInfinityV3
 
-NEIGHBOR_ROWS = 3  # as in the published code's lru_ds
+NEIGHBOR_LAYERS = 3  # as in the published code's lru_ds
 PROTECTED = 2.0**40  # added to a time, outranks every time; the sum is still exact in float64
 
 
 class Neighbor(Lru):
-    """LRU that keeps the experts of the running row and the two after it, which are needed next:
+    """LRU that keeps the experts of the running layer and the two after it, which are needed next:
     lru_ds of the published code, the paper's "dependency" class (DeepSpeed).
     """
 
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        super().__init__(num_rows, num_experts, num_slots=num_slots)
-        self._rows_ahead = np.arange(NEIGHBOR_ROWS)
-        self._row = 0
+    def __init__(self, num_layers: int, num_experts: int, *, num_slots: int) -> None:
+        super().__init__(num_layers, num_experts, num_slots=num_slots)
+        self._layers_ahead = np.arange(NEIGHBOR_LAYERS)
+        self._layer = 0
 
     def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         super().touch(moe_layer_idx, experts)
-        self._row = moe_layer_idx
+        self._layer = moe_layer_idx
 
     def scores(self) -> Scores:
-        return self.scores_after(self._row)
+        return self.scores_after(self._layer)
 
     def scores_after(self, moe_layer_idx: int) -> Scores:
-        """The row after the last one is row 0, where the next step starts."""
+        """The layer after the last one is layer 0, where the next step starts."""
         scores: Scores = self._last_use.copy()
-        scores[(moe_layer_idx + self._rows_ahead) % len(scores)] += PROTECTED
+        scores[(moe_layer_idx + self._layers_ahead) % len(scores)] += PROTECTED
         return scores
 
 
 class PerLayerLru(Lru):
-    """Every row owns an equal share of the slots and evicts its own least recently used expert
+    """Every layer owns an equal share of the slots and evicts its own least recently used expert
     (Mixtral-Offloading, arXiv 2312.17238).
 
-    As a score: the most recently used experts of a row, as many as its share, are protected, and
-    the others leave first. A row that activates more experts than its share borrows slots.
+    As a score: the most recently used experts of a layer, as many as its share, are protected, and
+    the others leave first. A layer that activates more experts than its share borrows slots.
     """
 
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        super().__init__(num_rows, num_experts, num_slots=num_slots)
-        share, remainder = divmod(num_slots, num_rows)
-        self._shares = [share + (row < remainder) for row in range(num_rows)]
-        self._scores = np.zeros((num_rows, num_experts))
+    def __init__(self, num_layers: int, num_experts: int, *, num_slots: int) -> None:
+        super().__init__(num_layers, num_experts, num_slots=num_slots)
+        share, remainder = divmod(num_slots, num_layers)
+        self._shares = [share + (moe_layer_idx < remainder) for moe_layer_idx in range(num_layers)]
+        self._scores = np.zeros((num_layers, num_experts))
 
     def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         super().touch(moe_layer_idx, experts)
@@ -70,13 +70,13 @@ class PerLayerLru(Lru):
 
 
 class TokenCounts(EvictionPolicy):
-    """The share of a row's tokens that an expert served since the model was loaded, prefill
+    """The share of a layer's tokens that an expert served since the model was loaded, prefill
     included: the paper's "counts" class (BrainStorm).
     """
 
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        self._counts = np.zeros((num_rows, num_experts))
-        self._scores = np.zeros((num_rows, num_experts))
+    def __init__(self, num_layers: int, num_experts: int, *, num_slots: int) -> None:
+        self._counts = np.zeros((num_layers, num_experts))
+        self._scores = np.zeros((num_layers, num_experts))
 
     def begin_step(self, step: Step) -> None:
         """Steps and requests make no difference here."""
@@ -101,11 +101,11 @@ SIMULATED_POLICIES = (*policies.POLICIES, *BASELINES)
 
 
 def make_policy(
-    name: str, *, num_rows: int, num_experts: int, num_slots: int, chances: Chances | None = None
+    name: str, *, num_layers: int, num_experts: int, num_slots: int, chances: Chances | None = None
 ) -> EvictionPolicy:
     """A fresh policy by its name in `SIMULATED_POLICIES`."""
     if name in BASELINES:
-        return BASELINES[name](num_rows, num_experts, num_slots=num_slots)
+        return BASELINES[name](num_layers, num_experts, num_slots=num_slots)
     return policies.make_policy(
-        name, num_rows=num_rows, num_experts=num_experts, num_slots=num_slots, chances=chances
+        name, num_layers=num_layers, num_experts=num_experts, num_slots=num_slots, chances=chances
     )

@@ -127,13 +127,13 @@ def test_a_block_asked_with_its_own_residual_answers_with_its_routing(checkpoint
     moe_layer = ExpertRuntime.moe_layer
 
     def asked_first(self, row, x_TD, top_k_index_TK, top_k_weights_TK):
-        assert self.early_gate is not None
-        answer = self.early_gate.ask(row)
+        assert self.early_router is not None
+        answer = self.early_router.ask(row)
         if answer is not None:
             answers.append(torch.equal(answer, top_k_index_TK))
         return moe_layer(self, row, x_TD, top_k_index_TK, top_k_weights_TK)
 
-    with MoE(checkpoint, host_memory="100%", prefetch=True, early_gate=True) as moe:
+    with MoE(checkpoint, host_memory="100%", prefetch=True, early_router=True) as moe:
         prefill_and_generate(moe.model)  # finds the norms
         monkeypatch.setattr(ExpertRuntime, "moe_layer", asked_first)
         inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
@@ -145,7 +145,7 @@ def test_a_block_asked_with_its_own_residual_answers_with_its_routing(checkpoint
 def test_asking_early_changes_no_token(checkpoint):
     with MoE(checkpoint, host_memory="50%") as moe:
         expected = prefill_and_generate(moe.model)
-    with MoE(checkpoint, host_memory="50%", prefetch=True, early_gate=True) as moe:
+    with MoE(checkpoint, host_memory="50%", prefetch=True, early_router=True) as moe:
         for ours, theirs in zip(prefill_and_generate(moe.model), expected, strict=True):
             assert torch.equal(ours, theirs)
         moe.check_invariants()

@@ -18,8 +18,8 @@ from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase, Step
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
-NUM_ROWS, NUM_EXPERTS, NUM_SLOTS = 5, 4, 7
-KEYS = [ExpertKey(row, expert) for row in range(NUM_ROWS) for expert in range(NUM_EXPERTS)]
+NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 5, 4, 7
+KEYS = [ExpertKey(layer, expert) for layer in range(NUM_LAYERS) for expert in range(NUM_EXPERTS)]
 
 
 class Use(NamedTuple):
@@ -36,7 +36,7 @@ History = list[Use]
 histories = st.lists(
     st.builds(
         Use,
-        st.integers(0, NUM_ROWS - 1),
+        st.integers(0, NUM_LAYERS - 1),
         st.dictionaries(st.integers(0, NUM_EXPERTS - 1), st.integers(1, 3), min_size=1),
         st.sampled_from(Phase),
         st.booleans(),
@@ -57,7 +57,7 @@ def replay(policy: EvictionPolicy, history: History) -> None:
 
 
 def order(policy: EvictionPolicy, moe_layer_idx: int) -> list[int]:
-    """The experts of a row, the first to leave first."""
+    """The experts of a layer, the first to leave first."""
     return policy.scores()[moe_layer_idx].argsort().tolist()
 
 
@@ -90,7 +90,7 @@ Naive = Callable[[History, ExpertKey], Any]  # the higher, the longer the expert
 def assert_orders_every_pair_as(naive_of: Naive, policy: EvictionPolicy, history: History) -> None:
     replay(policy, history)
     scores = policy.scores()
-    assert scores.shape == (NUM_ROWS, NUM_EXPERTS)
+    assert scores.shape == (NUM_LAYERS, NUM_EXPERTS)
     naive = {key: naive_of(history, key) for key in KEYS}
     for a, b in combinations(KEYS, 2):
         wanted = (naive[a] > naive[b]) - (naive[a] < naive[b])
@@ -111,15 +111,15 @@ def assert_chooses_a_victim_of(
     assert naive_of(history, victim) == min(naive_of(history, key) for key in residents)
 
 
-def assert_scores_after_a_row_are_as_told(
-    policy: EvictionPolicy, history: History, row: int
+def assert_scores_after_a_layer_are_as_told(
+    policy: EvictionPolicy, history: History, layer: int
 ) -> None:
-    """Only what is running counts: nobody knows yet what the row will activate. An order, as the
+    """Only what is running counts: nobody knows yet what the layer will activate. An order, as the
     clock of some goes on.
     """
     replay(policy, history)
-    told = policy.scores_after(row).ravel().copy()
-    policy.touch(row, [])
+    told = policy.scores_after(layer).ravel().copy()
+    policy.touch(layer, [])
     found = policy.scores().ravel()
     assert (np.subtract.outer(told, told) > 0).tolist() == (
         np.subtract.outer(found, found) > 0

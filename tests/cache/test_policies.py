@@ -23,14 +23,14 @@ from tests.cache.histories import (
     DECODE,
     KEYS,
     NUM_EXPERTS,
-    NUM_ROWS,
+    NUM_LAYERS,
     NUM_SLOTS,
     PREFILL,
     Use,
     assert_chooses_a_victim_of,
     assert_loops_over_no_experts,
     assert_orders_every_pair_as,
-    assert_scores_after_a_row_are_as_told,
+    assert_scores_after_a_layer_are_as_told,
     assert_shares_nothing,
     few_examples,
     histories,
@@ -46,7 +46,7 @@ NAIVE = {"lru": last_use, "lfu": num_uses, "request-lfu": uses_in_request_then_r
 
 
 def make(name: str) -> EvictionPolicy:
-    return make_policy(name, num_rows=NUM_ROWS, num_experts=NUM_EXPERTS, num_slots=NUM_SLOTS)
+    return make_policy(name, num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_slots=NUM_SLOTS)
 
 
 def test_every_policy_has_a_naive_twin():
@@ -74,9 +74,9 @@ def test_each_model_gets_a_policy_of_its_own(name):
 
 @pytest.mark.parametrize("name", POLICY_CLASSES)
 @few_examples
-@given(history=histories, row=st.integers(0, NUM_ROWS - 1))
-def test_scores_after_a_row_are_those_of_a_step_that_has_come_there(name, history, row):
-    assert_scores_after_a_row_are_as_told(make(name), history, row)
+@given(history=histories, layer=st.integers(0, NUM_LAYERS - 1))
+def test_scores_after_a_layer_are_those_of_a_step_that_has_come_there(name, history, layer):
+    assert_scores_after_a_layer_are_as_told(make(name), history, layer)
 
 
 @pytest.mark.parametrize("name", POLICY_CLASSES)

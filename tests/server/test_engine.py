@@ -92,7 +92,7 @@ def test_neighbours_do_not_change_a_request(moe):
         {"policy": "lru"},
         {"policy": "request-lfu"},
         {"prefetch": True},
-        {"prefetch": True, "early_gate": True},
+        {"prefetch": True, "early_router": True},
     ],
 )
 @pytest.mark.parametrize("host_memory", ["5%", "40%"])

@@ -28,7 +28,7 @@ from tests.cache.histories import (
     DECODE,
     KEYS,
     NUM_EXPERTS,
-    NUM_ROWS,
+    NUM_LAYERS,
     NUM_SLOTS,
     PREFILL,
     History,
@@ -36,7 +36,7 @@ from tests.cache.histories import (
     assert_chooses_a_victim_of,
     assert_loops_over_no_experts,
     assert_orders_every_pair_as,
-    assert_scores_after_a_row_are_as_told,
+    assert_scores_after_a_layer_are_as_told,
     assert_shares_nothing,
     few_examples,
     histories,
@@ -44,27 +44,27 @@ from tests.cache.histories import (
     replay,
 )
 
-SHARES = [2, 2, 1, 1, 1]  # of the slots, by row
+SHARES = [2, 2, 1, 1, 1]  # of the slots, by layer
 
 
 def is_near_then_recency(history: History, key: ExpertKey) -> tuple[bool, int]:
     current = history[-1].moe_layer_idx if history else 0
-    near = [(current + ahead) % NUM_ROWS for ahead in range(3)]
+    near = [(current + ahead) % NUM_LAYERS for ahead in range(3)]
     return key.moe_layer_idx in near, last_use(history, key)
 
 
 def is_in_share_then_recency(history: History, key: ExpertKey) -> tuple[bool, int]:
     """Of experts used at the same time the lower id counts as the more recent."""
     mine = last_use(history, key)
-    row = [ExpertKey(key.moe_layer_idx, expert) for expert in range(NUM_EXPERTS)]
-    rank = sorted(row, key=lambda other: -last_use(history, other)).index(key)
+    layer = [ExpertKey(key.moe_layer_idx, expert) for expert in range(NUM_EXPERTS)]
+    rank = sorted(layer, key=lambda other: -last_use(history, other)).index(key)
     return mine >= 0 and rank < SHARES[key.moe_layer_idx], mine
 
 
 def share_of_tokens(history: History, key: ExpertKey) -> Fraction:
-    of_row = [use.tokens for use in history if use.moe_layer_idx == key.moe_layer_idx]
-    total = sum(sum(tokens.values()) for tokens in of_row)
-    return Fraction(sum(tokens.get(key.expert_idx, 0) for tokens in of_row), max(total, 1))
+    of_layer = [use.tokens for use in history if use.moe_layer_idx == key.moe_layer_idx]
+    total = sum(sum(tokens.values()) for tokens in of_layer)
+    return Fraction(sum(tokens.get(key.expert_idx, 0) for tokens in of_layer), max(total, 1))
 
 
 NAIVE = {
@@ -75,7 +75,7 @@ NAIVE = {
 
 
 def make(name: str) -> EvictionPolicy:
-    return make_policy(name, num_rows=NUM_ROWS, num_experts=NUM_EXPERTS, num_slots=NUM_SLOTS)
+    return make_policy(name, num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_slots=NUM_SLOTS)
 
 
 def test_every_baseline_has_a_naive_twin():
@@ -108,9 +108,9 @@ def test_each_model_gets_a_policy_of_its_own(name):
 
 @pytest.mark.parametrize("name", NAIVE)
 @few_examples
-@given(history=histories, row=st.integers(0, NUM_ROWS - 1))
-def test_scores_after_a_row_are_those_of_a_step_that_has_come_there(name, history, row):
-    assert_scores_after_a_row_are_as_told(make(name), history, row)
+@given(history=histories, layer=st.integers(0, NUM_LAYERS - 1))
+def test_scores_after_a_layer_are_those_of_a_step_that_has_come_there(name, history, layer):
+    assert_scores_after_a_layer_are_as_told(make(name), history, layer)
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -118,34 +118,34 @@ def test_no_policy_loops_over_experts(name):
     assert_loops_over_no_experts(make(name))
 
 
-# Neighbor: the rows that come next
+# Neighbor: the layers that come next
 
 
 @pytest.mark.parametrize(
-    ("row", "kept"), [(0, {0, 1, 2}), (2, {2, 3, 4}), (3, {3, 4, 0}), (4, {4, 0, 1})]
+    ("layer", "kept"), [(0, {0, 1, 2}), (2, {2, 3, 4}), (3, {3, 4, 0}), (4, {4, 0, 1})]
 )
-def test_the_running_row_and_the_two_after_it_outrank_all_others(row, kept):
-    policy = Neighbor(NUM_ROWS, NUM_EXPERTS, num_slots=NUM_SLOTS)
-    replay(policy, [Use(other, {0: 1}) for other in range(NUM_ROWS) if other != row])
-    policy.touch(row, [0])
+def test_the_running_layer_and_the_two_after_it_outrank_all_others(layer, kept):
+    policy = Neighbor(NUM_LAYERS, NUM_EXPERTS, num_slots=NUM_SLOTS)
+    replay(policy, [Use(other, {0: 1}) for other in range(NUM_LAYERS) if other != layer])
+    policy.touch(layer, [0])
     scores = policy.scores()
-    others = set(range(NUM_ROWS)) - kept
+    others = set(range(NUM_LAYERS)) - kept
     assert scores[list(kept)].min() > scores[list(others)].max()
 
 
-def test_a_model_of_two_rows_is_all_neighbors():
+def test_a_model_of_two_layers_is_all_neighbors():
     policy = Neighbor(2, 1, num_slots=1)
     replay(policy, [Use(1, {0: 1}), Use(0, {0: 1})])
-    assert np.ptp(policy.scores()) == 1  # one tick of the clock: both rows are protected once
+    assert np.ptp(policy.scores()) == 1  # one tick of the clock: both layers are protected once
 
 
-# Every row owns its share of the slots
+# Every layer owns its share of the slots
 
 
 def use_in(
     table: ResidencyTable, policy: EvictionPolicy, moe_layer_idx: int, *experts: int
 ) -> None:
-    """What the runtime does with one row whose experts fit into the slots."""
+    """What the runtime does with one layer whose experts fit into the slots."""
     policy.touch(moe_layer_idx, experts)
     with table.holding([ExpertKey(moe_layer_idx, expert) for expert in experts], DECODE) as held:
         for key in held.absent:
@@ -153,30 +153,30 @@ def use_in(
     table.check_invariants()
 
 
-def test_a_row_evicts_its_own_oldest_not_the_oldest_of_all():
+def test_a_layer_evicts_its_own_oldest_not_the_oldest_of_all():
     policy = PerLayerLru(2, 4, num_slots=4)
     table = ResidencyTable(4, policy)
     for expert in (0, 1):
-        use_in(table, policy, 1, expert)  # the oldest, but row 1 is within its share
+        use_in(table, policy, 1, expert)  # the oldest, but layer 1 is within its share
     for expert in (0, 1, 2):
         use_in(table, policy, 0, expert)
     assert set(table.resident_keys()) == {(1, 0), (1, 1), (0, 1), (0, 2)}
 
 
-def test_the_slots_that_rows_cannot_share_equally_go_to_the_first_rows():
+def test_the_slots_that_layers_cannot_share_equally_go_to_the_first_layers():
     policy = PerLayerLru(3, 2, num_slots=4)
-    for row in range(3):
+    for layer in range(3):
         for expert in (0, 1):
-            policy.touch(row, [expert])
+            policy.touch(layer, [expert])
     is_protected = policy.scores() >= PROTECTED
     assert is_protected.tolist() == [[True, True], [False, True], [False, True]]
 
 
-def test_a_row_that_activates_more_than_its_share_borrows_the_oldest_slot():
+def test_a_layer_that_activates_more_than_its_share_borrows_the_oldest_slot():
     policy = PerLayerLru(2, 4, num_slots=4)
     table = ResidencyTable(4, policy)
-    for row, expert in [(1, 0), (1, 1), (0, 0), (0, 1)]:
-        use_in(table, policy, row, expert)
+    for layer, expert in [(1, 0), (1, 1), (0, 0), (0, 1)]:
+        use_in(table, policy, layer, expert)
     use_in(table, policy, 0, 0, 1, 2)
     assert set(table.resident_keys()) == {(1, 1), (0, 0), (0, 1), (0, 2)}
     use_in(table, policy, 1, 0)  # and gives it back
@@ -192,7 +192,7 @@ def test_counts_are_of_tokens_in_both_phases_and_outlive_requests():
     assert policy.scores().tolist() == [[6 / 8, 2 / 8], [0, 0]]
 
 
-def test_counts_compare_shares_of_a_row_not_numbers():
+def test_counts_compare_shares_of_a_layer_not_numbers():
     policy = TokenCounts(2, 2, num_slots=1)
     replay(policy, [Use(0, {0: 5, 1: 5}), Use(1, {0: 2, 1: 1})])
     assert policy.scores()[1, 0] > policy.scores()[0, 0]
