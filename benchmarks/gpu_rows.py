@@ -24,11 +24,10 @@ from machinery import NoArithmetic
 
 from moe_infinity import MoE
 from moe_infinity.engine import compute as computing
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Phase, Step
 from moe_infinity.memory.cuda import CudaLink, Link
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.machine import available_memory_bytes
-from moe_infinity.predict.recorder import Step
 
 CAPS_GB = (8, 12, 24)
 COPY_BYTES = 64 << 20
@@ -306,7 +305,7 @@ def ablation(check: Check, folder: Path, shape: Shape) -> None:
     for name, options in {
         "policy lru": {"policy": "lru"},
         "prefetch": {"prefetch": True},
-        "prefetch, early gate": {"prefetch": True, "early_gate": True},
+        "prefetch, early router": {"prefetch": True, "early_router": True},
         "half of HOST": {"host_memory": "50%"},
     }.items():
         offloaded(check, folder, shape, name, device_memory=share, **options)

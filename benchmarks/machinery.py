@@ -29,8 +29,7 @@ from torch import Tensor
 from moe_infinity import MoE
 from moe_infinity.engine import compute as computing
 from moe_infinity.engine.routing import RoutedRows
-from moe_infinity.experts import Phase
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import Phase, Step
 
 TARGET_US = 50.0
 ROUNDS = 60
@@ -64,11 +63,11 @@ def measure(moe: MoE, *, layers: int, experts: int, top_k: int) -> dict[str, lis
     """Microseconds per layer of every round, without and with arithmetic."""
     moe_runtime = moe._runtime
     variants = {"own": NoArithmetic, "layer": computing.RoutedRows}
-    for row in range(layers):  # bring everything in
+    for layer in range(layers):  # bring everything in
         moe_runtime.begin_step(Step(Phase.DECODE, 1, experts, begins_B=np.zeros(1, dtype=bool)))
         x_TD = torch.randn(experts, 32, dtype=torch.bfloat16)
         index_TK = torch.arange(experts)[:, None]
-        moe_runtime.moe_layer(row, x_TD, index_TK, torch.ones(experts, 1))
+        moe_runtime.moe_layer(layer, x_TD, index_TK, torch.ones(experts, 1))
     x_TD, weights_TK = torch.randn(1, 32, dtype=torch.bfloat16), torch.rand(1, top_k)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS):
@@ -76,8 +75,8 @@ def measure(moe: MoE, *, layers: int, experts: int, top_k: int) -> dict[str, lis
         for name, computing.RoutedRows in variants.items():
             moe_runtime.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.zeros(1, dtype=bool)))
             started = time.perf_counter()
-            for row in range(layers):
-                moe_runtime.moe_layer(row, x_TD, routing[row], weights_TK)
+            for layer in range(layers):
+                moe_runtime.moe_layer(layer, x_TD, routing[layer], weights_TK)
             times[name].append((time.perf_counter() - started) / layers * 1e6)
     assert moe.report().decode.misses == layers * experts, "every measured lookup must be a hit"
     return times

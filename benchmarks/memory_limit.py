@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.config import parse_size
 from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.sizes import parse_size
 
 MARGIN_BYTES = int(0.8 * 2**30)
 PROMPT = "The old house stood at the edge of the moor, and nobody in the village could remember"

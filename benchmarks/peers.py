@@ -114,7 +114,7 @@ def cells_of(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    from moe_infinity.config import parse_size
+    from moe_infinity.sizes import parse_size
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)

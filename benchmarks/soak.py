@@ -98,7 +98,7 @@ def watch(process: Any, group: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    from moe_infinity.config import parse_size
+    from moe_infinity.sizes import parse_size
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)

@@ -1,4 +1,6 @@
-"""The nouns: which expert, how its bytes are laid out, where it can be. No behaviour, no torch."""
+"""The nouns: which expert, where it can be, how its bytes are laid out, and one forward pass. No
+behaviour, no torch.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ DTYPE_BYTES = {
 
 
 class ExpertKey(NamedTuple):
-    """One routed expert. Rows, not decoder layers, are the key: a layer may own two sets of experts
-    (ERNIE-VL).
+    """One routed expert. The key is the MoE layer, not the decoder layer, which may own two sets of
+    experts (ERNIE-VL).
     """
 
     moe_layer_idx: int  # position among the model's experts modules, in model order
-    expert_idx: int  # routed expert within that row
+    expert_idx: int  # routed expert within that MoE layer
 
 
 class Tier(Enum):
@@ -52,6 +54,48 @@ class Phase(Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass as the model was called: B sequences of S new tokens, flattened to T = B *
+    S; or, with `sequence_T`, T tokens of some of B sequences.
+    """
+
+    phase: Phase
+    num_sequences: int  # B
+    tokens_per_sequence: int  # S
+    begins_B: NDArray[np.bool_]  # this step is the first of the sequence's request
+    counted_T: NDArray[np.bool_] | None = None  # False for padding; None: every token counts
+    token_ids_T: Ints | None = None  # None when the model was called with embeddings
+    sequence_T: Ints | None = None  # which sequence each token belongs to; None: S tokens of each
+
+    @property
+    def num_tokens(self) -> int:
+        if self.sequence_T is not None:
+            return len(self.sequence_T)
+        return self.num_sequences * self.tokens_per_sequence
+
+    @property
+    def num_counted(self) -> int:
+        """Tokens that count."""
+        return self.num_tokens if self.counted_T is None else int(self.counted_T.sum())
+
+    @property
+    def counted_token_ids_T(self) -> Ints:
+        """The ids of the tokens that count, -1 where unknown."""
+        ids_T = self.token_ids_T
+        if ids_T is None:
+            ids_T = np.full(self.num_tokens, -1)
+        return ids_T if self.counted_T is None else ids_T[self.counted_T]
+
+    @property
+    def sequence_of_token_T(self) -> Ints:
+        """Which sequence each counted token belongs to."""
+        sequence_T = self.sequence_T
+        if sequence_T is None:
+            sequence_T = np.repeat(np.arange(self.num_sequences), self.tokens_per_sequence)
+        return sequence_T if self.counted_T is None else sequence_T[self.counted_T]
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,11 @@ from moe_infinity.errors import (
     TraceError,
     UnsupportedModelError,
 )
-from moe_infinity.experts import Tier
+from moe_infinity.experts import Step, Tier
+from moe_infinity.legacy_config import config_of
 from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.history import load_history, save_history
-from moe_infinity.predict.recorder import Step
+from moe_infinity.predict.options import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.streaming import TextStream
@@ -72,7 +73,8 @@ class MoE:
         CheckpointError, UnsupportedModelError.
         """
         self.checkpoint = str(checkpoint)
-        self.config = OffloadConfig.from_options(config, options)
+        self.config = config_of(config, options)
+        check_policy(self.config)
         with torch.inference_mode(False):  # what is made inside of it cannot be changed outside
             self._device = ComputeDevice(self.config)
             experts_backend.register()
@@ -93,7 +95,7 @@ class MoE:
             self._startup_bytes_read = loaded.startup_bytes_read
             try:
                 plan, early_router = loaded.plan, None
-                if self.config.early_gate:
+                if self.config.early_router:
                     early_router = EarlyRouter(self.model, plan.layers)
                 self.engine = build_engine(
                     self.model, plan, loaded.reader, self.config, self._device.slots, early_router

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Phase, Step
 from moe_infinity.model import MoE
-from moe_infinity.predict.recorder import Step
 
 BETWEEN, DENSE, ATTENTION = "between steps", "dense layers", "attention"
 MACHINERY, EXPERTS, WAITING = "expert cache", "experts", "waiting for experts"

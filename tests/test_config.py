@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 import warnings
 from typing import Any
 
 import pytest
 
 from moe_infinity import ConfigError, MoE, OffloadConfig
-from moe_infinity.config import parse_size
+from moe_infinity.legacy_config import config_of
 from moe_infinity.memory.machine import machine_memory_bytes
+from moe_infinity.predict.options import check_policy
+from moe_infinity.simulator.baselines import BASELINES
+from moe_infinity.sizes import parse_size
 
 OLDER_KEYS_WITHOUT_EFFECT = {
     "offload_path": "/tmp/offload",
@@ -23,7 +28,10 @@ OLDER_KEYS_WITHOUT_EFFECT = {
 
 
 def options(config: Any = None, **given: Any) -> OffloadConfig:
-    return OffloadConfig.from_options(config, given)
+    """What `MoE(...)` checks before it loads anything."""
+    made = config_of(config, given)
+    check_policy(made)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -76,7 +84,7 @@ def test_an_unknown_option_is_named_with_those_that_exist(given):
         ("device_memory", "lots"), ("device_memory", "1GiB,1GiB"), ("device_memory", True),
         ("num_read_threads", 0), ("num_read_threads", -1), ("num_read_threads", "two"),
         ("num_read_threads", 1.5), ("num_read_threads", None),
-        ("prefetch", "yes"), ("early_gate", 1), ("history", 3), ("without", "token"),
+        ("prefetch", "yes"), ("early_router", 1), ("history", 3), ("without", "token"),
         ("without", ["tokens"]), ("without", [["token"]]),
     ],
 )  # fmt: skip
@@ -89,6 +97,32 @@ def test_a_bad_value_is_refused_where_the_option_is_made(name, value):
 def test_a_bad_choice_is_answered_with_the_choices():
     with pytest.raises(ConfigError, match=r"'mru'.*lru.*lfu"):
         options(policy="mru")
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_of_the_simulator_is_refused_with_the_policies_of_the_engine(name):
+    with pytest.raises(ConfigError, match=rf"'{name}'.*lru.*simulate.*simulator only"):
+        options(policy=name)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"policy": "mru"}, {"policy": "neighbor"}, {"policy": "lru", "prefetch": True},
+        {"early_router": True}, {"policy": "lru", "history": "file.npz"}, {"without": ["tokens"]},
+        {"dtype": "int8"}, {"polcy": "lru"},
+    ],
+)  # fmt: skip
+def test_a_model_refuses_bad_options_before_it_looks_for_a_checkpoint(bad):
+    with pytest.raises(ConfigError):
+        MoE("no-such-folder", **bad)
+
+
+def test_making_a_config_needs_neither_torch_nor_numpy():
+    code = "import sys, moe_infinity; moe_infinity.OffloadConfig(); print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    modules = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert not {"torch", "numpy"} & {*modules}
 
 
 def test_keyword_options_come_on_top_of_a_config():
@@ -108,7 +142,7 @@ def test_a_key_of_the_older_config_without_effect_is_answered_by_a_warning(name)
 
 
 def test_the_older_share_of_device_memory_is_honoured_where_there_is_a_device(monkeypatch):
-    monkeypatch.setattr("moe_infinity.config.device_memory_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("moe_infinity.legacy_config.device_memory_bytes", lambda device: 1 << 30)
     assert options({"device_memory_ratio": 0.75}).device_memory == 3 << 28
 
 
@@ -117,7 +151,9 @@ def test_the_older_share_of_device_memory_is_honoured_where_there_is_a_device(mo
 def test_an_older_share_that_is_none_is_refused_with_and_without_a_device(
     monkeypatch, ratio, device_bytes
 ):
-    monkeypatch.setattr("moe_infinity.config.device_memory_bytes", lambda device: device_bytes)
+    monkeypatch.setattr(
+        "moe_infinity.legacy_config.device_memory_bytes", lambda device: device_bytes
+    )
     with pytest.raises(ConfigError, match="device_memory_ratio must be above 0"):
         options({"device_memory_ratio": ratio})
 
@@ -132,15 +168,14 @@ def test_the_older_prefetch_switch_is_honoured():
     assert not options({"prefetch": False}).prefetch
 
 
-@pytest.mark.parametrize("given", [{}, {"prefetch": True, "policy": "moe-infinity-v3"}])
-def test_asking_the_router_early_is_for_prefetch(given):
-    assert options(early_gate=True, prefetch=True).early_gate
-    with pytest.raises(ConfigError, match="early_gate serves prefetch=True"):
-        options(early_gate=True, **given)
+def test_asking_the_router_early_is_for_prefetch():
+    assert options(early_router=True, prefetch=True).early_router
+    with pytest.raises(ConfigError, match="early_router serves prefetch=True"):
+        options(early_router=True)
 
 
 def test_a_policy_that_predicts_nothing_cannot_prefetch():
-    with pytest.raises(ConfigError, match="lru predicts nothing.*use one of: activation-aware"):
+    with pytest.raises(ConfigError, match="lru predicts nothing.*use activation-aware"):
         options(policy="lru", prefetch=True)
 
 
@@ -149,10 +184,9 @@ def test_an_ablation_keeps_no_history():
         options(history="file.npz", without=("token",))
 
 
-@pytest.mark.parametrize("policy", ["lru", "moe-infinity-v3"])
-def test_only_a_policy_of_factors_can_leave_some_out(policy):
+def test_only_a_policy_of_factors_can_leave_some_out():
     with pytest.raises(ConfigError, match="no factors"):
-        options(policy=policy, without=("token",))
+        options(policy="lru", without=("token",))
 
 
 def test_only_a_policy_that_learns_keeps_a_history():

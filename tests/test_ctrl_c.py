@@ -59,7 +59,7 @@ def disk(monkeypatch) -> Disk:
 OPTIONS: dict[str, dict[str, Any]] = {
     "demand loads": {},
     "prefetch": {"prefetch": True},
-    "early gate": {"prefetch": True, "early_gate": True},
+    "early router": {"prefetch": True, "early_router": True},
 }
 
 

@@ -62,5 +62,5 @@ def test_the_size_of_a_dtype_is_torchs(dtype):
     assert spec.num_bytes == prod(spec.shape) * getattr(torch, dtype).itemsize
 
 
-def test_a_key_is_a_position_in_a_table_of_rows_and_experts():
+def test_a_key_is_a_position_in_a_table_of_layers_and_experts():
     assert ExpertKey(moe_layer_idx=2, expert_idx=5) == (2, 5)

@@ -10,12 +10,12 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.cache.counters import Counters
-from moe_infinity.cache.policies import make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import TraceError
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.memory.mover import Mover
 from moe_infinity.predict.prefetcher import Prefetcher
+from moe_infinity.simulator.baselines import make_policy
 
 PROMPT = torch.tensor([[3, 17, 5, 9, 40, 2, 77, 31]])
 
@@ -52,7 +52,7 @@ def test_an_interrupt_between_two_reservations_leaves_nothing_behind(
         assert set(table.loading_keys()) == set(mover._loading)
 
 
-def test_a_model_called_below_its_top_begins_a_step_whenever_its_rows_come_round(tiny_checkpoint):
+def test_a_model_called_below_its_top_begins_a_step_whenever_its_layers_come_round(tiny_checkpoint):
     with MoE(tiny_checkpoint, host_memory="50%") as moe:
         with torch.no_grad():
             for _ in range(5):
@@ -62,25 +62,25 @@ def test_a_model_called_below_its_top_begins_a_step_whenever_its_rows_come_round
         assert set(eam.prefill.sum(axis=1).tolist()) == {PROMPT.numel() * 2}
 
 
-def test_a_prompt_does_not_change_the_time_a_decoding_row_is_taken_to_need(monkeypatch):
+def test_a_prompt_does_not_change_the_time_a_decoding_layer_is_taken_to_need(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    policy = make_policy("moe-infinity-v3", num_rows=2, num_experts=4, num_slots=8)
+    policy = make_policy("moe-infinity-v3", num_layers=2, num_experts=4, num_slots=8)
     table = ResidencyTable(8, policy)
     mover = Mover(table, lambda key, slot: None, num_threads=1)
     prefetcher = Prefetcher(table, policy, mover, np.ones((2, 4), dtype=bool))
     counters = Counters()
 
-    def rows(phase: Phase, seconds: float, num: int) -> None:
+    def layers(phase: Phase, seconds: float, num: int) -> None:
         for _ in range(num):
             clock[0] += seconds
-            prefetcher.begin_row(phase, counters)
+            prefetcher.begin_layer(phase, counters)
 
-    rows(Phase.DECODE, 0.002, 9)
-    assert prefetcher._times()["row_s"] == pytest.approx(0.002)
-    rows(Phase.PREFILL, 0.5, 9)
-    rows(Phase.DECODE, 0.002, 2)
-    assert prefetcher._times()["row_s"] == pytest.approx(0.002)
+    layers(Phase.DECODE, 0.002, 9)
+    assert prefetcher._times()["layer_s"] == pytest.approx(0.002)
+    layers(Phase.PREFILL, 0.5, 9)
+    layers(Phase.DECODE, 0.002, 2)
+    assert prefetcher._times()["layer_s"] == pytest.approx(0.002)
     mover.close()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moe_infinity import MoE
+from moe_infinity.cache.policies import POLICIES
 from moe_infinity.experts import Phase
 from moe_infinity.predict.tracefile import load_trace, save_trace
 from moe_infinity.simulator.hardware import Hardware
@@ -19,12 +20,11 @@ from moe_infinity.simulator.replay import Setup, replay
 from moe_infinity.simulator.schedule import steps_of
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.arithmetic]
-POLICIES = ["lru", "lfu", "request-lfu", "moe-infinity-v3", "activation-aware"]
-NUM_ROWS = 3
+NUM_LAYERS = 3
 HARDWARE = Hardware(bytes_per_s=1e9, expert_bytes=1000, layer_s=1e-3)
 Prompts = list[list[int]]
 
-# Several prompts in a row, a prompt of one token among them.
+# Several prompts in a layer, a prompt of one token among them.
 SINGLY: list[Prompts] = [[[5, 6, 9, 100, 31]], [[7]], [[8, 20, 3]], [[5, 6, 9, 100, 31]]]
 BATCH: list[Prompts] = [[[5, 6, 9, 100], [31, 7, 8, 20], [3, 4, 50, 60]]]
 
@@ -57,7 +57,7 @@ def test_replaying_a_runs_own_trace_gives_its_hits_misses_and_evictions(
     num_slots = report.tiers[0].capacity
     setup = Setup(policy=policy, num_slots=num_slots, prefetch=False, hardware=HARDWARE)
     [cell] = replay(
-        steps_of(trace.sequences), [setup], num_rows=NUM_ROWS, num_experts=trace.num_experts
+        steps_of(trace.sequences), [setup], num_layers=NUM_LAYERS, num_experts=trace.num_experts
     )
     for phase, engine in ((Phase.PREFILL, report.prefill), (Phase.DECODE, report.decode)):
         replayed = cell.counters.of(phase)

@@ -63,9 +63,9 @@ def padded_batch(moe: MoE) -> BatchEncoding:
 
 
 def counted(routing: Any, keep: np.ndarray | None = None) -> np.ndarray:
-    """[rows, experts]: how many of the kept tokens of one step each expert served."""
-    rows = [row if keep is None else row[keep] for row in routing]
-    return np.stack([np.bincount(row.ravel(), minlength=NUM_EXPERTS) for row in rows])
+    """[layers, experts]: how many of the kept tokens of one step each expert served."""
+    layers = [ids if keep is None else ids[keep] for ids in routing]
+    return np.stack([np.bincount(ids.ravel(), minlength=NUM_EXPERTS) for ids in layers])
 
 
 def test_request_eams_count_prompt_and_output_apart(moe, stock, stock_routing):
@@ -155,7 +155,7 @@ def test_the_report_counts_one_lookup_per_activated_expert_layer_and_step(
 ):
     inputs = encode(5, 6, 9, 100, 31)
     stock(inputs, max_new_tokens=12)
-    expected = [sum(len(np.unique(row)) for row in step) for step in stock_routing]
+    expected = [sum(len(np.unique(ids)) for ids in step) for step in stock_routing]
     with MoE(tiny_checkpoint, host_memory=host_memory) as moe:
         tokens_of(moe, inputs, max_new_tokens=12)
         report = moe.report()
@@ -174,9 +174,9 @@ def test_with_room_for_all_experts_each_is_read_once(tiny_checkpoint, stock_rout
     inputs = encode(5, 6, 9, 100, 31)
     stock(inputs, max_new_tokens=12)
     used = {
-        (row, expert)
+        (layer, expert)
         for step in stock_routing
-        for row, ids in enumerate(step)
+        for layer, ids in enumerate(step)
         for expert in ids.ravel().tolist()
     }
     with MoE(tiny_checkpoint, host_memory="100%") as moe:

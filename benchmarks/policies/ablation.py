@@ -4,7 +4,7 @@
 
 Every factor left out alone, and every factor alone (with the base rate, which is always there):
 decode hit rate without prefetch, and recall@2K of what is predicted for the next token, at step
-start and one row ahead. The DeepSeek-V2-Lite trace has no token ids: the two token factors do
+start and one layer ahead. The DeepSeek-V2-Lite trace has no token ids: the two token factors do
 nothing there and are skipped.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 import common
 from recall import STAGES, measure
 
-from moe_infinity.predict.predictor import FACTORS
+from moe_infinity.predict.features import FACTORS
 
 CAPACITIES = ("10%", "20%", "30%")
 
 
 def variants(name: str) -> dict[str, list[str]]:
     """Factors to leave out, by what to call it."""
-    absent = {"gate"}  # a trace has no router to ask
+    absent = {"router"}  # a trace has no router to ask
     if name == "deepseek":
         absent |= {"token", "next_token"}  # nor this one token ids
     there = [f for f in FACTORS if f not in absent]

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_infinity.cache.policies import make_policy
 from moe_infinity.experts import ExpertKey
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
+from moe_infinity.simulator.baselines import make_policy
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.laboratory import num_slots_of
 from moe_infinity.simulator.replay import Cell, Setup, distinct, replay
@@ -75,8 +75,8 @@ def folders(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
 def requests_of(
     name: str, folder: Path, num: int, *, part: str = "report"
 ) -> tuple[list[SequenceTrace], int]:
-    """So many requests of one part, and experts per row. The DeepSeek trace is too small for parts:
-    all of it was looked at; in the order of the file if all are wanted.
+    """So many requests of one part, and experts per layer. The DeepSeek trace is too small for
+    parts: all of it was looked at; in the order of the file if all are wanted.
     """
     trace = load_trace(folder / "experts.npz")
     total = len(trace.sequences)
@@ -118,12 +118,12 @@ def run(
     without: Sequence[str] = (),
 ) -> dict[tuple[str, str], Cell]:
     """Every policy at every capacity, by (policy, capacity)."""
-    num_rows = sequences[0].experts_TLK.shape[1]
+    num_layers = sequences[0].experts_TLK.shape[1]
     pairs = [(policy, capacity) for policy in policies for capacity in capacities]
     setups = [
         Setup(
             policy=policy,
-            num_slots=num_slots_of(capacity, num_rows * num_experts),
+            num_slots=num_slots_of(capacity, num_layers * num_experts),
             prefetch=prefetch,
             hardware=hardware,
         )
@@ -132,7 +132,7 @@ def run(
     cells = replay(
         steps_of(sequences),
         setups,
-        num_rows=num_rows,
+        num_layers=num_layers,
         num_experts=num_experts,
         warmup=warmup,
         without=without,
@@ -216,14 +216,16 @@ def by_request(
     sequences: Sequence[SequenceTrace], policies: Sequence[str], capacity: str, *, num_experts: int
 ) -> dict[str, list[float]]:
     """Decode hit rate of each request in percent, by policy; one user."""
-    num_rows = sequences[0].experts_TLK.shape[1]
-    recorder, predictor = Recorder(num_rows, num_experts), Predictor(num_rows, num_experts)
-    keys = [[ExpertKey(row, expert) for expert in range(num_experts)] for row in range(num_rows)]
-    slots = num_slots_of(capacity, num_rows * num_experts)
+    num_layers = sequences[0].experts_TLK.shape[1]
+    recorder, predictor = Recorder(num_layers, num_experts), Predictor(num_layers, num_experts)
+    keys = [
+        [ExpertKey(layer, expert) for expert in range(num_experts)] for layer in range(num_layers)
+    ]
+    slots = num_slots_of(capacity, num_layers * num_experts)
     cells = []
     for name in policies:
         policy = make_policy(
-            name, num_rows=num_rows, num_experts=num_experts, num_slots=slots, chances=predictor
+            name, num_layers=num_layers, num_experts=num_experts, num_slots=slots, chances=predictor
         )
         setup = Setup(policy=name, num_slots=slots, prefetch=False, hardware=UNIT)
         cells.append(Cell(setup, policy, keys))
@@ -234,12 +236,12 @@ def by_request(
             for cell in cells:
                 cell.policy.begin_step(recorded.step)
                 cell.begin_step(recorded.step)
-            for row, experts_TK in enumerate(recorded.experts_LTK):
-                predictor.observe(row, recorder.record(row, experts_TK))
+            for layer, experts_TK in enumerate(recorded.experts_LTK):
+                predictor.observe(layer, recorder.record(layer, experts_TK))
                 activated, counts = distinct(experts_TK)
                 for cell in cells:
-                    cell.policy.touch(row, activated, counts)
-                    cell.row(row, activated, recorded.step.phase)
+                    cell.policy.touch(layer, activated, counts)
+                    cell.run_layer(layer, activated, recorded.step.phase)
         for cell in cells:
             rates[cell.setup.policy].append(percent(cell))
             cell.forget_counts()

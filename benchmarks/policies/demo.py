@@ -42,7 +42,7 @@ def mixed_prompts(folder: Path, num: int) -> list[str]:
 
 
 def record(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[list[SequenceTrace], int]:
-    """The routing of all prompts and answers, and experts per row."""
+    """The routing of all prompts and answers, and experts per layer."""
     with MoE(args.model, host_memory="100%") as moe:
         with moe.recording() as finish:
             for prompt in prompts:

@@ -6,7 +6,7 @@ Decode hit rate at 20 % by capacity, for the paper's policy and for activation-a
 factors and with the EAMC factor alone. The collection begins filled from requests that are not
 replayed, so large capacities are not just empty.
 
-Then, for all three traces, without a cache: half of a request's rows are observed, and the other
+Then, for all three traces, without a cache: half of a request's layers are observed, and the other
 half is predicted from the five nearest of the collection. How like the truth is that (cosine), and
 how many of its activations go to the experts predicted highest (as many as a token takes)? Stored
 by most-similar replacement, by K-means (as many clusters; needs scipy), or just the mean of all.
@@ -25,10 +25,10 @@ import numpy as np
 from kmeans import from_kmeans
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.predict import predictor as predictors
+from moe_infinity.predict import knowledge, sequence_predictor
 from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.eamc import Eamc, EamcMatch, row_normalised
-from moe_infinity.predict.predictor import FACTORS
+from moe_infinity.predict.features import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.simulator import moe_infinity_v3
 
@@ -44,10 +44,10 @@ STORED, ASKED = 2000, 300  # requests of the Mixtral trace
 
 
 def eam_of(sequence: SequenceTrace, num_experts: int) -> RequestEam:
-    _, num_rows, _ = sequence.experts_TLK.shape
-    counts = np.zeros((num_rows, num_experts), dtype=np.int64)
-    for row in range(num_rows):
-        counts[row] = np.bincount(sequence.experts_TLK[:, row].ravel(), minlength=num_experts)
+    _, num_layers, _ = sequence.experts_TLK.shape
+    counts = np.zeros((num_layers, num_experts), dtype=np.int64)
+    for layer in range(num_layers):
+        counts[layer] = np.bincount(sequence.experts_TLK[:, layer].ravel(), minlength=num_experts)
     return RequestEam(np.zeros_like(counts), counts)
 
 
@@ -64,7 +64,7 @@ def hit_rates(
 ) -> dict[str, float]:
     """At 20 %, by variant, when collections begin as `make` makes them."""
     rates = {}
-    with common.constants([(predictors, "Eamc", make), (moe_infinity_v3, "Eamc", make)]):
+    with common.constants([(knowledge, "Eamc", make), (moe_infinity_v3, "Eamc", make)]):
         for label, (policy, without) in VARIANTS.items():
             cells = common.run(
                 sequences, [policy], ["20%"], num_experts=num_experts, warmup=0, without=without
@@ -114,7 +114,7 @@ def by_capacity(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def foretold(predict: Callable[[Any], Any], asked: Sequence[RequestEam], top_k: int) -> Any:
-    """Mean cosine with the unobserved half of the rows, and share of activations covered."""
+    """Mean cosine with the unobserved half of the layers, and share of activations covered."""
     cosines, covered = [], []
     for eam in asked:
         half = len(eam.decode) // 2
@@ -132,10 +132,10 @@ def nearest(eamc: Eamc) -> Callable[[Any], Any]:
 
     def predict(counts_LE: Any) -> Any:
         match.begin()
-        for row in range(len(counts_LE) // 2):
-            experts = np.flatnonzero(counts_LE[row])
-            match.observe(row, experts, counts_LE[row, experts])
-        return match.predict(predictors.NUM_NEAREST)
+        for layer in range(len(counts_LE) // 2):
+            experts = np.flatnonzero(counts_LE[layer])
+            match.observe(layer, experts, counts_LE[layer, experts])
+        return match.predict(sequence_predictor.NUM_NEAREST)
 
     return predict
 

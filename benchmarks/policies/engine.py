@@ -33,10 +33,9 @@ from moe_infinity.tracing import read_prompts
 SETTINGS: dict[str, dict[str, Any]] = {
     "lru": {"policy": "lru"},
     "lfu": {"policy": "lfu"},
-    "moe-infinity-v3": {"policy": "moe-infinity-v3"},
     "activation-aware": {"policy": "activation-aware"},
     "activation-aware, prefetch": {"policy": "activation-aware", "prefetch": True},
-    "the same, early gate": {"policy": "activation-aware", "prefetch": True, "early_gate": True},
+    "the same, early router": {"prefetch": True, "early_router": True},
 }
 LONGEST_PROMPT = 600  # characters; the demo model was trained on short texts
 

@@ -27,7 +27,7 @@ WITH = ("moe-infinity-v3", "activation-aware", "clairvoyant")
 def stalls_of(args: argparse.Namespace, name: str, folder: Any, link: int) -> list[dict[str, Any]]:
     """One link: a row for each policy, without and with prefetch, and one for the floor."""
     sequences, num_experts = common.requests_of(name, folder, args.requests)
-    num_rows, top_k = sequences[0].experts_TLK.shape[1:]
+    num_layers, top_k = sequences[0].experts_TLK.shape[1:]
     warmup = len(sequences) // 6
     hardware = Hardware(bytes_per_s=top_k / link, expert_bytes=1, layer_s=1.0)
     rows, floors = [], {}
@@ -46,7 +46,7 @@ def stalls_of(args: argparse.Namespace, name: str, folder: Any, link: int) -> li
             for capacity in CAPACITIES:
                 cell = cells[policy, capacity]
                 counters = cell.counters.decode
-                stalls[capacity] = round(counters.stall_s / counters.tokens / num_rows, 3)
+                stalls[capacity] = round(counters.stall_s / counters.tokens / num_layers, 3)
                 if is_on:
                     prefetches = cell.table.prefetches
                     precisions[capacity] = round(prefetches.precision or 0, 3)

@@ -2,11 +2,11 @@
 
     python benchmarks/policies/recall.py ../shared/data --plot recall.svg
 
-Recall@n: the share of a token's K experts of a row that are among the n highest-scored, n = K and
-2 K. Three moments: right after a row was routed, for the *next* token; when the step starts (its
-token is known), for all rows; and after the row before, for the row *one ahead*. At step start the
-prediction for a row d rows ahead is the same for every d but 1: only the next row is refined, so
-distances 2, 4, 8 and 16 are the step-start prediction of those rows.
+Recall@n: the share of a token's K experts of a layer that are among the n highest-scored, n = K and
+2 K. Three moments: right after a layer was routed, for the *next* token; when the step starts (its
+token is known), for all layers; and after the layer before, for the layer *one ahead*. At step
+start the prediction for a layer d layers ahead is the same for every d but 1: only the next layer
+is refined, so distances 2, 4, 8 and 16 are the step-start prediction of those layers.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from moe_infinity.predict.recorder import Recorder
 from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.simulator.schedule import steps_of
 
-STAGES = ("next token", "step start", "one row ahead")
+STAGES = ("next token", "step start", "one layer ahead")
 DISTANCES = (1, 2, 4, 8, 16)
 
 
 class Recall:
-    """Sums of found experts by stage, row and width."""
+    """Sums of found experts by stage, layer and width."""
 
-    def __init__(self, num_rows: int, top_k: int) -> None:
+    def __init__(self, num_layers: int, top_k: int) -> None:
         self.widths = (top_k, 2 * top_k)
-        self.found = np.zeros((len(STAGES), num_rows, len(self.widths)))
-        self.asked = np.zeros((len(STAGES), num_rows))
+        self.found = np.zeros((len(STAGES), num_layers, len(self.widths)))
+        self.asked = np.zeros((len(STAGES), num_layers))
 
-    def add(self, chances_SRE: Any, experts_RK: Any) -> None:
-        """One token: what each stage predicted for each row, and what the row used."""
+    def add(self, chances_SLE: Any, experts_LK: Any) -> None:
+        """One token: what each stage predicted for each layer, and what the layer used."""
         wide = self.widths[-1]
-        best = np.argpartition(-chances_SRE, self.widths, axis=2)[:, :, :wide]
-        is_found = (best[..., None] == experts_RK[None, :, None, :]).any(axis=3)
+        best = np.argpartition(-chances_SLE, self.widths, axis=2)[:, :, :wide]
+        is_found = (best[..., None] == experts_LK[None, :, None, :]).any(axis=3)
         for i, width in enumerate(self.widths):
             self.found[:, :, i] += is_found[:, :, :width].sum(axis=2)
-        self.asked += experts_RK.shape[1]
+        self.asked += experts_LK.shape[1]
 
-    def of(self, stage: int, width: int, rows: slice = slice(None)) -> float:
-        found = self.found[stage, rows, width].sum()
-        return float(found / max(self.asked[stage, rows].sum(), 1))
+    def of(self, stage: int, width: int, layers: slice = slice(None)) -> float:
+        found = self.found[stage, layers, width].sum()
+        return float(found / max(self.asked[stage, layers].sum(), 1))
 
 
 def measure(
@@ -57,29 +57,29 @@ def measure(
     without: Sequence[str] = (),
 ) -> Recall:
     """Predict and observe, token by token; requests one after the other."""
-    num_rows, top_k = sequences[0].experts_TLK.shape[1:]
-    recorder = Recorder(num_rows, num_experts)
-    predictor = Predictor(num_rows, num_experts, without=without)
-    recall = Recall(num_rows, top_k)
-    next_RE = predictor.next_use_RE.copy()
-    ahead_RE = next_RE.copy()
+    num_layers, top_k = sequences[0].experts_TLK.shape[1:]
+    recorder = Recorder(num_layers, num_experts)
+    predictor = Predictor(num_layers, num_experts, without=without)
+    recall = Recall(num_layers, top_k)
+    next_LE = predictor.next_use_LE.copy()
+    ahead_LE = next_LE.copy()
     for recorded in steps_of(sequences):
         predictor.begin_step(recorded.step, recorder.begin_step(recorded.step))
-        start_RE = predictor.next_use_RE.copy()
+        start_LE = predictor.next_use_LE.copy()
         is_counted = recorded.num_begun > warmup and not recorded.step.begins_B[0]
-        before_RE = next_RE.copy()
-        for row, experts_TK in enumerate(recorded.experts_LTK):
-            ahead_RE[row] = predictor.next_use_RE[row]
-            predictor.observe(row, recorder.record(row, experts_TK))
-            next_RE[row] = predictor.next_use_RE[row]
-            predictor.look_ahead(row)
+        before_LE = next_LE.copy()
+        for layer, experts_TK in enumerate(recorded.experts_LTK):
+            ahead_LE[layer] = predictor.next_use_LE[layer]
+            predictor.observe(layer, recorder.record(layer, experts_TK))
+            next_LE[layer] = predictor.next_use_LE[layer]
+            predictor.look_ahead(layer)
         if is_counted:
-            recall.add(np.stack([before_RE, start_RE, ahead_RE]), recorded.experts_LTK[:, 0])
+            recall.add(np.stack([before_LE, start_LE, ahead_LE]), recorded.experts_LTK[:, 0])
     return recall
 
 
 def by_distance(recall: Recall, width: int) -> dict[int, float]:
-    """Of the rows that lie d rows after another row."""
+    """Of the layers that lie d layers after another layer."""
     ahead = {1: recall.of(2, width, slice(1, None))}
     return ahead | {d: recall.of(1, width, slice(d, None)) for d in DISTANCES[1:]}
 
@@ -95,9 +95,9 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
             stages = {s: round(recall.of(n, i), 4) for n, s in enumerate(STAGES)}
             distances = {d: round(of, 4) for d, of in by_distance(recall, i).items()}
             print(f"recall@{width:<2} of {num_experts}: {stages}")
-            print(f"          by rows ahead: {distances}")
+            print(f"          by layers ahead: {distances}")
             rows.append(
-                conditions | {"recall_at": width, "stages": stages, "rows_ahead": distances}
+                conditions | {"recall_at": width, "stages": stages, "layers_ahead": distances}
             )
     return rows
 

@@ -16,23 +16,23 @@ import common
 import numpy as np
 
 from moe_infinity.cache import activation_aware
-from moe_infinity.predict import planner, tables
-from moe_infinity.predict import predictor as predictors
+from moe_infinity.predict import knowledge, planner, predictor, sequence_predictor, tables
 from moe_infinity.simulator.hardware import Hardware
 
 PARAMETERS = (
-    (predictors, "LEARNING_RATE"),
-    (predictors, "REQUEST_RATE"),
-    (predictors, "BASE_RATE"),
-    (predictors, "MATCH_EVERY"),
-    (predictors, "NUM_NEAREST"),
-    (predictors, "EAMC_CAPACITY"),
-    (predictors, "FORGET_EVERY"),
-    (predictors, "LEAST"),
+    (knowledge, "LEARNING_RATE"),
+    (sequence_predictor, "REQUEST_RATE"),
+    (knowledge, "BASE_RATE"),
+    (sequence_predictor, "MATCH_EVERY"),
+    (sequence_predictor, "NUM_NEAREST"),
+    (knowledge, "EAMC_CAPACITY"),
+    (predictor, "FORGET_EVERY"),
+    (knowledge, "LEAST_BASE"),
+    (sequence_predictor, "LEAST_CHANCE"),
     (tables, "PRIOR"),
     (tables, "FULL"),
     (tables, "TOKEN_FULL"),
-    (activation_aware, "LEAST"),
+    (activation_aware, "LEAST_CHANCE"),
 )
 LARGEST = {"TOKEN_FULL": 254}  # its counts are bytes
 
@@ -69,7 +69,7 @@ def stall(name: str, folder: Any, args: argparse.Namespace) -> float:
     sequences, num_experts = common.requests_of(
         name, folder, args.prefetch_requests, part="development"
     )
-    num_rows, top_k = sequences[0].experts_TLK.shape[1:]
+    num_layers, top_k = sequences[0].experts_TLK.shape[1:]
     cells = common.run(
         sequences,
         ["activation-aware"],
@@ -80,7 +80,7 @@ def stall(name: str, folder: Any, args: argparse.Namespace) -> float:
         hardware=Hardware(bytes_per_s=top_k / 2, expert_bytes=1, layer_s=1.0),
     )
     counters = cells["activation-aware", "20%"].counters.decode
-    return round(counters.stall_s / counters.tokens / num_rows, 4)
+    return round(counters.stall_s / counters.tokens / num_layers, 4)
 
 
 def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def groups(
     folder: Any, field: str, before: Sequence[str], after: Sequence[str], args: argparse.Namespace
 ) -> tuple[list[list[SequenceTrace]], int]:
     """Requests before the shift, after it, and others like those after it; equally many of each.
-    And experts per row.
+    And experts per layer.
     """
     trace = load_trace(folder / "experts.npz")
     lines = (folder / "sequences.jsonl").read_text("utf-8").splitlines()

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe_infinity.experts import Phase
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import Step
 
 
 class StepListener(Protocol):

@@ -1,14 +1,14 @@
 """The default policy: keep the experts that give most hits for the time they take up a slot.
 
-Layers come round in a fixed order, so an expert of the row `d` rows ahead has its next chance of
-use after d rows, then every R rows. Let p be the chance of the first and q that of each later one.
-Kept until its first chance, or until it is used, it gives hits per row of waiting
+The L MoE layers run in a fixed order. An expert `d` layers ahead can be used after d layers, and
+then every L layers. Let p be the chance of the first use and q that of each later one. An expert
+that is kept until its first chance, or until it is used, gives hits per layer of waiting
 
-    p / d      and      1 / (d + (1 - p) R / q)
+    p / d      and      1 / (d + (1 - p) L / q)
 
-and the better of the two is its score. (This is the Gittins index of a slot, for two of its
-stopping times. The second alone, the expected time to next use, keeps what will surely come some
-day over what comes now or never.)
+The larger of the two is its score. (This is the Gittins index of a slot for two of its stopping
+times. The second alone, the expected time to the next use, prefers an expert that is certain to be
+used some day to one that is likely to be used now and never again.)
 """
 
 from __future__ import annotations
@@ -18,72 +18,74 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import Step
 
-LEAST = np.float32(1e-5)  # of a chance that is divided by
+LEAST_CHANCE = np.float32(1e-5)  # that is divided by
 
 
 class Chances(Protocol):
-    """Who knows how likely each expert is to be used; [R, E] each."""
+    """How likely each expert is to be used, as a predictor gives it; [L, E] each."""
 
-    next_use_RE: NDArray[np.float32]  # when its row comes next
-    later_use_RE: NDArray[np.float32]  # at each later time
+    next_use_LE: NDArray[np.float32]  # when its layer comes next
+    later_use_LE: NDArray[np.float32]  # at each later time
 
     def look_ahead(self, moe_layer_idx: int) -> None:
-        """Refine the row after this one, just observed."""
+        """Refine the layer after this one, just observed."""
 
 
 class ActivationAware:
-    """Scores from a predictor's chances. The predictor hears of every step and row first."""
+    """Scores from a predictor's chances. The predictor is told of each step and layer first."""
 
-    def __init__(self, chances: Chances, num_rows: int) -> None:
+    def __init__(self, chances: Chances, num_layers: int) -> None:
         self._chances = chances
-        rows = np.arange(num_rows, dtype=np.float32)
-        ahead = (rows[None, :] - rows[:, None]) % num_rows
-        ahead[ahead == 0] = num_rows
-        self._rows_ahead = ahead[:, :, None]  # [current row, R, 1]
-        self._num_rows = np.float32(num_rows)
-        self._row = num_rows - 1
-        # Its own: others may have them refined.
-        self._p_RE: NDArray[np.float32] = chances.next_use_RE.copy()
-        # Expected rows from the first chance to the use, if it is not the use.
-        self._wait_RE = np.zeros_like(chances.next_use_RE)
+        layers_L = np.arange(num_layers, dtype=np.float32)
+        ahead_LL = (layers_L[None, :] - layers_L[:, None]) % num_layers
+        ahead_LL[ahead_LL == 0] = num_layers
+        self._layers_ahead = ahead_LL[:, :, None]  # [current layer, L, 1]
+        self._num_layers = np.float32(num_layers)
+        self._layer = num_layers - 1
+        # A copy: others may ask the predictor to refine its own.
+        self._p_LE: NDArray[np.float32] = chances.next_use_LE.copy()
+        # Expected layers from the first chance to the use, where the first chance is not the use.
+        self._wait_LE = np.zeros_like(chances.next_use_LE)
         self._scores: NDArray[np.float32] | None = None
 
     def begin_step(self, step: Step) -> None:
-        self._row, self._scores = -1, None
+        self._layer = -1
+        self._scores = None
         self._update(slice(None))
 
     def touch(self, moe_layer_idx: int, experts: object, counts: object = 1) -> None:
-        self._row, self._scores = moe_layer_idx, None
+        self._layer = moe_layer_idx
+        self._scores = None
         self._update(moe_layer_idx)
 
-    def _update(self, rows: int | slice) -> None:
-        """The chances of these rows have changed."""
-        wait_RE = self._wait_RE[rows]
-        self._p_RE[rows] = self._chances.next_use_RE[rows]
-        np.multiply(self._p_RE[rows], self._num_rows, out=wait_RE)
-        np.subtract(self._num_rows, wait_RE, out=wait_RE)
-        wait_RE /= np.maximum(self._chances.later_use_RE[rows], LEAST)
+    def _update(self, layers: int | slice) -> None:
+        """The chances of these layers have changed."""
+        wait_LE = self._wait_LE[layers]
+        self._p_LE[layers] = self._chances.next_use_LE[layers]
+        np.multiply(self._p_LE[layers], self._num_layers, out=wait_LE)
+        np.subtract(self._num_layers, wait_LE, out=wait_LE)
+        wait_LE /= np.maximum(self._chances.later_use_LE[layers], LEAST_CHANCE)
 
     def chances(self) -> NDArray[np.float32]:
-        """[R, E] of being used when its row comes next."""
-        if 0 <= self._row < len(self._wait_RE) - 1:
-            self._chances.look_ahead(self._row)
-            self._update(self._row + 1)
+        """[L, E]: the chance that an expert is used when its layer comes next."""
+        if 0 <= self._layer < len(self._wait_LE) - 1:
+            self._chances.look_ahead(self._layer)
+            self._update(self._layer + 1)
             self._scores = None
-        return self._p_RE
+        return self._p_LE
 
     def scores(self) -> NDArray[np.float32]:
         if self._scores is None:
-            self._scores = self.scores_after(self._row)
+            self._scores = self.scores_after(self._layer)
         return self._scores
 
     def scores_after(self, moe_layer_idx: int) -> NDArray[np.float32]:
         """See EvictionPolicy."""
-        ahead_R1 = self._rows_ahead[moe_layer_idx]
-        once_RE = self._p_RE / ahead_R1
-        until_RE = self._wait_RE + ahead_R1
-        np.reciprocal(until_RE, out=until_RE)
-        scores: NDArray[np.float32] = np.maximum(once_RE, until_RE)
+        ahead_L1 = self._layers_ahead[moe_layer_idx]
+        once_LE = self._p_LE / ahead_L1
+        until_LE = self._wait_LE + ahead_L1
+        np.reciprocal(until_LE, out=until_LE)
+        scores: NDArray[np.float32] = np.maximum(once_LE, until_LE)
         return scores

@@ -1,9 +1,8 @@
-"""A policy is a score: one float per (MoE row, expert). The victim is the lowest-scored resident
-nobody holds.
+"""A policy gives every expert a score. The victim is the lowest-scored resident that nobody holds.
 
-Scores are numpy arrays [rows, experts] and updates are vectorised: nothing here loops over experts.
-A policy hears of every step, in order: begin_step, then touch for each row. The baselines are those
-arXiv 2401.14361v3 compares with; they treat a batch as one request.
+Scores are numpy arrays [layers, experts], and nothing here loops over experts. A policy is told of
+every step in order: `begin_step`, then `touch` for each MoE layer. All but "activation-aware" treat
+a batch as one request.
 """
 
 from __future__ import annotations
@@ -15,16 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.cache.activation_aware import ActivationAware, Chances
-from moe_infinity.experts import Phase
-from moe_infinity.predict.eam import Counts
-from moe_infinity.predict.recorder import Step
-from moe_infinity.simulator.moe_infinity_v3 import MoeInfinityV3
+from moe_infinity.experts import Ints, Phase, Step
 
 Scores = NDArray[np.floating[Any]]
-Experts = Sequence[int] | NDArray[np.int64]
-
-NEIGHBOR_ROWS = 3  # as in the published code's lru_ds
-PROTECTED = 2.0**40  # added to a time, outranks every time; the sum is still exact in float64
+Experts = Sequence[int] | Ints
 
 
 class EvictionPolicy(Protocol):
@@ -33,17 +26,17 @@ class EvictionPolicy(Protocol):
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
 
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
-        """These experts (distinct ids) are activated in this row in this step; counts: tokens
-        routed to each.
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
+        """These experts (distinct ids) are activated in this layer in this step. `counts` are the
+        tokens routed to each.
         """
 
     def scores(self) -> Scores:
-        """[rows, experts]; the higher, the longer it stays. The caller only reads it."""
+        """[layers, experts]; the higher, the longer it stays. The caller only reads it."""
 
     def scores_after(self, moe_layer_idx: int) -> Scores:
-        """What they will be once this row has been seen, whatever it activates: for steps that the
-        host hears of later.
+        """The scores after this layer has run, whatever it activates. A device needs them before
+        the host knows the routing.
         """
         return self.scores()
 
@@ -51,14 +44,14 @@ class EvictionPolicy(Protocol):
 class Lru(EvictionPolicy):
     """Least recently used: the score is the time of the last use."""
 
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        self._last_use = np.zeros((num_rows, num_experts))
+    def __init__(self, num_layers: int, num_experts: int, *, num_slots: int) -> None:
+        self._last_use = np.zeros((num_layers, num_experts))
         self._clock = 0
 
     def begin_step(self, step: Step) -> None:
         """Steps and requests make no difference here."""
 
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         self._clock += 1
         self._last_use[moe_layer_idx, experts] = self._clock
 
@@ -69,13 +62,13 @@ class Lru(EvictionPolicy):
 class Lfu(EvictionPolicy):
     """Least frequently used since the model was loaded: the score is the number of uses."""
 
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        self._uses = np.zeros((num_rows, num_experts))
+    def __init__(self, num_layers: int, num_experts: int, *, num_slots: int) -> None:
+        self._uses = np.zeros((num_layers, num_experts))
 
     def begin_step(self, step: Step) -> None:
         """Steps and requests make no difference here."""
 
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         self._uses[moe_layer_idx, experts] += 1
 
     def scores(self) -> Scores:
@@ -88,9 +81,9 @@ class RequestLfu(Lru):
     Prefill does not count as use: it activates nearly every expert (v3 §4.3 traces it apart).
     """
 
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        super().__init__(num_rows, num_experts, num_slots=num_slots)
-        self._uses = np.zeros((num_rows, num_experts))
+    def __init__(self, num_layers: int, num_experts: int, *, num_slots: int) -> None:
+        super().__init__(num_layers, num_experts, num_slots=num_slots)
+        self._uses = np.zeros((num_layers, num_experts))
         self._is_decode = False
 
     def begin_step(self, step: Step) -> None:
@@ -98,7 +91,7 @@ class RequestLfu(Lru):
         if step.begins_B.any():
             self._uses[:] = 0
 
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         super().touch(moe_layer_idx, experts)
         if self._is_decode:
             self._uses[moe_layer_idx, experts] += 1
@@ -109,96 +102,20 @@ class RequestLfu(Lru):
         return scores
 
 
-class Neighbor(Lru):
-    """LRU that keeps the experts of the running row and the two after it, which are needed next:
-    lru_ds of the published code, the paper's "dependency" class (DeepSpeed).
-    """
-
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        super().__init__(num_rows, num_experts, num_slots=num_slots)
-        self._rows_ahead = np.arange(NEIGHBOR_ROWS)
-        self._row = 0
-
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
-        super().touch(moe_layer_idx, experts)
-        self._row = moe_layer_idx
-
-    def scores(self) -> Scores:
-        return self.scores_after(self._row)
-
-    def scores_after(self, moe_layer_idx: int) -> Scores:
-        """The row after the last one is row 0, where the next step starts."""
-        scores: Scores = self._last_use.copy()
-        scores[(moe_layer_idx + self._rows_ahead) % len(scores)] += PROTECTED
-        return scores
-
-
-class PerLayerLru(Lru):
-    """Every row owns an equal share of the slots and evicts its own least recently used expert
-    (Mixtral-Offloading, arXiv 2312.17238).
-
-    As a score: the most recently used experts of a row, as many as its share, are protected, and
-    the others leave first. A row that activates more experts than its share borrows slots.
-    """
-
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        super().__init__(num_rows, num_experts, num_slots=num_slots)
-        share, remainder = divmod(num_slots, num_rows)
-        self._shares = [share + (row < remainder) for row in range(num_rows)]
-        self._scores = np.zeros((num_rows, num_experts))
-
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
-        super().touch(moe_layer_idx, experts)
-        last_use = self._last_use[moe_layer_idx]
-        newest = np.argsort(-last_use, kind="stable")[: self._shares[moe_layer_idx]]
-        self._scores[moe_layer_idx] = last_use
-        self._scores[moe_layer_idx, newest] += PROTECTED * (last_use[newest] > 0)
-
-    def scores(self) -> Scores:
-        return self._scores
-
-
-class TokenCounts(EvictionPolicy):
-    """The share of a row's tokens that an expert served since the model was loaded, prefill
-    included: the paper's "counts" class (BrainStorm).
-    """
-
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        self._counts = np.zeros((num_rows, num_experts))
-        self._scores = np.zeros((num_rows, num_experts))
-
-    def begin_step(self, step: Step) -> None:
-        """Steps and requests make no difference here."""
-
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
-        self._counts[moe_layer_idx, experts] += counts
-        self._scores[moe_layer_idx] = self._counts[moe_layer_idx] / max(
-            self._counts[moe_layer_idx].sum(), 1
-        )
-
-    def scores(self) -> Scores:
-        return self._scores
-
-
 ACTIVATION_AWARE = "activation-aware"  # ours, and the default
-BASELINES: dict[str, Callable[..., EvictionPolicy]] = {
+POLICY_CLASSES: dict[str, Callable[..., EvictionPolicy]] = {
     "lru": Lru,
     "lfu": Lfu,
     "request-lfu": RequestLfu,
-    "neighbor": Neighbor,
-    "per-layer-lru": PerLayerLru,
-    "counts": TokenCounts,
-    "moe-infinity-v3": MoeInfinityV3,
 }
-PREDICTING = (ACTIVATION_AWARE, "moe-infinity-v3")  # these can prefetch
-POLICIES = (ACTIVATION_AWARE, *BASELINES)
+POLICIES = (ACTIVATION_AWARE, *POLICY_CLASSES)  # what an engine can run; the simulator has more
 
 
 def make_policy(
-    name: str, *, num_rows: int, num_experts: int, num_slots: int, chances: Chances | None = None
+    name: str, *, num_layers: int, num_experts: int, num_slots: int, chances: Chances | None = None
 ) -> EvictionPolicy:
-    """A fresh policy by its name in `POLICIES`; `chances` is what "activation-aware" goes by."""
+    """A new policy by its name in `POLICIES`. `chances` are needed by "activation-aware" only."""
     if name == ACTIVATION_AWARE:
         assert chances is not None, "activation-aware needs a predictor"
-        return ActivationAware(chances, num_rows)
-    return BASELINES[name](num_rows, num_experts, num_slots=num_slots)
+        return ActivationAware(chances, num_layers)
+    return POLICY_CLASSES[name](num_layers, num_experts, num_slots=num_slots)

@@ -4,9 +4,9 @@
                               └------cancel_load------------------------^
 
 Experts are read-only, so eviction copies nothing back: the copy one tier below stays true.
-What prefill brings in is *transient* until a decode step uses it: transient experts leave first, so
-a long prompt streams through a small ring of slots and does not flush what decoding lives on. One
-thread decides (this table); other threads only copy bytes. No torch here.
+What prefill brings in is *transient* until a decode step uses it. Transient experts leave first, so
+a long prompt passes through a small prefill quota of slots and does not evict what decoding uses.
+One thread decides (this table); other threads only copy bytes. No torch here.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
 
-# A prefill step may take num_slots / 8 slots from the decode set; log.md 2026-11-21, "ring".
-PREFILL_RING_SHARE = 8
+# The prefill quota: a prefill step may take num_slots / 8 slots from decoding (log.md 2026-11-21).
+PREFILL_QUOTA_SHARE = 8
 
 
 class Held(NamedTuple):
-    """What `holding` gives: a slot for every key, and which of them still need a load."""
+    """A slot for every key, and which of them still need a load."""
 
     absent: list[ExpertKey]  # slots reserved, in LOADING: the caller must load them
     slot_ids: dict[ExpertKey, int]
@@ -61,7 +61,7 @@ class ResidencyTable:
         self._held: dict[int, dict[ExpertKey, int]] = {}
         self._free = list(range(num_slots))[::-1]
         # The same facts by slot, as arrays, so that choosing a victim is a few vector operations.
-        self._row_of_slot = np.full(num_slots, -1)
+        self._layer_of_slot = np.full(num_slots, -1)
         self._expert_of_slot = np.full(num_slots, -1)
         self._transient = np.zeros(num_slots, dtype=bool)
 
@@ -82,9 +82,9 @@ class ResidencyTable:
         return self._entries[key].slot_id
 
     def cells(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows and experts of all that have a slot, to index a matrix [rows, experts] with."""
-        used = self._row_of_slot >= 0
-        return self._row_of_slot[used], self._expert_of_slot[used]
+        """Layers and experts of all that have a slot: indexes of a matrix [layers, experts]."""
+        used = self._layer_of_slot >= 0
+        return self._layer_of_slot[used], self._expert_of_slot[used]
 
     @property
     def num_loading(self) -> int:
@@ -106,8 +106,8 @@ class ResidencyTable:
         return present - loading, loading, len(keys) - present
 
     def next_wave(self, waiting: Sequence[ExpertKey], phase: Phase) -> Sequence[ExpertKey]:
-        """The part of `waiting` to hold, load and compute together: all that are present, then as
-        many absent ones as there is room for. Raises OutOfSlots when nothing is present and nothing
+        """The part of `waiting` to hold, load and compute together: all that are present, and as
+        many absent ones as there is room for. Raises OutOfSlots if nothing is present and nothing
         can leave.
         """
         absent = [key for key in waiting if key not in self._entries]
@@ -125,8 +125,8 @@ class ResidencyTable:
         if phase is Phase.PREFILL:
             spare = len(self._free) + int((evictable & self._transient).sum())
             in_use = int((~evictable & self._transient).sum())
-            ring = max(self.num_slots // PREFILL_RING_SHARE, 1)
-            room = min(room, max(spare, ring - in_use, 0 if present else 1))
+            quota = max(self.num_slots // PREFILL_QUOTA_SHARE, 1)
+            room = min(room, max(spare, quota - in_use, 0 if present else 1))
         if not present and room == 0:
             raise OutOfSlots(
                 f"all {self.num_slots} slots are held or loading, none for {absent[0]}"
@@ -168,25 +168,27 @@ class ResidencyTable:
             if (entry := self._entries.get(key)) is not None:
                 self._use(entry, Phase.DECODE)
 
-    def adopt(self, key: ExpertKey, slot_id: int) -> None:
-        """`key` is RESIDENT: in a decode step the device gave it this slot, whoever had it."""
+    def apply_load(self, key: ExpertKey, slot_id: int) -> None:
+        """Enter a load that the device made in a decode step: `key` is RESIDENT in this slot, and
+        the expert that had the slot is evicted.
+        """
         assert key not in self._entries, key
-        if self._row_of_slot[slot_id] >= 0:
+        if self._layer_of_slot[slot_id] >= 0:
             self._evict([slot_id])
         self._free.remove(slot_id)
         self._entries[key] = Entry(slot_id, Residency.RESIDENT)
-        self._row_of_slot[slot_id], self._expert_of_slot[slot_id] = key
+        self._layer_of_slot[slot_id], self._expert_of_slot[slot_id] = key
 
     def evict_all(self) -> None:
-        """What is in the slots is unknown; none is held or loading."""
+        """Evict every expert, as what is in the slots is unknown. None is held or loading."""
         self._evict([entry.slot_id for entry in self._entries.values()])
 
     def leaving_scores(self, moe_layer_idx: int) -> NDArray[np.float64]:
-        """[rows, experts]: the lowest of the residents leaves first, once this row has been seen;
-        transient ones before all others, as in `_victims`.
+        """[layers, experts]: after this layer has run, the resident with the lowest score leaves
+        first. Transient experts are below all others, as in `_victims`.
         """
         scores = self._policy.scores_after(moe_layer_idx).astype(np.float64)
-        transient = self._row_of_slot[self._transient], self._expert_of_slot[self._transient]
+        transient = self._layer_of_slot[self._transient], self._expert_of_slot[self._transient]
         scores[transient] -= scores.max() - scores.min() + 1
         return scores
 
@@ -205,7 +207,7 @@ class ResidencyTable:
         is_transient = phase is Phase.PREFILL
         self._entries[key] = Entry(slot_id, Residency.LOADING, is_transient=is_transient)
         self._loading.add(key)
-        self._row_of_slot[slot_id], self._expert_of_slot[slot_id] = key
+        self._layer_of_slot[slot_id], self._expert_of_slot[slot_id] = key
         self._transient[slot_id] = is_transient
         return slot_id
 
@@ -247,22 +249,23 @@ class ResidencyTable:
         self._evict(victims)
 
     def _evict(self, victims: list[int]) -> None:
-        """Free these slots, which experts have."""
-        rows, experts = self._row_of_slot[victims].tolist(), self._expert_of_slot[victims].tolist()
-        for key in map(ExpertKey, rows, experts):
+        """Evict the experts in these slots."""
+        layers = self._layer_of_slot[victims].tolist()
+        experts = self._expert_of_slot[victims].tolist()
+        for key in map(ExpertKey, layers, experts):
             self.prefetches.wasted += self._entries.pop(key).is_ahead
         self._free_slots(victims)
         self.evictions += len(victims)
 
     def lowest_scores(self, num_slots: int) -> NDArray[np.float64]:
-        """What so many loads, one after the other, would evict: the victims' scores, -inf for a
-        free or transient slot, inf where nothing can leave.
+        """The scores of the experts that so many loads would evict, lowest first: -inf for a free
+        or transient slot, inf where nothing can leave.
         """
         scores = np.full(num_slots, np.inf)
         num_free = min(len(self._free), num_slots)
         scores[:num_free] = -np.inf
         victims = self._victims(num_slots - num_free)
-        cells = self._row_of_slot[victims], self._expert_of_slot[victims]
+        cells = self._layer_of_slot[victims], self._expert_of_slot[victims]
         lowest = np.where(self._transient[victims], -np.inf, self._policy.scores()[cells])
         scores[num_free : num_free + len(victims)] = np.sort(lowest)
         return scores
@@ -273,7 +276,7 @@ class ResidencyTable:
         """
         if num_slots <= 0:
             return []
-        scores = self._policy.scores()[self._row_of_slot, self._expert_of_slot]
+        scores = self._policy.scores()[self._layer_of_slot, self._expert_of_slot]
         if self._transient.any():
             evictable = self._evictable()
             order = np.lexsort((scores, ~self._transient, ~evictable))
@@ -288,20 +291,20 @@ class ResidencyTable:
 
     def _free_slots(self, slot_ids: list[int]) -> None:
         self._free += slot_ids
-        self._row_of_slot[slot_ids] = self._expert_of_slot[slot_ids] = -1
+        self._layer_of_slot[slot_ids] = self._expert_of_slot[slot_ids] = -1
         self._transient[slot_ids] = False
 
     def recover(self) -> None:
-        """After a step was interrupted anywhere, this table included: nobody holds anything any
-        more, and what can be derived from the entries is derived anew.
+        """Put the table in order after a step was interrupted anywhere, this table included. Nobody
+        holds anything any more; all else is computed again from the entries.
         """
         used = {entry.slot_id for entry in self._entries.values()}
         self._held.clear()
         self._free = [slot for slot in reversed(range(self.num_slots)) if slot not in used]
-        self._row_of_slot[:] = self._expert_of_slot[:] = -1
+        self._layer_of_slot[:] = self._expert_of_slot[:] = -1
         self._transient[:] = False
         for key, entry in self._entries.items():
-            self._row_of_slot[entry.slot_id], self._expert_of_slot[entry.slot_id] = key
+            self._layer_of_slot[entry.slot_id], self._expert_of_slot[entry.slot_id] = key
             self._transient[entry.slot_id] = entry.is_transient
         self._loading = {k for k, e in self._entries.items() if e.state is Residency.LOADING}
 
@@ -312,6 +315,6 @@ class ResidencyTable:
         for key, entry in self._entries.items():
             slot = entry.slot_id
             assert (key in self._loading) == (entry.state is Residency.LOADING), (key, entry)
-            assert (self._row_of_slot[slot], self._expert_of_slot[slot]) == key, (key, entry)
+            assert (self._layer_of_slot[slot], self._expert_of_slot[slot]) == key, (key, entry)
             assert self._transient[slot] == entry.is_transient, (key, entry)
-        assert (self._row_of_slot[self._free] == -1).all(), self._free
+        assert (self._layer_of_slot[self._free] == -1).all(), self._free

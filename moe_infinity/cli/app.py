@@ -17,7 +17,6 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
-from moe_infinity.cache.policies import POLICIES
 from moe_infinity.cli.options import (
     AsJson,
     ChatKey,
@@ -42,7 +41,8 @@ from moe_infinity.cli.options import (
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
 from moe_infinity.cli.terminal import stderr, talk, write
 from moe_infinity.errors import MoEInfinityError
-from moe_infinity.predict.predictor import FACTORS
+from moe_infinity.predict.features import FACTORS
+from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 
 app = typer.Typer(
     add_completion=False,
@@ -224,7 +224,8 @@ def simulate(
         typer.Argument(help="Traces (.npz), or folders with an experts.npz.", exists=True),
     ],
     policy: Annotated[
-        str, typer.Option(help=f"With commas: {', '.join(POLICIES)}; belady is always there.")
+        str,
+        typer.Option(help=f"With commas: {', '.join(SIMULATED_POLICIES)}; belady is always there."),
     ] = "lru,lfu,request-lfu,moe-infinity-v3,activation-aware",
     capacity: Annotated[
         str, typer.Option(help="With commas: '10%' of all experts, or a number of slots.")

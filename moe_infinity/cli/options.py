@@ -47,8 +47,8 @@ HostMemory = Annotated[
 ]
 Policy = Annotated[str, typer.Option(help=f"Which expert leaves first: {', '.join(POLICIES)}.")]
 Prefetch = Annotated[bool, typer.Option("--prefetch", help="Load experts ahead of their layer.")]
-EarlyGate = Annotated[
-    bool, typer.Option("--early-gate", help="With --prefetch: ask the next layer's router early.")
+EarlyRouter = Annotated[
+    bool, typer.Option("--early-router", help="With --prefetch: ask the next layer's router early.")
 ]
 History = Annotated[
     Path | None,
@@ -118,7 +118,7 @@ def _of_model(
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
     prefetch: Prefetch = False,
-    early_gate: EarlyGate = False,
+    early_router: EarlyRouter = False,
     history: History = None,
     dtype: Dtype = "auto",
     expert_dtype: ExpertDtype = None,

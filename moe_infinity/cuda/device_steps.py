@@ -27,10 +27,9 @@ from torch import Tensor
 from moe_infinity.cuda.reports import Follower
 from moe_infinity.cuda.slot_kernels import MAX_PAIRS, SlotRows
 from moe_infinity.errors import ConfigError
-from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.experts import ExpertKey, Phase, Step
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
 from moe_infinity.memory.device import SourceSlots
-from moe_infinity.predict.recorder import Step
 
 if TYPE_CHECKING:
     from moe_infinity.engine.bookkeeping import Bookkeeping as ExpertRuntime
@@ -119,7 +118,7 @@ class DeviceSteps:
             self._mover.recover()  # waits for copies and kernels
             self._residency.evict_all()
             self.follower.hear_rest(is_adopted=False)
-            self._runtime.recorder.leave_step()
+            self._runtime.recorder.drop_incomplete_step()
             self._forget()
 
     def _tell_everything(self) -> None:

@@ -17,8 +17,7 @@ import numpy as np
 
 from moe_infinity.cuda.device_table import DeviceTable, RowReport
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.experts import ExpertKey
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import ExpertKey, Step
 
 if TYPE_CHECKING:
     from moe_infinity.engine.bookkeeping import Bookkeeping as ExpertRuntime
@@ -181,7 +180,7 @@ class Follower:
     def _adopt(self, report: RowReport) -> None:
         for key, slot_id in report.misses.items():
             if slot_id >= 0:
-                self._residency.adopt(key, slot_id)
+                self._residency.apply_load(key, slot_id)
 
     def _hear_of_loss(self, now: Followed) -> int:
         """Of all before the row that the step was lost at. Gives this row, which is told again."""

@@ -13,7 +13,8 @@ from moe_infinity.engine.routing import Routing, without_gaps
 from moe_infinity.experts import ExpertKey, Ints
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.recorder import Recorder, Step
+from moe_infinity.experts import Step
+from moe_infinity.predict.recorder import Recorder
 
 
 class Bookkeeping:

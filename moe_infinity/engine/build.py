@@ -55,7 +55,7 @@ def build_engine(
         make_policy=partial(
             make_policy,
             config.policy,
-            num_rows=len(keys),
+            num_layers=len(keys),
             num_experts=num_experts,
             chances=predictor,
         ),

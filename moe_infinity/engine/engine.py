@@ -28,7 +28,8 @@ from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Phase
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.recorder import Recorder, Step
+from moe_infinity.experts import Step
+from moe_infinity.predict.recorder import Recorder
 
 
 class ExpertEngine:
@@ -141,7 +142,7 @@ class ExpertEngine:
     def leave_step(self) -> None:
         """The last pass did not end: without all of its MoE layers no trace has it."""
         if self.device_steps is None or self.device_steps.settle():
-            self.recorder.leave_step()  # else when the device's step is reset
+            self.recorder.drop_incomplete_step()  # else when the device's step is reset
 
     def settle(self) -> None:
         """Wait for a step that the device decides, and enter what it did."""

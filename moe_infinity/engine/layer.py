@@ -24,7 +24,7 @@ from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.prefetcher import Prefetcher
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import Step
 
 STREAMED_SHARE = 0.75  # of a layer's experts activated by a prompt: then it needs the next layer's
 BEFORE_THE_FIRST = -1  # in place of the index of an MoE layer
@@ -70,7 +70,7 @@ class LayerPath:
 
         self._books.note_routing(layer_idx, routing)  # 1 record
         if self._prefetcher is not None:
-            self._prefetcher.begin_row(phase, self._books.counters)
+            self._prefetcher.begin_layer(phase, self._books.counters)
         keys = self._books.keys[layer_idx]
         waiting: Sequence[ExpertKey] = [keys[expert_idx] for expert_idx in routing.activated]
         self._books.note_lookups(waiting)
@@ -116,7 +116,7 @@ class LayerPath:
     def begin_decode(self, ongoing: OngoingStep) -> None:
         """Before the first layer of a decode step: its experts may be predicted already."""
         if self._prefetcher is not None:
-            self._prefetcher.begin_row(ongoing.step.phase, self._books.counters)
+            self._prefetcher.begin_layer(ongoing.step.phase, self._books.counters)
             self.prefetch(ongoing)
 
     def _stream_next(self, layer_idx: int, num_activated: int) -> None:

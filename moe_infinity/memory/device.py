@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.config import parse_size
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.cuda import Copy, Event, Link
 from moe_infinity.memory.host import HostSlots, Slots, format_bytes
+from moe_infinity.sizes import parse_size
 
 # Of what is free beside the dense weights, without a named budget. The rest is for the KV cache and
 # activations; a convention, not a measurement.

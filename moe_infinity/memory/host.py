@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_infinity.config import parse_size
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertLayout
 from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
 from moe_infinity.memory.pages import huge_pages
+from moe_infinity.sizes import parse_size
 
 # Without a named budget, this share of what is free when the dense weights are loaded goes to
 # experts. The rest is for the KV cache, activations and everybody else; a convention, not a

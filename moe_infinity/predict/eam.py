@@ -1,8 +1,8 @@
-"""The Expert Activation Matrix: how many tokens of one request each expert of each MoE row served.
+"""The Expert Activation Matrix: the number of tokens of one request that each expert served.
 
 Prefill and decode are counted apart (arXiv 2401.14361v3 §4.3): a prompt touches nearly every expert
-and would drown the sparse pattern that decoding repeats. For n tokens and top-k routing every row
-of a matrix sums to n * k.
+and would drown the sparse pattern that decoding repeats. It has a row for
+each MoE layer. For n tokens and top-k routing every row sums to n * k.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.experts import Phase
-
-Counts = NDArray[np.int64]
+from moe_infinity.experts import Ints, Phase
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEam:
-    """The two matrices of one request, each [MoE rows, experts]."""
+    """The two matrices of one request, each [MoE layers, experts]."""
 
-    prefill: Counts
-    decode: Counts
+    prefill: Ints
+    decode: Ints
 
-    def of(self, phase: Phase) -> Counts:
+    def of(self, phase: Phase) -> Ints:
         return self.prefill if phase is Phase.PREFILL else self.decode
 
 
@@ -33,8 +31,8 @@ class BatchEam:
     at once.
     """
 
-    def __init__(self, num_sequences: int, num_rows: int, num_experts: int) -> None:
-        shape = (num_sequences, num_rows, num_experts)
+    def __init__(self, num_sequences: int, num_layers: int, num_experts: int) -> None:
+        shape = (num_sequences, num_layers, num_experts)
         self._counts = {phase: np.zeros(shape, dtype=np.int64) for phase in Phase}
         self.num_sequences = num_sequences
 
@@ -44,9 +42,9 @@ class BatchEam:
             self._counts[phase] = np.where(begins_B[:, None, None], 0, counts)
 
     def add(
-        self, phase: Phase, moe_layer_idx: int, sequence_of_token_T: Counts, experts_TK: Counts
+        self, phase: Phase, moe_layer_idx: int, sequence_of_token_T: Ints, experts_TK: Ints
     ) -> None:
-        """Count T tokens of one row: token t belongs to a sequence of the batch and was routed to
+        """Count T tokens of one layer: token t belongs to a sequence of the batch and was routed to
         experts_TK[t].
         """
         cells = (sequence_of_token_T[:, None], moe_layer_idx, experts_TK)

@@ -1,11 +1,12 @@
 """The EAM Collection: EAMs of past requests, and how like them a running one is (arXiv 2401.14361v3
 §4.4, §4.5, B.1).
 
-    finished request --add--> Eamc --EamcMatch--> nearest stored requests --> rows still to come
+    finished request --add--> Eamc --EamcMatch--> nearest stored requests --> layers still to come
 
-Every stored row sums to 1, so a long request counts as much as a short one. Only rows the query has
-are compared: one that has not run yet says nothing about likeness. No torch: the engine and the
-simulator run this same code. Shapes: P stored requests, L MoE rows, E experts.
+A stored matrix has a row for each MoE layer, and each row sums to 1, so a long request counts as
+much as a short one. Only layers that the query has are compared: one that has not run yet says
+nothing about likeness. No torch: the engine and the simulator run this same code.
+Shapes: P stored requests, L MoE layers, E experts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Ints, Phase
 from moe_infinity.predict.eam import RequestEam
 
-TINY = np.finfo(np.float64).tiny  # what squared norms start from: 0 / sqrt(TINY) is 0, 0 / 0 is not
+TINY = np.finfo(np.float64).tiny  # squared norms start from it: 0 / sqrt(TINY) is 0, 0 / 0 is not
 FEW = 8  # up to here taking the best out one by one beats sorting: 4 and 25 us for 5 of 1,000
 
 Floats = NDArray[np.float64]
@@ -36,17 +37,17 @@ def row_normalised(matrix_LE: NDArray[Any]) -> Floats:
 class Eamc:
     """Past requests' EAMs, kept for matching; at most `capacity` of them. Raises ConfigError."""
 
-    def __init__(self, capacity: int, num_rows: int, num_experts: int) -> None:
+    def __init__(self, capacity: int, num_layers: int, num_experts: int) -> None:
         if capacity < 1:
             raise ConfigError(f"the capacity of an EAMC must be at least 1, got {capacity}")
         self.capacity = capacity
         self.num_stored = 0  # P: of the places below the first so many are taken
         self.version = 0  # grows with each stored request
         # A cell's values of all stored lie side by side: one observed expert is one vector add.
-        shape_LEP = (num_rows, num_experts, capacity)
+        shape_LEP = (num_layers, num_experts, capacity)
         self.cells = {phase: np.zeros(shape_LEP, dtype=np.float32) for phase in Phase}
-        self.squares = {phase: np.zeros((num_rows, capacity)) for phase in Phase}  # of row norms
-        self.decode = np.zeros((capacity, num_rows, num_experts), dtype=np.float32)
+        self.squares = {phase: np.zeros((num_layers, capacity)) for phase in Phase}  # of row norms
+        self.decode = np.zeros((capacity, num_layers, num_experts), dtype=np.float32)
         self._mean_LE: Floats | None = None
 
     @property
@@ -92,7 +93,7 @@ class Eamc:
         return np.array(self._mean_LE)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """All there is to keep: capacity, and prefill and decode as float32 [P, L, E]."""
+        """What a file keeps: the capacity, and prefill and decode as float32 [P, L, E]."""
         capacity = np.array(self.capacity, dtype=np.int64)
         stored_LEP = {ph.value: of[:, :, : self.num_stored] for ph, of in self.cells.items()}
         return {"capacity": capacity} | {k: v.transpose(2, 0, 1) for k, v in stored_LEP.items()}
@@ -124,7 +125,7 @@ class Eamc:
 
 
 class EamcMatch:
-    """One running request, or one step of it, compared with all stored ones row by row (v3 §4.5).
+    """One running request, or one step of it, compared with all stored ones (v3 §4.5).
 
     The query is compared with the stored matrices of `phase`; what is predicted is decoding.
     """
@@ -151,8 +152,8 @@ class EamcMatch:
     def observe(
         self, moe_layer_idx: int, experts: Ints | Sequence[int], counts: Ints | int = 1
     ) -> None:
-        """Distinct experts of one row, and how many tokens (at least 1) each served.
-        O(capacity x experts), whatever the number of rows.
+        """Distinct experts of one layer, and how many tokens (at least 1) each served.
+        O(capacity x experts), whatever the number of layers.
         """
         if len(experts) == 0:
             return
@@ -169,29 +170,29 @@ class EamcMatch:
         self._similarities_P = None
 
     def observe_all(self, experts_LK: Ints) -> None:
-        """One token in all rows at once; as `observe` row by row, 20 times faster for 26 rows."""
-        num_rows, num_experts = self._query_LE.shape
-        cells = (experts_LK + np.arange(0, num_rows * num_experts, num_experts)[:, None]).ravel()
-        flat_cells = self._cells_LEP.reshape(num_rows * num_experts, -1)
+        """One token in all layers at once; as `observe` layer by layer, 20 times faster for 26."""
+        num_layers, num_experts = self._query_LE.shape
+        cells = (experts_LK + np.arange(0, num_layers * num_experts, num_experts)[:, None]).ravel()
+        flat_cells = self._cells_LEP.reshape(num_layers * num_experts, -1)
         self._dots_P += np.add.reduce(flat_cells.take(cells, 0), 0)
         self._flat_query[cells] += 1
         if not all(self._is_observed_L):
             new = np.logical_not(self._is_observed_L)
             self._observed_squares_P += self._squares_LP[new].sum(axis=0)
-            self._is_observed_L = [True] * num_rows
+            self._is_observed_L = [True] * num_layers
         self._similarities_P = None
 
     @property
     def dots(self) -> Floats:
         """[P] dot products of the query's counts and the stored. A view that `observe` updates."""
-        self._follow_the_collection()
+        self._compare_again_if_changed()
         return self._dots_P[: self._eamc.num_stored]
 
     def similarities(self) -> Floats:
-        """[P] cosines of the query and the stored, both restricted to the rows observed. Zeros when
-        nothing was observed. Shared by all callers until the next `observe`: read only.
+        """[P]: the cosines of the query and each stored request, over the layers observed. Zeros if
+        nothing was observed. Read only: all callers share it until the next `observe`.
         """
-        self._follow_the_collection()
+        self._compare_again_if_changed()
         if self._similarities_P is None:
             squared_norm = self._flat_query.dot(self._flat_query) or 1.0  # 1: nothing observed
             squares_P = self._observed_squares_P * squared_norm
@@ -221,7 +222,7 @@ class EamcMatch:
             return self._eamc.mean_decode()
         return row_normalised(np.add.reduce(self._eamc.decode.take(nearest_N, 0), 0))
 
-    def _follow_the_collection(self) -> None:
+    def _compare_again_if_changed(self) -> None:
         """Compare afresh when a request was added since the last look."""
         if self._version != self._eamc.version:
             counted_LE = self._query_LE > 0

@@ -26,7 +26,7 @@ def save_history(path: Path, predictor: Predictor, *, signature: str) -> None:
         "format_version": np.array(FORMAT_VERSION),
         "signature": np.array(signature),
         "weights": predictor.weights,
-        "base": predictor.base_RE,
+        "base": predictor.base_LE,
         "num_tokens": np.array(predictor.num_tokens),
         **predictor.tokens.arrays(),
         **predictor.eamc.arrays(),
@@ -59,18 +59,20 @@ def load_history(path: Path, predictor: Predictor, *, signature: str) -> None:
 
 
 def _restore(predictor: Predictor, arrays: dict[str, NDArray[Any]]) -> None:
-    """Raises ValueError or KeyError for arrays that do not fit, before or after some were taken."""
+    """Raises ValueError or KeyError for arrays that do not fit; some may have been taken then."""
     eamc = Eamc.from_arrays(arrays)
-    base, weights = arrays["base"], arrays["weights"]
-    rows, experts = predictor.num_rows, predictor.num_experts
-    if base.shape != (rows, experts) or weights.shape != predictor.weights.shape:
+    base = arrays["base"]
+    weights = arrays["weights"]
+    shape_LE = (predictor.num_layers, predictor.num_experts)
+    if base.shape != shape_LE or weights.shape != predictor.weights.shape:
         raise ValueError(f"base rates {base.shape} and weights {weights.shape}")
-    if eamc.decode.shape[1:] != (rows, experts):
-        raise ValueError(f"requests of shape {eamc.decode.shape[1:]}, not {(rows, experts)}")
+    if eamc.decode.shape[1:] != shape_LE:
+        raise ValueError(f"requests of shape {eamc.decode.shape[1:]}, not {shape_LE}")
     numbers = [arrays[f"{name}_{part}"] for name in FOLLOW_TABLES for part in ("counts", "uses")]
     if not all(np.isfinite(n).all() and (n >= 0).all() for n in (*numbers, base)):
         raise ValueError("counts that are negative or no numbers")
-    num_tokens, ids = arrays["num_tokens"], arrays["token_ids"].tolist()
+    num_tokens = arrays["num_tokens"]
+    ids = arrays["token_ids"].tolist()
     if not (np.isfinite(weights).all() and (base > 0).all() and num_tokens >= 0):
         raise ValueError("weights or rates no predictor has")
     if len(set(ids)) != len(ids):
@@ -78,4 +80,4 @@ def _restore(predictor: Predictor, arrays: dict[str, NDArray[Any]]) -> None:
     for name in FOLLOW_TABLES:
         getattr(predictor, name).restore(arrays[f"{name}_counts"], arrays[f"{name}_uses"])
     predictor.tokens.restore(arrays)
-    predictor.take_over(eamc, base, weights, int(num_tokens))
+    predictor.restore(eamc, base, weights, int(num_tokens))

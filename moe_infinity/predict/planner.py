@@ -1,8 +1,8 @@
-"""What to load ahead, now: the absent experts that save most waiting, as many as the link can begin
+"""What to load ahead now: the absent experts that save most waiting, as many as the link can begin
 before the next plan.
 
-A plan is made after every row and holds for that row only, so nothing goes stale in a queue and
-nothing is planned twice: what was predicted and is no longer is simply not in the next plan.
+A plan is made after every MoE layer and holds for that layer only. Nothing waits in a queue, so an
+expert that is no longer predicted is simply not in the next plan.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LOADING_SHARE = 4  # of the slots, one in so many may be loading: the others are
 
 @runtime_checkable
 class PredictingPolicy(EvictionPolicy, Protocol):
-    """A policy that knows how likely each expert is to be used when its row comes next."""
+    """A policy that knows how likely each expert is to be used when its layer comes next."""
 
     def chances(self) -> NDArray[np.floating[Any]]:
-        """[R, E]; the caller only reads it."""
+        """[L, E]; the caller only reads it."""
 
 
 class Planner:
@@ -39,40 +39,42 @@ class Planner:
         self,
         table: ResidencyTable,
         policy: EvictionPolicy,
-        exists_RE: NDArray[np.bool_] | None = None,
+        exists_LE: NDArray[np.bool_] | None = None,
     ) -> None:
-        """`exists_RE` is False where a row has fewer experts than the widest; None: all exist."""
+        """`exists_LE` is False where a layer has fewer experts than the widest; None: all exist."""
         if not isinstance(policy, PredictingPolicy):
             raise ConfigError(f"{type(policy).__name__} predicts nothing, so it cannot prefetch")
         self._table = table
         self._policy = policy
-        self._exists_RE = exists_RE
+        self._exists_LE = exists_LE
         self._most_loading = table.num_slots // LOADING_SHARE
 
-    def num_loads(self, *, load_s: float, row_s: float, queued_s: float) -> int:
+    def num_loads(self, *, load_s: float, layer_s: float, queued_s: float) -> int:
         """How many loads the link can begin before the next plan; 0 or less for none."""
-        wanted = ceil((row_s - queued_s) / load_s)
+        wanted = ceil((layer_s - queued_s) / load_s)
         return min(wanted, self._most_loading - self._table.num_loading)
 
-    def plan(self, row: int, *, load_s: float, row_s: float, queued_s: float) -> list[ExpertKey]:
-        """The loads to begin while `row` computes, the most useful first.
+    def plan(
+        self, moe_layer_idx: int, *, load_s: float, layer_s: float, queued_s: float
+    ) -> list[ExpertKey]:
+        """The loads to begin while this layer computes, the most useful first.
 
-        An expert takes `load_s` to load, a row `row_s` from its routing to the next one's, and what
-        was begun before keeps the link busy for `queued_s`. A prefetch never takes the slot of an
-        expert scored higher than what it brings.
+        One load takes `load_s`. From the routing of one layer to that of the next it takes
+        `layer_s`. Loads that were begun before keep the link busy for `queued_s`. A prefetch never
+        evicts an expert with a higher score than the one it brings.
         """
-        num_loads = self.num_loads(load_s=load_s, row_s=row_s, queued_s=queued_s)
+        num_loads = self.num_loads(load_s=load_s, layer_s=layer_s, queued_s=queued_s)
         if num_loads <= 0:
             return []
-        chances_RE = self._policy.chances()
-        num_rows = len(chances_RE)
-        rows_ahead_R1 = (np.arange(num_rows)[:, None] - row - 1) % num_rows + 1
-        saved_R1 = np.clip(rows_ahead_R1 * row_s - queued_s, 0, load_s)
-        value_RE = np.where(chances_RE >= MIN_CHANCE, chances_RE, 0) * saved_R1
-        value_RE[self._table.cells()] = 0
-        if self._exists_RE is not None:
-            value_RE *= self._exists_RE
-        values = value_RE.ravel()
+        chances_LE = self._policy.chances()
+        num_layers = len(chances_LE)
+        layers_ahead_L1 = (np.arange(num_layers)[:, None] - moe_layer_idx - 1) % num_layers + 1
+        saved_L1 = np.clip(layers_ahead_L1 * layer_s - queued_s, 0, load_s)
+        value_LE = np.where(chances_LE >= MIN_CHANCE, chances_LE, 0) * saved_L1
+        value_LE[self._table.cells()] = 0
+        if self._exists_LE is not None:
+            value_LE *= self._exists_LE
+        values = value_LE.ravel()
         best = (
             values.argpartition(-num_loads)[-num_loads:]
             if num_loads < len(values)
@@ -85,5 +87,5 @@ class Planner:
         taken: list[ExpertKey] = []
         for cell, score in zip(best.tolist(), scores.tolist(), strict=True):
             if score > lowest[len(taken)]:
-                taken.append(ExpertKey(*divmod(cell, chances_RE.shape[1])))
+                taken.append(ExpertKey(*divmod(cell, chances_LE.shape[1])))
         return taken

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +13,22 @@ from moe_infinity.cache.counters import Counters
 from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.memory.device_mover import DeviceMover
-from moe_infinity.memory.mover import Mover
 from moe_infinity.predict.planner import Planner
 
-ROW_TIME_RATE = 0.1  # of the moving average of the time between two rows
+LAYER_TIME_RATE = 0.1  # of the moving average of the time between two layers
+
+
+class AheadMover(Protocol):
+    """What a mover does for prefetch."""
+
+    failed: set[ExpertKey]  # prefetches that failed; until a demand load succeeds
+    load_s: float  # what a prefetch took lately; 0 before the first
+
+    def settle(self) -> float:
+        """Take note of the prefetches that arrived; seconds until the others will have."""
+
+    def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
+        """Begin loads no layer waits for yet. The slots are reserved already."""
 
 
 class Prefetcher:
@@ -25,35 +38,35 @@ class Prefetcher:
         self,
         table: ResidencyTable,
         policy: EvictionPolicy,
-        mover: Mover | DeviceMover,
-        exists_RE: NDArray[np.bool_],
+        mover: AheadMover,
+        exists_LE: NDArray[np.bool_],
     ) -> None:
         self._table = table
-        self._planner = Planner(table, policy, exists_RE)
+        self._planner = Planner(table, policy, exists_LE)
         self._mover = mover
-        self._row_s = 0.0  # from one row's routing to the next one's, waiting left out: lately
-        self._last_row: tuple[float, float] | None = None  # when it began, all waiting until then
+        self._layer_s = 0.0  # from one layer's routing to the next one's, waiting left out: lately
+        self._last_layer: tuple[float, float] | None = None  # when it began, all waiting until then
         self._queued_s = 0.0
 
-    def begin_row(self, phase: Phase, counters: Counters) -> None:
-        """A row was routed: before its experts are looked up, note what arrived."""
+    def begin_layer(self, phase: Phase, counters: Counters) -> None:
+        """A layer was routed: note what arrived, before its experts are looked up."""
         self._queued_s = self._mover.settle()
         now, stall_s = time.perf_counter(), counters.decode.stall_s
-        if phase is Phase.PREFILL:  # its rows take longer than those to plan for
-            self._last_row = None
+        if phase is Phase.PREFILL:  # its layers take longer than those to plan for
+            self._last_layer = None
             return
-        if self._last_row is not None:
-            row_s = now - self._last_row[0] - (stall_s - self._last_row[1])
-            self._row_s += (row_s - self._row_s) * (ROW_TIME_RATE if self._row_s else 1)
-        self._last_row = now, stall_s
+        if self._last_layer is not None:
+            layer_s = now - self._last_layer[0] - (stall_s - self._last_layer[1])
+            self._layer_s += (layer_s - self._layer_s) * (LAYER_TIME_RATE if self._layer_s else 1)
+        self._last_layer = now, stall_s
 
     def has_room(self) -> bool:
-        """Whether the link can begin a load while this row computes."""
-        return self._row_s > 0 and self._planner.num_loads(**self._times()) > 0
+        """Whether the link can begin a load while this layer computes."""
+        return self._layer_s > 0 and self._planner.num_loads(**self._times()) > 0
 
     def begin_loads(self, moe_layer_idx: int) -> list[ExpertKey]:
-        """Begin what is worth it while this row, whose experts are held, computes. If there is
-        room.
+        """Begin the planned loads while this layer computes. Its experts are held, and there is
+        room. Gives the experts.
         """
         planned = self._planner.plan(moe_layer_idx, **self._times())
         keys = [key for key in planned if key not in self._mover.failed]
@@ -61,5 +74,5 @@ class Prefetcher:
         return keys
 
     def _times(self) -> dict[str, float]:
-        load_s = self._mover.load_s or self._row_s
-        return {"load_s": load_s, "row_s": self._row_s, "queued_s": self._queued_s}
+        load_s = self._mover.load_s or self._layer_s
+        return {"load_s": load_s, "layer_s": self._layer_s, "queued_s": self._queued_s}

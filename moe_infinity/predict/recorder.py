@@ -1,78 +1,34 @@
-"""Watches the routing of every step: counts it into the request's EAM and, on demand, keeps it
-token by token.
+"""Counts the routing of every step in the request's EAM and, on demand, keeps it token by token.
 
 Every sequence of a batch is a request of its own. It begins with a step that finds its KV cache
-empty; a step with another number of sequences than the one before begins all of them. Padding is
-left out, and so is what a finished sequence of a batch is fed while the others go on. A server
-whose sequences come and go names them: a sequence is then a seat, taken by one request after
-another, and a step has tokens of some seats only.
+empty. A step with another number of sequences than the one before begins all of them. Padding is
+left out, and so are the tokens that a finished sequence is given while others of its batch go on.
+A server names its sequences: each is a place that one request after another takes, and a step has
+tokens of some of them only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_infinity.errors import ConfigError, TraceError
-from moe_infinity.experts import Ints, Phase
+from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.predict.eam import BatchEam, RequestEam
 from moe_infinity.predict.tracefile import SequenceTrace
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One forward pass as the model was called: B sequences of S new tokens, flattened to T = B *
-    S; or, with `sequence_T`, T tokens of some of B sequences.
-    """
-
-    phase: Phase
-    num_sequences: int  # B
-    tokens_per_sequence: int  # S
-    begins_B: NDArray[np.bool_]  # this step is the first of the sequence's request
-    counted_T: NDArray[np.bool_] | None = None  # False for padding; None: every token counts
-    token_ids_T: Ints | None = None  # None when the model was called with embeddings
-    sequence_T: Ints | None = None  # which sequence each token belongs to; None: S tokens of each
-
-    @property
-    def num_tokens(self) -> int:
-        if self.sequence_T is not None:
-            return len(self.sequence_T)
-        return self.num_sequences * self.tokens_per_sequence
-
-    @property
-    def num_counted(self) -> int:
-        """Tokens that count."""
-        return self.num_tokens if self.counted_T is None else int(self.counted_T.sum())
-
-    @property
-    def counted_token_ids_T(self) -> Ints:
-        """The ids of the tokens that count, -1 where unknown."""
-        ids_T = self.token_ids_T
-        if ids_T is None:
-            ids_T = np.full(self.num_tokens, -1)
-        return ids_T if self.counted_T is None else ids_T[self.counted_T]
-
-    @property
-    def sequence_of_token_T(self) -> Ints:
-        """Which sequence each counted token belongs to."""
-        sequence_T = self.sequence_T
-        if sequence_T is None:
-            sequence_T = np.repeat(np.arange(self.num_sequences), self.tokens_per_sequence)
-        return sequence_T if self.counted_T is None else sequence_T[self.counted_T]
-
-
 class Recorder:
-    """Fed by the runtime: one `begin_step` per forward pass, one `record` per MoE row."""
+    """Fed by the runtime: one `begin_step` per forward pass, one `record` per MoE layer."""
 
-    def __init__(self, num_rows: int, num_experts: int) -> None:
-        self._num_rows = num_rows
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._num_layers = num_layers
         self.num_experts = num_experts
         self.step = Step(Phase.PREFILL, 1, 0, begins_B=np.ones(1, dtype=bool))  # the current one
         self._sequence_of_token_T: Ints = np.zeros(0, dtype=np.int64)
-        self._batch = BatchEam(0, num_rows, num_experts)
+        self._batch = BatchEam(0, num_layers, num_experts)
         self._tokens: TokenRecorder | None = None
 
     def begin_step(self, step: Step) -> list[RequestEam]:
@@ -80,7 +36,7 @@ class Recorder:
         eams = self._batch.requests()
         if step.num_sequences != self._batch.num_sequences:
             step = replace(step, begins_B=np.ones(step.num_sequences, dtype=bool))
-            self._batch = BatchEam(step.num_sequences, self._num_rows, self.num_experts)
+            self._batch = BatchEam(step.num_sequences, self._num_layers, self.num_experts)
         elif step.begins_B.any():
             self._batch.begin(step.begins_B)
         if self._tokens is not None:
@@ -90,8 +46,8 @@ class Recorder:
         return [e for i, e in enumerate(eams) if i >= step.num_sequences or step.begins_B[i]]
 
     def record(self, moe_layer_idx: int, experts_TK: Ints) -> Ints:
-        """The routing of one row in this step, T as announced by `begin_step`; gives back the part
-        that counts.
+        """Record the routing of one layer, of as many tokens as `begin_step` announced. Gives back
+        the part that counts.
         """
         assert len(experts_TK) == self.step.num_tokens, (experts_TK.shape, self.step)
         counted = experts_TK if self.step.counted_T is None else experts_TK[self.step.counted_T]
@@ -102,13 +58,13 @@ class Recorder:
 
     def drop_step(self) -> None:
         """The step under way will not end: it counts for nothing, and its requests are over."""
-        self._batch = BatchEam(0, self._num_rows, self.num_experts)
-        self.leave_step()
+        self._batch = BatchEam(0, self._num_layers, self.num_experts)
+        self.drop_incomplete_step()
 
-    def leave_step(self) -> None:
-        """The step under way may not end: without all of its rows no trace has it."""
+    def drop_incomplete_step(self) -> None:
+        """Leave the step under way out of the trace, unless all of its layers were recorded."""
         if self._tokens is not None:
-            self._tokens.leave_step()
+            self._tokens.drop_incomplete_step()
 
     def request_eams(self) -> list[RequestEam]:
         """The EAMs of the running request or, between requests, of the last one; one per sequence
@@ -120,7 +76,7 @@ class Recorder:
         """From here on keep the routing of every token. Raises ConfigError if we do already."""
         if self._tokens is not None:
             raise ConfigError("the routing of tokens is being recorded already")
-        self._tokens = TokenRecorder(self._num_rows, self._batch.num_sequences)
+        self._tokens = TokenRecorder(self._num_layers, self._batch.num_sequences)
 
     def finish_tokens(self) -> list[SequenceTrace]:
         """Stop keeping tokens; what was kept since `begin_tokens`, one trace per sequence."""
@@ -136,11 +92,11 @@ class Recorder:
 class TokenRecorder:
     """Collects the routing of every counted token, sequence by sequence."""
 
-    def __init__(self, num_rows: int, num_sequences: int) -> None:
-        self._num_rows = num_rows
+    def __init__(self, num_layers: int, num_sequences: int) -> None:
+        self._num_layers = num_layers
         self._step: Step | None = None
         self._step_idx = -1
-        self._rows: dict[int, Ints] = {}
+        self._layers: dict[int, Ints] = {}
         self._finished: list[SequenceTrace] = []
         self._running: list[list[SequenceTrace]] = [[] for _ in range(num_sequences)]
 
@@ -156,11 +112,11 @@ class TokenRecorder:
         self._step_idx += 1
 
     def record(self, moe_layer_idx: int, experts_TK: Ints) -> None:
-        self._rows[moe_layer_idx] = experts_TK.copy()
+        self._layers[moe_layer_idx] = experts_TK.copy()
 
-    def leave_step(self) -> None:
-        if len(self._rows) < self._num_rows:
-            self._step, self._rows = None, {}
+    def drop_incomplete_step(self) -> None:
+        if len(self._layers) < self._num_layers:
+            self._step, self._layers = None, {}
 
     def finish(self) -> list[SequenceTrace]:
         self._flush()
@@ -169,16 +125,19 @@ class TokenRecorder:
 
     def _flush(self) -> None:
         """Hand the tokens of the step that just ended to their sequences."""
-        step, rows = self._step, self._rows
-        if step is None or not rows:
+        step, layers = self._step, self._layers
+        if step is None or not layers:
             return
-        if len(rows) != self._num_rows or len({row.shape for row in rows.values()}) > 1:
-            self._step, self._rows = None, {}
+        if (
+            len(layers) != self._num_layers
+            or len({experts_TK.shape for experts_TK in layers.values()}) > 1
+        ):
+            self._step, self._layers = None, {}
             raise TraceError(
-                f"a step ran {len(rows)} of {self._num_rows} MoE rows, or with unequal top-k: "
-                "no trace of it"
+                f"a step ran {len(layers)} of {self._num_layers} MoE layers, "
+                "or with unequal top-k: no trace of it"
             )
-        experts_TLK = np.stack([rows[row] for row in range(self._num_rows)], axis=1)
+        experts_TLK = np.stack([layers[layer] for layer in range(self._num_layers)], axis=1)
         sequence_T, token_ids_T = step.sequence_of_token_T, step.counted_token_ids_T
         running = [parts.copy() for parts in self._running]
         for idx, parts in enumerate(running):
@@ -192,7 +151,7 @@ class TokenRecorder:
                         np.full(num_tokens, self._step_idx),
                     )
                 )
-        self._running, self._step, self._rows = running, None, {}  # at once: Ctrl-C may come
+        self._running, self._step, self._layers = running, None, {}  # at once: Ctrl-C may come
 
     def _end_requests(self, sequences: Iterable[int]) -> None:
         for idx in sequences:

@@ -25,21 +25,21 @@ MAX_TOKENS = 1 << 16  # token ids kept at most, however small the model
 
 
 class FollowTable:
-    """Given an expert of one row, how often each expert of a row followed it."""
+    """Given an expert of one layer, how often each expert of a layer followed it."""
 
-    def __init__(self, num_rows: int, num_experts: int) -> None:
-        self.counts = np.zeros((num_rows, num_experts, num_experts), dtype=np.float32)
-        self.uses = np.zeros((num_rows, num_experts), dtype=np.float32)
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.counts = np.zeros((num_layers, num_experts, num_experts), dtype=np.float32)
+        self.uses = np.zeros((num_layers, num_experts), dtype=np.float32)
         self._trust = 1 / (self.uses + np.float32(PRIOR))  # what one count is worth
         self._ones = np.ones(num_experts, dtype=np.float32)
 
-    def learn(self, before_RK: Ints, after_RK: Ints, *, first_row: int = 0) -> None:
-        """One pair of routings for each row from `first_row` on: distinct experts, and those that
-        followed.
+    def learn(self, before_LK: Ints, after_LK: Ints, *, first_layer: int = 0) -> None:
+        """Learn one pair of routings for each layer from `first_layer` on: distinct experts, and
+        those that followed.
         """
-        rows_R = np.arange(first_row, first_row + len(before_RK))
-        self.counts[rows_R[:, None, None], before_RK[:, :, None], after_RK[:, None, :]] += 1
-        self.uses[rows_R[:, None], before_RK] += 1
+        layers_L = np.arange(first_layer, first_layer + len(before_LK))
+        self.counts[layers_L[:, None, None], before_LK[:, :, None], after_LK[:, None, :]] += 1
+        self.uses[layers_L[:, None], before_LK] += 1
         self._trust = 1 / (self.uses + np.float32(PRIOR))
 
     def restore(self, counts: NDArray[Any], uses: NDArray[Any]) -> None:
@@ -57,13 +57,15 @@ class FollowTable:
             self.uses[full] /= 2
             self._trust = 1 / (self.uses + np.float32(PRIOR))
 
-    def probabilities(self, row: int, experts_K: Ints, base_E: Floats, out_E: Floats) -> None:
+    def probabilities(
+        self, moe_layer_idx: int, experts_K: Ints, base_E: Floats, out_E: Floats
+    ) -> None:
         """The mean over the K experts of what followed each, mixed with the base rate."""
         num = len(experts_K)
-        trust_K = self._trust[row].take(experts_K)
+        trust_K = self._trust[moe_layer_idx].take(experts_K)
         np.multiply(base_E, PRIOR / num * float(trust_K.dot(self._ones[:num])), out=out_E)
         trust_K /= num
-        out_E += trust_K.dot(self.counts[row].take(experts_K, axis=0))
+        out_E += trust_K.dot(self.counts[moe_layer_idx].take(experts_K, axis=0))
 
 
 class TokenTable:
@@ -71,15 +73,15 @@ class TokenTable:
     it. Keeps the ids used last.
     """
 
-    def __init__(self, num_rows: int, num_experts: int) -> None:
-        capacity = min(max(TOKEN_TABLE_BYTES // (num_rows * num_experts), 1), MAX_TOKENS)
-        shape = (2, capacity, num_rows, num_experts)  # 0: the token itself, 1: the one after it
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        capacity = min(max(TOKEN_TABLE_BYTES // (num_layers * num_experts), 1), MAX_TOKENS)
+        shape = (2, capacity, num_layers, num_experts)  # 0: the token itself, 1: the one after it
         self.counts = np.zeros(shape, dtype=np.uint8)  # touched pages only: zeros are lazy
         self.uses = np.zeros((2, capacity), dtype=np.uint8)
         self._slots: OrderedDict[int, int] = OrderedDict()
-        self._rows = np.arange(num_rows)[:, None]
+        self._layers_L1 = np.arange(num_layers)[:, None]
 
-    def learn(self, token_id: int, experts_RK: Ints, *, after: bool) -> None:
+    def learn(self, token_id: int, experts_LK: Ints, *, after: bool) -> None:
         """The token, or the token after it, went to these experts."""
         if token_id < 0:
             return
@@ -87,7 +89,7 @@ class TokenTable:
         if self.uses[int(after), slot] >= TOKEN_FULL:
             self.counts[int(after), slot] //= 2
             self.uses[int(after), slot] //= 2
-        self.counts[int(after), slot, self._rows, experts_RK] += 1
+        self.counts[int(after), slot, self._layers_L1, experts_LK] += 1
         self.uses[int(after), slot] += 1
 
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -113,18 +115,18 @@ class TokenTable:
         self.uses[:, : num - first] = uses[:, first:]
 
     def evidence(
-        self, token_id: int, *, after: bool, base_RE: Floats, log_base_RE: Floats
+        self, token_id: int, *, after: bool, base_LE: Floats, log_base_LE: Floats
     ) -> Floats | None:
-        """[R, E]: log of how much likelier than its base rate each expert is; None if unknown."""
+        """[L, E]: log of how much likelier than its base rate each expert is; None if unknown."""
         slot = self._slots.get(token_id)
         if slot is None or self.uses[int(after), slot] == 0:
             return None
-        seen_RE: Floats = base_RE * np.float32(PRIOR)
-        seen_RE += self.counts[int(after), slot]
-        np.log(seen_RE, out=seen_RE)
-        seen_RE -= log_base_RE
-        seen_RE -= np.log(self.uses[int(after), slot] + np.float32(PRIOR))
-        return seen_RE
+        seen_LE: Floats = base_LE * np.float32(PRIOR)
+        seen_LE += self.counts[int(after), slot]
+        np.log(seen_LE, out=seen_LE)
+        seen_LE -= log_base_LE
+        seen_LE -= np.log(self.uses[int(after), slot] + np.float32(PRIOR))
+        return seen_LE
 
     def _slot_of(self, token_id: int) -> int:
         slot = self._slots.get(token_id)

@@ -1,11 +1,11 @@
 """Traces on disk: one .npz with the routing of every token of every sequence.
 
-    experts      uint8 or uint16 [tokens, MoE rows, k]  expert ids, per token in the router's order
-    offsets      int64 [sequences + 1]                  sequence i: offsets[i] .. offsets[i + 1]
-    token_ids    int64 [tokens]  optional               the input token, -1 unknown
-    is_prefill   bool [tokens]   optional               part of the prompt
-    steps        int64 [tokens]  optional               tokens of one forward pass share a number
-    num_experts  int64           optional               experts per row
+    experts      uint8 or uint16 [tokens, MoE layers, k]  expert ids in the router's order
+    offsets      int64 [sequences + 1]                    sequence i: offsets[i] .. offsets[i + 1]
+    token_ids    int64 [tokens]  optional                 the input token, -1 unknown
+    is_prefill   bool [tokens]   optional                 part of the prompt
+    steps        int64 [tokens]  optional                 tokens of a forward pass share a number
+    num_experts  int64           optional                 experts per MoE layer
 
 Without `token_ids`, a `sequences.jsonl` beside the file that lists `generated_tokens` for each
 sequence gives each different string a number.
@@ -26,12 +26,12 @@ from moe_infinity.errors import TraceError
 from moe_infinity.experts import Ints
 from moe_infinity.predict.archive import DAMAGED, read_arrays, write_arrays
 
-MOST_EXPERTS = 4096  # per row: more is a damaged file, not a model
+MOST_EXPERTS = 4096  # per layer: more is a damaged file, not a model
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceTrace:
-    """The routing of one sequence, prompt and output: T tokens, L MoE rows, K experts per token."""
+    """The routing of one sequence, prompt and output. T tokens, L MoE layers, K experts a token."""
 
     experts_TLK: NDArray[np.integer]
     token_ids_T: Ints  # -1 where unknown
@@ -52,7 +52,7 @@ class Trace(NamedTuple):
     """What a file holds."""
 
     sequences: list[SequenceTrace]
-    num_experts: int  # per row; the highest id + 1 where the file does not say
+    num_experts: int  # per layer; the highest id + 1 where the file does not say
 
 
 def save_trace(path: Path, sequences: Sequence[SequenceTrace], *, num_experts: int) -> None:
@@ -82,7 +82,8 @@ def load_trace(path: Path) -> Trace:
         arrays = read_arrays(path, expected={"experts", "offsets"})
     except DAMAGED as error:
         raise TraceError(f"{path}: not a trace: {error}") from error
-    experts, offsets = arrays["experts"], arrays["offsets"]
+    experts = arrays["experts"]
+    offsets = arrays["offsets"]
     if not _is_trace(experts, offsets):
         raise TraceError(_mismatch(path, arrays))
     num_tokens = len(experts)
@@ -111,7 +112,7 @@ def load_trace(path: Path) -> Trace:
 
 
 def _is_trace(experts: NDArray[Any], offsets: NDArray[Any]) -> bool:
-    """Distinct expert ids of every token in every row, and offsets that cover all tokens."""
+    """Distinct expert ids of every token in every layer, and offsets that cover all tokens."""
     if experts.ndim != 3 or {experts.dtype.kind, offsets.dtype.kind} - {"i", "u"}:
         return False
     in_order = np.sort(experts, axis=2)

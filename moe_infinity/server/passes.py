@@ -16,9 +16,8 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Phase, Step
 from moe_infinity.model import MoE
-from moe_infinity.predict.recorder import Step
 from moe_infinity.server.batch import DecodeBatch, has_recurrent_layers, layers_that_cannot_join
 from moe_infinity.server.sequences import EngineConfig, Running
 

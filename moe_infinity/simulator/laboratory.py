@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from moe_infinity.cache.counters import PhaseCounters
-from moe_infinity.cache.policies import POLICIES
-from moe_infinity.config import parse_size
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Phase
-from moe_infinity.predict.predictor import FACTORS
+from moe_infinity.predict.features import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
+from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.replay import BELADY, CLAIRVOYANT, OMNISCIENT, Cell, Setup, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
+from moe_infinity.sizes import parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Experiment:
         if not hardware.bytes_per_s or not hardware.expert_bytes:
             raise ConfigError(f"bandwidth {bandwidth} and expert bytes {expert_bytes}: not above 0")
         return cls(
-            policies=_some_of("policy", policies, (*POLICIES, *OMNISCIENT)),
+            policies=_some_of("policy", policies, (*SIMULATED_POLICIES, *OMNISCIENT)),
             capacities=_words(capacities) or [capacities],
             hardware=hardware,
             without=_some_of("factor", without, FACTORS),
@@ -120,8 +120,8 @@ def run_experiment(path: Path, experiment: Experiment) -> Iterator[dict[str, Any
         sequences = interleave(sequences, experiment.users)
     if experiment.warmup >= len(sequences):
         raise ConfigError(f"{path}: a warm-up of {experiment.warmup} leaves no request to count")
-    num_rows = sequences[0].experts_TLK.shape[1]
-    total = num_rows * trace.num_experts
+    num_layers = sequences[0].experts_TLK.shape[1]
+    total = num_layers * trace.num_experts
     references = (BELADY, CLAIRVOYANT) if experiment.prefetch else (BELADY,)
     setups = [
         Setup(
@@ -136,7 +136,7 @@ def run_experiment(path: Path, experiment: Experiment) -> Iterator[dict[str, Any
     cells = replay(
         steps_of(sequences),
         setups,
-        num_rows=num_rows,
+        num_layers=num_layers,
         num_experts=trace.num_experts,
         warmup=experiment.warmup,
         without=experiment.without,
@@ -152,14 +152,17 @@ def run_experiment(path: Path, experiment: Experiment) -> Iterator[dict[str, Any
                     "capacity": capacity,
                     "users": experiment.users,
                     "phase": phase.value,
-                    **_measured(cell, phase, num_rows, reference),
+                    **_measured(cell, phase, num_layers, reference),
                 }
 
 
-def _measured(cell: Cell, phase: Phase, num_rows: int, reference: PhaseCounters) -> dict[str, Any]:
-    counters, hardware = cell.counters.of(phase), cell.setup.hardware
+def _measured(
+    cell: Cell, phase: Phase, num_layers: int, reference: PhaseCounters
+) -> dict[str, Any]:
+    counters = cell.counters.of(phase)
+    hardware = cell.setup.hardware
     prefetches = cell.table.prefetches
-    compute_s = num_rows * hardware.layer_s
+    compute_s = num_layers * hardware.layer_s
     row: dict[str, Any] = {
         "num_slots": cell.setup.num_slots,
         "tokens": counters.tokens,

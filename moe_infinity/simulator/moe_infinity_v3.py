@@ -1,6 +1,6 @@
 """The expert cache of arXiv 2401.14361v3 as printed: Algorithm 1 with PredictEAM (§4.5).
 
-    iEAM of this step --most similar EAM of a past request--> pEAM --* (1 - row / L)--> scores
+    iEAM of this step --most similar EAM of a past request--> pEAM --* (1 - layer / L)--> scores
 
 The paper leaves open how many past requests to aggregate: here it is the nearest one, as in the
 published code. Also open is what prefill does: here it changes no score.
@@ -8,31 +8,27 @@ published code. Also open is what prefill does: here it changes no score.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from moe_infinity.experts import Phase
-from moe_infinity.predict.eam import Counts, RequestEam
+from moe_infinity.cache.policies import EvictionPolicy, Experts, Scores
+from moe_infinity.experts import Ints, Phase, Step
+from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.eamc import Eamc, EamcMatch
-from moe_infinity.predict.recorder import Step
-
-if TYPE_CHECKING:  # policies.py lists this one
-    from moe_infinity.cache.policies import Experts, Scores
 
 EAMC_CAPACITY = 120  # v3 Fig 9: no gain beyond
 EPSILON = 1e-8  # unspecified in the paper; the published code's
 
 
-class MoeInfinityV3:
-    """L rows, E experts. Scores are computed when asked for: most touches evict nothing."""
+class MoeInfinityV3(EvictionPolicy):
+    """L MoE layers, E experts. Scores are computed when asked for: most touches evict nothing."""
 
-    def __init__(self, num_rows: int, num_experts: int, *, num_slots: int) -> None:
-        self._eamc = Eamc(EAMC_CAPACITY, num_rows, num_experts)
+    def __init__(self, num_layers: int, num_experts: int, *, num_slots: int) -> None:
+        self._eamc = Eamc(EAMC_CAPACITY, num_layers, num_experts)
         self._match = EamcMatch(self._eamc)
-        self._request_eam = np.zeros((num_rows, num_experts), dtype=np.int64)  # decode only
-        self._rows_L1 = np.arange(num_rows)[:, None]
-        self._row, self._top_k = 0, 1
+        self._request_eam = np.zeros((num_layers, num_experts), dtype=np.int64)  # decode only
+        self._layers_L1 = np.arange(num_layers)[:, None]
+        self._layer = 0
+        self._top_k = 1
         self._is_decode = False
         self._scores = self._score()
         self._is_stale = False
@@ -46,11 +42,12 @@ class MoeInfinityV3:
         if self._is_decode:
             self._match.begin()
 
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         if self._is_decode:
             self._request_eam[moe_layer_idx, experts] += counts
             self._match.observe(moe_layer_idx, np.asarray(experts), counts)
-            self._row, self._top_k = moe_layer_idx, len(experts)
+            self._layer = moe_layer_idx
+            self._top_k = len(experts)
             self._is_stale = True
 
     def scores(self) -> Scores:
@@ -60,23 +57,19 @@ class MoeInfinityV3:
             self._is_stale = False
         return self._scores
 
-    def scores_after(self, moe_layer_idx: int) -> Scores:
-        """See EvictionPolicy. A row's place in the order is its own, whatever row is running."""
-        return self.scores()
-
     def chances(self) -> Scores:
         """[L, E]: the multi-layer prefetch order of v1 and v2, likelihood x proximity, as a share
-        of the experts a token takes; nothing beyond the last row.
+        of the experts a token takes; nothing beyond the last layer.
         """
         predicted = self._predict()
-        predicted[: self._row + 1] = 0
+        predicted[: self._layer + 1] = 0
         return np.minimum(predicted * self._top_k, 1)
 
     def _score(self) -> Scores:
         predicted = self._predict()
         row_sums = predicted.sum(axis=1, keepdims=True)
         row_sums[row_sums == 0] = 1  # a request cut short in its first step has empty rows
-        decay_L1 = 1 - self._rows_L1 / len(predicted)
+        decay_L1 = 1 - self._layers_L1 / len(predicted)
         scores: Scores = (predicted + EPSILON) * decay_L1 / row_sums
         return scores
 
@@ -92,5 +85,5 @@ class MoeInfinityV3:
             likelihood = self._eamc.decode_matrix(nearest)
         else:
             likelihood = np.full(self._request_eam.shape, 1 / self._request_eam.shape[1])
-        rows_ahead_L1 = np.maximum(self._rows_L1 - self._row, 0)
-        return likelihood * (1 - rows_ahead_L1 / len(likelihood))
+        layers_ahead_L1 = np.maximum(self._layers_L1 - self._layer, 0)
+        return likelihood * (1 - layers_ahead_L1 / len(likelihood))

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_infinity.cache.counters import Counters, PrefetchCounters
-from moe_infinity.cache.policies import ACTIVATION_AWARE, EvictionPolicy, make_policy
+from moe_infinity.cache.policies import ACTIVATION_AWARE, EvictionPolicy
 from moe_infinity.cache.residency import ResidencyTable
-from moe_infinity.experts import ExpertKey, Ints, Phase
+from moe_infinity.experts import ExpertKey, Ints, Phase, Step
 from moe_infinity.predict.planner import Planner, PredictingPolicy
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.recorder import Recorder, Step
+from moe_infinity.predict.recorder import Recorder
+from moe_infinity.simulator.baselines import make_policy
 from moe_infinity.simulator.belady import Belady, next_uses
 from moe_infinity.simulator.hardware import Hardware, Link
 from moe_infinity.simulator.schedule import RecordedStep
@@ -39,7 +40,7 @@ class Setup:
 
 
 class Cell:
-    """One setup while it is replayed."""
+    """One setup while it is replayed: its table, policy, planner, link and counters."""
 
     def __init__(self, setup: Setup, policy: EvictionPolicy, keys: list[list[ExpertKey]]) -> None:
         self.setup = setup
@@ -66,9 +67,9 @@ class Cell:
         if self._planner is not None and step.phase is Phase.DECODE:
             self._begin_prefetches(self._planner, -1)
 
-    def row(self, row: int, activated: Ints, phase: Phase) -> None:
-        """What runtime.moe_layer does with one row the policy knows of, on the modelled clock."""
-        keys = self._keys[row]
+    def run_layer(self, moe_layer_idx: int, activated: Ints, phase: Phase) -> None:
+        """What the engine does with one MoE layer, on the modelled clock. The policy was told."""
+        keys = self._keys[moe_layer_idx]
         waiting: Sequence[ExpertKey] = [keys[expert] for expert in activated.tolist()]
         counters = self.counters.of(phase)
         counters.add_lookups(*self.table.census(waiting))
@@ -83,15 +84,18 @@ class Cell:
                 for key in (*held.absent, *late):
                     self.table.finish_load(key)
                 if self._planner is not None and phase is Phase.DECODE:
-                    self._begin_prefetches(self._planner, row)
+                    self._begin_prefetches(self._planner, moe_layer_idx)
             waiting = [key for key in waiting if key not in held.slot_ids]
         for key in self.link.run(self.setup.hardware.layer_s):
             self.table.finish_load(key)
 
-    def _begin_prefetches(self, planner: Planner, row: int) -> None:
+    def _begin_prefetches(self, planner: Planner, moe_layer_idx: int) -> None:
         hardware = self.setup.hardware
         planned = planner.plan(
-            row, load_s=hardware.load_s, row_s=hardware.layer_s, queued_s=self.link.queued_s
+            moe_layer_idx,
+            load_s=hardware.load_s,
+            layer_s=hardware.layer_s,
+            queued_s=self.link.queued_s,
         )
         for key in planned:
             self.table.begin_prefetch(key)
@@ -102,25 +106,28 @@ def replay(
     steps: Iterable[RecordedStep],
     setups: Sequence[Setup],
     *,
-    num_rows: int,
+    num_layers: int,
     num_experts: int,
     warmup: int = 0,
     without: Sequence[str] = (),
 ) -> list[Cell]:
     """Run the steps through every setup; what the first `warmup` requests did is not counted."""
     steps = list(steps)
-    recorder = Recorder(num_rows, num_experts)
+    recorder = Recorder(num_layers, num_experts)
     # Planning refines a predictor's chances, so setups that prefetch have one of their own.
     predictors = {
-        setup.prefetch: Predictor(num_rows, num_experts, without=without)
+        setup.prefetch: Predictor(num_layers, num_experts, without=without)
         for setup in setups
         if setup.policy == ACTIVATION_AWARE
     }
     policies = list(
-        _policies(steps, setups, predictors, num_rows=num_rows, num_experts=num_experts)
+        _policies(steps, setups, predictors, num_layers=num_layers, num_experts=num_experts)
     )
     distinct_policies = list({id(policy): policy for policy in policies}.values())
-    keys = [[ExpertKey(row, expert) for expert in range(num_experts)] for row in range(num_rows)]
+    keys = [
+        [ExpertKey(moe_layer_idx, expert) for expert in range(num_experts)]
+        for moe_layer_idx in range(num_layers)
+    ]
     cells = [Cell(setup, policy, keys) for setup, policy in zip(setups, policies, strict=True)]
     is_counting = warmup == 0
     for recorded in steps:
@@ -137,17 +144,17 @@ def replay(
             policy.begin_step(step)
         for cell in cells:
             cell.begin_step(step)
-        for row, experts_TK in enumerate(recorded.experts_LTK):
+        for moe_layer_idx, experts_TK in enumerate(recorded.experts_LTK):
             if predictors:
-                recorder.record(row, experts_TK)
+                recorder.record(moe_layer_idx, experts_TK)
             counted_TK = experts_TK if step.counted_T is None else experts_TK[step.counted_T]
             for predictor in predictors.values():
-                predictor.observe(row, counted_TK)
+                predictor.observe(moe_layer_idx, counted_TK)
             activated, counts = distinct(counted_TK)
             for policy in distinct_policies:
-                policy.touch(row, activated, counts)
+                policy.touch(moe_layer_idx, activated, counts)
             for cell in cells:
-                cell.row(row, activated, step.phase)
+                cell.run_layer(moe_layer_idx, activated, step.phase)
     return cells
 
 
@@ -156,7 +163,7 @@ def _policies(
     setups: Sequence[Setup],
     predictors: Mapping[bool, Predictor],
     *,
-    num_rows: int,
+    num_layers: int,
     num_experts: int,
 ) -> Iterator[EvictionPolicy]:
     """One for each setup. Capacities share it unless it depends on them or on a plan; the future is
@@ -170,12 +177,12 @@ def _policies(
         if name not in shared and setup.policy in OMNISCIENT:
             if future is None:
                 touches = list(_touches(steps))
-                future = next_uses(touches, num_rows=num_rows, num_experts=num_experts)
-            shared[name] = Belady(future, num_rows=num_rows, num_experts=num_experts)
+                future = next_uses(touches, num_layers=num_layers, num_experts=num_experts)
+            shared[name] = Belady(future, num_layers=num_layers, num_experts=num_experts)
         elif name not in shared:
             shared[name] = make_policy(
                 setup.policy,
-                num_rows=num_rows,
+                num_layers=num_layers,
                 num_experts=num_experts,
                 num_slots=setup.num_slots,
                 chances=predictors.get(setup.prefetch),
@@ -193,5 +200,8 @@ def distinct(experts_TK: Ints) -> tuple[Ints, Ints]:
 def _touches(steps: Sequence[RecordedStep]) -> Iterator[tuple[int, Ints]]:
     for recorded in steps:
         counted_T = recorded.step.counted_T
-        for row, experts_TK in enumerate(recorded.experts_LTK):
-            yield row, np.unique(experts_TK if counted_T is None else experts_TK[counted_T])
+        for moe_layer_idx, experts_TK in enumerate(recorded.experts_LTK):
+            yield (
+                moe_layer_idx,
+                np.unique(experts_TK if counted_T is None else experts_TK[counted_T]),
+            )

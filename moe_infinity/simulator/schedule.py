@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moe_infinity.experts import Ints, Phase
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.predict.tracefile import SequenceTrace
 
 
@@ -30,7 +29,8 @@ def interleave(sequences: Sequence[SequenceTrace], num_users: int) -> list[Seque
     """The same requests as if so many users sent them, each the next one when the last is answered.
     A prompt is a step of its own; tokens of all users decode in one step.
     """
-    waiting, step = deque(sequences), 0
+    waiting = deque(sequences)
+    step = 0
     running: list[tuple[SequenceTrace, int]] = []  # and how many of its tokens have a step
     result: list[SequenceTrace] = []
     while waiting or running:
@@ -81,8 +81,8 @@ def _step(num_places: int, parts: list[Part], num_begun: int) -> RecordedStep:
         ids_T = sequence.token_ids_T[tokens]
         step = Step(phase, 1, most, begins_B, token_ids_T=ids_T)
         return RecordedStep(step, experts_LTK[:, tokens], num_begun)
-    num_rows, _, top_k = experts_LTK.shape
-    experts_LBSK = np.zeros((num_rows, num_places, most, top_k), dtype=np.int64)
+    num_layers, _, top_k = experts_LTK.shape
+    experts_LBSK = np.zeros((num_layers, num_places, most, top_k), dtype=np.int64)
     counted_BS = np.zeros((num_places, most), dtype=bool)
     ids_BS = np.full((num_places, most), -1)
     for place, sequence, experts_LTK, tokens in parts:
@@ -90,7 +90,7 @@ def _step(num_places: int, parts: list[Part], num_begun: int) -> RecordedStep:
         experts_LBSK[:, place, new] = experts_LTK[:, tokens]
         counted_BS[place, new], ids_BS[place, new] = True, sequence.token_ids_T[tokens]
     step = Step(phase, num_places, most, begins_B, counted_BS.ravel(), ids_BS.ravel())
-    return RecordedStep(step, experts_LBSK.reshape(num_rows, -1, top_k), num_begun)
+    return RecordedStep(step, experts_LBSK.reshape(num_layers, -1, top_k), num_begun)
 
 
 def _batches(sequences: Sequence[SequenceTrace]) -> Iterator[list[list[SequenceTrace]]]:

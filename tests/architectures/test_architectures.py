@@ -135,7 +135,7 @@ def test_a_block_asked_with_its_own_residual_answers_with_its_routing(checkpoint
                 answers.append((answer == top_k_index_TK.numpy()).all())
         return moe_layer(self, x_TD, top_k_index_TK, top_k_weights_TK)
 
-    with MoE(checkpoint, host_memory="100%", prefetch=True, early_gate=True) as moe:
+    with MoE(checkpoint, host_memory="100%", prefetch=True, early_router=True) as moe:
         prefill_and_generate(moe.model)  # finds the norms
         monkeypatch.setattr(EngineLayer, "__call__", asked_first)
         inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
@@ -148,7 +148,7 @@ def test_a_block_asked_with_its_own_residual_answers_with_its_routing(checkpoint
 def test_asking_early_changes_no_token(checkpoint):
     with MoE(checkpoint, host_memory="50%") as moe:
         expected = prefill_and_generate(moe.model)
-    with MoE(checkpoint, host_memory="50%", prefetch=True, early_gate=True) as moe:
+    with MoE(checkpoint, host_memory="50%", prefetch=True, early_router=True) as moe:
         for ours, theirs in zip(prefill_and_generate(moe.model), expected, strict=True):
             assert torch.equal(ours, theirs)
         moe.check_invariants()

@@ -153,8 +153,8 @@ def test_a_padded_batch_gives_the_tokens_of_stock_and_padding_is_not_counted(
 @pytest.mark.grid
 @pytest.mark.parametrize(
     "options",  # elsewhere the policy is activation-aware
-    [{"policy": "lru"}, {"prefetch": True}, {"prefetch": True, "early_gate": True}],
-    ids=["lru", "prefetch", "early_gate"],
+    [{"policy": "lru"}, {"prefetch": True}, {"prefetch": True, "early_router": True}],
+    ids=["lru", "prefetch", "early_router"],
 )
 def test_neither_policy_nor_prefetch_changes_a_token(checkpoint, stock, options):
     expected = generate_with(stock, PROMPT)

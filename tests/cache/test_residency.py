@@ -16,7 +16,7 @@ A, B, C, D, E = (ExpertKey(0, expert_idx) for expert_idx in range(5))
 
 @pytest.fixture
 def policy() -> Lru:
-    return Lru(num_rows=1, num_experts=5, num_slots=1)
+    return Lru(num_layers=1, num_experts=5, num_slots=1)
 
 
 @pytest.fixture
@@ -205,11 +205,11 @@ def test_who_held_a_cancelled_load_does_not_let_go_of_the_next_one(table):
 def test_a_device_takes_a_slot_from_nobody_or_from_who_had_it(table):
     load(table, A)
     free = 1 - table.slot_of(A)
-    table.adopt(B, free)
+    table.apply_load(B, free)
     table.check_invariants()
     assert table.resident_slots() == {A: table.slot_of(A), B: free}
     assert table.evictions == 0
-    table.adopt(C, free)
+    table.apply_load(C, free)
     table.check_invariants()
     assert table.resident_slots() == {A: table.slot_of(A), C: free}
     assert table.evictions == 1
@@ -227,7 +227,7 @@ def test_nothing_is_believed_of_slots_after_a_step_that_was_interrupted(table):
 def test_a_prefetch_that_the_device_evicts_unused_was_wasted(table):
     slot = table.begin_prefetch(A)
     table.finish_load(A)
-    table.adopt(B, slot)
+    table.apply_load(B, slot)
     assert table.prefetches.wasted == 1
 
 
@@ -276,7 +276,7 @@ def break_transient(table: ResidencyTable) -> None:
 
 
 def break_free_slot(table: ResidencyTable) -> None:
-    table._row_of_slot[table._free] = 0
+    table._layer_of_slot[table._free] = 0
 
 
 DAMAGES = [

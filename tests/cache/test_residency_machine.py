@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moe_infinity.cache.policies import EvictionPolicy, Experts, Scores
-from moe_infinity.cache.residency import PREFILL_RING_SHARE, Held, ResidencyTable
+from moe_infinity.cache.residency import PREFILL_QUOTA_SHARE, Held, ResidencyTable
 from moe_infinity.errors import OutOfSlots
-from moe_infinity.experts import ExpertKey, Phase, Residency
-from moe_infinity.predict.eam import Counts
-from moe_infinity.predict.recorder import Step
+from moe_infinity.experts import ExpertKey, Ints, Phase, Residency, Step
 
-NUM_ROWS, NUM_EXPERTS = 2, 4  # few, so that random calls meet the same expert often
-KEYS = [ExpertKey(row, expert) for row in range(NUM_ROWS) for expert in range(NUM_EXPERTS)]
+NUM_LAYERS, NUM_EXPERTS = 2, 4  # few, so that random calls meet the same expert often
+KEYS = [ExpertKey(layer, expert) for layer in range(NUM_LAYERS) for expert in range(NUM_EXPERTS)]
 
 phases = st.sampled_from(Phase)
 key_lists = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True)
@@ -33,12 +31,12 @@ class Ranked(EvictionPolicy):
     """A policy whose scores are a ranking that the machine draws."""
 
     def __init__(self) -> None:
-        self.ranking = np.arange(len(KEYS), dtype=np.float64).reshape(NUM_ROWS, NUM_EXPERTS)
+        self.ranking = np.arange(len(KEYS), dtype=np.float64).reshape(NUM_LAYERS, NUM_EXPERTS)
 
     def begin_step(self, step: Step) -> None:
         raise AssertionError("the table does not tell the policy what happens; the runtime does")
 
-    def touch(self, moe_layer_idx: int, experts: Experts, counts: Counts | int = 1) -> None:
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         raise AssertionError("the table does not tell the policy what is used; the runtime does")
 
     def scores(self) -> Scores:
@@ -126,7 +124,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule(ranking=rankings)
     def rank(self, ranking: list[int]) -> None:
-        self.policy.ranking = np.array(ranking, dtype=np.float64).reshape(NUM_ROWS, NUM_EXPERTS)
+        self.policy.ranking = np.array(ranking, dtype=np.float64).reshape(NUM_LAYERS, NUM_EXPERTS)
 
     @rule(key=st.sampled_from(KEYS), phase=phases)
     def begin_load(self, key: ExpertKey, phase: Phase) -> None:
@@ -176,9 +174,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         if phase is Phase.DECODE:
             assert num_loads == min(len(absent), room), "as many as there is room for"
         else:
-            ring = max(1, self.num_slots // PREFILL_RING_SHARE)
+            quota = max(1, self.num_slots // PREFILL_QUOTA_SHARE)
             streamed = self.num_free() + len([key for key in spare if self.model[key].is_transient])
-            assert num_loads <= streamed + ring, "at most the ring from the decode set"
+            assert num_loads <= streamed + quota, "at most the quota from the decode set"
             assert num_loads >= min(len(absent), streamed), "what is free or transient is used"
         assert wave, "a wave makes progress"
         self.hold(wave, phase)
@@ -230,7 +228,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         """Nothing is lost: when all let go and all loads end, every slot can be given away."""
         self.come_to_rest()
         self.table.check_invariants()
-        absent = [ExpertKey(NUM_ROWS, expert_idx) for expert_idx in range(self.num_slots)]
+        absent = [ExpertKey(NUM_LAYERS, expert_idx) for expert_idx in range(self.num_slots)]
         assert self.table.next_wave(absent, Phase.DECODE) == absent
 
 

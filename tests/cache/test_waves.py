@@ -1,4 +1,4 @@
-"""How a layer shares the slots with the rest: waves when they are few, a ring for prefill."""
+"""How a layer shares the slots with the rest: waves when they are few, a quota for prefill."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from moe_infinity.cache.policies import Lru
-from moe_infinity.cache.residency import PREFILL_RING_SHARE, ResidencyTable
+from moe_infinity.cache.residency import PREFILL_QUOTA_SHARE, ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase, Residency
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
-NUM_ROWS, NUM_EXPERTS = 4, 32
+NUM_LAYERS, NUM_EXPERTS = 4, 32
 A, B, C, D, E = (ExpertKey(0, expert_idx) for expert_idx in range(5))
 
 
 @pytest.fixture
 def policy() -> Lru:
-    return Lru(NUM_ROWS, NUM_EXPERTS, num_slots=1)
+    return Lru(NUM_LAYERS, NUM_EXPERTS, num_slots=1)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def run_layer(table: ResidencyTable, keys: list[ExpertKey], phase: Phase) -> lis
 
 
 def decode_set(table: ResidencyTable) -> list[ExpertKey]:
-    """Fill every slot with experts that decoding uses: rows 1, 2, ... in order."""
+    """Fill every slot with experts that decoding uses: layers 1, 2, ... in order."""
     keys = [
         ExpertKey(1 + slot // NUM_EXPERTS, slot % NUM_EXPERTS) for slot in range(table.num_slots)
     ]
@@ -105,18 +105,18 @@ def test_prefill_takes_at_most_the_ring_from_the_decode_set(policy):
         keys = [ExpertKey(moe_layer_idx, expert_idx) for expert_idx in range(NUM_EXPERTS)]
         run_layer(table, keys, PREFILL)
     kept = set(decoding) & set(table.resident_keys())
-    assert len(decoding) - len(kept) == 64 // PREFILL_RING_SHARE
+    assert len(decoding) - len(kept) == 64 // PREFILL_QUOTA_SHARE
 
 
 def test_prompt_after_prompt_takes_no_more_than_the_ring(policy):
-    """The ring is reused, also when what the last prompt left in it is activated again."""
+    """Its slots are reused, also when what the last prompt left in it is activated again."""
     table = ResidencyTable(64, policy)
     decoding = decode_set(table)
     keys = [ExpertKey(0, expert_idx) for expert_idx in range(NUM_EXPERTS)]
     for _ in range(6):
         run_layer(table, keys, PREFILL)
     kept = set(decoding) & set(table.resident_keys())
-    assert len(decoding) - len(kept) <= 64 // PREFILL_RING_SHARE
+    assert len(decoding) - len(kept) <= 64 // PREFILL_QUOTA_SHARE
 
 
 def test_prefill_makes_progress_with_fewer_slots_than_a_ring_needs(policy):

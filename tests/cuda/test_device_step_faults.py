@@ -158,7 +158,8 @@ PLACES = [
     (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "told"),
     (DeviceTable, "tell"), (DeviceTable, "offer"), (Follower, "_listen"), (Follower, "_hear"),
     (DeviceTable, "set_all_host_addresses"), (DeviceTable, "find_again"), (Lru, "scores_after"),
-    (ResidencyTable, "adopt"), (ResidencyTable, "leaving_scores"), (ResidencyTable, "note_use"),
+    (ResidencyTable, "apply_load"), (ResidencyTable, "leaving_scores"),
+    (ResidencyTable, "note_use"),
     (Mover, "load_now"), (Mover, "arrivals"), (ExpertRuntime, "note_begin"),
     (ExpertRuntime, "note_row"), (DeviceSteps, "mend"),
 ]  # fmt: skip
@@ -256,7 +257,7 @@ def test_a_row_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected):
 
 @pytest.mark.parametrize("n", [1, 2])  # before a miss, and after one
 def test_ctrl_c_while_the_last_step_is_taken_over(tiny_checkpoint, expected, monkeypatch, n):
-    stop = Interruption(monkeypatch, ResidencyTable, "adopt", KeyboardInterrupt())
+    stop = Interruption(monkeypatch, ResidencyTable, "apply_load", KeyboardInterrupt())
     with on_device(tiny_checkpoint, "60%", "100%", policy="lru") as moe:
         greedy(moe)
         stop.remaining = n
@@ -304,7 +305,7 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
     ("owner", "name"),
     [(slot_reference, "fill"), (DeviceTable, "told"), (DeviceTable, "wait"),
      (DeviceTable, "begin_step"), (DeviceTable, "offer"), (ExpertRuntime, "note_begin"),
-     (Follower, "retire"), (ResidencyTable, "adopt"), (DeviceSteps, "mend")],
+     (Follower, "retire"), (ResidencyTable, "apply_load"), (DeviceSteps, "mend")],
 )  # fmt: skip
 def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
     tiny_checkpoint, monkeypatch, cache, owner, name

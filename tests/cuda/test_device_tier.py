@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.cache.policies import POLICIES, PREDICTING
+from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.engine.layer import ExpertRuntime
 from moe_infinity.memory.device import RING_BUFFERS
 from moe_infinity.memory.device_mover import DeviceMover
@@ -70,20 +70,20 @@ def test_no_policy_changes_a_token(tiny_checkpoint, expected, policy):
 
 
 @pytest.mark.parametrize(
-    ("device_memory", "host_memory", "early_gate"),
+    ("device_memory", "host_memory", "early_router"),
     [
         ("5%", "5%", False), ("40%", "5%", False), ("40%", "40%", True), ("40%", "100%", False),
         ("70%", "30%", True), ("70%", "100%", True),
     ],
 )  # fmt: skip
 def test_prefetch_through_both_tiers_changes_no_token(
-    tiny_checkpoint, expected, device_memory, host_memory, early_gate
+    tiny_checkpoint, expected, device_memory, host_memory, early_router
 ):
     link = FakeLink(clock=RealClock(), bytes_per_s=1e8)
     options = {"device_memory": device_memory, "host_memory": host_memory}
     with (
         fake_device(link),
-        MoE(tiny_checkpoint, prefetch=True, early_gate=early_gate, **options) as moe,
+        MoE(tiny_checkpoint, prefetch=True, early_router=early_router, **options) as moe,
     ):
         assert_same_tokens(moe, expected, rounds=2)
         if device_memory == "40%":
@@ -100,7 +100,7 @@ def test_random_budgets_policies_and_speeds_change_no_token(tiny_checkpoint, exp
             "policy": chances.choice(POLICIES),
             "num_read_threads": chances.randint(1, 4),
         }
-        options["prefetch"] = options["policy"] in PREDICTING
+        options["prefetch"] = options["policy"] == ACTIVATION_AWARE
         speed: dict[str, Any] = {
             "bytes_per_s": 10 ** chances.uniform(5, 9),
             "is_locking": chances.random() < 0.7,

@@ -21,7 +21,7 @@ NUM_BYTES = 512
 
 
 def make_table(num_slots: int) -> ResidencyTable:
-    policy = make_policy("lru", num_rows=1, num_experts=4, num_slots=num_slots)
+    policy = make_policy("lru", num_layers=1, num_experts=4, num_slots=num_slots)
     return ResidencyTable(num_slots, policy)
 
 

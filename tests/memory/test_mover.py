@@ -44,7 +44,7 @@ class Bench:
 
     def __init__(self, num_threads: int = 4) -> None:
         self.disk = Disk()
-        self.table = ResidencyTable(4, make_policy("lru", num_rows=1, num_experts=4, num_slots=4))
+        self.table = ResidencyTable(4, make_policy("lru", num_layers=1, num_experts=4, num_slots=4))
         self.mover = Mover(self.table, self.disk.read, num_threads=num_threads)
         self.counters = PhaseCounters()
 

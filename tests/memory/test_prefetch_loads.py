@@ -25,7 +25,7 @@ class Bench:
         self.arrived = {key: threading.Event() for key in KEYS}
         self.asked: list[ExpertKey] = []
         self.failing: set[ExpertKey] = set()
-        self.table = ResidencyTable(4, make_policy("lru", num_rows=1, num_experts=4, num_slots=4))
+        self.table = ResidencyTable(4, make_policy("lru", num_layers=1, num_experts=4, num_slots=4))
         self.mover = Mover(self.table, self.read, num_threads=1)
         self.counters = PhaseCounters()
 

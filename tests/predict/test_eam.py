@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from moe_infinity.experts import Phase
 from moe_infinity.predict.eam import BatchEam
 
-NUM_SEQUENCES, NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 2, 6, 2
+NUM_SEQUENCES, NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 2, 6, 2
 
 tokens = st.tuples(
     st.integers(0, NUM_SEQUENCES - 1),
     st.lists(st.integers(0, NUM_EXPERTS - 1), min_size=TOP_K, max_size=TOP_K, unique=True),
 )
 calls = st.tuples(
-    st.sampled_from(Phase), st.integers(0, NUM_ROWS - 1), st.lists(tokens, min_size=0, max_size=8)
+    st.sampled_from(Phase), st.integers(0, NUM_LAYERS - 1), st.lists(tokens, min_size=0, max_size=8)
 )
 
 
@@ -31,8 +31,8 @@ def add(
 @settings(max_examples=50)
 @given(history=st.lists(calls, max_size=8))
 def test_a_matrix_counts_every_token_once_per_expert_that_served_it(history):
-    eam = BatchEam(NUM_SEQUENCES, NUM_ROWS, NUM_EXPERTS)
-    shape = (NUM_SEQUENCES, NUM_ROWS, NUM_EXPERTS)
+    eam = BatchEam(NUM_SEQUENCES, NUM_LAYERS, NUM_EXPERTS)
+    shape = (NUM_SEQUENCES, NUM_LAYERS, NUM_EXPERTS)
     naive = {phase: np.zeros(shape, dtype=np.int64) for phase in Phase}
     for phase, moe_layer_idx, routed in history:
         add(eam, phase, moe_layer_idx, routed)
@@ -45,15 +45,15 @@ def test_a_matrix_counts_every_token_once_per_expert_that_served_it(history):
         np.testing.assert_array_equal([r.of(phase) for r in requests], naive[phase])
 
 
-def test_every_row_of_a_matrix_sums_to_tokens_times_top_k():
-    eam = BatchEam(1, NUM_ROWS, NUM_EXPERTS)
+def test_every_layer_of_a_matrix_sums_to_tokens_times_top_k():
+    eam = BatchEam(1, NUM_LAYERS, NUM_EXPERTS)
     rng = np.random.default_rng(0)
     num_tokens = 11
-    for moe_layer_idx in range(NUM_ROWS):
+    for moe_layer_idx in range(NUM_LAYERS):
         routed = [(0, rng.permutation(NUM_EXPERTS)[:TOP_K].tolist()) for _ in range(num_tokens)]
         add(eam, Phase.PREFILL, moe_layer_idx, routed)
     (request,) = eam.requests()
-    assert request.prefill.sum(axis=1).tolist() == [num_tokens * TOP_K] * NUM_ROWS
+    assert request.prefill.sum(axis=1).tolist() == [num_tokens * TOP_K] * NUM_LAYERS
     assert request.decode.sum() == 0
 
 

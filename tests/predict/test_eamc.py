@@ -1,4 +1,4 @@
-"""The EAMC keeps diverse requests, finds the one a running request is like from the rows seen so
+"""The EAMC keeps diverse requests, finds the one a running request is like from the layers seen so
 far, and survives on disk or is refused.
 """
 
@@ -99,7 +99,7 @@ def test_a_collection_of_no_requests_cannot_be_configured():
 
 
 def test_a_pattern_is_found_from_its_first_rows_whatever_the_rows_still_to_come():
-    """Divided by whole norms, the flat later rows of the other one would make it the winner."""
+    """Divided by whole norms, the flat later layers of the other one would make it the winner."""
     planted = [[9, 1, 0, 0], [0, 0, 0, 9], [0, 0, 0, 9]]
     misleading = [[6, 4, 0, 0], [3, 3, 3, 3], [3, 3, 3, 3]]
     eamc = collection(misleading, planted)
@@ -112,8 +112,8 @@ def test_a_pattern_is_found_from_its_first_rows_whatever_the_rows_still_to_come(
 
 def test_a_request_equal_to_a_stored_one_has_similarity_1():
     match = EamcMatch(collection(A, B))
-    for row, counts in enumerate(A):
-        match.observe(row, ids(0, 1), np.array(counts[:2]))
+    for layer, counts in enumerate(A):
+        match.observe(layer, ids(0, 1), np.array(counts[:2]))
     assert match.similarities()[0] == pytest.approx(1)
 
 
@@ -212,10 +212,10 @@ def test_a_match_updated_row_by_row_equals_a_comparison_from_scratch(history, ph
         elif action == "look":
             assert_equals_comparison(match, query, stored)
         else:
-            row, experts, count = action
+            layer, experts, count = action
             counts = rng.integers(1, 9, len(experts)) if count is None else count
-            match.observe(row, np.array(experts, dtype=np.int64), counts)
-            query[row, experts] += counts
+            match.observe(layer, np.array(experts, dtype=np.int64), counts)
+            query[layer, experts] += counts
     assert_equals_comparison(match, query, stored)
 
 

@@ -10,28 +10,28 @@ import numpy as np
 import pytest
 
 from moe_infinity.errors import TraceError
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Phase, Step
 from moe_infinity.predict import tables
 from moe_infinity.predict.history import load_history, save_history
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.recorder import Recorder, Step
+from moe_infinity.predict.recorder import Recorder
 
-NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
+NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2
 
 
 def run(predictor: Predictor, seed: int, *, num_tokens: int = 30, top: int = 20) -> np.ndarray:
     """One request of decode steps with random routing; the chances after it."""
     rng = np.random.default_rng(seed)
-    recorder = Recorder(NUM_ROWS, NUM_EXPERTS)
+    recorder = Recorder(NUM_LAYERS, NUM_EXPERTS)
     for token in range(num_tokens):
         begins = np.full(1, token == 0)
         step = Step(Phase.DECODE, 1, 1, begins, token_ids_T=rng.integers(0, top, 1))
         predictor.begin_step(step, recorder.begin_step(step))
-        for row in range(NUM_ROWS):
+        for layer in range(NUM_LAYERS):
             experts_TK = rng.permutation(NUM_EXPERTS)[None, :TOP_K]
-            predictor.observe(row, recorder.record(row, experts_TK))
+            predictor.observe(layer, recorder.record(layer, experts_TK))
     predictor.finish(recorder.request_eams())
-    return predictor.next_use_RE.copy()
+    return predictor.next_use_LE.copy()
 
 
 @pytest.fixture
@@ -41,13 +41,13 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def learned() -> Predictor:
-    predictor = Predictor(NUM_ROWS, NUM_EXPERTS)
+    predictor = Predictor(NUM_LAYERS, NUM_EXPERTS)
     run(predictor, 1)
     return predictor
 
 
 def fresh() -> Predictor:
-    return Predictor(NUM_ROWS, NUM_EXPERTS)
+    return Predictor(NUM_LAYERS, NUM_EXPERTS)
 
 
 def test_a_predictor_goes_on_as_if_it_had_never_stopped(path, learned):
@@ -93,7 +93,7 @@ def test_another_format_version_is_refused(path, learned, version, said):
 
 DAMAGES = {
     "base rates of another model": {"base": np.ones((2, 2), np.float32)},
-    "base rates of nothing": {"base": np.zeros((NUM_ROWS, NUM_EXPERTS), np.float32)},
+    "base rates of nothing": {"base": np.zeros((NUM_LAYERS, NUM_EXPERTS), np.float32)},
     "other weights": {"weights": np.zeros((1, 8), np.float32)},
     "weights that are no numbers": {"weights": np.full((3, 8), np.nan, np.float32)},
     "requests of another shape": {
@@ -105,14 +105,14 @@ DAMAGES = {
     "tokens without counts": {"token_counts": np.zeros((2, 1), np.uint8)},
     "one token id": {"token_ids": np.array(3)},
     "no collection": {"capacity": None},
-    "an infinite base rate": {"base": np.full((NUM_ROWS, NUM_EXPERTS), np.inf, np.float32)},
-    "base rates in words": {"base": np.full((NUM_ROWS, NUM_EXPERTS), "often")},
-    "negative uses": {"layers_uses": np.full((NUM_ROWS, NUM_EXPERTS), -2, np.float32)},
+    "an infinite base rate": {"base": np.full((NUM_LAYERS, NUM_EXPERTS), np.inf, np.float32)},
+    "base rates in words": {"base": np.full((NUM_LAYERS, NUM_EXPERTS), "often")},
+    "negative uses": {"layers_uses": np.full((NUM_LAYERS, NUM_EXPERTS), -2, np.float32)},
     "fewer tokens than none": {"num_tokens": np.array(-5)},
     "many numbers of tokens": {"num_tokens": np.arange(3)},
     "a token id twice": {
         "token_ids": np.array([3, 3]),
-        "token_counts": np.zeros((2, 2, NUM_ROWS, NUM_EXPERTS), np.uint8),
+        "token_counts": np.zeros((2, 2, NUM_LAYERS, NUM_EXPERTS), np.uint8),
         "token_uses": np.zeros((2, 2), np.uint8),
     },
 }

@@ -14,8 +14,8 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.eamc import Eamc, row_normalised
 
-NUM_ROWS = 3
-A, B, C = [[9, 1, 0, 0]] * NUM_ROWS, [[0, 9, 1, 0]] * NUM_ROWS, [[0, 0, 9, 1]] * NUM_ROWS
+NUM_LAYERS = 3
+A, B, C = [[9, 1, 0, 0]] * NUM_LAYERS, [[0, 9, 1, 0]] * NUM_LAYERS, [[0, 0, 9, 1]] * NUM_LAYERS
 
 
 def request(decode: object) -> RequestEam:

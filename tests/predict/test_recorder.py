@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from moe_infinity.errors import ConfigError, TraceError
-from moe_infinity.experts import Phase
-from moe_infinity.predict.recorder import Recorder, Step
+from moe_infinity.experts import Phase, Step
+from moe_infinity.predict.recorder import Recorder
 from moe_infinity.predict.tracefile import SequenceTrace
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
-NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
+NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2
 
 
 @pytest.fixture
 def recorder() -> Recorder:
-    return Recorder(NUM_ROWS, NUM_EXPERTS)
+    return Recorder(NUM_LAYERS, NUM_EXPERTS)
 
 
 def prefill_of(*mask_BS: Sequence[int], token_ids_T: Sequence[int] | None = None) -> Step:
@@ -50,14 +50,14 @@ def decode_of(*runs: int, token_ids_T: Sequence[int] | None = None) -> Step:
 
 
 def routing(step: Step, *, seed: int = 0) -> np.ndarray:
-    """[L, T, K]: different experts for every token and row, padding included."""
+    """[L, T, K]: different experts for every token and layer, padding included."""
     rng = np.random.default_rng(seed)
-    shape = (NUM_ROWS, step.num_tokens, NUM_EXPERTS)
+    shape = (NUM_LAYERS, step.num_tokens, NUM_EXPERTS)
     return rng.random(shape).argsort(axis=2)[:, :, :TOP_K].astype(np.int64)
 
 
 def run(recorder: Recorder, step: Step, *, seed: int = 0) -> np.ndarray:
-    """One step through all MoE rows; its routing as [T, L, K]."""
+    """One step through all MoE layers; its routing as [T, L, K]."""
     experts_LTK = routing(step, seed=seed)
     recorder.begin_step(step)
     for moe_layer_idx, experts_TK in enumerate(experts_LTK):
@@ -66,7 +66,7 @@ def run(recorder: Recorder, step: Step, *, seed: int = 0) -> np.ndarray:
 
 
 def naive_eam(experts_TLK: np.ndarray) -> np.ndarray:
-    eam = np.zeros((NUM_ROWS, NUM_EXPERTS), dtype=np.int64)
+    eam = np.zeros((NUM_LAYERS, NUM_EXPERTS), dtype=np.int64)
     for experts_LK in experts_TLK:
         for moe_layer_idx, experts in enumerate(experts_LK):
             eam[moe_layer_idx, experts] += 1
@@ -94,8 +94,8 @@ def test_a_sequence_that_has_finished_is_not_counted(recorder):
     run(recorder, decode_of(1, 1), seed=1)
     run(recorder, decode_of(0, 1), seed=2)
     finished, running = recorder.request_eams()
-    assert finished.decode.sum(axis=1).tolist() == [1 * TOP_K] * NUM_ROWS
-    assert running.decode.sum(axis=1).tolist() == [2 * TOP_K] * NUM_ROWS
+    assert finished.decode.sum(axis=1).tolist() == [1 * TOP_K] * NUM_LAYERS
+    assert running.decode.sum(axis=1).tolist() == [2 * TOP_K] * NUM_LAYERS
 
 
 def test_tokens_may_be_told_apart_by_the_sequence_each_belongs_to(recorder):
@@ -116,10 +116,10 @@ def test_prefill_and_decode_are_counted_apart(recorder):
     np.testing.assert_array_equal(request.decode, naive_eam(np.concatenate(steps)))
 
 
-def test_every_row_sums_to_tokens_times_top_k(recorder):
+def test_every_layer_sums_to_tokens_times_top_k(recorder):
     run(recorder, prefill_of([0, 1, 1, 1, 1], [1, 1, 1, 1, 1]))
     for request, num_tokens in zip(recorder.request_eams(), (4, 5), strict=True):
-        assert request.prefill.sum(axis=1).tolist() == [num_tokens * TOP_K] * NUM_ROWS
+        assert request.prefill.sum(axis=1).tolist() == [num_tokens * TOP_K] * NUM_LAYERS
 
 
 def test_a_request_begins_when_the_cache_is_empty(recorder):
@@ -143,7 +143,7 @@ def test_the_eams_of_the_last_request_stay_until_the_next_begins(recorder):
     run(recorder, prefill_of([1, 1]))
     eams = recorder.request_eams()
     run(recorder, prefill_of([1, 1]), seed=1)
-    assert eams[0].prefill.sum() == 2 * TOP_K * NUM_ROWS
+    assert eams[0].prefill.sum() == 2 * TOP_K * NUM_LAYERS
 
 
 def test_another_number_of_sequences_is_another_request(recorder):
@@ -151,14 +151,14 @@ def test_another_number_of_sequences_is_another_request(recorder):
     run(recorder, Step(PREFILL, 1, 2, begins_B=np.zeros(1, dtype=bool)))
     assert len(recorder.request_eams()) == 1
     run(recorder, decode_of(1, 1, 1))
-    assert [r.decode.sum() for r in recorder.request_eams()] == [TOP_K * NUM_ROWS] * 3
+    assert [r.decode.sum() for r in recorder.request_eams()] == [TOP_K * NUM_LAYERS] * 3
 
 
 def test_before_the_first_step_there_is_no_request(recorder):
     assert recorder.request_eams() == []
 
 
-def test_a_row_must_route_every_token_of_the_step(recorder):
+def test_a_layer_must_route_every_token_of_the_step(recorder):
     recorder.begin_step(prefill_of([1, 1, 1]))
     assert (recorder.step.phase, recorder.step.num_tokens) == (PREFILL, 3)
     with pytest.raises(AssertionError):
@@ -221,11 +221,11 @@ def test_what_is_recorded_does_not_change_with_the_callers_array(recorder):
     recorder.begin_tokens()
     experts_TK = np.array([[1, 2]])
     recorder.begin_step(prefill_of([1]))
-    for moe_layer_idx in range(NUM_ROWS):
+    for moe_layer_idx in range(NUM_LAYERS):
         recorder.record(moe_layer_idx, experts_TK)
     experts_TK[:] = 0
     (trace,) = recorder.finish_tokens()
-    assert trace.experts_TLK.tolist() == [[[1, 2]] * NUM_ROWS]
+    assert trace.experts_TLK.tolist() == [[[1, 2]] * NUM_LAYERS]
 
 
 def test_tokens_are_kept_from_begin_tokens_on_in_the_middle_of_a_request_too(recorder):
@@ -282,7 +282,7 @@ def test_a_step_that_was_dropped_and_its_request_leave_nothing(recorder, is_keep
         assert len(traces) == 2
 
 
-def test_a_step_without_a_moe_row_leaves_no_tokens(recorder):
+def test_a_step_without_a_moe_layer_leaves_no_tokens(recorder):
     """The forward pass failed before its first MoE layer."""
     recorder.begin_tokens()
     recorder.begin_step(prefill_of([1, 1]))
@@ -296,17 +296,17 @@ def end_by_next_step(recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("end_step", [end_by_next_step, Recorder.finish_tokens])
-def test_a_step_that_misses_a_row_is_no_trace(recorder, end_step):
+def test_a_step_that_misses_a_layer_is_no_trace(recorder, end_step):
     recorder.begin_tokens()
     step = prefill_of([1, 1])
     recorder.begin_step(step)
     recorder.record(0, routing(step)[0])
     recorder.record(2, routing(step)[2])
-    with pytest.raises(TraceError, match="2 of 3 MoE rows"):
+    with pytest.raises(TraceError, match="2 of 3 MoE layers"):
         end_step(recorder)
 
 
-def test_rows_with_another_top_k_are_no_trace(recorder):
+def test_layers_with_another_top_k_are_no_trace(recorder):
     recorder.begin_tokens()
     recorder.begin_step(prefill_of([1]))
     for moe_layer_idx, top_k in enumerate((2, 2, 1)):

@@ -16,8 +16,8 @@ from moe_infinity.errors import TraceError
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace, save_trace
 
 SHARED_TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
-NUM_ROWS, TOP_K = 3, 2
-EXPERTS = np.arange(5 * NUM_ROWS * TOP_K, dtype=np.uint8).reshape(5, NUM_ROWS, TOP_K)
+NUM_LAYERS, TOP_K = 3, 2
+EXPERTS = np.arange(5 * NUM_LAYERS * TOP_K, dtype=np.uint8).reshape(5, NUM_LAYERS, TOP_K)
 OFFSETS = np.array([0, 2, 5])
 
 
@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 def sequence(num_tokens: int, *, num_experts: int = 8, seed: int = 0) -> SequenceTrace:
     rng = np.random.default_rng(seed)
     return SequenceTrace(
-        rng.random((num_tokens, NUM_ROWS, num_experts)).argsort(axis=2)[:, :, :TOP_K],
+        rng.random((num_tokens, NUM_LAYERS, num_experts)).argsort(axis=2)[:, :, :TOP_K],
         rng.integers(-1, 50_000, num_tokens),
         np.arange(num_tokens) < num_tokens // 2,
         np.maximum(np.arange(num_tokens) - num_tokens // 2 + 1, 0),
@@ -90,7 +90,7 @@ def test_what_was_saved_is_what_is_loaded(path):
 def test_the_file_is_laid_out_as_the_shared_traces_are(path):
     save_trace(path, [sequence(4), sequence(3)], num_experts=8)
     with np.load(path) as file:
-        assert (file["experts"].dtype, file["experts"].shape) == (np.uint8, (7, NUM_ROWS, TOP_K))
+        assert (file["experts"].dtype, file["experts"].shape) == (np.uint8, (7, NUM_LAYERS, TOP_K))
         assert file["offsets"].dtype == np.int64
         assert file["offsets"].tolist() == [0, 4, 7]
         assert (file["token_ids"].dtype, file["token_ids"].shape) == (np.int64, (7,))
@@ -118,20 +118,22 @@ def test_a_trace_with_only_experts_and_offsets_is_a_trace(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_sequences", "num_tokens", "num_rows", "top_k", "num_experts"),
+    ("name", "num_sequences", "num_tokens", "num_layers", "top_k", "num_experts"),
     [
         ("gpt-oss-20b_decode", 495, 151_930, 24, 4, 32),
         ("deepseek-v2-lite_esft", 155, 22_082, 26, 6, 64),
     ],
 )
-def test_the_shared_traces_are_read(name, num_sequences, num_tokens, num_rows, top_k, num_experts):
+def test_the_shared_traces_are_read(
+    name, num_sequences, num_tokens, num_layers, top_k, num_experts
+):
     file = SHARED_TRACES / name / "experts.npz"
     if not file.exists():
         pytest.skip(f"{file} is not on this machine")
     sequences = load_trace(file).sequences
     assert len(sequences) == num_sequences
     assert sum(len(s.experts_TLK) for s in sequences) == num_tokens
-    assert {s.experts_TLK.shape[1:] for s in sequences} == {(num_rows, top_k)}
+    assert {s.experts_TLK.shape[1:] for s in sequences} == {(num_layers, top_k)}
     assert max(s.experts_TLK.max() for s in sequences) == num_experts - 1
 
 
@@ -322,9 +324,9 @@ def test_texts_that_do_not_belong_to_the_trace_give_no_token_ids(path, texts):
 
 
 NO_ROUTING = {
-    "an expert twice for a token": {"experts": np.zeros((5, NUM_ROWS, TOP_K), int)},
+    "an expert twice for a token": {"experts": np.zeros((5, NUM_LAYERS, TOP_K), int)},
     "a negative expert": {"experts": sequence(5).experts_TLK.astype(np.int64) - 9},
-    "no experts per token": {"experts": np.zeros((5, NUM_ROWS, 0), int), "num_experts": 8},
+    "no experts per token": {"experts": np.zeros((5, NUM_LAYERS, 0), int), "num_experts": 8},
     "more experts than any model has": {"num_experts": 10**12},
     "a number of experts in words": {"num_experts": "eight"},
     "an infinite number of experts": {"num_experts": np.inf},

@@ -91,9 +91,8 @@ def test_neighbours_do_not_change_a_request(moe):
     [
         {"policy": "lru"},
         {"policy": "request-lfu"},
-        {"policy": "moe-infinity-v3"},
         {"prefetch": True},
-        {"prefetch": True, "early_gate": True},
+        {"prefetch": True, "early_router": True},
     ],
 )
 @pytest.mark.parametrize("host_memory", ["5%", "40%"])

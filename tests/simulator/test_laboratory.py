@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
+from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.predict.tracefile import save_trace
+from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.laboratory import (
     Experiment,
     drawn,
@@ -78,7 +79,7 @@ def test_what_is_no_capacity_is_named(capacity):
 def test_an_unknown_policy_is_answered_by_the_known_ones():
     with pytest.raises(ConfigError, match="unknown policy 'mru'") as error:
         experiment("lru,mru")
-    for name in (*POLICIES, "belady", "clairvoyant"):
+    for name in (*SIMULATED_POLICIES, "belady", "clairvoyant"):
         assert name in str(error.value)
 
 
@@ -150,7 +151,7 @@ def test_there_is_a_row_for_every_policy_capacity_and_phase_and_for_belady(trace
 
 
 def test_rows_have_the_promised_keys_and_their_numbers_belong_together(trace):
-    for row in rows_of(trace, ",".join(POLICIES), "50%", prefetch=True):
+    for row in rows_of(trace, ",".join(SIMULATED_POLICIES), "50%", prefetch=True):
         assert row.keys() >= KEYS
         json.dumps(row)
         lookups = row["hits"] + row["late_hits"] + row["misses"]

@@ -9,18 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
+from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.experts import Phase
 from moe_infinity.predict.tracefile import SequenceTrace
+from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.replay import Cell, Setup, distinct, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
 from tests.simulator.traces import lengths, one_after_the_other, sequence
 
-ROWS, EXPERTS, K = 3, 6, 2
+LAYERS, EXPERTS, K = 3, 6, 2
 LOAD_S, LAYER_S = 0.5, 2.0
 HARDWARE = Hardware(bytes_per_s=100.0, expert_bytes=50, layer_s=LAYER_S)
-EVERY = (*POLICIES, "belady", "clairvoyant")
+EVERY = (*SIMULATED_POLICIES, "belady", "clairvoyant")
 SOME = (ACTIVATION_AWARE, "lru", "clairvoyant", ACTIVATION_AWARE)
 
 
@@ -29,7 +30,9 @@ def setup(policy: str, num_slots: int = 7, *, prefetch: bool = False) -> Setup:
 
 
 def run(sequences: list[SequenceTrace], *setups: Setup, warmup: int = 0) -> list[Cell]:
-    cells = replay(steps_of(sequences), setups, num_rows=ROWS, num_experts=EXPERTS, warmup=warmup)
+    cells = replay(
+        steps_of(sequences), setups, num_layers=LAYERS, num_experts=EXPERTS, warmup=warmup
+    )
     for cell in cells:
         cell.table.check_invariants()
     return cells
@@ -51,7 +54,7 @@ def state_of(cell: Cell) -> object:
 
 @settings(max_examples=15)
 @given(requests=lengths(max_requests=4), num_users=st.integers(1, 3), prefetch=st.booleans())
-def test_every_activated_expert_of_every_row_and_step_is_looked_up_once(
+def test_every_activated_expert_of_every_layer_and_step_is_looked_up_once(
     requests, num_users, prefetch
 ):
     sequences = interleave(one_after_the_other(requests), num_users)
@@ -61,7 +64,7 @@ def test_every_activated_expert_of_every_row_and_step_is_looked_up_once(
         experts_TLK = np.concatenate([s.experts_TLK[which] for s, which in mine])
         is_prefill = np.concatenate([s.is_prefill_T[which] for s, which in mine]).any()
         phase = Phase.PREFILL if is_prefill else Phase.DECODE
-        wanted[phase] += sum(len(np.unique(experts_TLK[:, row])) for row in range(ROWS))
+        wanted[phase] += sum(len(np.unique(experts_TLK[:, layer])) for layer in range(LAYERS))
     for cell in run(sequences, *(setup(name, prefetch=prefetch) for name in EVERY)):
         assert {phase: cell.counters.of(phase).lookups for phase in Phase} == wanted
 
@@ -69,7 +72,7 @@ def test_every_activated_expert_of_every_row_and_step_is_looked_up_once(
 @settings(max_examples=15)
 @given(
     requests=lengths(max_requests=4),
-    num_slots=st.integers(1, ROWS * EXPERTS),
+    num_slots=st.integers(1, LAYERS * EXPERTS),
     prefetch=st.booleans(),
     num_users=st.integers(1, 2),
 )
@@ -78,10 +81,10 @@ def test_no_slot_stays_empty_once_more_was_loaded_than_fits(
 ):
     sequences = interleave(one_after_the_other(requests), num_users)
     used = {
-        (row, expert)
+        (layer, expert)
         for s in sequences
-        for row in range(ROWS)
-        for expert in np.unique(s.experts_TLK[:, row]).tolist()
+        for layer in range(LAYERS)
+        for expert in np.unique(s.experts_TLK[:, layer]).tolist()
     }
     setups = [setup(name, num_slots, prefetch=prefetch) for name in EVERY]
     for cell in run(sequences, *setups):
@@ -108,7 +111,7 @@ def test_without_prefetch_the_stall_is_the_load_time_of_all_misses(requests, num
 @settings(max_examples=15)
 @given(
     requests=lengths(max_prompt=0, max_decoded=8, max_requests=4),
-    num_slots=st.integers(K, ROWS * EXPERTS),
+    num_slots=st.integers(K, LAYERS * EXPERTS),
 )
 def test_no_policy_has_more_hits_than_belady(requests, num_slots):
     cells = run(one_after_the_other(requests), *(setup(name, num_slots) for name in EVERY))
@@ -119,7 +122,7 @@ def test_no_policy_has_more_hits_than_belady(requests, num_slots):
 @settings(max_examples=20)
 @given(
     requests=lengths(max_decoded=10),
-    num_slots=st.integers(2, ROWS * EXPERTS - 1),
+    num_slots=st.integers(2, LAYERS * EXPERTS - 1),
     num_users=st.integers(1, 2),
     layer_s=st.sampled_from([0.1, 0.5, 5.0]),
 )
@@ -158,7 +161,7 @@ def test_a_setup_gives_the_same_alone_and_beside_others(requests, num_users, pre
 
 
 @pytest.mark.parametrize("num_users", [1, 2])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", SIMULATED_POLICIES)
 def test_what_the_first_requests_did_is_replayed_and_not_counted(name, num_users):
     sequences = interleave(one_after_the_other([(3, 4), (2, 5), (3, 3), (1, 6)]), num_users)
     begins = int(sequences[2].steps_T[0])
@@ -201,11 +204,11 @@ def test_lru_has_the_hits_of_a_list_ordered_by_use():
     order: OrderedDict[tuple[int, int], None] = OrderedDict()
     hits = 0
     for experts_LK in sequences[0].experts_TLK:
-        for row, experts in enumerate(experts_LK.tolist()):
-            hits += sum((row, expert) in order for expert in experts)
+        for layer, experts in enumerate(experts_LK.tolist()):
+            hits += sum((layer, expert) in order for expert in experts)
             for expert in experts:
-                order[row, expert] = None
-                order.move_to_end((row, expert))
+                order[layer, expert] = None
+                order.move_to_end((layer, expert))
             while len(order) > 9:
                 order.popitem(last=False)
     assert cell.counters.decode.hits == hits
@@ -213,9 +216,9 @@ def test_lru_has_the_hits_of_a_list_ordered_by_use():
 
 
 def rotating(num_tokens: int) -> list[SequenceTrace]:
-    """Pairs of experts in turn, in all rows: nothing fits, everything can be known."""
+    """Pairs of experts in turn, in all layers: nothing fits, everything can be known."""
     pairs = [[(2 * t) % EXPERTS, (2 * t + 1) % EXPERTS] for t in range(num_tokens)]
-    return [sequence([[pair] * ROWS for pair in pairs])]
+    return [sequence([[pair] * LAYERS for pair in pairs])]
 
 
 def test_who_knows_what_comes_and_loads_ahead_waits_less_than_who_only_keeps_it():
@@ -236,7 +239,7 @@ def test_who_has_learned_what_comes_loads_it_ahead():
 
 
 def test_a_prefetch_still_under_way_is_a_late_hit_and_costs_the_rest_of_its_load():
-    """A load takes five rows: begun in the step before, it arrives late."""
+    """A load takes five layers: begun in the step before, it arrives late."""
     hardware = Hardware(bytes_per_s=5.0, expert_bytes=50, layer_s=LAYER_S)
     slow = Setup(policy="clairvoyant", num_slots=8, prefetch=True, hardware=hardware)
     [cell] = run(rotating(40), slow)
@@ -256,12 +259,12 @@ def test_what_is_known_of_a_token_helps_only_where_it_is_not_left_out():
     """Ids tell the experts here, and nothing else does."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 3, 400)
-    experts = [[[2 * i, 2 * i + 1]] * ROWS for i in ids.tolist()]
+    experts = [[[2 * i, 2 * i + 1]] * LAYERS for i in ids.tolist()]
     trace, stalls = [sequence(experts, token_ids=ids.tolist())], []
     for without in ((), ("token", "layer")):
         [cell] = replay(
             steps_of(trace), [setup(ACTIVATION_AWARE, 8, prefetch=True)],
-            num_rows=ROWS, num_experts=EXPERTS, without=without,
+            num_layers=LAYERS, num_experts=EXPERTS, without=without,
         )  # fmt: skip
         stalls.append(cell.counters.decode.stall_s)
     assert stalls[0] < 0.9 * stalls[1]

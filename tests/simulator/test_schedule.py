@@ -112,8 +112,8 @@ def test_the_recorder_of_the_engine_takes_the_steps_and_counts_every_token(reque
     recorder, eams = Recorder(3, 6), []
     for recorded in steps_of(interleave(sequences, num_users)):
         eams += recorder.begin_step(recorded.step)
-        for row, experts_TK in enumerate(recorded.experts_LTK):
-            recorder.record(row, experts_TK)
+        for layer, experts_TK in enumerate(recorded.experts_LTK):
+            recorder.record(layer, experts_TK)
     eams += recorder.request_eams()
     found = sorted((int(e.prefill.sum()), int(e.decode.sum())) for e in eams if e.decode.any())
     wanted = sorted((3 * 2 * p, 3 * 2 * d) for p, d in requests if d)

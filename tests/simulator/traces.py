@@ -23,20 +23,24 @@ def sequence(
 
 def one_after_the_other(lengths: Sequence[tuple[int, int]], **shape: int) -> list[SequenceTrace]:
     """Sequences of (prompt, decoded) tokens with random experts; every token has an id of its own
-    and, in its first row, its own experts.
+    and, in its first layer, its own experts.
     """
     return list(_sequences(lengths, **shape))
 
 
 def _sequences(
-    lengths: Sequence[tuple[int, int]], *, num_rows: int = 3, num_experts: int = 6, top_k: int = 2,
+    lengths: Sequence[tuple[int, int]],
+    *,
+    num_layers: int = 3,
+    num_experts: int = 6,
+    top_k: int = 2,
     seed: int = 0,
-):  # fmt: skip
+):
     rng = np.random.default_rng(seed)
     step = first_id = 0
     for num_prompt, num_decoded in lengths:
         num = num_prompt + num_decoded
-        cells = rng.random((num, num_rows, num_experts)).argsort(axis=2)[:, :, :top_k]
+        cells = rng.random((num, num_layers, num_experts)).argsort(axis=2)[:, :, :top_k]
         ids = range(first_id, first_id + num)
         result = sequence(cells, num_prompt=num_prompt, first_step=step, token_ids=ids)
         yield result

@@ -12,8 +12,9 @@ import sys
 
 from moe_infinity.cli import app as cli
 from moe_infinity.cli.terminal import stderr
-from moe_infinity.config import LEGACY_IGNORED, OffloadConfig, memory_of_ratio
+from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError
+from moe_infinity.legacy_config import LEGACY_IGNORED, memory_of_ratio
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Does keeping prefill out of the decode set help decoding?
+"""Does a prefill quota help decoding?
 
 The same prompts, one after the other on one cache, greedy, with the rule of decision 0004 and with
 it turned off (every load counts as decode). Tokens are the same; hit rates are not.
 
-    python benchmarks/prefill_ring.py models/demo ../shared/data/prompts/gsm8k.jsonl [--limit 24]
+    python benchmarks/prefill_quota.py models/demo ../shared/data/prompts/gsm8k.jsonl [--limit 24]
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def main() -> None:
         for share in ("10%", "25%", "50%"):
             on = hit_rates(args, prompts, share, policy, is_on=True)
             off = hit_rates(args, prompts, share, policy, is_on=False)
-            rows.append({"policy": policy, "host_memory": share, "ring": on, "off": off})
+            rows.append({"policy": policy, "host_memory": share, "quota": on, "off": off})
             print(
                 f"{policy} {share:>4}  decode {on['decode']:.1%} with, {off['decode']:.1%} without;"
                 f"  prefill {on['prefill']:.1%}, {off['prefill']:.1%};"
                 f"  read {on['read_mib']} MiB, {off['read_mib']} MiB"
             )
-    print(json.dumps({"benchmark": "prefill_ring", "prompts": len(prompts), "rows": rows}))
+    print(json.dumps({"benchmark": "prefill_quota", "prompts": len(prompts), "rows": rows}))
 
 
 if __name__ == "__main__":

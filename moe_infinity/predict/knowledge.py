@@ -1,0 +1,91 @@
+"""What was learned from all requests so far: tables, the collection of requests, base rates, and
+how far each feature is to be trusted. L MoE layers, E experts, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_infinity.predict.eamc import Eamc
+from moe_infinity.predict.features import AHEAD, FACTORS, FEATURE_OF, KNOWN, START_WEIGHTS
+from moe_infinity.predict.tables import Floats, FollowTable, TokenTable
+
+LEARNING_RATE = 0.004  # of the weights, per token, divided by the number of layers
+BASE_RATE = 0.0005  # of the base rate, per token, once some thousands of tokens were seen
+EAMC_CAPACITY = 120  # paper §9.6: the plateau
+LEAST_BASE = np.float32(1e-4)  # of a base rate
+LOWEST_ODDS = np.float32(-30)  # logarithm; below it an expert is as good as never used
+
+
+class Knowledge:
+    """Shared by all sequences. `without` names FACTORS to leave out."""
+
+    def __init__(self, num_layers: int, num_experts: int, *, without: Sequence[str] = ()) -> None:
+        self.num_layers = num_layers
+        self.num_experts = num_experts
+        self.eamc = Eamc(EAMC_CAPACITY, num_layers, num_experts)
+        self.transitions = FollowTable(num_layers, num_experts)
+        self.layers = FollowTable(num_layers, num_experts)  # layer 0 follows nothing
+        self.tokens = TokenTable(num_layers, num_experts)
+        self.factors = frozenset(FACTORS) - set(without)
+        self._mask = KNOWN.copy()
+        for name in without:
+            self._mask[:, FEATURE_OF[name]] = 0
+        self.weights = START_WEIGHTS * self._mask
+        self.base_LE = np.full((num_layers, num_experts), 1 / num_experts, dtype=np.float32)
+        self.log_base_LE = np.log(self.base_LE)
+        self.num_tokens = 0  # learned from so far
+
+    def restore(self, eamc: Eamc, base_LE: Floats, weights: Floats, num_tokens: int) -> None:
+        """Go on from what an earlier predictor learned. No step has begun yet."""
+        self.eamc = eamc
+        self.num_tokens = num_tokens
+        self.base_LE[:] = base_LE
+        self.weights = weights * self._mask
+
+    def add_token_evidence(self, factor: str, token_id: int, out_LE: Floats) -> None:
+        """Write to `out_LE` what is known of the experts of a token, or of the token after it; zero
+        if nothing.
+        """
+        evidence_LE = None
+        if factor in self.factors:
+            evidence_LE = self.tokens.evidence(
+                token_id,
+                after=factor == "next_token",
+                base_LE=self.base_LE,
+                log_base_LE=self.log_base_LE,
+            )
+        out_LE[:] = 0 if evidence_LE is None else evidence_LE
+
+    def learn_weights(
+        self, features_FLE: Floats, used_LE: Floats, is_refined_L: NDArray[np.bool_]
+    ) -> None:
+        """One gradient step of the log loss, for all three stages at once. AHEAD learns from those
+        layers only that were predicted at that stage.
+        """
+        features = features_FLE.reshape(len(features_FLE), -1)
+        error = used_LE.reshape(-1) - chances_of(self.weights @ features)
+        error.reshape(-1, *used_LE.shape)[AHEAD, ~is_refined_L] = 0
+        step = error @ features.T
+        step *= self._mask * np.float32(LEARNING_RATE / self.num_layers)
+        self.weights += step
+
+    def learn_base(self, used_LE: Floats) -> None:
+        """Count one token's experts in the base rates."""
+        self.num_tokens += 1
+        rate = max(BASE_RATE, 1 / (self.num_tokens + 4))
+        self.base_LE += np.float32(rate) * (used_LE - self.base_LE)
+        np.maximum(self.base_LE, LEAST_BASE, out=self.base_LE)
+
+
+def chances_of(log_odds: Floats) -> Floats:
+    """The logistic function, in place."""
+    np.maximum(log_odds, LOWEST_ODDS, out=log_odds)
+    np.negative(log_odds, out=log_odds)
+    np.exp(log_odds, out=log_odds)
+    log_odds += 1
+    chances: Floats = np.reciprocal(log_odds, out=log_odds)
+    return chances
