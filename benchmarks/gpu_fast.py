@@ -102,7 +102,7 @@ def token_ms(check: Check, moe: MoE, shape: Shape, *, seed: int = 1) -> tuple[fl
 
 
 def steps_of(moe: MoE) -> DeviceSteps:
-    steps = moe._runtime.device_steps
+    steps = moe.engine.device_steps
     assert steps is not None
     return steps
 
@@ -179,7 +179,7 @@ def timed(owner: Any, name: str, into_ms: list[float]) -> Iterator[None]:
 
 def kernels_agree(check: Check, moe: MoE, shape: Shape) -> None:
     """A row computed by the device and by its twin on the CPU, from HOST, in float32 sums both."""
-    runtime, rows = moe._runtime, steps_of(moe)._rows
+    runtime, rows = moe.engine, steps_of(moe)._rows
     host = runtime.tiers[-1]
     keys = [key for key in runtime._keys[0] if host.table.lookup(key) is not None]
     keys = keys[: shape.config.num_experts_per_tok]
@@ -220,7 +220,7 @@ def forgetting(moe: MoE) -> Iterator[None]:
     """Nobody who predicts knows afterwards what was asked for within: the same request, measured
     again, is as new as it was.
     """
-    predictor = moe._runtime.predictor
+    predictor = moe.engine.predictor
     assert predictor is not None
     known = copy.deepcopy(vars(predictor))
     yield
@@ -251,7 +251,7 @@ def measure_misses(check: Check, moe: MoE, shape: Shape, name: str, share: str) 
     with counting_news(news):
         took_ms, tokens = token_ms(check, moe, shape)
     after = moe.report().decode
-    num_rows = (after.steps - before.steps) * len(moe._runtime.activated)
+    num_rows = (after.steps - before.steps) * len(moe.engine.activated)
     misses = (after.misses - before.misses) / (after.steps - before.steps)
     copied_mb = misses * expert_bytes(moe) / 1e6
     check.add(

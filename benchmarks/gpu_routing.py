@@ -52,7 +52,7 @@ def replaying(moe: MoE, request_NLK: Tensor | None, device: str) -> Iterator[Non
         return
     experts_LNK = request_NLK.transpose(0, 1).to(device)
     chosen_LTK = of_one_token_L1K = torch.empty_like(experts_LNK[:, :1])
-    route: Callable[..., Tensor] = moe._runtime.moe_layer
+    route: Callable[..., Tensor] = moe.engine.moe_layer
     forward = moe.model.forward
     num_done = 0
 
@@ -70,7 +70,7 @@ def replaying(moe: MoE, request_NLK: Tensor | None, device: str) -> Iterator[Non
         return forward(*args, **kwargs)
 
     with (
-        mock.patch.object(moe._runtime, "moe_layer", moe_layer),
+        mock.patch.object(moe.engine, "moe_layer", moe_layer),
         mock.patch.dict(vars(moe.model), {"forward": counting}),
     ):
         yield

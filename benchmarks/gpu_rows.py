@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from fake_link import FakeLink
 from gpu_models import SCRATCH, Shape, token_ids
 from gpu_routing import recorded_requests, replaying
 from gpu_stage import Check
@@ -25,10 +24,11 @@ from machinery import NoArithmetic
 from moe_infinity import MoE
 from moe_infinity.engine import compute as computing
 from moe_infinity.experts import Phase
-from moe_infinity.memory.cuda import CudaLink, Link
+from moe_infinity.memory.cuda import CudaDevice, TorchCudaDevice
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.machine import available_memory_bytes
 from moe_infinity.predict.recorder import Step
+from tests.cuda.fake_cuda import FakeCudaDevice
 
 CAPS_GB = (8, 12, 24)
 COPY_BYTES = 64 << 20
@@ -59,7 +59,9 @@ def machine(check: Check) -> None:
 
 def link(check: Check) -> None:
     """Copies of experts: right bytes, asynchronous, and how fast."""
-    way: Link = FakeLink() if check.is_fake else CudaLink(torch.device("cuda", 0))
+    way: CudaDevice = (
+        FakeCudaDevice() if check.is_fake else TorchCudaDevice(torch.device("cuda", 0))
+    )
     num_bytes = COPY_BYTES >> 6 if check.is_fake else COPY_BYTES
     host = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8)
     check.add("pages can be locked", way.page_lock(host))
@@ -193,7 +195,7 @@ def machinery(check: Check, moe: MoE, shape: Shape) -> None:
     """Microseconds per MoE layer of everything that is not arithmetic, its wait for the routing
     included.
     """
-    config, runtime = shape.config, moe._runtime
+    config, runtime = shape.config, moe.engine
     x_TD = torch.randn(1, config.hidden_size, dtype=torch.bfloat16, device=check.device)
     index_TK = torch.arange(config.num_experts_per_tok, device=check.device)[None]
     weights_TK = torch.rand(index_TK.shape, device=check.device)
@@ -214,7 +216,7 @@ def machinery(check: Check, moe: MoE, shape: Shape) -> None:
 
 def expert_bytes(moe: MoE) -> int:
     """Copied for one expert."""
-    return max(recipes.layout.slot_bytes for recipes in moe._runtime._recipes)
+    return max(recipes.layout.slot_bytes for recipes in moe.engine._recipes)
 
 
 def capped(check: Check, folder: Path, shape: Shape) -> None:
@@ -254,7 +256,7 @@ def prefill(check: Check, folder: Path, shape: Shape) -> None:
     share = f"{100 * 8 / shape.total_gb:.1f}%"
     for is_streaming in (True, False):
         with check.model(folder, device_memory=share) as moe, torch.inference_mode():
-            mover = moe._runtime._mover
+            mover = moe.engine._mover
             assert isinstance(mover, DeviceMover)
             if not is_streaming:
                 mover.stream = lambda keys: []  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.memory.device import PAGE_BYTES, SourceSlots
-from tests.cuda.fake_cuda import FakeLink, fake_device
+from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.fast_device import FAST, STATIC
 from tests.cuda.on_device import greedy
 
@@ -32,7 +32,7 @@ def test_its_files_are_closed(tiny_checkpoint):
     assert not any(name.startswith(str(tiny_checkpoint)) for name in open_files())
 
 
-class WatchedLink(FakeLink):
+class WatchedCudaDevice(FakeCudaDevice):
     """Whose memory is still there when it is unlocked, and nothing runs that uses it."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class WatchedLink(FakeLink):
 
 @pytest.mark.parametrize("options", [{}, FAST])
 def test_its_pages_are_unlocked_before_the_memory_goes(tiny_checkpoint, options):
-    link = WatchedLink()
+    link = WatchedCudaDevice()
     with fake_device(link):
         moe = MoE(tiny_checkpoint, device_memory="30%", host_memory="50%", **options)
         static: dict[str, Any] = STATIC if options else {}
@@ -69,7 +69,7 @@ def test_its_pages_are_unlocked_before_the_memory_goes(tiny_checkpoint, options)
 
 
 def test_pages_are_unlocked_though_the_device_failed():
-    class Failed(FakeLink):
+    class Failed(FakeCudaDevice):
         def synchronize(self) -> None:
             raise RuntimeError("an illegal memory access was encountered")
 

@@ -68,7 +68,7 @@ class ExpertRuntime:
         self.tiers = make_tiers(
             config,
             device_slots,
-            row_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
+            layer_slot_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
             num_experts=self.total_experts,
             make_policy=partial(
                 make_policy,

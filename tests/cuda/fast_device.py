@@ -17,7 +17,7 @@ from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.engine.layer import ExpertRuntime
 from moe_infinity.experts import Phase
 from moe_infinity.kernels.cuda import reference as slot_reference
-from tests.cuda.fake_cuda import FakeLink, fake_device
+from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.on_device import LONG_PROMPT, greedy
 
 FAST: dict[str, Any] = {"experts_implementation": "fast"}
@@ -28,15 +28,15 @@ CACHES = [pytest.param({}, id="dynamic"), pytest.param(STATIC, id="static")]
 @contextmanager
 def on_device(checkpoint: Path, device_memory: str, host_memory: str, **more: Any) -> Iterator[MoE]:
     budgets = {"device_memory": device_memory, "host_memory": host_memory}
-    with fake_device(FakeLink()), MoE(checkpoint, **budgets, **FAST, **more) as moe:
+    with fake_device(FakeCudaDevice()), MoE(checkpoint, **budgets, **FAST, **more) as moe:
         yield moe
 
 
 def bring_every_expert(moe: MoE) -> None:
     """To HOST, so that no step can be lost."""
-    steps = moe._runtime.device_steps
+    steps = moe.engine.device_steps
     assert steps is not None
-    for row, keys in enumerate(moe._runtime._keys):
+    for row, keys in enumerate(moe.engine._keys):
         steps._bring(row, torch.arange(len(keys)))
     assert not steps.can_lose
 

@@ -26,7 +26,7 @@ from moe_infinity.cuda.slot_kernels import SlotKernels
 from moe_infinity.cuda.static_windows import StaticWindows
 from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
-from tests.cuda.fake_cuda import FakeLink
+from tests.cuda.fake_cuda import FakeCudaDevice
 
 NOWHERE = torch.device("meta")
 NUM_EXPERTS = 4  # that made-up routing goes to: a model has more, and fewer per token
@@ -150,7 +150,7 @@ class Captured(BaseException):
 # What the host decides
 
 
-class NowhereLink(FakeLink):
+class MetaCudaDevice(FakeCudaDevice):
     """Models opened with it have everything there but HOST."""
 
     device = NOWHERE

@@ -342,7 +342,7 @@ def test_an_expert_that_cannot_be_read_in_a_step_is_told_and_the_next_call_works
         stop.remaining = 20  # after the prompt
         with pytest.raises(CheckpointError, match="the disk is gone"):
             greedy(moe, **cache)
-        steps = moe._runtime.device_steps
+        steps = moe.engine.device_steps
         assert steps is not None
         assert steps.is_broken  # it was in a step
         for _ in range(2):

@@ -21,7 +21,7 @@ from moe_infinity.cuda.slot_kernels import SlotKernels
 from moe_infinity.errors import ConfigError
 from moe_infinity.kernels import has_triton_kernels
 from moe_infinity.kernels.cuda import reference as slot_reference
-from tests.cuda.fake_cuda import FakeLink, fake_device
+from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.fast_device import (
     CACHES,
     FAST,
@@ -144,7 +144,7 @@ def counted(moe: MoE) -> tuple[Any, ...]:
     """What was looked up, and what everybody learned of it."""
     decode = moe.report().decode
     eams = [eam.decode.tolist() for eam in moe.request_eams()]
-    scores = [policy.scores().tolist() for policy in moe._runtime._policies]
+    scores = [policy.scores().tolist() for policy in moe.engine._policies]
     return decode.hits, decode.misses, decode.steps, moe.report().evictions, eams, scores
 
 
@@ -183,9 +183,9 @@ def test_scores_are_those_after_each_part_of_the_rows(tiny_checkpoint, monkeypat
         greedy(moe)
         monkeypatch.setattr(ActivationAware, "scores_after", asking)
         offered.clear()
-        policy = moe._runtime.tiers[0].policy
-        moe._runtime.table._transient[:] = False  # their scores are lower
-        steps = moe._runtime.device_steps
+        policy = moe.engine.tiers[0].policy
+        moe.engine.table._transient[:] = False  # their scores are lower
+        steps = moe.engine.device_steps
         assert steps is not None
         for moe_layer_idx in (None, 0, 1, 2):
             steps.follower._offer(moe_layer_idx)
@@ -250,8 +250,8 @@ def test_a_small_host_is_refused_before_the_first_token(tiny_checkpoint):
 
 
 def test_memory_that_cannot_be_page_locked_is_refused_and_says_what_to_do(tiny_checkpoint):
-    link = FakeLink(is_locking=False)
-    with fake_device(link), MoE(tiny_checkpoint, device_memory="30%", **FAST) as moe:
+    cuda_device = FakeCudaDevice(is_locking=False)
+    with fake_device(cuda_device), MoE(tiny_checkpoint, device_memory="30%", **FAST) as moe:
         for _ in range(2):
             with pytest.raises(ConfigError, match="page-locked .*\nhint: lower host_memory"):
                 greedy(moe)
@@ -259,6 +259,6 @@ def test_memory_that_cannot_be_page_locked_is_refused_and_says_what_to_do(tiny_c
 
 def test_prefetch_leaves_every_step_to_the_host(tiny_checkpoint, caplog):
     with on_device(tiny_checkpoint, "30%", "100%", prefetch=True) as moe:
-        assert moe._runtime.device_steps is None
+        assert moe.engine.device_steps is None
         assert "the host decides in every step" in caplog.text
         greedy(moe, **STATIC)

@@ -248,7 +248,7 @@ def test_packed_on_load_they_are_read_too(tmp_path):
     found = []
     for budgets in (("100%", "100%"), ("7%", "50%")):
         with on_device(tmp_path, *budgets, expert_dtype="int8", dtype="float32") as moe:
-            assert moe._runtime.device_steps is not None
+            assert moe.engine.device_steps is not None
             cache = transformers.StaticCache(moe.model.config, max_cache_len=IDS.shape[1])
             found.append(logits_of_steps(moe.model, IDS, PROMPT.shape[1], cache))
     assert torch.equal(*found)
@@ -265,10 +265,10 @@ def test_tritons_kernel_agrees_with_its_twin_on_a_row(folder):
     torch.manual_seed(0)
     with on_device(folder, "100%", "100%") as moe:
         greedy(moe, LONG_PROMPT)
-        steps = moe._runtime.device_steps
+        steps = moe.engine.device_steps
         assert steps is not None
-        (mlp, *_), slots = steps._rows._mlps, moe._runtime.slots
-        resident = sorted(moe._runtime.table.resident_slots().items())
+        (mlp, *_), slots = steps._rows._mlps, moe.engine.slots
+        resident = sorted(moe.engine.table.resident_slots().items())
         at = [slots.address_of(slot) for key, slot in resident if key.moe_layer_idx == 0][:TOP_K]
         x_TD, weights_TK = 8 * torch.randn(1, 64), torch.rand(1, TOP_K)
         arguments = mlp, x_TD, torch.tensor([at]), weights_TK

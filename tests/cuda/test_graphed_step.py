@@ -17,7 +17,7 @@ from transformers import StaticCache
 
 from moe_infinity.cuda import graphed_step
 from moe_infinity.cuda.cache_state import can_capture
-from moe_infinity.memory.cuda import CAPTURING, CudaLink
+from moe_infinity.memory.cuda import CAPTURING, TorchCudaDevice
 from tests.cuda.fast_device import STATIC, on_device, tokens_of_a_cpu
 from tests.cuda.on_device import PROMPT, greedy
 from tests.sweep.discover import architectures_in
@@ -201,11 +201,11 @@ def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
-    link = CudaLink(cuda_stream.device)
+    cuda_device = TorchCudaDevice(cuda_stream.device)
     seen.clear()
     others: list[Any] = [
-        lambda: CudaLink(cuda_stream.device),
-        link.synchronize,
+        lambda: TorchCudaDevice(cuda_stream.device),
+        cuda_device.synchronize,
         lambda: graphed_step.capture(cuda_stream, lambda: seen.append("captured")),
     ]
 
@@ -213,7 +213,7 @@ def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
         for thread in threads:
             thread.start()
             thread.join(0.1)  # they do not get far
-        link.synchronize()  # which CUDA would refuse, but nothing hangs
+        cuda_device.synchronize()  # which CUDA would refuse, but nothing hangs
         assert seen.pop() == "waited"
         seen.append("begun before")
 
@@ -230,13 +230,13 @@ def test_a_wait_for_a_device_does_not_wait_for_ever_for_a_capture(cuda_stream, m
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
     monkeypatch.setattr("moe_infinity.memory.cuda.CAPTURE_SECONDS", 0.05)
-    link = CudaLink(cuda_stream.device)
-    waiting = threading.Thread(target=link.synchronize)
+    cuda_device = TorchCudaDevice(cuda_stream.device)
+    waiting = threading.Thread(target=cuda_device.synchronize)
     with CAPTURING:
         waiting.start()
         waiting.join(10)
         assert seen == ["waited"]
-    link.synchronize()
+    cuda_device.synchronize()
     assert CAPTURING.acquire(timeout=1)
     CAPTURING.release()
 

@@ -93,7 +93,7 @@ def test_misses_are_those_of_scores_that_know_the_rows_heard(
     tell_if(monkeypatch, lambda moe_layer_idx: moe_layer_idx < at[0] - lag)
     with on_device(tiny_checkpoint, device_memory, "100%", policy="lru") as moe:
         moe.model(torch.arange(100)[None])
-        assert len(moe._runtime.tiers[1].table) == 24  # no step has to stop
+        assert len(moe.engine.tiers[1].table) == 24  # no step has to stop
         with moe.recording() as finish:
             greedy(moe, PROMPT, num_tokens=40, eos_token_id=-1)
         (model,) = models
