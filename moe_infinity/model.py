@@ -30,13 +30,14 @@ import transformers
 from numpy.typing import NDArray
 
 from moe_infinity.architectures import experts_backend
-from moe_infinity.architectures.early_router import EarlyGate
+from moe_infinity.architectures.early_router import EarlyRouter
+from moe_infinity.architectures.step_reader import StepReader
 from moe_infinity.checkpoint.loading import load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
 from moe_infinity.config import OffloadConfig
-from moe_infinity.cuda.device_steps import let_device_decide
+from moe_infinity.cuda.graphed_step import GraphedStep
+from moe_infinity.engine.build import build_engine
 from moe_infinity.engine.device import ComputeDevice
-from moe_infinity.engine.layer import ExpertRuntime
 from moe_infinity.errors import (
     CheckpointError,
     ClosedError,
@@ -91,22 +92,29 @@ class MoE:
             self._is_closed = False
             self._startup_bytes_read = loaded.startup_bytes_read
             try:
-                plan = loaded.plan
-                self._runtime = ExpertRuntime(plan, loaded.reader, self.config, self._device.slots)
+                plan, early_router = loaded.plan, None
+                if self.config.early_gate:
+                    early_router = EarlyRouter(self.model, plan.layers)
+                self.engine = build_engine(
+                    self.model, plan, loaded.reader, self.config, self._device.slots, early_router
+                )
             except BaseException:
                 loaded.reader.close()
                 raise
             try:
-                if self.config.early_gate:
-                    self._runtime.early_gate = EarlyGate(self.model, plan.layers)
-                self._graphed = let_device_decide(self.model, plan, self._runtime, self.config)
                 self._signature = signature_of(self.model, plan.layers)
                 self._load_history()
             except BaseException:
-                self._runtime.close()
+                self.engine.close()
                 raise
-            self._steps = experts_backend.attach(self.model, plan.layers, self._runtime)
-            self._lean = self._device.lean_steps(self.model, is_packed=plan.packing is not None)
+            self._graphed = None
+            if self.engine.device_steps is not None:
+                self._graphed = GraphedStep(self.model, self.engine.device_steps)
+            experts_backend.attach(self.model, plan.layers, self.engine, early_router)
+            self._steps = StepReader(self.model, self.engine)
+            self._small_batches = self._device.small_batch_steps(
+                self.model, is_packed=plan.packing is not None
+            )
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -134,13 +142,13 @@ class MoE:
             named = signature(self.model.generate).bind_partial(*args).arguments | kwargs
             config = named.get("generation_config")
             try:
-                self._runtime.cancelled = cancelled
                 self._steps.end_ids = named.get("eos_token_id", config and config.eos_token_id)
                 self._steps.prompt_mask = named.get("attention_mask")
-                return self.model.generate(*args, **kwargs)
+                with self.engine.cancellable(cancelled):
+                    return self.model.generate(*args, **kwargs)
             finally:
-                self._steps.end_ids = self._steps.prompt_mask = self._runtime.cancelled = None
-                self._runtime.settle()
+                self._steps.end_ids = self._steps.prompt_mask = None
+                self.engine.settle()
 
     def forward(self, step: Step, **inputs: Any) -> Any:
         """One forward pass of the model, for a caller who batches requests himself: `step` says
@@ -178,13 +186,13 @@ class MoE:
         sequence of its batch.
         """
         with self._lock:
-            self._runtime.settle()
-            return copy.deepcopy(self._runtime.recorder.request_eams())
+            self.engine.settle()
+            return copy.deepcopy(self.engine.recorder.request_eams())
 
     @property
     def num_experts(self) -> int:
         """Routed experts per MoE row, the most of any row."""
-        return self._runtime.recorder.num_experts
+        return self.engine.recorder.num_experts
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], list[SequenceTrace]]]:
@@ -193,35 +201,41 @@ class MoE:
         """
         with self._lock:
             self._require_open()
-            self._runtime.settle()
-            self._runtime.recorder.begin_tokens()
-        finish = cache(self._runtime.finish_tokens)
+            self.engine.settle()
+            self.engine.recorder.begin_tokens()
+        finish = cache(self._finish_tokens)
         try:
             yield finish
             finish()
         finally:
-            self._runtime.recorder.drop_tokens()
+            self.engine.recorder.drop_tokens()
+
+    def _finish_tokens(self) -> list[SequenceTrace]:
+        self.engine.conclude()
+        self._steps.leave_pass()
+        return self.engine.recorder.finish_tokens()
 
     def report(self) -> Report:
         """Hits, misses, bytes and waiting since the model was loaded, and how full each tier is
         now.
         """
-        runtime = self._runtime
+        engine = self.engine
         tiers = [
             TierOccupancy(t.tier.value, len(t.table), t.slots.num_slots, t.slots.num_bytes)
-            for t in runtime.tiers
+            for t in engine.tiers
         ]
-        num_experts, num_bytes = runtime.total_experts, runtime.total_expert_bytes
-        disk = TierOccupancy(Tier.DISK.value, num_experts, num_experts, num_bytes)
-        counters = copy.deepcopy(runtime.counters)
+        num_experts = engine.bookkeeping.total_experts
+        disk = TierOccupancy(Tier.DISK.value, num_experts, num_experts, engine.stored_expert_bytes)
+        counters = copy.deepcopy(engine.bookkeeping.counters)
+        table = engine.tiers[0].table
         return Report(
             policy=self.config.policy,
-            experts=runtime.experts,
+            experts=engine.experts,
             prefill=counters.prefill,
             decode=counters.decode,
             startup_bytes_read=self._startup_bytes_read,
-            prefetches=copy.copy(runtime.table.prefetches),
-            evictions=runtime.table.evictions,
+            prefetches=copy.copy(table.prefetches),
+            evictions=table.evictions,
             tiers=(*tiers, disk),
         )
 
@@ -229,28 +243,20 @@ class MoE:
         """[MoE rows, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
         loading, 2 resident, 3 resident and activated by the last step.
         """
-        runtime = self._runtime
-        states_RE = np.where(runtime.exists_RE, 0, -1).astype(np.int8)
-        states_RE[runtime.table.cells()] = 2
-        for key in runtime.table.loading_keys():
-            states_RE[key] = 1
-        for moe_layer_idx, activated in enumerate(runtime.activated):
-            here = states_RE[moe_layer_idx, activated] == 2
-            states_RE[moe_layer_idx, np.array(activated, dtype=int)[here]] = 3
-        return states_RE
-
-    @property
-    def engine(self) -> ExpertRuntime:
-        """The engine, for tests and benchmarks."""
-        return self._runtime
+        bookkeeping, table = self.engine.bookkeeping, self.engine.tiers[0].table
+        states_LE = np.where(bookkeeping.exists_LE, 0, -1).astype(np.int8)
+        states_LE[table.cells()] = 2
+        for key in table.loading_keys():
+            states_LE[key] = 1
+        for moe_layer_idx, activated in enumerate(bookkeeping.activated):
+            here = states_LE[moe_layer_idx, activated] == 2
+            states_LE[moe_layer_idx, np.array(activated, dtype=int)[here]] = 3
+        return states_LE
 
     def check_invariants(self) -> None:
         """Assert that the bookkeeping of slots is consistent; for tests and for doubt."""
         with self._lock:
-            for tier in self._runtime.tiers:
-                tier.table.check_invariants()
-            if self._runtime.device_steps is not None:
-                self._runtime.device_steps.check_invariants()
+            self.engine.check_invariants()
 
     def close(self) -> None:
         """Stop the read threads, close the files, write the history if there is to be one. Waits
@@ -264,14 +270,14 @@ class MoE:
             self._steps.close()
             if self._graphed is not None:
                 self._graphed.close()
-            if self._lean is not None:
-                self._lean.close()
-            self._runtime.close()
+            if self._small_batches is not None:
+                self._small_batches.close()
+            self.engine.close()
             self._save_history()
 
     def _load_history(self) -> None:
         """Go on from what earlier runs learned, if there were any. Raises TraceError."""
-        file, predictor = self.config.history, self._runtime.predictor
+        file, predictor = self.config.history, self.engine.predictor
         if file is None or predictor is None:
             return
         folder = Path(file).absolute().parent
@@ -281,9 +287,9 @@ class MoE:
             load_history(Path(file), predictor, signature=self._signature)
 
     def _save_history(self) -> None:
-        file, predictor = self.config.history, self._runtime.predictor
+        file, predictor = self.config.history, self.engine.predictor
         if file is not None and predictor is not None:
-            predictor.finish(self._runtime.recorder.request_eams())
+            predictor.finish(self.engine.recorder.request_eams())
             save_history(Path(file), predictor, signature=self._signature)
 
     def _refuse_saving(self, *args: Any, **kwargs: Any) -> None:

@@ -94,24 +94,25 @@ class Profile:
 @contextmanager
 def profiling(moe: MoE) -> Iterator[Profile]:
     """Profile what the model does inside. The profile is complete afterwards."""
-    profile, runtime = Profile(), moe._runtime
-    stalled_before = runtime.counters.decode.stall_s
+    profile, engine = Profile(), moe.engine
+    counters = engine.bookkeeping.counters
+    stalled_before = counters.decode.stall_s
     replaced = [
         (module, "forward", ATTENTION)
         for module in moe.model.modules()
         if type(module).__name__.endswith("Attention")
     ]
-    replaced += [(runtime, "moe_layer", MACHINERY), (runtime, "compute", MACHINERY)]
-    replaced += [(computer, "run", EXPERTS) for computer in runtime._computers]
+    replaced += [(engine, "moe_layer", MACHINERY), (engine, "answer_calls", MACHINERY)]
+    replaced += [(computer, "run", EXPERTS) for computer in engine.path.computers]
     for owner, name, part in replaced:
         setattr(owner, name, profile.timed(part, getattr(owner, name)))
-    begin_step = profile.timed(MACHINERY, runtime.begin_step)
+    begin_step = profile.timed(MACHINERY, engine.begin_step)
 
     def begun(step: Step) -> None:
         profile.begin_step(step.phase)
         begin_step(step)
 
-    vars(runtime)["begin_step"] = begun  # an encoder and a decoder begin one each
+    vars(engine)["begin_step"] = begun  # an encoder and a decoder begin one each
     hook = moe.model.register_forward_hook(lambda *_: profile.end_step(), always_call=True)
     try:
         yield profile
@@ -119,6 +120,6 @@ def profiling(moe: MoE) -> Iterator[Profile]:
         hook.remove()
         for owner, name, _ in replaced:
             delattr(owner, name)
-        del vars(runtime)["begin_step"]
+        del vars(engine)["begin_step"]
         profile.end_step()
-        profile.move_to_waiting(runtime.counters.decode.stall_s - stalled_before)
+        profile.move_to_waiting(counters.decode.stall_s - stalled_before)

@@ -3,8 +3,8 @@
 Which kernel computes a product, and so its last bit, depends on the processor, on the library and
 on the sizes. Here one in four results of every product and of attention, in float32, bfloat16 and
 float16, has its last bit flipped: which ones, its own bits and the sizes say. So what promises the
-same bits (the same products of the same numbers) keeps them, on any thread, and any two arithmetics
-are further apart than on one machine.
+same bits (the same products of the same numbers, one by one or several at once) keeps them, on any
+thread, and any two arithmetics are further apart than on one machine.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ def round_the_other_way(machine: str) -> None:
 
 def _rounded(product: str, machine: str) -> Any:
     kernel = torch.library.get_kernel(f"aten::{product}", "CPU")
-    name = f"{machine} {product.removesuffix('.out').removesuffix('_')}"
+    kind = (
+        product.removesuffix(".out").removesuffix("_").replace("bmm", "mm").replace("badd", "add")
+    )
 
     def rounded(keys: Any, *args: Any, **kwargs: Any) -> Any:
         found = kernel.call_boxed(keys, *args, **kwargs)
         out = found[0] if isinstance(found, tuple) else found
-        sizes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, Tensor))
-        flip_last_bits(out, _seed(name, sizes))
+        sizes = tuple(tuple(arg.shape[-2:]) for arg in args if isinstance(arg, Tensor))
+        flip_last_bits(out, _seed(f"{machine} {kind}", sizes))
         return found
 
     return rounded

@@ -149,15 +149,16 @@ def test_a_stream_ends_in_the_middle_of_its_prompt(moe, disk, expected):
 
 def leave(moe: MoE, monkeypatch: pytest.MonkeyPatch, at_row: int) -> None:
     """A stream, in the middle of its prompt."""
-    stream, begin_row = moe.stream(INPUTS, **FOR_LONG), moe._runtime._begin_row
+    stream = moe.stream(INPUTS, **FOR_LONG)
+    moe_layer = moe.engine.moe_layer
 
-    def begin(moe_layer_idx: int, num_tokens: int) -> None:
+    def cancelling(moe_layer_idx: int, *args: Any) -> Any:
         if moe_layer_idx == at_row:
             stream._cancelled.set()
-        begin_row(moe_layer_idx, num_tokens)
+        return moe_layer(moe_layer_idx, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(moe._runtime, "_begin_row", begin)
+        patched.setattr(moe.engine, "moe_layer", cancelling)
         assert list(stream) == []
     assert stream.token_ids == []
 
@@ -283,8 +284,8 @@ def test_a_command_ends_soon_with_code_130_and_not_a_word(tmp_path, times):
     end_well(outcomes)
     assert [file.name for file in tmp_path.iterdir()] == ["history.npz"]
     with MoE(DEMO, host_memory="25%", history=history) as moe:  # is whole
-        assert moe._runtime.predictor is not None
-        assert moe._runtime.predictor.num_tokens > 0
+        assert moe.engine.predictor is not None
+        assert moe.engine.predictor.num_tokens > 0
 
 
 IN_A_FINALIZER = """

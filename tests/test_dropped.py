@@ -56,7 +56,7 @@ def test_its_pages_are_unlocked_before_the_memory_goes(tiny_checkpoint, options)
         moe = MoE(tiny_checkpoint, device_memory="30%", host_memory="50%", **options)
         static: dict[str, Any] = STATIC if options else {}
         greedy(moe, **static)
-    slots: Any = moe._runtime.tiers[1].slots
+    slots: Any = moe.engine.tiers[1].slots
     chunk = next(iter(slots._locked.values())).data_ptr()
     assert chunk in link.locked
     link.asked.clear()

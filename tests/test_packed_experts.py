@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_infinity import ConfigError, MoE, UnsupportedModelError
 from moe_infinity.checkpoint.recipe import Recipe
-from moe_infinity.engine import compute as computing
+from moe_infinity.engine import compute
 from moe_infinity.quantize import pack_checkpoint
 from tests import conftest
 from tests.architectures.test_architectures import SMALL
@@ -24,7 +24,7 @@ from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 
 pytest.importorskip("numba", reason="numba is not installed")
-from moe_infinity.engine.fused_rows import FusedRows
+from moe_infinity.engine.fused import FusedWork
 from moe_infinity.kernels.cpu import experts as experts_cpu
 
 pytestmark = pytest.mark.arithmetic
@@ -82,7 +82,7 @@ def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
 
 def test_many_rows_are_computed_with_unpacked_experts(folder, monkeypatch):
     """A prompt pays for unpacking once: its logits are bit for bit those of unpacked experts."""
-    monkeypatch.setattr(computing, "PACKED_ROWS", 8)
+    monkeypatch.setattr(compute, "PACKED_ROWS", 8)
     ids = torch.full((1, 32), 7)  # nearly all routed alike
     logits = []
     for implementation in ("auto", "grouped_mm"):
@@ -181,11 +181,11 @@ def test_fast_is_near_the_bits_of_stock_and_wrong_experts_are_not(source, monkey
         ) as moe:
             assert distance(logits_of_steps(moe.model, ids), exact) < 1e-5
             assert moe.report().experts == "as stored, fast"
-    add = FusedRows.add
+    run = FusedWork.run
 
-    def exchanged(self: Any, expert_idxs: list[int], addresses: list[int]) -> None:
-        add(self, expert_idxs, addresses[::-1])
+    def exchanged(self: Any, expert_idxs: list[int], slot_ids: list[int]) -> None:
+        run(self, expert_idxs, slot_ids[::-1])
 
-    monkeypatch.setattr(FusedRows, "add", exchanged)
+    monkeypatch.setattr(FusedWork, "run", exchanged)
     wrong = token_by_token(source, experts_implementation="fast")
     assert distance(wrong, token_by_token(source)) > 0.1

@@ -125,11 +125,11 @@ def test_ctrl_c_while_a_step_is_handed_over_neither_loses_nor_repeats_it(moe):
     for num_lines in range(1, 1000):
         with moe.recording() as finish:
             generate(moe, PROMPT, **GREEDY)
-            others = replace(moe._runtime.recorder.step, begins_B=np.ones(2, dtype=bool))
+            others = replace(moe.engine.recorder.step, begins_B=np.ones(2, dtype=bool))
             left, before = num_lines, sys.gettrace()
             sys.settrace(trace)
             try:
-                moe._runtime.note_begin(others)
+                moe.engine.bookkeeping.note_begin(others)
             except KeyboardInterrupt:
                 pass
             finally:

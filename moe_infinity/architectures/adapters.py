@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moe_infinity.engine.routing import NO_EXPERT, ExpertWork
+from moe_infinity.engine.routing import NO_EXPERT, Routing
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout
 from moe_infinity.kernels.reference import expert_mlp
@@ -30,14 +30,21 @@ INTERFACE_ATTRIBUTES = {"has_gate", "has_bias", "is_transposed", "is_concatenate
 CALL_ATTRIBUTE = "_moe_infinity_call"  # set on each module of the interface: its MoeLayer
 
 
+class ExpertCalls(Protocol):
+    """The calls that a block of a model makes of its experts by itself, and what they answer."""
+
+    def answer(self, expert_idx: int, mlp: Callable[..., Tensor], weights: Any) -> None:
+        """Compute all calls of this expert. `mlp` takes its weights and what a call passes."""
+
+
 class MoeLayer(Protocol):
-    """One MoE row of the runtime, as an adapter calls it."""
+    """One MoE layer of the engine, as an adapter calls it."""
 
     def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
         """[T, D]: the weighted sum over each token's experts."""
 
-    def work(self, work: ExpertWork, top_k_index_TK: Tensor | None, num_tokens: int) -> None:
-        """Do work that knows its own rows."""
+    def answer_calls(self, calls: ExpertCalls, routing: Routing) -> None:
+        """Answer the calls that a block makes of its experts by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.experts import Ints
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Step
 
@@ -26,19 +27,20 @@ logger = logging.getLogger(__name__)
 class Routed(BaseException):
     """Not an error: carries a routing out of a block that was only asked for it."""
 
-    def __init__(self, top_k_index_TK: Tensor | None) -> None:
+    def __init__(self, experts_TK: Ints | None) -> None:
         super().__init__()
-        self.top_k_index_TK = top_k_index_TK
+        self.experts_TK = experts_TK
 
 
-class EarlyGate:
-    """Asks the block of the next row. The norm before each block is found in the first forward pass
-    as the module that made the block's input; a row whose norm is not found is never asked.
+class EarlyRouter:
+    """Asks the block of the next MoE layer. The norm before each block is found in the first
+    forward pass as the module that made the block's input; an MoE layer whose norm is not found is
+    never asked.
     """
 
-    def __init__(self, model: nn.Module, rows: list[ExpertsModule]) -> None:
+    def __init__(self, model: nn.Module, layers: list[ExpertsModule]) -> None:
         self.is_asking = False  # the experts function raises Routed while this is set
-        self._blocks = [model.get_submodule(row.block_name) for row in rows]
+        self._blocks = [model.get_submodule(layer.block_name) for layer in layers]
         self._has_reached_end = False
         self._norms: dict[int, nn.Module] = {}
         self._residual: Tensor | None = None
@@ -49,22 +51,23 @@ class EarlyGate:
         """Hooks for one forward pass that find the norms."""
         norms = [m for m in model.modules() if "norm" in type(m).__name__.lower()]
         hooks = [norm.register_forward_hook(self._note_output) for norm in norms]
-        for row, block in enumerate(self._blocks):
-            hooks.append(block.register_forward_pre_hook(self._finder_of(row), with_kwargs=True))
+        for moe_layer_idx, block in enumerate(self._blocks):
+            finder = self._finder_of(moe_layer_idx)
+            hooks.append(block.register_forward_pre_hook(finder, with_kwargs=True))
         return hooks
 
     def _note_output(self, norm: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
             self._made_by[id(output)] = norm, output  # kept, so that no other gets this id
 
-    def _finder_of(self, row: int) -> Any:
+    def _finder_of(self, moe_layer_idx: int) -> Any:
         def find(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs = [*args, *kwargs.values()]
             norm = self._made_by.get(id(inputs[0])) if inputs else None
             self._made_by.clear()
-            self._has_reached_end |= row == len(self._blocks) - 1
-            if norm is not None and len(inputs) == 1 and row not in self._norms:
-                self._norms[row] = norm[0]
+            self._has_reached_end |= moe_layer_idx == len(self._blocks) - 1
+            if norm is not None and len(inputs) == 1 and moe_layer_idx not in self._norms:
+                self._norms[moe_layer_idx] = norm[0]
                 norm[0].register_forward_pre_hook(self._note_residual)
 
         return find
@@ -74,7 +77,7 @@ class EarlyGate:
             self._residual = args[0]
 
     def begin_step(self) -> None:
-        """A forward pass begins. After one that reached the last row the search is over."""
+        """A forward pass begins. After one that reached the last layer the search is over."""
         self._residual = None
         if not (self._hooks and self._has_reached_end):
             return
@@ -83,26 +86,30 @@ class EarlyGate:
         self._hooks = []
         self._made_by.clear()
         if len(self._norms) < len(self._blocks):
-            found, rows = len(self._norms), len(self._blocks)
-            logger.info("early gate: %d of %d layers can be asked", found, rows)
+            logger.info(
+                "early router: %d of %d MoE layers can be asked",
+                len(self._norms),
+                len(self._blocks),
+            )
 
-    def hint(self, row: int, step: Step, predictor: Predictor) -> None:
-        """Tell the predictor what the router of this row says of the tokens that count."""
-        top_k_index_TK = self.ask(row)
-        if top_k_index_TK is not None:
-            index_TK = top_k_index_TK.cpu().numpy()
-            predictor.hint(row, index_TK if step.counted_T is None else index_TK[step.counted_T])
+    def hint(self, moe_layer_idx: int, step: Step, predictor: Predictor) -> None:
+        """Tell the predictor what the router of this MoE layer says of the tokens that count."""
+        experts_TK = self.ask(moe_layer_idx)
+        if experts_TK is not None:
+            if step.counted_T is not None:
+                experts_TK = experts_TK[step.counted_T]
+            predictor.hint(moe_layer_idx, experts_TK)
 
     @torch.no_grad()
-    def ask(self, row: int) -> Tensor | None:
-        """[T, K]: what the block of this row would choose, or None if it cannot be asked."""
-        if row not in self._norms or self._residual is None:
+    def ask(self, moe_layer_idx: int) -> Ints | None:
+        """[T, K]: what the block of this MoE layer would choose, or None if it cannot be asked."""
+        if moe_layer_idx not in self._norms or self._residual is None:
             return None
         self.is_asking = True
         try:
-            self._blocks[row](self._norms[row](self._residual))
+            self._blocks[moe_layer_idx](self._norms[moe_layer_idx](self._residual))
         except Routed as routed:
-            return routed.top_k_index_TK
+            return routed.experts_TK
         finally:
             self.is_asking = False
         return None

@@ -1,32 +1,21 @@
-"""Our experts backend in transformers: it hands each layer's routing to the runtime, and says when
-a step begins.
+"""Our experts backend in transformers: it hands each MoE layer's routing to the engine.
 
 transformers calls the backend of every experts module with (module, hidden states [T, D],
-top_k_index [T, K], top_k_weights [T, K]), all padding included, sequences flattened. What the model
-was called with (batch, mask, cache) is read by a forward pre-hook on the model.
+top_k_index [T, K], top_k_weights [T, K]), all padding included, sequences flattened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_infinity.architectures.adapters import CALL_ATTRIBUTE, ExpertsModule
-from moe_infinity.architectures.early_router import Routed
+from moe_infinity.architectures.adapters import CALL_ATTRIBUTE, ExpertCalls, ExpertsModule
+from moe_infinity.architectures.early_router import EarlyRouter, Routed
 from moe_infinity.architectures.gradients import without_gradient
-from moe_infinity.engine.layer import ExpertRuntime
-from moe_infinity.engine.routing import ExpertWork
-from moe_infinity.experts import Phase
-from moe_infinity.predict.recorder import Step
+from moe_infinity.engine.routing import Routing
 
 BACKEND = "moe_infinity"  # the name of our experts implementation in transformers
 
@@ -35,7 +24,7 @@ def experts_forward(
     self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
 ) -> Tensor:
     """What transformers calls instead of its own loop over experts."""
-    layer: Layer = getattr(self, CALL_ATTRIBUTE)
+    layer: EngineLayer = getattr(self, CALL_ATTRIBUTE)
     return layer(x_TD, top_k_index_TK, top_k_weights_TK)
 
 
@@ -44,131 +33,51 @@ def register() -> None:
     ExpertsInterface.register(BACKEND, experts_forward)
 
 
-class Layer:
-    """One MoE row of a runtime; what every adapter ends up calling."""
+class Engine(Protocol):
+    """What computes MoE layers by their index; see engine/engine.py."""
 
-    def __init__(self, runtime: ExpertRuntime, moe_layer_idx: int) -> None:
-        self._runtime = runtime
-        self._moe_row = moe_layer_idx
+    def moe_layer(
+        self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
+    ) -> Tensor: ...
+
+    def answer_calls(self, moe_layer_idx: int, routing: Routing, calls: ExpertCalls) -> None: ...
+
+
+class EngineLayer:
+    """One MoE layer of an engine, as adapters call it."""
+
+    def __init__(
+        self, engine: Engine, moe_layer_idx: int, early_router: EarlyRouter | None
+    ) -> None:
+        self._engine = engine
+        self._moe_layer_idx = moe_layer_idx
+        self._early_router = early_router
 
     def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
-        early_gate = self._runtime.early_gate
-        if early_gate is not None and early_gate.is_asking:
-            raise Routed(top_k_index_TK)
+        if self._is_asked_early:
+            raise Routed(top_k_index_TK.cpu().numpy())
         routing = top_k_index_TK, top_k_weights_TK
         return without_gradient(
-            x_TD, lambda: self._runtime.moe_layer(self._moe_row, x_TD, *routing)
+            x_TD, lambda: self._engine.moe_layer(self._moe_layer_idx, x_TD, *routing)
         )
 
-    def work(self, work: ExpertWork, top_k_index_TK: Tensor | None, num_tokens: int) -> None:
-        early_gate = self._runtime.early_gate
-        if early_gate is not None and early_gate.is_asking:
-            raise Routed(top_k_index_TK)
-        index_TK = None if top_k_index_TK is None else top_k_index_TK.cpu().numpy()
-        self._runtime.compute(self._moe_row, work, index_TK, num_tokens)
+    def answer_calls(self, calls: ExpertCalls, routing: Routing) -> None:
+        if self._is_asked_early:
+            raise Routed(routing.experts_TK)
+        self._engine.answer_calls(self._moe_layer_idx, routing, calls)
+
+    @property
+    def _is_asked_early(self) -> bool:
+        """Whether the routing is all that is wanted."""
+        return self._early_router is not None and self._early_router.is_asking
 
 
-def attach(model: PreTrainedModel, rows: list[ExpertsModule], runtime: ExpertRuntime) -> StepReader:
-    """Connect the experts modules of `model` to the runtime; closing the result stops the hook."""
-    for moe_layer_idx, row in enumerate(rows):
-        row.adapter.connect(row, model, Layer(runtime, moe_layer_idx))
-    return StepReader(model, runtime)
-
-
-class StepReader:
-    """Tells the runtime, before each forward pass, what kind of step it is. An encoder and its
-    decoder make steps of their own: the encoder's begins the requests, as a prompt does.
-    """
-
-    def __init__(self, model: PreTrainedModel, runtime: ExpertRuntime) -> None:
-        # Of the running generate(): tokens that end a sequence (None: the generation config's) and
-        # the mask of the prompt.
-        self.end_ids: Any = None
-        self.prompt_mask: Tensor | None = None
-        # Of the running forward(): the step as its caller names it.
-        self.named: Step | None = None
-        self._model = model
-        self._runtime = runtime
-        self._finished_B: NDArray[np.bool_] = np.zeros(0, dtype=bool)
-        self._num_encoded = 0  # sequences the encoder ran for, until the decoder begins
-        reads = {model: self.read}
-        if model.config.is_encoder_decoder:
-            reads = {model.get_encoder(): self.read_encoder, model.get_decoder(): self.read_decoder}
-        self._hooks = [
-            module.register_forward_pre_hook(partial(self._before_forward, read), with_kwargs=True)
-            for module, read in reads.items()
-        ]
-        self._hooks += [module.register_forward_hook(self._after_forward) for module in reads]
-
-    def _before_forward(
-        self, read: Callable[..., Step | None], module: Any, args: Any, kwargs: dict[str, Any]
-    ) -> None:
-        self._runtime.leave_pass()
-        step = self.named or read(args, kwargs)
-        if step is not None:
-            self._runtime.begin_step(step)
-        self._runtime.in_pass = True
-
-    def _after_forward(self, *_: object) -> None:
-        """Not of a pass that fails or is interrupted."""
-        self._runtime.in_pass = False
-
-    def read_encoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        step = self.read(args, kwargs)
-        self._num_encoded = 0 if step is None else step.num_sequences
-        return step
-
-    def read_decoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        """What it is first called with goes on with the prompt the encoder was given."""
-        step = self.read(args, kwargs)
-        num_encoded, self._num_encoded = self._num_encoded, 0
-        if step is None or step.num_sequences != num_encoded:
-            return step
-        return replace(step, begins_B=np.zeros_like(step.begins_B))
-
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        """What the model is called with; None when with neither ids nor embeddings."""
-        input_ids = kwargs.get("input_ids", args[0] if args else None)
-        inputs = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
-        if inputs is None:
-            return None
-        num_sequences, num_new = inputs.shape[:2]
-        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            num_cached = mask.shape[1] - num_new
-        else:  # none, or expanded for attention already, as with a static cache
-            num_cached = int(cache.get_seq_length()) if cache is not None else 0
-            mask = self.prompt_mask if num_cached == 0 else None
-        is_decode = num_new == 1 and num_cached > 0
-        token_ids_T = input_ids.cpu().numpy().ravel() if input_ids is not None else None
-        counted_T = np.ones(num_sequences * num_new, dtype=bool)
-        if mask is not None and mask.shape == (num_sequences, num_cached + num_new):
-            counted_T &= mask[:, -num_new:].cpu().numpy().astype(bool).ravel()
-        if is_decode and num_sequences > 1 and token_ids_T is not None:
-            counted_T &= ~self._finished(token_ids_T)
-        else:
-            self._finished_B = np.zeros(num_sequences, dtype=bool)
-        return Step(
-            phase=Phase.DECODE if is_decode else Phase.PREFILL,
-            num_sequences=num_sequences,
-            tokens_per_sequence=num_new,
-            begins_B=np.full(num_sequences, num_cached == 0),
-            counted_T=None if counted_T.all() else counted_T,
-            token_ids_T=token_ids_T,
-        )
-
-    def _finished(self, token_ids_B: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which sequences of a batch have ended. What they are fed while others go on is no part
-        of their request; the first such token is the one that ended them."""
-        ends = self.end_ids
-        if ends is None:
-            ends = self._model.generation_config.eos_token_id
-        if ends is not None:
-            if len(self._finished_B) != len(token_ids_B):
-                self._finished_B = np.zeros(len(token_ids_B), dtype=bool)
-            self._finished_B |= np.isin(token_ids_B, np.asarray(ends))
-        return self._finished_B
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+def attach(
+    model: PreTrainedModel,
+    layers: list[ExpertsModule],
+    engine: Engine,
+    early_router: EarlyRouter | None,
+) -> None:
+    """Let the experts modules of `model` call the engine."""
+    for moe_layer_idx, layer in enumerate(layers):
+        layer.connect(model, EngineLayer(engine, moe_layer_idx, early_router))

@@ -12,20 +12,19 @@ Which token went where is heard from the block's call of torch.topk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_infinity.architectures.adapters import ExpertsModule, MoeLayer, OneModuleEach
 from moe_infinity.architectures.gradients import without_gradient
-from moe_infinity.engine.routing import ExpertMlp
+from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import UnsupportedModelError
 
 
@@ -45,20 +44,21 @@ class Call:
 
 
 class CalledExperts:
-    """The calls a block makes of its experts in one step: work for the runtime."""
+    """The calls a block makes of its experts in one step."""
 
     def __init__(self, calls: list[Call]) -> None:
         self._calls: dict[int, list[Call]] = {}
         for call in calls:
             self._calls.setdefault(call.expert_idx, []).append(call)
-        self.activated = sorted(self._calls)
 
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        counts = [sum(call.num_rows for call in self._calls[e]) for e in self.activated]
-        return np.array(counts, dtype=np.int64)
+    def routing(self, index_TK: Tensor | None, num_tokens: int) -> Routing:
+        """Whom the block called; `index_TK` if it is known by token."""
+        activated = sorted(self._calls)
+        counts = [sum(call.num_rows for call in self._calls[e]) for e in activated]
+        experts_TK = None if index_TK is None else index_TK.cpu().numpy()
+        return Routing(num_tokens, activated, np.array(counts, dtype=np.int64), experts_TK, None)
 
-    def compute(self, expert_idx: int, mlp: ExpertMlp, weights: Any) -> None:
+    def answer(self, expert_idx: int, mlp: Callable[..., Tensor], weights: Any) -> None:
         for call in self._calls[expert_idx]:
             run = partial(mlp, weights, *call.args, **call.kwargs)
             call.answer = without_gradient(call.args[0], run)
@@ -130,7 +130,8 @@ class BlockForward:
                 raise UnsupportedModelError(f"{self._name} does not call its experts")
             calls = [call for call in self._calls if call.num_rows]
             index_TK = _routing(heard.index_TK, calls, num_tokens)
-            self._layer.work(CalledExperts(calls), index_TK, num_tokens)
+            answered = CalledExperts(calls)
+            self._layer.answer_calls(answered, answered.routing(index_TK, num_tokens))
             self._answers = iter(self._calls)
             self._respond = self._answer
             return self._stock(*args, **kwargs)

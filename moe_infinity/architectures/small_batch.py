@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moe_infinity.engine.fused_rows import FUSED_ROWS
+from moe_infinity.engine.fused import FUSED_ROWS
 from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.threads import give_torch_all, leave_torch_one
 
-MARK = "_moe_infinity_is_lean"  # on modules of our models
+MARK = "_moe_infinity_takes_small_batches"  # on modules of our models
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-class LeanSteps:
-    """Makes steps of few tokens lean."""
+class SmallBatchSteps:
+    """Lets kernels of ours compute the steps of few tokens of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -135,11 +135,11 @@ class Group:
 
 def _wrap_sdpa() -> None:
     stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if not isinstance(stock, _LeanSdpa):
-        AttentionInterface.register("sdpa", _LeanSdpa(stock))
+    if not isinstance(stock, _SmallBatchSdpa):
+        AttentionInterface.register("sdpa", _SmallBatchSdpa(stock))
 
 
-class _LeanSdpa:
+class _SmallBatchSdpa:
     """In place of transformers' function: by the kernel where a head has one query."""
 
     def __init__(self, stock: Attention) -> None:

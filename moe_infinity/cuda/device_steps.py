@@ -23,14 +23,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from moe_infinity.checkpoint.plan import Plan
-from moe_infinity.config import OffloadConfig
-from moe_infinity.cuda.graphed_step import GraphedStep
 from moe_infinity.cuda.reports import Follower
 from moe_infinity.cuda.slot_kernels import MAX_PAIRS, SlotRows
-from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
@@ -38,7 +33,7 @@ from moe_infinity.memory.device import SourceSlots
 from moe_infinity.predict.recorder import Step
 
 if TYPE_CHECKING:
-    from moe_infinity.engine.layer import ExpertRuntime
+    from moe_infinity.engine.bookkeeping import Bookkeeping as ExpertRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -214,25 +209,3 @@ class DeviceSteps:
             self.settle()
             self._table.check_invariants()
             assert self._table.resident_slots() == self._residency.resident_slots()
-
-
-def let_device_decide(
-    model: PreTrainedModel, plan: Plan, runtime: ExpertRuntime, config: OffloadConfig
-) -> GraphedStep | None:
-    """Steps of few tokens, if it can; else None. Raises ConfigError."""
-    if config.experts_implementation != "fast" or len(runtime.tiers) == 1:
-        return None
-    mlps = [slot_layer(*pair) for pair in zip(plan.layers, plan.recipes, strict=True)]
-    known = [mlp for mlp in mlps if mlp is not None]
-    reasons = {
-        "prefetch": config.prefetch,
-        "an encoder": model.config.is_encoder_decoder,
-        "experts that no kernel of ours reads": len(known) < len(mlps),
-    }
-    if any(reasons.values()):
-        found = " and ".join(reason for reason, is_so in reasons.items() if is_so)
-        logger.warning("with %s the host decides in every step, without CUDA graphs", found)
-        return None
-    runtime.device_steps = DeviceSteps(runtime, known)
-    runtime.experts += ", steps of few tokens by the device alone"
-    return GraphedStep(model, runtime.device_steps)

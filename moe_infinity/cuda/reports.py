@@ -21,7 +21,7 @@ from moe_infinity.experts import ExpertKey
 from moe_infinity.predict.recorder import Step
 
 if TYPE_CHECKING:
-    from moe_infinity.engine.layer import ExpertRuntime
+    from moe_infinity.engine.bookkeeping import Bookkeeping as ExpertRuntime
 
 FOLLOW_SECONDS = 10.0  # at most; the rest is heard later
 POLL_SECONDS = 20e-6  # a fraction of what a row with a miss takes

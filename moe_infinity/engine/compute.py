@@ -1,96 +1,117 @@
-"""How the experts of one MoE row compute once they are in their slots.
+"""How the experts of one MoE layer compute once they are in their slots.
 
-    all that arrived together, in one call     kernels/cpu/experts.py, for few rows
-    one by one, unpacked if they are packed    as the class does, kernels/reference.py
+    fused.py   all that arrived together, in one call of our kernels, for few rows each
+    exact.py   one by one, with the bits of stock transformers; packed ones are unpacked first
 
-The first is for experts that are two products with an activation between them that kernels know
-(kernels/activation.py), whatever class they are of.
+Both begin a piece of work from a routing, run experts as they arrive, and sum their outputs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule
 from moe_infinity.checkpoint.recipe import LayerRecipes
+from moe_infinity.engine.exact import ExactBackend
 from moe_infinity.engine.expert_kernels import fused_layer
-from moe_infinity.engine.fused_rows import FUSED_ROWS, FusedRows
-from moe_infinity.engine.routing import NO_EXPERT, ExpertWork, RoutedRows
+from moe_infinity.engine.fused import FUSED_ROWS, PACKED_ROWS, FusedBackend
+from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.memory.host import Slots
 
-if TYPE_CHECKING:
-    pass
 
-# Unpacking an expert costs as much as so many of its rows, multiplied one by one.
-PACKED_ROWS = 16
+class Work(Protocol):
+    """What the experts of one MoE layer have to do in one step."""
 
-Work = ExpertWork | FusedRows
+    def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
+        """Compute these experts, which lie in these slots, and keep their outputs."""
+
+
+class LayerWork(Work, Protocol):
+    """Work that ends in the layer's output."""
+
+    def sum(self) -> Tensor:
+        """[T, D]: the weighted sum over each token's experts, when all have run."""
+
+
+class Backend(Protocol):
+    """One way to compute the experts of a layer."""
+
+    def begin(self, x_TD: Tensor, routing: Routing) -> LayerWork:
+        """The work of one step, for T tokens."""
 
 
 class LayerComputer:
-    """Computes experts of one row from their slots, as `experts_implementation` tells."""
+    """Computes the experts of one MoE layer from their slots."""
 
     def __init__(
         self,
-        row: ExpertsModule,
+        layer: ExpertsModule,
         recipes: LayerRecipes,
         slots: Slots,
         experts_implementation: str,
     ) -> None:
+        is_eager = layer.adapter.is_eager
+        if is_eager is None:
+            is_eager = experts_implementation == "eager"
         self._slots = slots
-        self._views = slots.views(recipes.layout)
-        self._weighs_input = row.adapter.weighs_input
-        self._is_eager = row.adapter.is_eager
-        if self._is_eager is None:
-            self._is_eager = experts_implementation == "eager"
-        has_kernels = experts_implementation in ("auto", "fast") and has_packed_kernels()
-        has_kernels &= slots.device.type == "cpu"
-        self._mlp = recipes.computing(row.compute)
-        # With weights as they are, the bits would not be those of transformers.
-        is_fused = has_kernels and (recipes.is_packed or experts_implementation == "fast")
-        self._fused = fused_layer(row, recipes) if is_fused else None
-        self._most_rows = PACKED_ROWS if recipes.is_packed else FUSED_ROWS
+        self._exact = ExactBackend(
+            recipes.computing(layer.compute),
+            slots.views(recipes.layout).__getitem__,
+            is_eager=is_eager,
+            weighs_input=layer.adapter.weighs_input,
+        )
+        self._fused = self._fused_backend(layer, recipes, experts_implementation)
         read, other = ("read by kernels", "unpacked") if recipes.is_packed else ("fast", "exact")
         self.how = other if self._fused is None else read
 
-    def work(
-        self, index_TK: NDArray[np.int64], x_TD: Tensor, top_k_weights_TK: Tensor
-    ) -> RoutedRows | FusedRows:
-        """What the experts of this row have to do for T tokens of K experts each."""
-        if self._fused is not None:
-            flat_P = index_TK.ravel().tolist()
-            if has_few_rows(flat_P, len(index_TK), self._most_rows):
-                return FusedRows(
-                    self._fused, flat_P, x_TD, top_k_weights_TK, weighs_input=self._weighs_input
-                )
-        rows = RoutedRows(index_TK, is_eager=bool(self._is_eager))
-        rows.gather(
-            x_TD,
-            top_k_weights_TK,
-            weighs_input=self._weighs_input,
+    def _fused_backend(
+        self, layer: ExpertsModule, recipes: LayerRecipes, experts_implementation: str
+    ) -> FusedBackend | None:
+        """None if its bits are not wanted, or no kernel reads these experts."""
+        # With weights as they are, the bits would not be those of transformers.
+        is_wanted = experts_implementation == "fast" or (
+            experts_implementation == "auto" and recipes.is_packed
         )
-        return rows
+        if not is_wanted or not has_packed_kernels() or self._slots.device.type != "cpu":
+            return None
+        experts = fused_layer(layer, recipes)
+        if experts is None:
+            return None
+        return FusedBackend(
+            experts,
+            self._slots.address_of,
+            most_rows=PACKED_ROWS if recipes.is_packed else FUSED_ROWS,
+            weighs_input=layer.adapter.weighs_input,
+        )
+
+    def begin(self, x_TD: Tensor, routing: Routing) -> LayerWork:
+        """The work of one step: fused where that pays."""
+        backend: Backend = self._exact
+        if self._fused is not None and self._fused.takes(routing):
+            backend = self._fused
+        return backend.begin(x_TD, routing)
+
+    def answering(self, calls: ExpertCalls) -> Work:
+        """The work of answering calls of experts, each with the bits of the expert's own class."""
+        return CallsWork(self._exact, calls)
 
     def run(self, work: Work, keys: Sequence[ExpertKey], slot_ids: Mapping[ExpertKey, int]) -> None:
         """Do the part of the work that these experts have."""
-        if isinstance(work, FusedRows):
-            addresses = [self._slots.address_of(slot_ids[key]) for key in keys]
-            work.add([key.expert_idx for key in keys], addresses)
-            return
-        for key in keys:
-            work.compute(key.expert_idx, self._mlp, self._views[slot_ids[key]])
+        work.run([key.expert_idx for key in keys], [slot_ids[key] for key in keys])
 
 
-def has_few_rows(flat_P: list[int], num_tokens: int, most: int) -> bool:
-    """Whether no expert has more than `most` rows, and no pair is without one."""
-    if not flat_P or NO_EXPERT in flat_P:
-        return False
-    return num_tokens <= most or max(Counter(flat_P).values()) <= most
+class CallsWork:
+    """Answers calls of experts. Nobody sums: the block that called goes on with the answers."""
+
+    def __init__(self, exact: ExactBackend, calls: ExpertCalls) -> None:
+        self._exact = exact
+        self._calls = calls
+
+    def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
+        for expert_idx, slot_id in zip(expert_idxs, slot_ids, strict=True):
+            self._calls.answer(expert_idx, self._exact.mlp, self._exact.weights_of(slot_id))

@@ -23,7 +23,7 @@ from moe_infinity.memory.device import (
 from moe_infinity.memory.host import format_bytes
 
 if TYPE_CHECKING:
-    from moe_infinity.architectures.small_batch import LeanSteps
+    from moe_infinity.architectures.small_batch import SmallBatchSteps
 
 
 class ComputeDevice:
@@ -63,15 +63,15 @@ class ComputeDevice:
         )
         return DeviceSlots(link, num_slots, slot_bytes)
 
-    def lean_steps(self, model: Any, *, is_packed: bool) -> LeanSteps | None:
+    def small_batch_steps(self, model: Any, *, is_packed: bool) -> SmallBatchSteps | None:
         """On a CPU, if the bits are not those of transformers anyway."""
         implementation = self._config.experts_implementation
         is_free = implementation == "fast" or (implementation == "auto" and is_packed)
         if not (is_free and self.device.type == "cpu" and has_packed_kernels()):
             return None
-        from moe_infinity.architectures.small_batch import LeanSteps  # needs numba
+        from moe_infinity.architectures.small_batch import SmallBatchSteps  # needs numba
 
-        return LeanSteps(model)
+        return SmallBatchSteps(model)
 
     def move(self, value: Any) -> Any:
         """An argument of the model: a tensor goes where the model computes."""

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from moe_infinity import MoE, UnsupportedModelError
-from moe_infinity.engine.layer import ExpertRuntime
+from moe_infinity.architectures.experts_backend import EngineLayer
 
 pytestmark = pytest.mark.arithmetic
 
@@ -124,18 +124,19 @@ def test_prefill_and_greedy_tokens_are_bitwise_those_of_stock(checkpoint, implem
 def test_a_block_asked_with_its_own_residual_answers_with_its_routing(checkpoint, monkeypatch):
     """So what it answers early differs only because the residual has not got there yet."""
     answers = []
-    moe_layer = ExpertRuntime.moe_layer
+    moe_layer = EngineLayer.__call__
 
-    def asked_first(self, row, x_TD, top_k_index_TK, top_k_weights_TK):
-        assert self.early_gate is not None
-        answer = self.early_gate.ask(row)
-        if answer is not None:
-            answers.append(torch.equal(answer, top_k_index_TK))
-        return moe_layer(self, row, x_TD, top_k_index_TK, top_k_weights_TK)
+    def asked_first(self, x_TD, top_k_index_TK, top_k_weights_TK):
+        router = self._early_router
+        if not router.is_asking:
+            answer = router.ask(self._moe_layer_idx)
+            if answer is not None:
+                answers.append((answer == top_k_index_TK.numpy()).all())
+        return moe_layer(self, x_TD, top_k_index_TK, top_k_weights_TK)
 
     with MoE(checkpoint, host_memory="100%", prefetch=True, early_gate=True) as moe:
         prefill_and_generate(moe.model)  # finds the norms
-        monkeypatch.setattr(ExpertRuntime, "moe_layer", asked_first)
+        monkeypatch.setattr(EngineLayer, "__call__", asked_first)
         inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
         moe.generate(**inputs, max_new_tokens=4, do_sample=False)
         num_rows = len(moe.request_eams()[0].decode)

@@ -90,7 +90,11 @@ def chosen_by_routers(model: Any, input_ids: torch.Tensor) -> np.ndarray:
     counts = np.zeros((2, len(input_ids), len(gates), 8), dtype=np.int64)
 
     def watch(row: int, output: Any) -> None:
-        index_TK = output[0] if isinstance(output, tuple) else output.softmax(1).topk(2).indices
+        index_TK = (
+            output[0]
+            if isinstance(output, tuple)
+            else output.softmax(1, dtype=torch.float).topk(2).indices
+        )
         is_decode = int(len(index_TK) == len(input_ids))
         for sequence_idx, ids in enumerate(index_TK.reshape(len(input_ids), -1)):
             counts[is_decode, sequence_idx, row] += np.bincount(ids.numpy(), minlength=8)

@@ -13,8 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_infinity import MoE
-from moe_infinity.architectures.small_batch import MARK, LeanSteps
-from moe_infinity.engine.fused_rows import FUSED_ROWS
+from moe_infinity.architectures.small_batch import MARK, SmallBatchSteps
+from moe_infinity.engine.fused import FUSED_ROWS
 from moe_infinity.kernels.cpu.linear import FusedLinear, fused_linear
 
 pytestmark = pytest.mark.arithmetic
@@ -96,12 +96,12 @@ class Layers(nn.Module):
 
 @pytest.fixture
 def layers():
-    """A model, and its lean twin with the same weights."""
-    plain, lean = Layers(), Layers()
-    lean.load_state_dict(plain.state_dict())
-    steps = LeanSteps(lean)
+    """A model, and one that takes small batches, with the same weights."""
+    plain, small = Layers(), Layers()
+    small.load_state_dict(plain.state_dict())
+    steps = SmallBatchSteps(small)
     with torch.no_grad():
-        yield plain, lean
+        yield plain, small
     steps.close()
 
 
@@ -120,74 +120,74 @@ def products(monkeypatch):
 
 
 def test_layers_that_are_given_one_input_are_computed_together(layers, products):
-    plain, lean = layers
+    plain, small = layers
     for _ in range(4):
         x = torch.randn(1, 2, 64)
         products.clear()
-        assert distance(lean(x), plain(x)) < 1e-5
+        assert distance(small(x), plain(x)) < 1e-5
     assert products == [3, 1, 3, 1, 1]
 
 
 def test_a_layer_that_is_left_out_once_does_not_get_an_old_product(layers):
-    plain, lean = layers
+    plain, small = layers
     x = torch.randn(1, 1, 64)
     for is_short in (False, False, False, True, False, True, True, False):
         x = torch.randn(1, 1, 64)
-        assert distance(lean(x, is_short=is_short), plain(x, is_short=is_short)) < 1e-5
+        assert distance(small(x, is_short=is_short), plain(x, is_short=is_short)) < 1e-5
     x.copy_(torch.randn(1, 1, 64))  # the same object
-    assert distance(lean(x), plain(x)) < 1e-5
+    assert distance(small(x), plain(x)) < 1e-5
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_input_that_is_changed_on_the_way_is_read_anew(layers, mode):
-    plain, lean = layers
+    plain, small = layers
     with mode():
         for factor in (1, 1, 1, 2, 1, 3):
             x = torch.randn(1, 1, 64)
-            found, expected = (one(x.clone(), factor=factor) for one in (lean, plain))
+            found, expected = (one(x.clone(), factor=factor) for one in (small, plain))
             assert distance(found, expected) < 1e-5
 
 
 def test_many_rows_and_gradients_go_the_usual_way(layers, products):
-    plain, lean = layers
+    plain, small = layers
     x = torch.randn(1, FUSED_ROWS + 1, 64)
-    assert torch.equal(lean(x), plain(x))
+    assert torch.equal(small(x), plain(x))
     with torch.enable_grad():
         x = torch.randn(1, 1, 64)
-        assert lean(x).requires_grad
+        assert small(x).requires_grad
     assert products == []
 
 
 def test_weights_that_were_moved_or_cast_are_read_where_they_are(layers, products):
-    plain, lean = layers
+    plain, small = layers
     x = torch.randn(1, 1, 64)
-    lean(x)
+    small(x)
     for dtype in (torch.float64, torch.bfloat16, torch.float32):
-        plain.to(dtype), lean.to(dtype)
-        assert distance(lean(x.to(dtype)), plain(x.to(dtype))) < 2e-2
+        plain.to(dtype), small.to(dtype)
+        assert distance(small(x.to(dtype)), plain(x.to(dtype))) < 2e-2
     with torch.no_grad():
-        for layer in (plain, lean):
+        for layer in (plain, small):
             layer.head.weight = nn.Parameter(-layer.head.weight)
-    assert distance(lean(x), plain(x)) < 2e-2
+    assert distance(small(x), plain(x)) < 2e-2
 
 
 def test_torch_has_one_thread_in_a_short_step_and_all_of_them_after_it(layers):
-    _, lean = layers
-    lean(torch.randn(1, 1, 64))
-    assert (lean.num_threads, torch.get_num_threads()) == (1, 2)
-    lean(inputs_embeds=torch.randn(2, FUSED_ROWS, 64))
-    assert (lean.num_threads, torch.get_num_threads()) == (2, 2)
+    _, small = layers
+    small(torch.randn(1, 1, 64))
+    assert (small.num_threads, torch.get_num_threads()) == (1, 2)
+    small(inputs_embeds=torch.randn(2, FUSED_ROWS, 64))
+    assert (small.num_threads, torch.get_num_threads()) == (2, 2)
     with pytest.raises(ValueError, match="not a number"):
-        lean(torch.full((1, 1, 64), torch.nan))
-    assert (lean.num_threads, torch.get_num_threads()) == (1, 2)
+        small(torch.full((1, 1, 64), torch.nan))
+    assert (small.num_threads, torch.get_num_threads()) == (1, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", [None, "bool", "float", "by head"])
 def test_attention_is_that_of_transformers_and_of_no_other_heads(mask, dtype):
-    LeanSteps(nn.Module()).close()
-    lean = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    assert lean is not sdpa_attention_forward
+    SmallBatchSteps(nn.Module()).close()
+    small = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert small is not sdpa_attention_forward
     module = nn.Module()
     vars(module).update(num_key_value_groups=4, is_causal=True)
     query = torch.randn(3, 8, 1, 32).to(dtype)
@@ -202,13 +202,13 @@ def test_attention_is_that_of_transformers_and_of_no_other_heads(mask, dtype):
     arguments = module, query, key, value, attention_mask
     with torch.inference_mode():
         expected, _ = sdpa_attention_forward(*arguments, dropout=0.0, scaling=0.3)
-        assert torch.equal(lean(*arguments, dropout=0.0, scaling=0.3)[0], expected)  # not ours yet
+        assert torch.equal(small(*arguments, dropout=0.0, scaling=0.3)[0], expected)  # not ours yet
         vars(module)[MARK] = True
-        found, _ = lean(*arguments, dropout=0.0, scaling=0.3, sliding_window=None)
+        found, _ = small(*arguments, dropout=0.0, scaling=0.3, sliding_window=None)
         assert found.shape == expected.shape
         assert distance(found, expected) < DTYPES[dtype]
         others = module, query, key.flip(1), value.flip(1), attention_mask
-        assert distance(lean(*others, dropout=0.0, scaling=0.3)[0], expected) > 0.1
+        assert distance(small(*others, dropout=0.0, scaling=0.3)[0], expected) > 0.1
 
 
 def test_a_model_is_lean_when_it_is_asked_to_be_fast_and_stops_when_it_is_closed(
@@ -240,7 +240,7 @@ def test_torch_has_its_threads_again_after_ctrl_c(tiny_checkpoint, monkeypatch, 
         raise KeyboardInterrupt
 
     with MoE(tiny_checkpoint, experts_implementation="fast", device="cpu") as moe:
-        monkeypatch.setattr(moe._runtime, "moe_layer", press)
+        monkeypatch.setattr(moe.engine, "moe_layer", press)
         ((call, options),) = way.items()
         with pytest.raises(KeyboardInterrupt), torch.no_grad():
             getattr(moe, call)(torch.tensor([[5]]), **options)

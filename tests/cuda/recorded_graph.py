@@ -21,7 +21,7 @@ from moe_infinity.cuda import graphed_step
 from moe_infinity.cuda.slot_kernels import SlotRows
 from moe_infinity.engine.device import ComputeDevice
 from tests.cuda.fast_device import STATIC, bring_every_expert, on_device
-from tests.cuda.on_device import LONG_PROMPT, PROMPT
+from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
 
 aten: Any = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.lift_fresh.default}  # for, or from, the host
@@ -154,12 +154,18 @@ def logits_without_graph(
     folder: Path, prompts: dict[str, tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor]:
     """Of each prompt, ids and mask, of a model all of whose experts have slots."""
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        on_device(folder, "100%", "100%") as moe,
-    ):
+    with pytest.MonkeyPatch.context() as patched:
+        without_graphs(patched)  # before the model is opened, which then has the same kernels
+        with on_device(folder, "100%", "100%") as moe:
+            return {name: logits(moe, *prompt) for name, prompt in prompts.items()}
+
+
+def tokens_without_graph(folder: Path, **cache: Any) -> tuple[Tensor, Tensor]:
+    """Of the short and the long prompt, by the kernels that a recording has."""
+    with pytest.MonkeyPatch.context() as patched:
         without_graphs(patched)
-        return {name: logits(moe, *prompt) for name, prompt in prompts.items()}
+        with on_device(folder, "100%", "100%") as moe:
+            return greedy(moe, **cache), greedy(moe, LONG_PROMPT, **cache)
 
 
 def conversation(moe: MoE) -> list[Tensor]:

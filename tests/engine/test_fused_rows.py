@@ -4,17 +4,16 @@ they arrived.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.layout import StoredPart, StoredWeight
-from moe_infinity.engine.compute import has_few_rows
-from moe_infinity.engine.fused_rows import FUSED_ROWS, FusedRows
-from moe_infinity.engine.routing import NO_EXPERT, RoutedRows
+from moe_infinity.engine.compute import Backend
+from moe_infinity.engine.exact import ExactBackend
+from moe_infinity.engine.fused import FUSED_ROWS, FusedBackend
+from moe_infinity.engine.routing import NO_EXPERT, Routing
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.reference import expert_mlp
@@ -48,63 +47,69 @@ def weights_of(expert: int) -> dict[str, Tensor]:
     return {"gate_up_proj": up.view(-1, WIDTH), "down_proj": down.view(WIDTH, -1)}
 
 
-def routing(num_tokens: int) -> tuple[Any, Tensor, Tensor]:
+def routing_of(num_tokens: int) -> tuple[Routing, Tensor]:
+    """Three different experts for each token, and [T, D]: what goes into them."""
     generator = np.random.default_rng(num_tokens)
     index_TK = generator.permuted(np.tile(np.arange(NUM_EXPERTS), (num_tokens, 1)), axis=1)[:, :3]
     x_TD = torch.from_numpy(generator.normal(size=(num_tokens, WIDTH))).float()
-    return index_TK, x_TD, torch.from_numpy(generator.uniform(size=(num_tokens, 3))).float()
+    weights_TK = torch.from_numpy(generator.uniform(size=(num_tokens, 3))).float()
+    return Routing.of(torch.from_numpy(index_TK), weights_TK), x_TD
 
 
-def together(num_tokens: int, portions: list[list[int]]) -> Tensor:
+def fused_backend(*, weighs_input: bool = False) -> FusedBackend:
     fused = fused_experts([UP], [DOWN], Activation("silu"))
     assert fused is not None
-    index_TK, x_TD, weights_TK = routing(num_tokens)
-    rows = FusedRows(fused, index_TK.ravel().tolist(), x_TD, weights_TK)
+    return FusedBackend(
+        fused,
+        lambda slot_id: SLOTS[slot_id].data_ptr(),
+        most_rows=FUSED_ROWS,
+        weighs_input=weighs_input,
+    )
+
+
+def exact_backend(*, weighs_input: bool = False) -> ExactBackend:
+    return ExactBackend(
+        lambda weights, x: expert_mlp(Gated, weights, x),
+        weights_of,
+        is_eager=False,
+        weighs_input=weighs_input,
+    )
+
+
+def sum_of(backend: Backend, num_tokens: int, portions: list[list[int]]) -> Tensor:
+    """Slot i holds expert i."""
+    routing, x_TD = routing_of(num_tokens)
+    work = backend.begin(x_TD, routing)
     for portion in portions:
-        rows.add(portion, [SLOTS[expert].data_ptr() for expert in portion])
-    return rows.sum(torch.float32)
+        work.run(portion, portion)
+    return work.sum()
 
 
+@pytest.mark.parametrize("weighs_input", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
-def test_any_order_and_any_portions_give_the_sum_of_experts_one_by_one(num_tokens):
-    index_TK, x_TD, weights_TK = routing(num_tokens)
-    one_by_one = RoutedRows(index_TK, is_eager=False)
-    one_by_one.gather(x_TD, weights_TK)
-    for expert in one_by_one.activated:
-        one_by_one.compute(expert, lambda w, x: expert_mlp(Gated, w, x), weights_of(expert))
-    expected = one_by_one.sum(torch.float32)
-    all_at_once = together(num_tokens, [one_by_one.activated])
-    scale = expected.abs().max()
-    assert (all_at_once - expected).abs().max() < 1e-5 * scale
+def test_any_order_and_any_portions_give_the_sum_of_experts_one_by_one(num_tokens, weighs_input):
+    fused, exact = (make(weighs_input=weighs_input) for make in (fused_backend, exact_backend))
+    activated = routing_of(num_tokens)[0].activated
+    expected = sum_of(exact, num_tokens, [activated])
+    all_at_once = sum_of(fused, num_tokens, [activated])
+    assert (all_at_once - expected).abs().max() < 1e-5 * expected.abs().max()
     generator = np.random.default_rng(0)
     for _ in range(20):
-        order = generator.permutation(one_by_one.activated).tolist()
+        order = generator.permutation(activated).tolist()
         cut = int(generator.integers(0, len(order) + 1))
         portions = [portion for portion in (order[:cut], order[cut:]) if portion]
-        assert torch.equal(together(num_tokens, portions), all_at_once), (order, cut)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 5])
-def test_work_is_told_as_routed_rows_tell_it(num_tokens):
-    index_TK, x_TD, weights_TK = routing(num_tokens)
-    fused = fused_experts([UP], [DOWN], Activation("silu"))
-    assert fused is not None
-    rows, plain = (
-        FusedRows(fused, index_TK.ravel().tolist(), x_TD, weights_TK),
-        RoutedRows(index_TK, is_eager=False),
-    )
-    assert rows.activated == plain.activated
-    assert np.array_equal(
-        np.broadcast_to(rows.counts, len(rows.activated)),
-        np.broadcast_to(plain.counts, len(rows.activated)),
-    )
+        assert torch.equal(sum_of(fused, num_tokens, portions), all_at_once), (order, cut)
+        assert torch.equal(sum_of(exact, num_tokens, portions), expected), (order, cut)
 
 
 def test_few_rows_are_those_kernels_are_good_for():
+    def takes(experts_P: list[int], num_tokens: int) -> bool:
+        index_TK = torch.tensor(experts_P, dtype=torch.int64).view(num_tokens, -1)
+        return fused_backend().takes(Routing.of(index_TK, torch.ones(index_TK.shape)))
+
     one_each = list(range(6 * FUSED_ROWS))
-    assert has_few_rows(one_each, 3 * FUSED_ROWS, FUSED_ROWS)
-    assert has_few_rows([expert % FUSED_ROWS for expert in one_each], 3 * FUSED_ROWS, FUSED_ROWS)
-    assert has_few_rows([0] * FUSED_ROWS, FUSED_ROWS, FUSED_ROWS)
-    assert not has_few_rows([0] * (FUSED_ROWS + 1), FUSED_ROWS + 1, FUSED_ROWS)
-    assert not has_few_rows([0, 1, 2, NO_EXPERT], 2, FUSED_ROWS)
-    assert not has_few_rows([], 0, FUSED_ROWS)
+    assert takes(one_each, 3 * FUSED_ROWS)
+    assert takes([expert % FUSED_ROWS for expert in one_each], 3 * FUSED_ROWS)
+    assert takes([0] * FUSED_ROWS, FUSED_ROWS)
+    assert not takes([0] * (FUSED_ROWS + 1), FUSED_ROWS + 1)
+    assert not takes([0, 1, 2, NO_EXPERT], 2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,8 @@ from transformers import MixtralConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from moe_infinity.engine.routing import NO_EXPERT, RoutedRows
+from moe_infinity.engine.exact import ExactBackend
+from moe_infinity.engine.routing import NO_EXPERT, Routing
 from moe_infinity.kernels.reference import expert_mlp
 
 pytestmark = pytest.mark.arithmetic
@@ -197,15 +199,19 @@ def our_layer(
     is_eager: bool,
     order: list[int] | None = None,
 ) -> Tensor:
-    """What the runtime does; `order`: permutation in which the activated experts arrive."""
-    rows = RoutedRows(index_TK.numpy(), is_eager=is_eager)
-    rows.gather(x_TD, weights_TK)
-    activated = rows.activated
+    """What the engine does; `order`: permutation in which the activated experts arrive."""
+    routing = Routing.of(index_TK, weights_TK)
+    backend = ExactBackend(
+        partial(expert_mlp, experts),
+        partial(weights_of, experts),
+        is_eager=is_eager,
+        weighs_input=False,
+    )
+    work, activated = backend.begin(x_TD, routing), routing.activated
     for position in order if order is not None else range(len(activated)):
         expert_idx = activated[position % len(activated)]
-        out_RD = expert_mlp(experts, weights_of(experts, expert_idx), rows.inputs_of(expert_idx))
-        rows.add(expert_idx, out_RD)
-    return rows.sum(x_TD.dtype)
+        work.run([expert_idx], [expert_idx])  # slot i holds expert i
+    return work.sum()
 
 
 def stock_experts(dtype: torch.dtype, layout: Layout | None = None) -> Any:
@@ -262,9 +268,6 @@ def test_a_pair_without_an_expert_adds_nothing_and_activates_nothing(is_eager):
     index_TK[index_TK == 3] = NO_EXPERT
     index_TK[4] = NO_EXPERT
     is_pair_TK = index_TK != NO_EXPERT
-    assert RoutedRows(index_TK.numpy(), is_eager=is_eager).activated == sorted(
-        index_TK[is_pair_TK].unique().tolist()
-    )
     ours = our_layer(experts, x_TD, index_TK, weights_TK, is_eager=is_eager)
     stock = stock_layer(experts, x_TD, index_TK.clip(0), weights_TK * is_pair_TK, is_eager=is_eager)
     torch.testing.assert_close(ours, stock)
@@ -334,13 +337,20 @@ def test_every_expert_gets_the_rows_of_its_tokens(top_k_index, is_eager):
     index_TK = np.array(top_k_index)
     num_tokens, top_k = index_TK.shape
     x_TD = torch.arange(num_tokens)[:, None].expand(num_tokens, 3)  # a row is its token's number
-    rows = RoutedRows(index_TK, is_eager=is_eager)
-    rows.gather(x_TD, torch.ones(num_tokens, top_k))
-    assert rows.activated == sorted(set(index_TK.ravel().tolist()))
+    inputs: dict[int, list[list[int]]] = {}
+    slots: Any = int  # slot i holds expert i
+
+    def note(expert_idx: int, inputs_RD: Tensor) -> Tensor:
+        inputs[expert_idx] = inputs_RD.tolist()
+        return inputs_RD
+
+    routing = Routing.of(torch.from_numpy(index_TK), torch.ones(num_tokens, top_k))
+    backend = ExactBackend(note, slots, is_eager=is_eager, weighs_input=False)
+    backend.begin(x_TD, routing).run(routing.activated, routing.activated)
+    assert [*inputs] == routing.activated == sorted(set(index_TK.ravel().tolist()))
     pairs = [(t, k) for k in range(top_k) for t in range(num_tokens)]
-    for expert_idx in rows.activated:
+    for expert_idx, got in inputs.items():
         expected = [[t] * 3 for t, k in pairs if index_TK[t, k] == expert_idx]
-        got = rows.inputs_of(expert_idx).tolist()
         assert got == expected if is_eager else sorted(got) == sorted(expected)
 
 

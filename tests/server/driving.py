@@ -88,7 +88,7 @@ def generated(moe: MoE, prompt_ids: list[int], **kwargs: Any) -> list[int]:
     kwargs |= {"output_logits": True, "return_dict_in_generate": True}
     ids = torch.tensor([prompt_ids])
     out = moe.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **kwargs)
-    if not kwargs["do_sample"] and out.logits[0].dtype == torch.float32:
+    if not kwargs["do_sample"] and moe.model.dtype == torch.float32:
         assert margin(torch.cat(out.logits)) > 2 * TOLERANCE, "take another prompt"
     tokens: list[int] = out.sequences[0, len(prompt_ids) :].tolist()
     return [t for t in tokens if t != moe.model.generation_config.eos_token_id]

@@ -72,8 +72,9 @@ class Watched:
 def watched(folder: Path) -> Iterator[tuple[MoE, list[Watched]]]:
     """The checkpoint with few slots, and its recipes by MoE row."""
     with MoE(folder, host_memory=BUDGET) as moe:
-        rows = [Watched(recipes) for recipes in moe._runtime._recipes]
-        moe._runtime._recipes = rows  # type: ignore[assignment]
+        recipes = moe.engine.loader.recipes
+        rows = [Watched(of_layer) for of_layer in recipes]
+        recipes[:] = rows  # type: ignore[assignment]
         yield moe, rows
 
 
@@ -85,10 +86,15 @@ def run_offloaded(folder: Path, stock: Any) -> tuple[Outcome, list[list[int]]]:
         moe.check_invariants()
         report = moe.report()
         assert report.evictions > 0, report
-        computed = zip(moe._runtime._rows, rows, strict=True)  # tied experts once
-        own = {id(w._recipes): row.num_experts * row.layout.num_bytes for row, w in computed}
+        by_layer = zip(moe.engine.bookkeeping.keys, rows, strict=True)
+        own = {id(w._recipes): len(keys) * param_bytes(w) for keys, w in by_layer}  # tied ones once
         assert num_bytes(moe.model) <= num_bytes(stock) - sum(own.values())
         return found, [list(row.loaded) for row in rows]
+
+
+def param_bytes(recipes: Any) -> int:
+    """Of one expert, as its class has it."""
+    return sum(spec.num_bytes for recipe in recipes.recipes for spec in recipe.targets.values())
 
 
 def num_bytes(model: Any) -> int:

@@ -1,0 +1,135 @@
+"""What the model was called with, read by a hook before each forward pass, and whether the pass
+ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from moe_infinity.experts import Phase
+from moe_infinity.predict.recorder import Step
+
+
+class StepListener(Protocol):
+    """Who is told of forward passes; see engine/engine.py."""
+
+    def begin_step(self, step: Step) -> None:
+        """A forward pass begins."""
+
+    def leave_step(self) -> None:
+        """The last one did not end."""
+
+
+class StepReader:
+    """Tells the engine, before each forward pass, what kind of step it is. An encoder and its
+    decoder make steps of their own: the encoder's begins the requests, as a prompt does.
+    """
+
+    def __init__(self, model: PreTrainedModel, engine: StepListener) -> None:
+        # Of the running generate(): tokens that end a sequence (None: the generation config's) and
+        # the mask of the prompt.
+        self.end_ids: Any = None
+        self.prompt_mask: Tensor | None = None
+        # Of the running forward(): the step as its caller names it.
+        self.named: Step | None = None
+        self._model = model
+        self._engine = engine
+        self._is_in_pass = False  # stays so if a pass was left, until the next one
+        self._finished_B: NDArray[np.bool_] = np.zeros(0, dtype=bool)
+        self._num_encoded = 0  # sequences the encoder ran for, until the decoder begins
+        reads = {model: self.read}
+        if model.config.is_encoder_decoder:
+            reads = {model.get_encoder(): self.read_encoder, model.get_decoder(): self.read_decoder}
+        self._hooks = [
+            module.register_forward_pre_hook(partial(self._before_forward, read), with_kwargs=True)
+            for module, read in reads.items()
+        ]
+        self._hooks += [module.register_forward_hook(self._after_forward) for module in reads]
+
+    def _before_forward(
+        self, read: Callable[..., Step | None], module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.leave_pass()
+        step = self.named or read(args, kwargs)
+        if step is not None:
+            self._engine.begin_step(step)
+        self._is_in_pass = True
+
+    def _after_forward(self, *_: object) -> None:
+        """Not of a pass that fails or is interrupted."""
+        self._is_in_pass = False
+
+    def leave_pass(self) -> None:
+        """If the model's last pass did not end."""
+        if self._is_in_pass:
+            self._engine.leave_step()
+        self._is_in_pass = False
+
+    def read_encoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        step = self.read(args, kwargs)
+        self._num_encoded = 0 if step is None else step.num_sequences
+        return step
+
+    def read_decoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """What it is first called with goes on with the prompt the encoder was given."""
+        step = self.read(args, kwargs)
+        num_encoded, self._num_encoded = self._num_encoded, 0
+        if step is None or step.num_sequences != num_encoded:
+            return step
+        return replace(step, begins_B=np.zeros_like(step.begins_B))
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """What the model is called with; None when with neither ids nor embeddings."""
+        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        inputs = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        if inputs is None:
+            return None
+        num_sequences, num_new = inputs.shape[:2]
+        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            num_cached = mask.shape[1] - num_new
+        else:  # none, or expanded for attention already, as with a static cache
+            num_cached = int(cache.get_seq_length()) if cache is not None else 0
+            mask = self.prompt_mask if num_cached == 0 else None
+        is_decode = num_new == 1 and num_cached > 0
+        token_ids_T = input_ids.cpu().numpy().ravel() if input_ids is not None else None
+        counted_T = np.ones(num_sequences * num_new, dtype=bool)
+        if mask is not None and mask.shape == (num_sequences, num_cached + num_new):
+            counted_T &= mask[:, -num_new:].cpu().numpy().astype(bool).ravel()
+        if is_decode and num_sequences > 1 and token_ids_T is not None:
+            counted_T &= ~self._finished(token_ids_T)
+        else:
+            self._finished_B = np.zeros(num_sequences, dtype=bool)
+        return Step(
+            phase=Phase.DECODE if is_decode else Phase.PREFILL,
+            num_sequences=num_sequences,
+            tokens_per_sequence=num_new,
+            begins_B=np.full(num_sequences, num_cached == 0),
+            counted_T=None if counted_T.all() else counted_T,
+            token_ids_T=token_ids_T,
+        )
+
+    def _finished(self, token_ids_B: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which sequences of a batch have ended. What they are fed while others go on is no part
+        of their request; the first such token is the one that ended them."""
+        ends = self.end_ids
+        if ends is None:
+            ends = self._model.generation_config.eos_token_id
+        if ends is not None:
+            if len(self._finished_B) != len(token_ids_B):
+                self._finished_B = np.zeros(len(token_ids_B), dtype=bool)
+            self._finished_B |= np.isin(token_ids_B, np.asarray(ends))
+        return self._finished_B
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,97 @@
+"""Everyone who keeps account of what a model does: the recorder, the predictor, the policies of the
+tiers, and the counters of the report. They hear of every step and of every MoE layer in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_infinity.cache.counters import Counters, PhaseCounters
+from moe_infinity.engine.routing import NO_EXPERT, Routing, without_gaps
+from moe_infinity.experts import ExpertKey, Ints
+from moe_infinity.memory.tiers import SlotTier
+from moe_infinity.predict.predictor import Predictor
+from moe_infinity.predict.recorder import Recorder, Step
+
+
+class Bookkeeping:
+    """Of one model. `layer_bytes` are the bytes read from disk for an expert of each MoE layer."""
+
+    def __init__(
+        self,
+        *,
+        tiers: Sequence[SlotTier],
+        keys: Sequence[Sequence[ExpertKey]],  # by MoE layer
+        num_experts: int,  # of the widest MoE layer
+        layer_bytes: Sequence[int],
+        predictor: Predictor | None,
+    ) -> None:
+        self.tiers = tiers
+        self.keys = keys
+        self.total_experts = sum(map(len, keys))
+        # [MoE layers, experts of the widest]: False where a layer has fewer experts.
+        self.exists_LE = np.array([[e < len(own) for e in range(num_experts)] for own in keys])
+        self.predictor = predictor
+        self.recorder = Recorder(len(keys), num_experts)
+        self.counters = Counters()
+        self.activated: list[list[int]] = [[] for _ in keys]  # by each layer's last step
+        self._layer_bytes = layer_bytes
+
+    def note_begin(self, step: Step) -> None:
+        """A forward pass begins."""
+        ended = self.recorder.begin_step(step)
+        if self.predictor is not None:
+            self.predictor.begin_step(self.recorder.step, ended)
+        for tier in self.tiers:
+            tier.policy.begin_step(self.recorder.step)
+        counters = self.counters.of(step.phase)
+        counters.steps += 1
+        counters.tokens += step.num_counted
+
+    def note_routing(self, moe_layer_idx: int, routing: Routing) -> None:
+        """What the router of this layer chose in the step that began last."""
+        self.activated[moe_layer_idx] = routing.activated
+        if routing.experts_TK is not None:
+            experts_TK = routing.experts_TK
+            if routing.num_without:
+                experts_TK = without_gaps(experts_TK)
+            counted_TK = self.recorder.record(moe_layer_idx, experts_TK)
+            if self.predictor is not None:
+                self.predictor.observe(moe_layer_idx, counted_TK)
+        for tier in self.tiers:
+            tier.policy.touch(moe_layer_idx, routing.activated, routing.counts)
+
+    def note_lookups(self, keys: Sequence[ExpertKey]) -> None:
+        """These experts are about to be looked up in the tier that computes."""
+        counters = self.counters.of(self.recorder.step.phase)
+        counters.add_lookups(*self.tiers[0].table.census(keys))
+
+    def note_row(self, moe_layer_idx: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
+        """A layer of the decode step that began last, as the device has decided it. It may have had
+        fewer tokens than the step: then nobody learns which.
+        """
+        chosen, counts = np.unique(index_TK[index_TK != NO_EXPERT], return_counts=True)
+        has_all = len(index_TK) == self.recorder.step.num_tokens
+        known_TK = index_TK if has_all else None
+        routing = Routing(len(index_TK), chosen.tolist(), counts, known_TK, None)
+        self.note_routing(moe_layer_idx, routing)
+        keys = [self.keys[moe_layer_idx][expert_idx] for expert_idx in routing.activated]
+        copied = [key for key in keys if key in missed]
+        self.counters.decode.add_lookups(len(keys) - len(copied), 0, len(copied))
+        device, host = self.tiers
+        device.table.note_use(keys)
+        host.table.note_use(copied)
+
+    def note_reads(self, moe_layer_idx: int, keys: Sequence[ExpertKey]) -> PhaseCounters:
+        """A decode step reads these experts from disk. Returns the counters of its phase, to which
+        the caller adds the seconds it waits.
+        """
+        self.note_loads(moe_layer_idx, len(keys))
+        return self.counters.decode
+
+    def note_loads(self, moe_layer_idx: int, num_read: int) -> None:
+        """So many experts of a layer are read from disk for the step that began last."""
+        counters = self.counters.of(self.recorder.step.phase)
+        counters.bytes_read += num_read * self._layer_bytes[moe_layer_idx]

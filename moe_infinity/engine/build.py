@@ -1,0 +1,125 @@
+"""Puts an engine together: everything a part needs comes through its constructor."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from transformers import PreTrainedModel
+
+from moe_infinity.architectures.early_router import EarlyRouter
+from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
+from moe_infinity.checkpoint.expert_loader import ExpertLoader
+from moe_infinity.checkpoint.plan import Plan
+from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.config import OffloadConfig
+from moe_infinity.cuda.device_steps import DeviceSteps
+from moe_infinity.engine.bookkeeping import Bookkeeping
+from moe_infinity.engine.compute import LayerComputer
+from moe_infinity.engine.engine import ExpertEngine
+from moe_infinity.engine.expert_kernels import slot_layer
+from moe_infinity.engine.layer import LayerPath
+from moe_infinity.experts import ExpertKey
+from moe_infinity.memory.device import DeviceSlots
+from moe_infinity.memory.device_mover import DeviceMover
+from moe_infinity.memory.tiers import make_tiers
+from moe_infinity.predict.predictor import Predictor
+from moe_infinity.predict.prefetcher import Prefetcher
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(
+    model: PreTrainedModel,
+    plan: Plan,
+    reader: Reader,
+    config: OffloadConfig,
+    device_slots: DeviceSlots | None,  # None: experts compute on the CPU
+    early_router: EarlyRouter | None,
+) -> ExpertEngine:
+    """Raises ConfigError for budgets that are too small or too large."""
+    num_experts = max(layer.num_experts for layer in plan.layers)
+    keys = [
+        [ExpertKey(moe_layer_idx, expert_idx) for expert_idx in range(layer.num_experts)]
+        for moe_layer_idx, layer in enumerate(plan.layers)
+    ]
+    predictor = None
+    if config.policy == ACTIVATION_AWARE:
+        predictor = Predictor(len(keys), num_experts, without=config.without)
+    loader = ExpertLoader(plan.recipes, reader)
+    tiers = make_tiers(
+        config,
+        device_slots,
+        layer_slot_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
+        num_experts=sum(map(len, keys)),
+        make_policy=partial(
+            make_policy,
+            config.policy,
+            num_rows=len(keys),
+            num_experts=num_experts,
+            chances=predictor,
+        ),
+        fills=(loader.read, loader.read_ahead),
+    )
+    bookkeeping = Bookkeeping(
+        tiers=tiers,
+        keys=keys,
+        num_experts=num_experts,
+        layer_bytes=[recipes.bytes_per_expert() for recipes in plan.recipes],
+        predictor=predictor,
+    )
+    tier = tiers[0]
+    computers = [
+        LayerComputer(layer, recipes, tier.slots, config.experts_implementation)
+        for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
+    ]
+    prefetcher = None
+    if config.prefetch:
+        prefetcher = Prefetcher(tier.table, tier.policy, tier.mover, bookkeeping.exists_LE)
+    path = LayerPath(
+        tier=tier,
+        computers=computers,
+        bookkeeping=bookkeeping,
+        prefetcher=prefetcher,
+        early_router=early_router,
+        stream=tier.mover.stream if isinstance(tier.mover, DeviceMover) else None,
+    )
+    device_steps = _device_steps(model, plan, config, bookkeeping)
+    ways = " or ".join(sorted({computer.how for computer in computers}))
+    experts = f"{plan.packing or 'as stored'}, {ways}"
+    if device_steps is not None:
+        experts += ", steps of few tokens by the device alone"
+    stored = {  # tied experts once
+        id(recipes): layer.num_experts * recipes.bytes_per_expert()
+        for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
+    }
+    return ExpertEngine(
+        path=path,
+        bookkeeping=bookkeeping,
+        loader=loader,
+        device_steps=device_steps,
+        experts=experts,
+        stored_expert_bytes=sum(stored.values()),
+    )
+
+
+def _device_steps(
+    model: PreTrainedModel, plan: Plan, config: OffloadConfig, bookkeeping: Bookkeeping
+) -> DeviceSteps | None:
+    """What decides steps of few tokens on the device; None: the host decides every step. Raises
+    ConfigError.
+    """
+    if config.experts_implementation != "fast" or len(bookkeeping.tiers) == 1:
+        return None
+    mlps = [slot_layer(*pair) for pair in zip(plan.layers, plan.recipes, strict=True)]
+    known = [mlp for mlp in mlps if mlp is not None]
+    reasons = {
+        "prefetch": config.prefetch,
+        "an encoder": model.config.is_encoder_decoder,
+        "experts that no kernel of ours reads": len(known) < len(mlps),
+    }
+    found = " and ".join(reason for reason, is_so in reasons.items() if is_so)
+    if found:
+        logger.warning("with %s the host decides in every step, without CUDA graphs", found)
+        return None
+    return DeviceSteps(bookkeeping, known)

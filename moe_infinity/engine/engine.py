@@ -1,0 +1,181 @@
+"""The engine of one offloaded model: its tiers, its layer path, and the step under way.
+
+    transformers' forward pass ──begin_step──> a step is under way
+                               ──moe_layer───> engine/layer.py, once for each MoE layer
+                               ──leave_step──> if the pass did not end
+
+With a GPU and experts_implementation="fast" a decode step of few tokens is the device's
+(cuda/device_steps.py): then the engine only keeps account of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Event
+
+import numpy as np
+from torch import Tensor
+
+from moe_infinity.architectures.adapters import ExpertCalls
+from moe_infinity.checkpoint.expert_loader import ExpertLoader
+from moe_infinity.cuda.device_steps import DeviceSteps
+from moe_infinity.engine.bookkeeping import Bookkeeping
+from moe_infinity.engine.compute import Work
+from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
+from moe_infinity.engine.routing import Routing
+from moe_infinity.errors import Cancelled, ClosedError
+from moe_infinity.experts import Phase
+from moe_infinity.memory.tiers import SlotTier
+from moe_infinity.predict.predictor import Predictor
+from moe_infinity.predict.recorder import Recorder, Step
+
+
+class ExpertEngine:
+    """Owns the slots of one model and everything that decides about them. Used by one thread at a
+    time.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: LayerPath,
+        bookkeeping: Bookkeeping,
+        loader: ExpertLoader,
+        device_steps: DeviceSteps | None,  # None: the host decides every step
+        experts: str,  # how they compute, for the report
+        stored_expert_bytes: int,  # of all experts, on disk
+    ) -> None:
+        self.path = path
+        self.bookkeeping = bookkeeping
+        self.device_steps = device_steps
+        self.experts = experts
+        self.stored_expert_bytes = stored_expert_bytes
+        self.loader = loader
+        self._ongoing = OngoingStep(anonymous_step(num_tokens=0))
+        self._cancelled: Event | None = None
+        self._is_closed = False
+
+    @property
+    def tiers(self) -> Sequence[SlotTier]:
+        """The one that computes first."""
+        return self.bookkeeping.tiers
+
+    @property
+    def recorder(self) -> Recorder:
+        return self.bookkeeping.recorder
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """None with a policy that predicts nothing."""
+        return self.bookkeeping.predictor
+
+    # Steps
+
+    def begin_step(self, step: Step) -> None:
+        """A forward pass begins."""
+        if self.device_steps is not None:
+            self._settle_interrupted()
+            if self.device_steps.begin(step):
+                return
+        self.path.begin_step()
+        self.bookkeeping.note_begin(step)
+        self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, self._ongoing.is_loading)
+        if self.path.is_prefetching and step.phase is Phase.DECODE:
+            self._settle_interrupted()
+            self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, is_loading=True)
+            self.path.begin_decode(self._ongoing)
+            self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, is_loading=False)
+
+    def moe_layer(
+        self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
+    ) -> Tensor:
+        """[T, D] -> [T, D]: the routed experts of one layer. Raises CheckpointError if an expert
+        cannot be read, Cancelled if nobody waits for the prompt any more.
+        """
+        if self.device_steps is not None:
+            if self.device_steps.is_running:
+                return self.device_steps.compute(
+                    moe_layer_idx, x_TD, top_k_index_TK, top_k_weights_TK
+                )
+            self.device_steps.top_k[moe_layer_idx] = top_k_index_TK.shape[1]
+        routing = Routing.of(top_k_index_TK, top_k_weights_TK)
+        work = self.path.computers[moe_layer_idx].begin(x_TD, routing)
+        self._run(moe_layer_idx, routing, work)
+        return work.sum()
+
+    def answer_calls(self, moe_layer_idx: int, routing: Routing, calls: ExpertCalls) -> None:
+        """Answer the calls that a block makes of its experts. Raises as moe_layer does."""
+        self._run(moe_layer_idx, routing, self.path.computers[moe_layer_idx].answering(calls))
+
+    def _run(self, moe_layer_idx: int, routing: Routing, work: Work) -> None:
+        step = self._enter(moe_layer_idx, routing.num_tokens)
+        self._ongoing = OngoingStep(step, moe_layer_idx, is_loading=True)
+        self.path.run(self._ongoing, routing, work)
+        self._ongoing = OngoingStep(step, moe_layer_idx, is_loading=False)
+
+    def _enter(self, moe_layer_idx: int, num_tokens: int) -> Step:
+        """The step that this layer belongs to. A model that is entered below its top tells of none:
+        it counts as a prompt of its own.
+        """
+        if (
+            num_tokens != self.recorder.step.num_tokens
+            or moe_layer_idx <= self._ongoing.moe_layer_idx
+        ):
+            self.begin_step(anonymous_step(num_tokens))
+        if self._is_closed:
+            raise ClosedError("the model was closed: its experts cannot be read any more")
+        self._settle_interrupted()
+        step = self.recorder.step
+        if step.phase is Phase.PREFILL and self._cancelled and self._cancelled.is_set():
+            self.recorder.drop_step()
+            raise Cancelled("generation was stopped in the middle of a prompt")
+        return step
+
+    def _settle_interrupted(self) -> None:
+        """If an error or Ctrl-C cut the last layer short."""
+        if self._ongoing.is_loading:
+            self.path.recover()
+            self._ongoing = self._ongoing._replace(is_loading=False)
+
+    def leave_step(self) -> None:
+        """The last pass did not end: without all of its MoE layers no trace has it."""
+        if self.device_steps is None or self.device_steps.settle():
+            self.recorder.leave_step()  # else when the device's step is reset
+
+    def settle(self) -> None:
+        """Wait for a step that the device decides, and enter what it did."""
+        if self.device_steps is not None:
+            self.device_steps.settle()
+
+    def conclude(self) -> None:
+        """The same, and make order if that step was interrupted."""
+        if self.device_steps is not None:
+            self.device_steps.conclude()
+
+    @contextmanager
+    def cancellable(self, cancelled: Event | None) -> Iterator[None]:
+        """Inside, once this is set, a prompt ends at its next MoE layer."""
+        self._cancelled = cancelled
+        try:
+            yield
+        finally:
+            self._cancelled = None
+
+    def check_invariants(self) -> None:
+        """Assert that the bookkeeping of slots is consistent."""
+        for tier in self.tiers:
+            tier.table.check_invariants()
+        if self.device_steps is not None:
+            self.device_steps.check_invariants()
+
+    def close(self) -> None:
+        """Wait for what is under way, stop the read threads, close the files."""
+        self._is_closed = True
+        self.settle()
+        self.tiers[0].mover.close()
+        self.loader.close()
+
+
+def anonymous_step(num_tokens: int) -> Step:
+    return Step(Phase.PREFILL, 1, num_tokens, begins_B=np.ones(1, dtype=bool))

@@ -1,0 +1,135 @@
+"""The exact backend: experts compute one by one, with the bits of stock transformers.
+
+Two of transformers' implementations are reproduced, in whatever order experts arrive:
+
+    grouped_mm  (its default on CPU)  rows of an expert as torch.sort leaves them;
+                                      a token's K outputs summed as one reduction
+    eager       (the class's loop)    rows of an expert in (k, token) order;
+                                      outputs added one by one by expert id
+
+T tokens, K experts per token, P = T * K (token, k) pairs, D model width, R rows of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_infinity.engine.routing import Routing
+from moe_infinity.experts import Ints
+
+ExpertMlp = Callable[..., Tensor]  # (weights of one expert by name, its rows [R, D]) -> [R, D]
+Weights = Mapping[str, Tensor]  # of one expert, by name
+
+
+class ExactBackend:
+    """For the experts of one MoE layer."""
+
+    def __init__(
+        self,
+        mlp: ExpertMlp,
+        weights_of: Callable[[int], Weights],
+        *,
+        is_eager: bool,
+        weighs_input: bool,
+    ) -> None:
+        """`weights_of(slot_id)` gives the weights that a slot holds. The weights of a routing scale
+        what comes out of an expert or, with `weighs_input`, what goes in.
+        """
+        self.mlp = mlp
+        self.weights_of = weights_of
+        self.is_eager = is_eager
+        self.weighs_input = weighs_input
+
+    def begin(self, x_TD: Tensor, routing: Routing) -> ExactWork:
+        return ExactWork(self, x_TD, routing)
+
+
+class ExactWork:
+    """One MoE layer in one step: rows sorted by expert, outputs kept by (token, k) pair."""
+
+    def __init__(self, backend: ExactBackend, x_TD: Tensor, routing: Routing) -> None:
+        assert routing.experts_TK is not None, routing
+        assert routing.weights_TK is not None, routing
+        self._backend = backend
+        self._shape_TK = routing.experts_TK.shape
+        self._dtype = x_TD.dtype
+        self._num_without = routing.num_without
+        num_tokens, top_k = self._shape_TK
+        order_P = self._order(routing.experts_TK)
+        bounds = np.cumsum(
+            [self._num_without, *np.broadcast_to(routing.counts, len(routing.activated))]
+        )
+        # Pairs without an expert come first.
+        self._rows = {
+            expert_idx: slice(start, stop)
+            for expert_idx, (start, stop) in zip(
+                routing.activated, pairwise(bounds.tolist()), strict=True
+            )
+        }
+        self._pairs_P = torch.from_numpy(order_P).to(x_TD.device)
+        self._inputs_PD = x_TD[self._pairs_P // top_k]
+        self._weights_P1: Tensor | None = routing.weights_TK.reshape(-1, 1)
+        if backend.weighs_input:
+            self._inputs_PD = self._inputs_PD * self._weights_P1[self._pairs_P]
+            self._weights_P1 = None
+        self._outputs_PD: Tensor | None = None
+
+    def _order(self, experts_TK: Ints) -> Ints:
+        """The pairs, sorted by expert as the reproduced implementation sorts them."""
+        if not self._backend.is_eager:
+            return _order_of_grouped_mm(experts_TK.ravel())
+        num_tokens, top_k = experts_TK.shape
+        order_P = experts_TK.T.ravel().argsort(kind="stable")  # eager counts its pairs k first
+        order: Ints = order_P % num_tokens * top_k + order_P // num_tokens
+        return order
+
+    def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
+        """Compute these experts, which lie in these slots, and keep their weighted outputs."""
+        for expert_idx, slot_id in zip(expert_idxs, slot_ids, strict=True):
+            inputs_RD = self._inputs_PD[self._rows[expert_idx]]
+            self._add(expert_idx, self._backend.mlp(self._backend.weights_of(slot_id), inputs_RD))
+
+    def _add(self, expert_idx: int, out_RD: Tensor) -> None:
+        pairs_R = self._pairs_P[self._rows[expert_idx]]
+        if self._weights_P1 is not None:
+            out_RD = out_RD * self._weights_P1[pairs_R]
+        if self._outputs_PD is None:
+            make = out_RD.new_zeros if self._num_without else out_RD.new_empty
+            self._outputs_PD = make(len(self._pairs_P), out_RD.shape[1])
+        self._outputs_PD[pairs_R] = out_RD
+
+    def sum(self) -> Tensor:
+        """[T, D]: the layer's output, the same bits in whatever order experts were run."""
+        num_tokens, top_k = self._shape_TK
+        if self._outputs_PD is None:
+            assert not self._rows, "run() comes first"
+            return self._inputs_PD.new_zeros(
+                num_tokens, self._inputs_PD.shape[1], dtype=self._dtype
+            )
+        if not self._backend.is_eager:
+            return self._outputs_PD.view(num_tokens, top_k, -1).sum(dim=1).to(self._dtype)
+        total_TD = self._outputs_PD.new_zeros(
+            num_tokens, self._outputs_PD.shape[1], dtype=self._dtype
+        )
+        for rows in self._rows.values():
+            pairs_R = self._pairs_P[rows]
+            total_TD.index_add_(0, pairs_R // top_k, self._outputs_PD[pairs_R].to(self._dtype))
+        return total_TD
+
+
+def _order_of_grouped_mm(experts_P: Ints) -> Ints:
+    """How stock grouped_mm sorts pairs by expert. With threads the bits of a matrix product depend
+    on the place of a row in it, so another order of equal keys would show.
+
+    torch sorts up to 16 elements by insertion, which is stable, and more without being stable; the
+    numpy call is eight times faster than torch's on a decode step.
+    """
+    if len(experts_P) <= 16:
+        return experts_P.argsort(kind="stable")
+    order: Ints = torch.from_numpy(experts_P).sort().indices.numpy()
+    return order
