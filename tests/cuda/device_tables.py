@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.cuda.device_table import DeviceTable, RowReport
+from moe_infinity.cuda.device_table import DeviceTable, LayerReport
 from moe_infinity.experts import ExpertKey
 
 
@@ -35,16 +35,16 @@ class World:
         self.slots = torch.zeros(slots, slot_bytes, dtype=torch.uint8, device=device)
         self.table = DeviceTable(
             self.slots,
-            num_rows=rows,
+            num_layers=rows,
             num_experts=experts,
             max_pairs=max_pairs,
         )
         self.keys = [ExpertKey(row, expert) for row in range(rows) for expert in range(experts)]
-        self.tell({})
+        self.upload({})
 
-    def tell(self, slot_of: dict[ExpertKey, int]) -> None:
+    def upload(self, slot_of: dict[ExpertKey, int]) -> None:
         """All of them are in host memory."""
-        self.table.tell(slot_of)
+        self.table.upload_residency(slot_of)
         self.table.set_host_addresses({key: self.address_of(key) for key in self.keys})
 
     def bytes_of(self, key: ExpertKey) -> Tensor:
@@ -74,26 +74,26 @@ class World:
         return {
             "slots": table.slot_LE.tolist(),
             "owners": table.owner_S.tolist(),
-            "is lost": table.is_lost(),
+            "is lost": table.needs_replay(),
             "uses": table.uses_LE.tolist(),
-            "told": table.told_L2P.tolist(),
+            "told": table.reports_L2P.tolist(),
             "sources": self.places(table.sources_P),
             "bytes": self.slots.tolist(),
         }
 
     # What the host hears and says
 
-    def told(self, moe_layer_idx: int, num_pairs: int) -> RowReport:
-        report = self.table.told(moe_layer_idx, num_pairs)
+    def report(self, moe_layer_idx: int, num_pairs: int) -> LayerReport:
+        report = self.table.read_report(moe_layer_idx, num_pairs)
         assert report is not None
         return report
 
-    def reports(self, num_pairs: int) -> list[RowReport | None]:
+    def reports(self, num_pairs: int) -> list[LayerReport | None]:
         """By row, of a step that is over."""
         self.table.end_step()
         self.table.wait()
         assert self.table.is_over()
-        reports = [self.table.told(row, num_pairs) for row in range(self.table.num_rows)]
+        reports = [self.table.read_report(row, num_pairs) for row in range(self.table.num_layers)]
         self.table.begin_step()
         self.table.check_invariants()
         return reports
@@ -102,14 +102,14 @@ class World:
         reports = self.reports(num_pairs)
         return [miss for report in reports if report is not None for miss in report.misses.items()]
 
-    def offer(self, *scores: list[float]) -> None:
+    def upload_scores(self, *scores: list[float]) -> None:
         """Scores by expert, the same for all rows; one list for each part, or one for all."""
         offered = np.array(scores, dtype=np.float64)[None]
-        self.offer_all(np.broadcast_to(offered, self.table.scores_LHE.shape))
+        self.upload_all_scores(np.broadcast_to(offered, self.table.scores_LHE.shape))
 
-    def offer_all(self, scores_LHE: NDArray[np.float64], first_row: int = 0) -> None:
+    def upload_all_scores(self, scores_LHE: NDArray[np.float64], first_layer: int = 0) -> None:
         """Heard before the next step begins."""
-        self.table.offer(np.ascontiguousarray(scores_LHE), first_row)
+        self.table.upload_scores(np.ascontiguousarray(scores_LHE), first_layer)
         if self.slots.device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel, StaticCache
 
+from moe_infinity.cuda.device_steps import StepState
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.graphed_step import CACHE, GraphedStep
 from moe_infinity.cuda.slot_kernels import SlotKernels
@@ -138,10 +139,10 @@ class Captured(BaseException):
         self._forward, self._steps = step._forward, step._steps
         self._kwargs = rest | tree_of_nowhere(values, spec)
         move(self.model, rest[CACHE])
-        self._steps._rows._kernels = KERNELS
+        self._steps.layers._kernels = KERNELS
 
     def run(self) -> Tensor:
-        self._steps.is_running = True
+        self._steps._state = StepState.RUNNING
         with self.windows.on_device():
             logits: Tensor = as_captured(lambda: self._forward(**self._kwargs)).logits
         return logits

@@ -59,7 +59,7 @@ def test_a_read_from_disk_waits_for_the_copy_out_of_its_slot(
         fake_device(FakeCudaDevice(bytes_per_s=SLOW)) as cuda_device,
         MoE(tiny_checkpoint, **TIGHT) as moe,
     ):
-        mover = moe.engine._mover
+        mover = moe.engine.tiers[0].mover
         assert isinstance(mover, DeviceMover)
         assert stale_host_bytes(moe, mover, cuda_device)
     monkeypatch.undo()
@@ -67,28 +67,28 @@ def test_a_read_from_disk_waits_for_the_copy_out_of_its_slot(
         fake_device(FakeCudaDevice(bytes_per_s=SLOW)) as cuda_device,
         MoE(tiny_checkpoint, **TIGHT) as moe,
     ):
-        mover = moe.engine._mover
+        mover = moe.engine.tiers[0].mover
         assert isinstance(mover, DeviceMover)
         assert not stale_host_bytes(moe, mover, cuda_device)
 
 
 def stale_host_bytes(moe: MoE, mover: DeviceMover, cuda_device: FakeCudaDevice) -> bool:
     """Whether an expert arrives with the bytes of another one that came through its HOST slot."""
-    runtime = moe.engine
-    keys = runtime._keys[0][:4]
-    slot_ids = {key: runtime.table.begin_prefetch(key) for key in keys}
+    engine = moe.engine
+    keys = engine.bookkeeping.keys[0][:4]
+    slot_ids = {key: engine.tiers[0].table.begin_prefetch(key) for key in keys}
     mover.load_ahead({keys[0]: slot_ids[keys[0]]})
-    while runtime.tiers[-1].table.num_loading:
+    while engine.tiers[-1].table.num_loading:
         mover.settle()
     for key in keys[1:]:  # two HOST slots for four experts, and no copy has been made
         mover.load_ahead({key: slot_ids[key]})
-        while runtime.tiers[-1].table.num_loading:
+        while engine.tiers[-1].table.num_loading:
             mover.settle()
     cuda_device.synchronize()
-    found = {key: runtime.slots.tensor_of(slot_ids[key], 3072).clone() for key in keys}
+    found = {key: engine.tiers[0].slots.tensor_of(slot_ids[key], 3072).clone() for key in keys}
     for key in keys:
         slot = bytearray(3072)
-        runtime._read_expert(key, memoryview(slot))
+        engine.loader.read(key, memoryview(slot))
         if not torch.equal(found[key], torch.frombuffer(slot, dtype=torch.uint8)):
             return True
     return False

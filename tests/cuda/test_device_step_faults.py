@@ -15,12 +15,13 @@ from transformers import StaticCache
 from moe_infinity import MoE
 from moe_infinity.cache.policies import Lru
 from moe_infinity.cache.residency import ResidencyTable
-from moe_infinity.cuda.cache_state import Before
+from moe_infinity.checkpoint.expert_loader import ExpertLoader
+from moe_infinity.cuda.cache_state import CacheSnapshot
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.graphed_step import GraphedStep
-from moe_infinity.cuda.reports import Follower
-from moe_infinity.engine.layer import ExpertRuntime
+from moe_infinity.cuda.reports import ReportPoller
+from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.kernels.cuda import reference as slot_reference
 from moe_infinity.memory.mover import Mover
@@ -93,10 +94,12 @@ def test_a_slot_is_filled_before_it_is_read(tiny_checkpoint, monkeypatch):
 
 
 def test_a_lost_step_is_run_again_from_where_the_cache_was(tiny_checkpoint, monkeypatch):
-    with mock.patch.object(Before, "put_back", autospec=True, side_effect=Before.put_back) as found:
+    with mock.patch.object(
+        CacheSnapshot, "restore", autospec=True, side_effect=CacheSnapshot.restore
+    ) as found:
         assert not is_wrong(tiny_checkpoint, *TIGHT, **STATIC)
     assert found.called
-    monkeypatch.setattr(Before, "put_back", lambda self: None)
+    monkeypatch.setattr(CacheSnapshot, "restore", lambda self: None)
     with pytest.raises(IndexError, match="out of bounds"):  # a place of the cache was lost
         is_wrong(tiny_checkpoint, *TIGHT, **STATIC)
 
@@ -108,11 +111,11 @@ def test_running_a_step_again_changes_neither_its_logits_nor_the_cache(stock_mod
         found = []
         for _ in range(2):
             step = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[8]])}
-            before = Before(cache)
-            before.keep()
+            before = CacheSnapshot(cache)
+            before.save()
             logits = stock_model(**step, past_key_values=cache).logits
             found.append([logits, *(layer.keys.clone() for layer in cache.layers)])
-            before.put_back()
+            before.restore()
     assert all(map(torch.equal, *found))
 
 
@@ -123,10 +126,10 @@ def test_what_is_expanded_is_put_back_as_it_was(stock_model):
         stock_model(PROMPT, past_key_values=cache)
     held, positions = vars(cache.layers[0]), torch.arange(4).expand(3, 4)
     held["positions"] = positions
-    before = Before(cache)
-    before.keep()
+    before = CacheSnapshot(cache)
+    before.save()
     held["positions"] = torch.arange(5).expand(3, 5)
-    before.put_back()
+    before.restore()
     assert held["positions"] is positions
 
 
@@ -155,12 +158,13 @@ class Interruption:
 PLACES = [
     (slot_reference, "resolve"), (slot_reference, "_look_up"), (slot_reference, "fill"),
     (slot_reference, "slot_moe"), (slot_reference, "_take_slot"), (DeviceTable, "begin_step"),
-    (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "told"),
-    (DeviceTable, "tell"), (DeviceTable, "offer"), (Follower, "_listen"), (Follower, "_hear"),
-    (DeviceTable, "set_all_host_addresses"), (DeviceTable, "find_again"), (Lru, "scores_after"),
+    (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "read_report"),
+    (DeviceTable, "upload_residency"), (DeviceTable, "upload_scores"),
+    (ReportPoller, "_read_new"), (ReportPoller, "apply_report"),
+    (DeviceTable, "set_all_host_addresses"), (DeviceTable, "prepare_retry"), (Lru, "scores_after"),
     (ResidencyTable, "adopt"), (ResidencyTable, "leaving_scores"), (ResidencyTable, "note_use"),
-    (Mover, "load_now"), (Mover, "arrivals"), (ExpertRuntime, "note_begin"),
-    (ExpertRuntime, "note_row"), (DeviceSteps, "mend"),
+    (Mover, "load_now"), (Mover, "arrivals"), (Bookkeeping, "note_begin"),
+    (Bookkeeping, "note_row"), (DeviceSteps, "reset"),
 ]  # fmt: skip
 
 
@@ -248,7 +252,7 @@ def test_a_row_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected):
         layer = moe.model.model.layers[1].mlp
         forward = layer.forward
         layer.forward = lambda x: forward(x) + 0 * forward(x.flip(-1))
-        with pytest.raises(UnsupportedModelError, match="row 1 ran twice in one step"):
+        with pytest.raises(UnsupportedModelError, match="MoE layer 1 ran twice in one step"):
             greedy(moe)
         layer.forward = forward
         assert_same_tokens(moe, expected)
@@ -302,9 +306,9 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(slot_reference, "fill"), (DeviceTable, "told"), (DeviceTable, "wait"),
-     (DeviceTable, "begin_step"), (DeviceTable, "offer"), (ExpertRuntime, "note_begin"),
-     (Follower, "retire"), (ResidencyTable, "adopt"), (DeviceSteps, "mend")],
+    [(slot_reference, "fill"), (DeviceTable, "read_report"), (DeviceTable, "wait"),
+     (DeviceTable, "begin_step"), (DeviceTable, "upload_scores"), (Bookkeeping, "note_begin"),
+     (ReportPoller, "finish_step"), (ResidencyTable, "adopt"), (DeviceSteps, "reset")],
 )  # fmt: skip
 def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
     tiny_checkpoint, monkeypatch, cache, owner, name
@@ -337,7 +341,7 @@ def test_an_expert_that_cannot_be_read_in_a_step_is_told_and_the_next_call_works
 ):
     expected = tokens_of_a_cpu(tiny_checkpoint, **cache)
     error = CheckpointError("the disk is gone")
-    stop = Interruption(monkeypatch, ExpertRuntime, "_read_expert", error)
+    stop = Interruption(monkeypatch, ExpertLoader, "read", error)
     with on_device(tiny_checkpoint, *TIGHT) as moe:
         greedy(moe, PROMPT[:, :2], num_tokens=1)
         stop.remaining = 20  # after the prompt
@@ -345,7 +349,7 @@ def test_an_expert_that_cannot_be_read_in_a_step_is_told_and_the_next_call_works
             greedy(moe, **cache)
         steps = moe.engine.device_steps
         assert steps is not None
-        assert steps.is_broken  # it was in a step
+        assert steps.needs_reset  # it was in a step
         for _ in range(2):
             assert torch.equal(greedy(moe, **cache), expected[0])
             moe.check_invariants()

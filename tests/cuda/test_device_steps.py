@@ -144,7 +144,7 @@ def counted(moe: MoE) -> tuple[Any, ...]:
     """What was looked up, and what everybody learned of it."""
     decode = moe.report().decode
     eams = [eam.decode.tolist() for eam in moe.request_eams()]
-    scores = [policy.scores().tolist() for policy in moe.engine._policies]
+    scores = [tier.policy.scores().tolist() for tier in moe.engine.tiers]
     return decode.hits, decode.misses, decode.steps, moe.report().evictions, eams, scores
 
 
@@ -168,35 +168,37 @@ def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
 def test_scores_are_those_after_each_part_of_the_rows(tiny_checkpoint, monkeypatch):
     asked: list[int] = []
     offered: list[tuple[Any, int]] = []
-    scores_after, offer = ActivationAware.scores_after, DeviceTable.offer
+    scores_after, offer = ActivationAware.scores_after, DeviceTable.upload_scores
 
     def asking(self: ActivationAware, moe_layer_idx: int) -> Any:
         asked.append(moe_layer_idx)
         return scores_after(self, moe_layer_idx)
 
-    def offering(self: DeviceTable, scores_LHE: Any, first_row: int) -> None:
-        offered.append((scores_LHE.copy(), first_row))
-        offer(self, scores_LHE, first_row)
+    def offering(self: DeviceTable, scores_LHE: Any, first_layer: int) -> None:
+        offered.append((scores_LHE.copy(), first_layer))
+        offer(self, scores_LHE, first_layer)
 
-    monkeypatch.setattr(DeviceTable, "offer", offering)
+    monkeypatch.setattr(DeviceTable, "upload_scores", offering)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         greedy(moe)
         monkeypatch.setattr(ActivationAware, "scores_after", asking)
         offered.clear()
         policy = moe.engine.tiers[0].policy
-        moe.engine.table._transient[:] = False  # their scores are lower
+        moe.engine.tiers[0].table._transient[:] = False  # their scores are lower
         steps = moe.engine.device_steps
         assert steps is not None
         for moe_layer_idx in (None, 0, 1, 2):
-            steps.follower._offer(moe_layer_idx)
+            steps.poller.upload_scores(moe_layer_idx)
         assert asked == 4 * [0, 2]
-        (whole, first_row), *rows = offered
-        assert first_row == 0
+        (whole, first_layer), *rows = offered
+        assert first_layer == 0
         after = [policy.scores_after(0), policy.scores_after(2)]
         assert (whole.transpose(1, 0, 2) == after).all()
         assert (whole[:, 0] != whole[:, 1]).any()
-        for (scores, first_row), expected, moe_layer_idx in zip(rows, whole, range(3), strict=True):
-            assert first_row == moe_layer_idx
+        for (scores, first_layer), expected, moe_layer_idx in zip(
+            rows, whole, range(3), strict=True
+        ):
+            assert first_layer == moe_layer_idx
             assert (scores == expected).all()
 
 
@@ -215,7 +217,7 @@ def test_a_step_that_was_lost_counts_every_row_once(tiny_checkpoint, monkeypatch
 
     def resolving(table: DeviceTable, moe_layer_idx: int, index_TK: Tensor) -> Tensor:
         nonlocal num_lost
-        if not table.is_lost() and (num_steps, moe_layer_idx) not in counted:
+        if not table.needs_replay() and (num_steps, moe_layer_idx) not in counted:
             absent = [e for e in index_TK.flatten().tolist() if table.slot_LE[moe_layer_idx, e] < 0]
             missed.update((num_steps, moe_layer_idx, expert) for expert in absent)
             is_lost = any(table.host_LE[moe_layer_idx, expert] == 0 for expert in absent)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_infinity import MoE
 from moe_infinity.cache.policies import POLICIES, PREDICTING
-from moe_infinity.engine.layer import ExpertRuntime
+from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.memory.device import NUM_STAGING_BUFFERS
 from moe_infinity.memory.device_mover import DeviceMover
 from tests.conftest import make_model, save_tokenizer
@@ -47,7 +47,7 @@ def test_no_budget_of_either_tier_changes_a_token(
         MoE(tiny_checkpoint, device_memory=device_memory, host_memory=host_memory) as moe,
     ):
         assert_same_tokens(moe, expected, rounds=2)
-        assert isinstance(moe.engine._mover, DeviceMover)
+        assert isinstance(moe.engine.tiers[0].mover, DeviceMover)
         assert cuda_device.num_copies > 0
     assert not cuda_device.locked
 
@@ -167,13 +167,13 @@ def test_the_report_shows_both_tiers_and_what_came_from_disk(tiny_checkpoint):
 
 def test_a_long_prompt_streams_the_next_row_before_it_is_routed(tiny_checkpoint, monkeypatch):
     """The link is busy while attention computes: prompts take less time by the modelled clock."""
-    moe_layer, took_s = ExpertRuntime.moe_layer, []
+    moe_layer, took_s = ExpertEngine.moe_layer, []
 
-    def after_attention(self: ExpertRuntime, *args: Any) -> Tensor:
+    def after_attention(self: ExpertEngine, *args: Any) -> Tensor:
         cuda_device.clock.advance_to(cuda_device.clock.now_s + 1e-4)
         return moe_layer(self, *args)
 
-    monkeypatch.setattr(ExpertRuntime, "moe_layer", after_attention)
+    monkeypatch.setattr(ExpertEngine, "moe_layer", after_attention)
     for is_streaming in (True, False):
         if not is_streaming:
             monkeypatch.setattr(DeviceMover, "stream", lambda self, keys: [])
@@ -203,7 +203,7 @@ def test_a_long_prompt_leaves_what_decoding_uses(tiny_checkpoint):
     budgets = {"device_memory": "80%", "host_memory": "100%"}
     with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, policy="lru", **budgets) as moe:
         greedy(moe, PROMPT, num_tokens=60)
-        table = moe.engine.table
+        table = moe.engine.tiers[0].table
         used = {key for key in table.resident_keys() if not table.is_transient(key)}
         greedy(moe, LONG_PROMPT, num_tokens=1)
         prefill_quota = table.num_slots // 8

@@ -20,7 +20,7 @@ from moe_infinity.checkpoint.extents import Extent, StoredTensor
 from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.headers import Headers
 from moe_infinity.checkpoint.plan import Plan, plan_experts
-from moe_infinity.cuda.slot_kernels import SlotRows
+from moe_infinity.cuda.slot_kernels import SlotLayers
 from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.kernels import has_triton_kernels
 from moe_infinity.kernels.activation import Activation
@@ -52,13 +52,13 @@ def folder(tmp_path_factory) -> Path:
 def computed(monkeypatch):
     """Rows of every step the device decided."""
     found: list[int] = []
-    compute = SlotRows.compute
+    compute = SlotLayers.compute
 
-    def noted(self: SlotRows, moe_layer_idx: int, *args: Any) -> Tensor:
+    def noted(self: SlotLayers, moe_layer_idx: int, *args: Any) -> Tensor:
         found.append(moe_layer_idx)
         return compute(self, moe_layer_idx, *args)
 
-    monkeypatch.setattr(SlotRows, "compute", noted)
+    monkeypatch.setattr(SlotLayers, "compute", noted)
     return found
 
 
@@ -267,8 +267,8 @@ def test_tritons_kernel_agrees_with_its_twin_on_a_row(folder):
         greedy(moe, LONG_PROMPT)
         steps = moe.engine.device_steps
         assert steps is not None
-        (mlp, *_), slots = steps._rows._mlps, moe.engine.slots
-        resident = sorted(moe.engine.table.resident_slots().items())
+        (mlp, *_), slots = steps.layers._mlps, moe.engine.tiers[0].slots
+        resident = sorted(moe.engine.tiers[0].table.resident_slots().items())
         at = [slots.address_of(slot) for key, slot in resident if key.moe_layer_idx == 0][:TOP_K]
         x_TD, weights_TK = 8 * torch.randn(1, 64), torch.rand(1, TOP_K)
         arguments = mlp, x_TD, torch.tensor([at]), weights_TK

@@ -35,7 +35,7 @@ def test_no_budget_of_either_tier_changes_a_token(
         expected = [greedy(moe, prompt) for prompt in (PROMPT, LONG_PROMPT)]
     options = {"device_memory": device_memory, "host_memory": host_memory, "prefetch": prefetch}
     with MoE(tiny_checkpoint, device="cuda", **options) as moe:
-        assert isinstance(moe.engine._mover, DeviceMover)
+        assert isinstance(moe.engine.tiers[0].mover, DeviceMover)
         for _ in range(3):
             for prompt, tokens in zip((PROMPT, LONG_PROMPT), expected, strict=True):
                 assert torch.equal(greedy(moe, prompt), tokens)

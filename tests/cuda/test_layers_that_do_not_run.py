@@ -13,7 +13,7 @@ import torch
 from moe_infinity import MoE
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.device_table import DeviceTable
-from moe_infinity.cuda.slot_kernels import SlotRows
+from moe_infinity.cuda.slot_kernels import SlotLayers
 from moe_infinity.kernels.cuda import reference as slot_reference
 from tests.cuda.fast_device import CACHES, compute_as_the_device_does, on_device
 from tests.sweep import tiny
@@ -49,17 +49,20 @@ def test_text_is_decided_by_the_device_and_images_are_not_counted(
     folder, cache, after_an_image, monkeypatch
 ):
     """Against the reference path with the same arithmetic, so with the same routing."""
-    with monkeypatch.context() as patch, on_device(folder, "100%", "100%") as by_host:
+    with monkeypatch.context() as patch:
         patch.setattr(DeviceSteps, "begin", lambda self, step: False)
         compute_as_the_device_does(patch)
-        if after_an_image:
-            look_at_an_image(by_host)
-        tokens = write(by_host, **cache)
-        (expected,) = by_host.request_eams()
-        lookups = by_host.report().decode.lookups
+        with on_device(folder, "100%", "100%") as by_host:
+            if after_an_image:
+                look_at_an_image(by_host)
+            tokens = write(by_host, **cache)
+            (expected,) = by_host.request_eams()
+            lookups = by_host.report().decode.lookups
     with (
         on_device(folder, "40%", "100%") as moe,
-        mock.patch.object(SlotRows, "compute", autospec=True, side_effect=SlotRows.compute) as rows,
+        mock.patch.object(
+            SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
+        ) as rows,
     ):
         if after_an_image:
             look_at_an_image(moe)
@@ -110,13 +113,13 @@ def test_rows_that_get_a_part_of_a_steps_tokens_are_heard(folder, host_memory):
 
 def test_a_row_that_ran_in_the_step_before_is_not_reported_again():
     table = DeviceTable(
-        torch.zeros(4, 16, dtype=torch.uint8), num_rows=2, num_experts=4, max_pairs=8
+        torch.zeros(4, 16, dtype=torch.uint8), num_layers=2, num_experts=4, max_pairs=8
     )
     ran = []
     for rows in ([0, 1], [0], []):
         for row in rows:
             slot_reference.resolve(table, row, torch.tensor([[1, -1]]))
         table.end_step()
-        ran.append([row for row in range(2) if table.told(row, 2) is not None])
+        ran.append([row for row in range(2) if table.read_report(row, 2) is not None])
         table.begin_step()
     assert ran == [[0, 1], [0], []]

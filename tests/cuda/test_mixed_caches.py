@@ -16,7 +16,7 @@ from transformers import StaticCache, StoppingCriteria
 
 from moe_infinity import MoE
 from moe_infinity.cuda import cache_state
-from moe_infinity.cuda.cache_state import Before
+from moe_infinity.cuda.cache_state import CacheSnapshot
 from tests.cuda import recorded_graph
 from tests.cuda.fast_device import bring_every_expert, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT
@@ -211,14 +211,14 @@ def test_a_cache_that_was_reset_begins_anew(folder_of, graphs, monkeypatch, name
 def run_with_losses(folder: Path) -> tuple[dict[str, Tensor], int]:
     """Logits of each prompt, and how many steps were lost under a graph; not all were."""
     with on_device(folder, "20%", "95%") as moe:
-        step, put_back, lost_under_a_graph = moe._graphed, Before.put_back, []
+        step, put_back, lost_under_a_graph = moe._graphed, CacheSnapshot.restore, []
         assert step is not None
 
-        def watched(self: Before) -> None:
+        def watched(self: CacheSnapshot) -> None:
             lost_under_a_graph.append(step._graph is not None)
             put_back(self)
 
-        with mock.patch.object(Before, "put_back", watched):
+        with mock.patch.object(CacheSnapshot, "restore", watched):
             found = {k: recorded_graph.logits(moe, *prompt) for k, prompt in PROMPTS.items()}
         moe.check_invariants()
     assert len(lost_under_a_graph) < sum(len(each) for each in found.values()) - 10

@@ -16,9 +16,9 @@ from moe_infinity.cuda import reports as following
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.graphed_step import WARM_UP_STEPS
-from moe_infinity.cuda.reports import Follower
-from moe_infinity.engine.layer import ExpertRuntime
+from moe_infinity.cuda.reports import ReportPoller
 from moe_infinity.experts import ExpertKey
+from moe_infinity.memory.tiers import SlotTier
 from tests.cuda.fast_device import CACHES, STATIC, bring_every_expert, on_device, tokens_of_a_cpu
 from tests.cuda.on_device import PROMPT, assert_same_tokens, greedy
 from tests.cuda.recorded_graph import record_graphs, tokens_without_graph
@@ -35,7 +35,7 @@ def expected(tiny_checkpoint):
 
 def tell_if(monkeypatch: pytest.MonkeyPatch, is_told: Callable[[int], bool]) -> None:
     """Until a step is over, when all is."""
-    told, listen = DeviceTable.told, Follower._listen
+    told, listen = DeviceTable.read_report, ReportPoller._read_new
     is_done = [False]
 
     def telling(self: DeviceTable, moe_layer_idx: int, num_pairs: int) -> Any:
@@ -43,12 +43,12 @@ def tell_if(monkeypatch: pytest.MonkeyPatch, is_told: Callable[[int], bool]) -> 
             told(self, moe_layer_idx, num_pairs) if is_done[0] or is_told(moe_layer_idx) else None
         )
 
-    def listening(self: Follower, followed: Any, *, is_over: bool) -> None:
+    def listening(self: ReportPoller, followed: Any, *, is_over: bool) -> None:
         is_done[0] = is_over
         listen(self, followed, is_over=is_over)
 
-    monkeypatch.setattr(DeviceTable, "told", telling)
-    monkeypatch.setattr(Follower, "_listen", listening)
+    monkeypatch.setattr(DeviceTable, "read_report", telling)
+    monkeypatch.setattr(ReportPoller, "_read_new", listening)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -79,7 +79,7 @@ def test_misses_are_those_of_scores_that_know_the_rows_heard(
     def begin_and_look(self: DeviceSteps, step: Any) -> bool:
         is_ours = begin(self, step)
         if is_ours and not models:
-            models.append(Modelled(self._runtime, lag))
+            models.append(Modelled(self._bookkeeping.tiers[0], lag))
         return is_ours
 
     monkeypatch.setattr(DeviceSteps, "begin", begin_and_look)
@@ -110,9 +110,9 @@ class Modelled:
 
     LAST_ROWS = (0, 2, 2)  # of the part that each of three rows belongs to
 
-    def __init__(self, runtime: ExpertRuntime, lag: int) -> None:
+    def __init__(self, tier: SlotTier, lag: int) -> None:
         self.lag = lag
-        table, policy = runtime.table, runtime.tiers[0].policy
+        table, policy = tier.table, tier.policy
         assert isinstance(policy, Lru)
         self.owners: list[ExpertKey | None] = [None] * table.num_slots
         for key, slot in table.resident_slots().items():
@@ -181,7 +181,7 @@ def keep_busy(
     was launched, and when it was no longer followed.
     """
     looks, heard = [0], list[tuple[int, int]]()
-    follow, compute = Follower.follow, DeviceSteps.compute
+    follow, compute = ReportPoller.poll_reports, DeviceSteps.compute
 
     def is_over(table: DeviceTable) -> bool:
         looks[0] += 1
@@ -191,15 +191,15 @@ def keep_busy(
         looks[0] = NUM_ROWS
         return compute(steps, *args)
 
-    def follow_and_note(follower: Follower) -> None:
-        now = follower._now
+    def follow_and_note(follower: ReportPoller) -> None:
+        now = follower._current
         assert now is not None
-        looks[0], num_before = 0, now.last_noted + 1
+        looks[0], num_before = 0, now.last_counted + 1
         follow(follower)
-        heard.append((num_before, now.last_noted + 1))
+        heard.append((num_before, now.last_counted + 1))
 
     monkeypatch.setattr(DeviceTable, "is_over", is_over)
-    monkeypatch.setattr(Follower, "follow", follow_and_note)
+    monkeypatch.setattr(ReportPoller, "poll_reports", follow_and_note)
     monkeypatch.setattr(DeviceSteps, "compute", computing)
     tell_if(monkeypatch, lambda moe_layer_idx: moe_layer_idx < looks[0] * rows_a_look)
     return heard
@@ -228,7 +228,7 @@ def test_a_graph_is_followed_until_its_last_row(
 def test_a_device_that_tells_nothing_is_not_followed_for_ever(
     tiny_checkpoint, expected, monkeypatch
 ):
-    monkeypatch.setattr(following, "FOLLOW_SECONDS", 0.05)
+    monkeypatch.setattr(following, "POLL_TIMEOUT_S", 0.05)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         heard = keep_busy(monkeypatch, 1 << 30, rows_a_look=0)
         assert torch.equal(greedy(moe, num_tokens=4), expected[0][:, : len(PROMPT[0]) + 4])

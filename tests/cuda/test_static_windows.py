@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from moe_infinity import MoE
-from moe_infinity.cuda.cache_state import Before
+from moe_infinity.cuda.cache_state import CacheSnapshot
 from moe_infinity.cuda.static_windows import StaticWindows
 from tests.cuda import recorded_graph
 from tests.cuda.fast_device import bring_every_expert, on_device
@@ -87,7 +87,9 @@ def test_a_window_is_put_back_if_a_step_is_lost(folder, expected, graphs):
     """Before it is full, when it fills up, and after it has moved on."""
     with (
         on_device(folder, "40%", "50%") as moe,
-        mock.patch.object(Before, "put_back", autospec=True, side_effect=Before.put_back) as lost,
+        mock.patch.object(
+            CacheSnapshot, "restore", autospec=True, side_effect=CacheSnapshot.restore
+        ) as lost,
     ):
         for name, prompt in PROMPTS.items():
             assert torch.equal(recorded_graph.logits(moe, *prompt), expected[name]), name

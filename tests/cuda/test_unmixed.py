@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.engine.routing import RoutedRows
+from moe_infinity.engine.exact import ExactWork
 from tests.cuda.fake_cuda import fake_device
 from tests.cuda.no_device import NOWHERE, MetaCudaDevice, told_by_nobody
 from tests.quantized_checkpoints import CHECKPOINTS, build
@@ -58,13 +58,13 @@ def test_experts_packed_on_load(tiny_checkpoint, expert_dtype):
     prompt_and_token(tiny_checkpoint, expert_dtype=expert_dtype)
 
 
-def test_rows_that_stay_on_the_cpu_are_found(tiny_checkpoint, monkeypatch):
-    gather = RoutedRows.gather
+def test_indices_that_stay_on_the_cpu_are_found(tiny_checkpoint, monkeypatch):
+    init = ExactWork.__init__
 
-    def forgetful(self: RoutedRows, *args: Any, **kwargs: Any) -> None:
-        gather(self, *args, **kwargs)
+    def forgetful(self: ExactWork, *args: Any) -> None:
+        init(self, *args)
         self._pairs_P = torch.arange(len(self._pairs_P))
 
-    monkeypatch.setattr(RoutedRows, "gather", forgetful)
+    monkeypatch.setattr(ExactWork, "__init__", forgetful)
     with pytest.raises(AssertionError, match="mixes devices"):
         prompt_and_token(tiny_checkpoint)
