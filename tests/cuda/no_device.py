@@ -183,7 +183,7 @@ class _NotFromTheHost(TorchFunctionMode):
 
 
 @contextmanager
-def told_by_nobody() -> Iterator[None]:
+def made_up_routing() -> Iterator[None]:
     """The host asks for routing, token ids and a signature, of which there are none: so they are
     made up. Nothing else can be asked for, no operation may mix devices, and experts copy nothing.
     """

@@ -1,4 +1,4 @@
-"""The twin of a CUDA graph that a CPU can have: kernels are noted with the memory they work on, and
+"""Graphs for a CPU, in place of CUDA graphs: kernels are recorded with the memory they work on, and
 a replay runs them again, without Python. What CUDA refuses while it captures is refused.
 """
 
@@ -110,17 +110,17 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
         return replay
 
-    def kernels_of_a_row(self: SlotLayers, row: int, x_TD: Tensor, *args: Any) -> Tensor:
-        """One call: their twins look into memory with Python."""
+    def kernels_of_a_layer(self: SlotLayers, layer: int, x_TD: Tensor, *args: Any) -> Tensor:
+        """One call: the reference looks into memory with Python."""
         if not recording:
-            return compute(self, row, x_TD, *args)
+            return compute(self, layer, x_TD, *args)
         out_TD = torch.empty_like(x_TD)
-        recording[-1].calls.append(lambda: out_TD.copy_(compute(self, row, x_TD, *args)))
+        recording[-1].calls.append(lambda: out_TD.copy_(compute(self, layer, x_TD, *args)))
         return out_TD
 
     monkeypatch.setattr(ComputeDevice, "small_batch_steps", no_kernels_for_a_cpu)
     monkeypatch.setattr(graphed_step, "capture", capture)
-    monkeypatch.setattr(SlotLayers, "compute", kernels_of_a_row)
+    monkeypatch.setattr(SlotLayers, "compute", kernels_of_a_layer)
     return found
 
 

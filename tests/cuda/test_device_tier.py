@@ -165,7 +165,7 @@ def test_the_report_shows_both_tiers_and_what_came_from_disk(tiny_checkpoint):
         assert "device " in str(report)
 
 
-def test_a_long_prompt_streams_the_next_row_before_it_is_routed(tiny_checkpoint, monkeypatch):
+def test_a_long_prompt_streams_the_next_layer_before_it_is_routed(tiny_checkpoint, monkeypatch):
     """The link is busy while attention computes: prompts take less time by the modelled clock."""
     moe_layer, took_s = ExpertEngine.moe_layer, []
 
@@ -211,7 +211,7 @@ def test_a_long_prompt_leaves_what_decoding_uses(tiny_checkpoint):
 
 
 @pytest.mark.parametrize(("num_experts", "top_k", "num_slots"), [(4, 1, 2), (4, 2, 2), (9, 2, 1)])
-def test_a_row_that_needs_none_of_the_experts_streamed_ahead_finds_a_slot(
+def test_a_layer_that_needs_none_of_the_experts_streamed_ahead_finds_a_slot(
     tmp_path, num_experts, top_k, num_slots
 ):
     model = make_model(num_hidden_layers=5, num_experts=num_experts, num_experts_per_tok=top_k)

@@ -1,4 +1,4 @@
-"""What only a GPU can tell. Run by hand: `pytest -m gpu`; benchmarks/gpu_check.py measures."""
+"""What only a GPU can show. Run by hand: `pytest -m gpu`; benchmarks/gpu_check.py measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a decode step is captured, and what its graph depends on: without a GPU the plain twin of a
+"""When a decode step is captured, and what its graph depends on: without a GPU a
 capture runs all of it again."""
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_a_cache_that_is_moved_between_its_layers_is_not_captured():
     assert not can_capture(cache)
 
 
-def test_a_capture_that_fails_is_told_once_and_changes_no_token(
+def test_a_capture_that_fails_is_logged_once_and_changes_no_token(
     tiny_checkpoint, monkeypatch, caplog
 ):
     def capture(stream: Any, run: Any) -> Any:
@@ -120,9 +120,9 @@ def test_a_capture_that_fails_is_told_once_and_changes_no_token(
     with on_device(tiny_checkpoint, "30%", "60%") as moe:
         for _ in range(2):
             assert torch.equal(greedy(moe, **STATIC), expected[0])
-    told = [record for record in caplog.records if "no CUDA graph" in record.message]
-    assert len(told) == 1
-    assert "not permitted when stream is capturing" in told[0].message
+    logged = [record for record in caplog.records if "no CUDA graph" in record.message]
+    assert len(logged) == 1
+    assert "not permitted when stream is capturing" in logged[0].message
 
 
 @pytest.mark.parametrize("is_invalidated", [True, False])

@@ -48,8 +48,8 @@ def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
                     if then:
                         greedy(moe, num_tokens=then, **cache)
                     num_left = 8 + (n - 4) // 3
-                    told = [len(trace.experts_TLK) for trace in finish()]
-                    assert told == [12, num_left] + ([7 + then] if then else []), n
+                    lengths = [len(trace.experts_TLK) for trace in finish()]
+                    assert lengths == [12, num_left] + ([7 + then] if then else []), n
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The device's own part of the cache: resolve and fill, and their twins, state for state.
+"""The device's own part of the cache: resolve and fill against their reference, state for state.
 
 Without a GPU the kernels run in Triton's interpreter; with one, compiled, and in a CUDA graph.
 """
@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="needs triton")
 from moe_infinity.cuda import resolve as triton_resolve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = [pytest.param(slot_reference, id="twin"), pytest.param(triton_resolve, id="triton")]
+KINDS = [pytest.param(slot_reference, id="reference"), pytest.param(triton_resolve, id="triton")]
 pytestmark = pytest.mark.triton
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 
@@ -70,7 +70,7 @@ def test_a_miss_is_copied_into_its_slot_and_a_hit_is_not(kernels):
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_what_the_host_tells_is_where_experts_are(kernels):
+def test_uploaded_residency_is_where_experts_are(kernels):
     world = world_for(kernels, slots=3)
     step(kernels, world, [[[5, 3]]])
     world.upload({ExpertKey(0, 6): 1})
@@ -100,7 +100,7 @@ def test_equal_scores_leave_in_the_order_of_slots(kernels):
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_of_its_own_row_only_what_the_step_does_not_use_leaves(kernels):
+def test_of_its_own_layer_only_what_the_step_does_not_use_is_evicted(kernels):
     world = world_for(kernels, slots=3)
     world.upload({ExpertKey(0, 0): 0, ExpertKey(0, 1): 1, ExpertKey(0, 2): 2})
     world.upload_scores([0, 1, 2, 3, 4, 5, 6, 7])
@@ -110,25 +110,25 @@ def test_of_its_own_row_only_what_the_step_does_not_use_leaves(kernels):
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_rows_that_come_before_the_next_scores_keep_their_experts(kernels):
-    """Five rows are two parts. Row 0 takes its own slot and row 2's; 2 takes 1's, then 0's two."""
-    world = world_for(kernels, rows=5, slots=5)
+def test_layers_that_come_before_the_next_scores_keep_their_experts(kernels):
+    """Five layers are two parts. Layer 0 takes its own slot and 2's; 2 takes 1's, then 0's two."""
+    world = world_for(kernels, layers=5, slots=5)
     assert world.table.last_layers == [1, 4]
     assert list(map(world.table.part_of, range(5))) == [0, 0, 1, 1, 1]
-    world.upload({ExpertKey(row, 0): row for row in range(5)})
+    world.upload({ExpertKey(layer, 0): layer for layer in range(5)})
     world.upload_scores([1, 0, 0, 0, 0, 0, 0, 0], [0, 9, 9, 0, 0, 0, 0, 0])
     found = step(kernels, world, [[[1, 2]], [[-1]], [[1, 2, 3]]])
     assert found == [[0, 2], [None], [1, 0, 2]]
     world.upload_scores([0, 9, 9, 9, 9, 9, 9, 9])
-    assert step(kernels, world, [[[0]]]) == [[3]]  # row 3's may leave in the other part
+    assert step(kernels, world, [[[0]]]) == [[3]]  # layer 3's may leave in the other part
 
 
 @pytest.mark.parametrize("kernels", KINDS)
 def test_the_lowest_of_many_slots_is_found(kernels):
-    world = world_for(kernels, rows=4, experts=900, slots=2700)
+    world = world_for(kernels, layers=4, experts=900, slots=2700)
     keys = [key for key in world.keys if key.moe_layer_idx]
     world.upload({key: slot for slot, key in enumerate(keys)})
-    # float32 could not tell them apart
+    # in float32 some would be equal
     scores = np.random.default_rng(0).permutation(4 * 900).reshape(4, 1, 900) / 64 + 2.0**40
     world.upload_all_scores(np.repeat(scores, 2, 1))
     leaving = sorted((k for k in keys if k.moe_layer_idx != 1), key=lambda key: scores[:, 0][key])[
@@ -149,7 +149,7 @@ def test_a_score_of_inf_keeps_an_expert(kernels):
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_who_was_evicted_is_a_miss_later_in_the_step(kernels):
+def test_an_expert_that_was_evicted_is_a_miss_later_in_the_step(kernels):
     world = world_for(kernels, slots=1)
     world.upload({ExpertKey(2, 4): 0})
     assert step(kernels, world, [[[1]], [[-1]], [[4]]]) == [[0], [None], [0]]
@@ -157,7 +157,7 @@ def test_who_was_evicted_is_a_miss_later_in_the_step(kernels):
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_an_expert_on_disk_loses_the_step_from_its_row_on(kernels):
+def test_a_step_needs_replay_from_the_layer_of_an_expert_on_disk_on(kernels):
     world = world_for(kernels, slots=3)
     on_disk = ExpertKey(1, 2)
     world.table.set_host_addresses({on_disk: 0})
@@ -179,7 +179,7 @@ def test_an_expert_on_disk_loses_the_step_from_its_row_on(kernels):
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_a_row_that_was_lost_is_told_again(kernels):
+def test_a_layer_that_is_retried_is_reported_again(kernels):
     world, on_disk = world_for(kernels), ExpertKey(0, 2)
     world.table.set_host_addresses({on_disk: 0})
     assert step(kernels, world, [[[2, 4]]]) == [[None, 0]]
@@ -193,7 +193,7 @@ def test_a_row_that_was_lost_is_told_again(kernels):
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_a_row_is_told_when_all_its_words_are(kernels):
+def test_a_layer_is_reported_when_all_its_words_are(kernels):
     world = world_for(kernels)
     assert world.table.read_report(0, 3) is None
     step(kernels, world, [[[2, 1, 2]]])
@@ -207,7 +207,7 @@ def test_a_row_is_told_when_all_its_words_are(kernels):
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_scores_of_some_rows_are_heard_while_a_step_runs(kernels):
+def test_scores_of_some_layers_are_used_while_a_step_runs(kernels):
     world = world_for(kernels, slots=3)
     world.upload({ExpertKey(1, 5): 0, ExpertKey(2, 5): 1, ExpertKey(2, 6): 2})
     world.upload_scores([0, 0, 0, 0, 0, 5, 6, 0])
@@ -238,7 +238,7 @@ def test_a_pair_without_an_expert_is_nowhere(kernels):
     on_disk=st.sets(st.integers(0, 23), max_size=1),
     seed=st.integers(0, 99),
 )
-def test_the_kernels_do_what_their_twins_do(steps, num_slots, num_resident, on_disk, seed):
+def test_the_kernels_do_what_their_reference_does(steps, num_slots, num_resident, on_disk, seed):
     worlds = {
         kernels: world_for(kernels, slots=num_slots, max_pairs=64)
         for kernels in (triton_resolve, slot_reference)
@@ -257,14 +257,14 @@ def test_the_kernels_do_what_their_twins_do(steps, num_slots, num_resident, on_d
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_captured_step_follows_what_changes_around_it():
+def test_a_captured_step_sees_what_changes_around_it():
     captured, plain = World("cuda"), World("cuda")
     routing = [torch.zeros(1, 4, dtype=torch.int64, device="cuda") for _ in range(3)]
 
     def whole_step(world: World) -> list[torch.Tensor]:
         found = []
-        for row, index_TK in enumerate(routing):
-            pointers_TK = triton_resolve.resolve(world.table, row, index_TK)
+        for layer, index_TK in enumerate(routing):
+            pointers_TK = triton_resolve.resolve(world.table, layer, index_TK)
             triton_resolve.fill(world.table, pointers_TK)
             found.append(pointers_TK.clone())
         return found
