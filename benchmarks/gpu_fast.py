@@ -34,7 +34,7 @@ from torch import Tensor
 from moe_infinity import MoE
 from moe_infinity.cuda import graphed_step
 from moe_infinity.cuda.device_steps import DeviceSteps
-from moe_infinity.cuda.reports import Follower
+from moe_infinity.cuda.reports import ReportPoller
 from moe_infinity.kernels.cuda import reference as slot_reference
 
 FAST: dict[str, Any] = {"experts_implementation": "fast"}
@@ -102,54 +102,61 @@ def token_ms(check: Check, moe: MoE, shape: Shape, *, seed: int = 1) -> tuple[fl
 
 
 def steps_of(moe: MoE) -> DeviceSteps:
-    steps = moe._runtime.device_steps
+    steps = moe.engine.device_steps
     assert steps is not None
     return steps
 
 
 @contextmanager
 def known_pointers(moe: MoE) -> Iterator[None]:
-    """The same graph without resolve and fill: every expert is in a slot, and where is known."""
-    rows, table = steps_of(moe)._rows, steps_of(moe)._table
+    """The same graph without resolve and fill: every expert is in a slot, and which is known."""
+    layers, table = steps_of(moe).layers, steps_of(moe).table
     address_LE = table.address_S[table.slot_LE.long()]
 
-    def compute(row: int, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, bring: Any) -> Tensor:
-        pointers_TK, weights_TK = address_LE[row][index_TK], weights_TK.contiguous()
-        return rows._kernels.slot_moe(rows._mlps[row], x_TD.contiguous(), pointers_TK, weights_TK)
+    def compute(
+        moe_layer_idx: int, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, load: Any
+    ) -> Tensor:
+        mlp, pointers_TK = layers._mlps[moe_layer_idx], address_LE[moe_layer_idx][index_TK]
+        return layers._kernels.slot_moe(
+            mlp, x_TD.contiguous(), pointers_TK, weights_TK.contiguous()
+        )
 
-    with mock.patch.object(rows, "compute", compute):
+    with mock.patch.object(layers, "compute", compute):
         yield
 
 
-def not_followed() -> AbstractContextManager[Any]:
-    """The host hears of a step when the next one is launched."""
+def not_polled() -> AbstractContextManager[Any]:
+    """The host applies the reports of a step when the next one is launched."""
 
-    def catch_up(follower: Follower) -> None:
-        assert follower._now is not None
-        follower._catch_up(follower._now)
+    def catch_up(poller: ReportPoller) -> None:
+        assert poller._current is not None
+        poller._catch_up(poller._current)
 
-    return mock.patch.object(Follower, "follow", catch_up)
+    return mock.patch.object(ReportPoller, "poll_reports", catch_up)
 
 
 def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
-    """All hits: what finding the experts costs, what the graph is worth, and what the host does
-    from step to step.
+    """All hits: what it costs to find the experts, what the graph is worth, and what the host does
+    in each step.
     """
-    told: dict[str, Any] = {"shape": shape.name, "layers": shape.layers}
+    conditions: dict[str, Any] = {"shape": shape.name, "layers": shape.layers}
     with check.model(folder, device_memory="100%", **FAST) as moe:
         warm_every_expert(check, moe)
         token_ms(check, moe, shape)
         host_ms: list[float] = []
-        with timed(Follower, "_hear", host_ms), timed(Follower, "_offer", host_ms):
+        with (
+            timed(ReportPoller, "apply_report", host_ms),
+            timed(ReportPoller, "upload_scores", host_ms),
+        ):
             hit_ms, check.found.resident_tokens[shape.name] = token_ms(check, moe, shape)
         hit_rate, captured = moe.report().decode.hit_rate, str(is_captured(moe))
         with known_pointers(moe):
             ceiling_ms, _ = token_ms(check, moe, shape)
         check.add(
             "fast path, all hits", hit_ms, "ms", ceiling=ceiling_ms, hit_rate=hit_rate,
-            captured=captured, **told,
+            captured=captured, **conditions,
         )  # fmt: skip
-        check.add("host, while a step runs", sum(host_ms) / (WARM_UP + TOKENS), "ms", **told)
+        check.add("host, while a step runs", sum(host_ms) / (WARM_UP + TOKENS), "ms", **conditions)
         kernels_agree(check, moe, shape)
     with (
         mock.patch.object(graphed_step, "WARM_UP_STEPS", 1 << 30),
@@ -157,7 +164,7 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
     ):
         warm_every_expert(check, moe)
         without_ms, tokens = token_ms(check, moe, shape)
-        check.add("fast path, all hits, no graph", without_ms, "ms", **told)
+        check.add("fast path, all hits, no graph", without_ms, "ms", **conditions)
         is_same = tokens == check.found.resident_tokens[shape.name]
         check.add("same tokens", is_same, shape=shape.name, graph="none")
 
@@ -178,26 +185,27 @@ def timed(owner: Any, name: str, into_ms: list[float]) -> Iterator[None]:
 
 
 def kernels_agree(check: Check, moe: MoE, shape: Shape) -> None:
-    """A row computed by the device and by its twin on the CPU, from HOST, in float32 sums both."""
-    runtime, rows = moe._runtime, steps_of(moe)._rows
-    host = runtime.tiers[-1]
-    keys = [key for key in runtime._keys[0] if host.table.lookup(key) is not None]
+    """One MoE layer by the device's kernel and by its reference on the CPU, from HOST. Both sum in
+    float32.
+    """
+    layers, host = steps_of(moe).layers, moe.engine.tiers[-1]
+    keys = [key for key in moe.engine.bookkeeping.keys[0] if host.table.lookup(key) is not None]
     keys = keys[: shape.config.num_experts_per_tok]
     x_TD = torch.randn(1, shape.config.hidden_size).bfloat16()
     weights_TK = torch.rand(1, len(keys))
     at = [host.slots.address_of(host.table.slot_of(key)) for key in keys]
     pointers_TK = torch.tensor([at])
-    expected = slot_reference.slot_moe(rows._mlps[0], x_TD, pointers_TK, weights_TK)
+    expected = slot_reference.slot_moe(layers._mlps[0], x_TD, pointers_TK, weights_TK)
     inputs = (t.to(check.device) for t in (x_TD, pointers_TK, weights_TK))
-    found = rows._kernels.slot_moe(rows._mlps[0], *inputs).cpu()
+    found = layers._kernels.slot_moe(layers._mlps[0], *inputs).cpu()
     error = (found - expected).abs().max() / expected.abs().max()
-    check.add("slot_moe as its twin", bool(error <= torch.finfo(torch.bfloat16).eps))
+    check.add("slot_moe as its reference", bool(error <= torch.finfo(torch.bfloat16).eps))
     check.add("slot_moe, largest difference", float(error), "of max", shape=shape.name)
 
 
 def fast_capped(check: Check, folder: Path, shape: Shape) -> None:
-    """Decode with the share of experts that a smaller device would hold, beside the time that what
-    misses takes on the link; then with nobody who may leave, so that nothing is kept.
+    """Decode with the share of experts that a smaller device would hold, beside the time that the
+    missed experts take on the link; then without evictions, so that no missed expert gets a slot.
     """
     for cap in CAPS_GB:
         if cap >= shape.total_gb:
@@ -207,58 +215,58 @@ def fast_capped(check: Check, folder: Path, shape: Shape) -> None:
             warm_every_expert(check, moe)
             for seed in range(2, 5):
                 token_ms(check, moe, shape, seed=seed)
-            for way in ("fill", "not followed", "through the link"):
-                with forgetting(moe), not_followed() if way == "not followed" else nullcontext():
+            for way in ("fill", "not polled", "through the link"):
+                with forgetting(moe), not_polled() if way == "not polled" else nullcontext():
                     token_ms(check, moe, shape, seed=4)
-                    if way == "through the link":  # the prompt takes what is free
-                        keep_everybody(steps_of(moe))
+                    if way == "through the link":  # the prompt takes the free slots
+                        evict_nothing(steps_of(moe))
                     measure_misses(check, moe, shape, f"{cap} GB, {way}", share)
 
 
 @contextmanager
 def forgetting(moe: MoE) -> Iterator[None]:
-    """Nobody who predicts knows afterwards what was asked for within: the same request, measured
-    again, is as new as it was.
+    """The predictor forgets what was requested inside: measured again, the same request is as new
+    to it as before.
     """
-    predictor = moe._runtime.predictor
+    predictor = moe.engine.predictor
     assert predictor is not None
     known = copy.deepcopy(vars(predictor))
     yield
     vars(predictor).update(known)
 
 
-def keep_everybody(steps: DeviceSteps) -> None:
-    table = steps._table
+def evict_nothing(steps: DeviceSteps) -> None:
+    table = steps.table
     forever = np.full(table.scores_LHE.shape, np.inf)
-    steps.follower._offer = lambda moe_layer_idx=None: table.offer(forever)  # type: ignore[method-assign]
+    steps.poller.upload_scores = lambda moe_layer_idx=None: table.upload_scores(forever)  # type: ignore[method-assign]
 
 
 @contextmanager
-def counting_news(into: list[bool]) -> Iterator[None]:
-    """Of each time the host looks, whether it heard of a row while the step ran."""
-    hear_news = Follower._hear_news
+def counting_reports(into: list[bool]) -> Iterator[None]:
+    """For each poll while a step runs, whether the host applied a report."""
+    apply_next = ReportPoller._apply_next
 
-    def hear(*args: Any) -> bool:
-        into.append(hear_news(*args))
+    def counted(*args: Any) -> bool:
+        into.append(apply_next(*args))
         return into[-1]
 
-    with mock.patch.object(Follower, "_hear_news", hear):
+    with mock.patch.object(ReportPoller, "_apply_next", counted):
         yield
 
 
 def measure_misses(check: Check, moe: MoE, shape: Shape, name: str, share: str) -> None:
-    before, news = moe.report().decode, list[bool]()
-    with counting_news(news):
+    before, polls = moe.report().decode, list[bool]()
+    with counting_reports(polls):
         took_ms, tokens = token_ms(check, moe, shape)
     after = moe.report().decode
-    num_rows = (after.steps - before.steps) * len(moe._runtime.activated)
+    num_layers = (after.steps - before.steps) * len(moe.engine.bookkeeping.keys)
     misses = (after.misses - before.misses) / (after.steps - before.steps)
     copied_mb = misses * expert_bytes(moe) / 1e6
     check.add(
         f"fast path, {name}", took_ms, "ms", shape=shape.name,
         ceiling=check.link_ms(copied_mb), layers=shape.layers, routing=routing_of(check, shape),
         copied_mb_per_token=copied_mb, device_memory=share, captured=str(is_captured(moe)),
-        rows_heard_in_time=sum(news) / num_rows,
+        reports_applied_in_time=sum(polls) / num_layers,
         hit_rate=(after.hits - before.hits) / (after.lookups - before.lookups),
     )  # fmt: skip
     if shape.name in check.found.resident_tokens:

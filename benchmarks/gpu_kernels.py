@@ -111,30 +111,32 @@ class Layers:
         self.num_pairs = sizes.num_tokens * sizes.top_k
         self.table = DeviceTable(
             self.slots,
-            num_rows=sizes.num_layers,
+            num_layers=sizes.num_layers,
             num_experts=sizes.num_experts,
             max_pairs=max(self.num_pairs, MAX_PAIRS),
         )
         keys = [
-            ExpertKey(row, e) for row in range(sizes.num_layers) for e in range(sizes.num_experts)
+            ExpertKey(layer, e)
+            for layer in range(sizes.num_layers)
+            for e in range(sizes.num_experts)
         ]
         at, step = self.host.data_ptr(), layout.slot_bytes
-        self.table.tell({key: slot for slot, key in enumerate(keys)})
+        self.table.upload_residency({key: slot for slot, key in enumerate(keys)})
         self.table.set_host_addresses({key: at + i * step for i, key in enumerate(keys)})
         pairs = torch.rand(sizes.num_layers, sizes.num_tokens, sizes.num_experts).argsort(2)
         self.index_LTK = pairs[:, :, : sizes.top_k].contiguous().to(CUDA)
-        rows = torch.arange(sizes.num_layers, device=CUDA)[:, None, None] * sizes.num_experts
-        self.offsets_LTK = (rows + self.index_LTK) * layout.slot_bytes
+        firsts = torch.arange(sizes.num_layers, device=CUDA)[:, None, None] * sizes.num_experts
+        self.offsets_LTK = (firsts + self.index_LTK) * layout.slot_bytes
         self.x = torch.randn(sizes.num_tokens, sizes.width, device=CUDA).bfloat16()
         self.weights = torch.rand(sizes.num_tokens, sizes.top_k, device=CUDA)
 
     def step(self, *, machinery: bool = True, compute: bool = True) -> None:
         """All layers, all hits; without the machinery from pointers that are known."""
         pointers_LTK = self.slots.data_ptr() + self.offsets_LTK
-        for row, index_TK in enumerate(self.index_LTK):
-            pointers_TK = pointers_LTK[row]
+        for moe_layer_idx, index_TK in enumerate(self.index_LTK):
+            pointers_TK = pointers_LTK[moe_layer_idx]
             if machinery:
-                pointers_TK = self.kernels.resolve(self.table, row, index_TK)
+                pointers_TK = self.kernels.resolve(self.table, moe_layer_idx, index_TK)
                 self.kernels.fill(self.table, pointers_TK)
             if compute:
                 self.kernels.slot_moe(self.mlp, self.x, pointers_TK, self.weights)
@@ -142,8 +144,8 @@ class Layers:
     def resolve_missing(self) -> None:
         """Every pair takes a slot. Where experts are is not true any more."""
         self.table.slot_LE.fill_(ABSENT)
-        for row, index_TK in enumerate(self.index_LTK):
-            self.kernels.resolve(self.table, row, index_TK)
+        for moe_layer_idx, index_TK in enumerate(self.index_LTK):
+            self.kernels.resolve(self.table, moe_layer_idx, index_TK)
 
     def step_through_the_link(self) -> None:
         pointers_LTK = self.host.data_ptr() + self.offsets_LTK
@@ -219,14 +221,14 @@ def time_resident(layers: Layers, rounds: int, read_gbps: float) -> dict[str, fl
 
 def time_link(layers: Layers, rounds: int, link_gbps: float) -> dict[str, float]:
     """Copies by fill with one miss and with all pairs missed, and reading without a copy."""
-    told: dict[str, float] = {}
+    found_by_name: dict[str, float] = {}
     for name, num_missed in (("fill_one", 1), ("fill_all", layers.num_pairs)):
         us = captured_us(partial(layers.fill_all, num_missed), rounds)
         found = gbps(layers.sizes.num_layers * num_missed * layers.host.shape[1], us)
-        told |= {f"{name}_gbps": found, f"{name}_share": found / link_gbps}
+        found_by_name |= {f"{name}_gbps": found, f"{name}_share": found / link_gbps}
     us = captured_us(layers.step_through_the_link, rounds)
     found = gbps(layers.sizes.num_layers * layers.num_pairs * layers.expert_bytes, us)
-    return told | {"through_gbps": found, "through_share": found / link_gbps}
+    return found_by_name | {"through_gbps": found, "through_share": found / link_gbps}
 
 
 def time_misses(layers: Layers, rounds: int) -> dict[str, float]:
@@ -237,12 +239,12 @@ def time_misses(layers: Layers, rounds: int) -> dict[str, float]:
 
 def measure(sizes: Sizes, rounds: int) -> dict[str, float]:
     """Everything, by name."""
-    told = ceilings(rounds)
+    found = ceilings(rounds)
     layers = Layers(sizes)
-    told |= time_machinery(layers, rounds)
-    told |= time_resident(layers, rounds, told["read_gbps"])
-    told |= time_link(layers, rounds, told["link_gbps"])
-    return told | time_misses(layers, rounds)
+    found |= time_machinery(layers, rounds)
+    found |= time_resident(layers, rounds, found["read_gbps"])
+    found |= time_link(layers, rounds, found["link_gbps"])
+    return found | time_misses(layers, rounds)
 
 
 def main() -> None:
@@ -257,8 +259,8 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:18}{value:12.3f}")
     device = torch.cuda.get_device_name()
-    told = {"benchmark": "gpu_kernels", "device": device, "torch": torch.__version__}
-    print(json.dumps(told | vars(args) | {k: round(v, 4) for k, v in found.items()}))
+    conditions = {"benchmark": "gpu_kernels", "device": device, "torch": torch.__version__}
+    print(json.dumps(conditions | vars(args) | {k: round(v, 4) for k, v in found.items()}))
 
 
 if __name__ == "__main__":

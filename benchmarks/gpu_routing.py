@@ -22,9 +22,9 @@ from moe_infinity import MoE
 
 @cache
 def recorded_requests(folder: Path, shape: Shape, num_tokens: int) -> Tensor | None:
-    """[requests, tokens, rows, K]: the first tokens of those that are long enough, and that do not
-    repeat themselves; of as many rows as are built, from the first to the last. None if there is no
-    such trace.
+    """[requests, tokens, MoE layers, K]: the first tokens of those that are long enough, and
+    that do not repeat themselves; of as many MoE layers as are built, from the first to the last.
+    None if there is no such trace.
     """
     file = folder / str(shape.trace) / "experts.npz"
     if not file.is_file():
@@ -32,9 +32,9 @@ def recorded_requests(folder: Path, shape: Shape, num_tokens: int) -> Tensor | N
     with np.load(file) as arrays:
         experts, offsets = arrays["experts"], arrays["offsets"]
     lines = file.with_name("sequences.jsonl").read_text("utf-8").splitlines()
-    rows = np.linspace(0, experts.shape[1] - 1, shape.layers).round().astype(int)
+    layers = np.linspace(0, experts.shape[1] - 1, shape.layers).round().astype(int)
     requests = [
-        experts[begin : begin + num_tokens, rows]
+        experts[begin : begin + num_tokens, layers]
         for begin, end, line in zip(offsets[:-1], offsets[1:], lines, strict=True)
         if end - begin >= num_tokens and not json.loads(line).get("has_repetition")
     ]
@@ -52,12 +52,12 @@ def replaying(moe: MoE, request_NLK: Tensor | None, device: str) -> Iterator[Non
         return
     experts_LNK = request_NLK.transpose(0, 1).to(device)
     chosen_LTK = of_one_token_L1K = torch.empty_like(experts_LNK[:, :1])
-    route: Callable[..., Tensor] = moe._runtime.moe_layer
+    route: Callable[..., Tensor] = moe.engine.moe_layer
     forward = moe.model.forward
     num_done = 0
 
-    def moe_layer(row: int, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return route(row, x_TD, chosen_LTK[row], weights_TK)
+    def moe_layer(idx: int, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return route(idx, x_TD, chosen_LTK[idx], weights_TK)
 
     @wraps(forward)
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ def replaying(moe: MoE, request_NLK: Tensor | None, device: str) -> Iterator[Non
         return forward(*args, **kwargs)
 
     with (
-        mock.patch.object(moe._runtime, "moe_layer", moe_layer),
+        mock.patch.object(moe.engine, "moe_layer", moe_layer),
         mock.patch.dict(vars(moe.model), {"forward": counting}),
     ):
         yield

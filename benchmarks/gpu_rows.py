@@ -9,25 +9,28 @@ import shutil
 import statistics
 import sysconfig
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
-from fake_link import FakeLink
 from gpu_models import SCRATCH, Shape, token_ids
 from gpu_routing import recorded_requests, replaying
 from gpu_stage import Check
-from machinery import NoArithmetic
 
 from moe_infinity import MoE
-from moe_infinity.engine import compute as computing
+from moe_infinity.engine.compute import LayerComputer
+from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import Phase, Step
-from moe_infinity.memory.cuda import CudaLink, Link
+from moe_infinity.memory.cuda import CudaDevice, TorchCudaDevice
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.machine import available_memory_bytes
+from tests.cuda.fake_cuda import FakeCudaDevice
 
 CAPS_GB = (8, 12, 24)
 COPY_BYTES = 64 << 20
@@ -58,27 +61,29 @@ def machine(check: Check) -> None:
 
 def link(check: Check) -> None:
     """Copies of experts: right bytes, asynchronous, and how fast."""
-    way: Link = FakeLink() if check.is_fake else CudaLink(torch.device("cuda", 0))
+    device: CudaDevice = FakeCudaDevice()
+    if not check.is_fake:
+        device = TorchCudaDevice(torch.device("cuda", 0))
     num_bytes = COPY_BYTES >> 6 if check.is_fake else COPY_BYTES
     host = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8)
-    check.add("pages can be locked", way.page_lock(host))
-    destination = way.empty(num_bytes)
-    copy = way.copy(host, destination, way.mark())
+    check.add("pages can be locked", device.page_lock(host))
+    destination = device.empty(num_bytes)
+    copy = device.copy(host, destination, device.mark())
     check.add("copy is asynchronous", not copy.query())
-    way.let_kernels_wait(copy)
+    device.let_kernels_wait(copy)
     check.add("kernels see the copied bytes", bool(torch.equal(destination.cpu(), host)))
     for name, size in (
         ("64 MiB", num_bytes),
         ("9.4 MB", num_bytes // 7),
         ("2.6 MB", num_bytes // 25),
     ):
-        copies = [way.copy(host[:size], destination[:size], None) for _ in range(20)]
+        copies = [device.copy(host[:size], destination[:size], None) for _ in range(20)]
         copies[-1].synchronize()
         took_s = statistics.median(copy.took_s for copy in copies)
         check.add(f"host to device, {name}", size / took_s / 1e9, "GB/s")
         if check.found.h2d_gbps is None:
             check.found.h2d_gbps = size / took_s / 1e9
-    way.page_unlock(host)
+    device.page_unlock(host)
 
 
 def tokens_of(model: Any, ids: torch.Tensor, num_tokens: int, **options: Any) -> list[int]:
@@ -192,28 +197,43 @@ def machinery(check: Check, moe: MoE, shape: Shape) -> None:
     """Microseconds per MoE layer of everything that is not arithmetic, its wait for the routing
     included.
     """
-    config, runtime = shape.config, moe._runtime
+    config, engine = shape.config, moe.engine
     x_TD = torch.randn(1, config.hidden_size, dtype=torch.bfloat16, device=check.device)
     index_TK = torch.arange(config.num_experts_per_tok, device=check.device)[None]
     weights_TK = torch.rand(index_TK.shape, device=check.device)
-    rows, arithmetic = len(runtime._keys), computing.RoutedRows
+    num_layers = len(engine.bookkeeping.keys)
 
     def step() -> None:
-        runtime.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.zeros(1, dtype=bool)))
-        for row in range(rows):
-            runtime.moe_layer(row, x_TD, index_TK, weights_TK)
+        engine.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.zeros(1, dtype=bool)))
+        for moe_layer_idx in range(num_layers):
+            engine.moe_layer(moe_layer_idx, x_TD, index_TK, weights_TK)
 
-    try:
-        for name, computing.RoutedRows in (("machinery", NoArithmetic), ("MoE layer", arithmetic)):
-            took_us = 1e6 * check.seconds(step, rounds=20) / rows
-            check.add(f"{name}, per layer", took_us, "us", shape=shape.name)
-    finally:
-        computing.RoutedRows = arithmetic
+    for name, without in (
+        ("machinery", mock.patch.object(LayerComputer, "begin", NoArithmetic)),
+        ("MoE layer", nullcontext()),
+    ):
+        with without:
+            took_us = 1e6 * check.seconds(step, rounds=20) / num_layers
+        check.add(f"{name}, per layer", took_us, "us", shape=shape.name)
+
+
+class NoArithmetic:
+    """The work of a layer that touches no tensor."""
+
+    def __init__(self, x_TD: torch.Tensor, routing: Routing) -> None:
+        self._x_TD = x_TD
+
+    def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
+        """Compute nothing."""
+
+    def sum(self) -> torch.Tensor:
+        """The hidden states, as they came."""
+        return self._x_TD
 
 
 def expert_bytes(moe: MoE) -> int:
     """Copied for one expert."""
-    return max(recipes.layout.slot_bytes for recipes in moe._runtime._recipes)
+    return max(recipes.layout.slot_bytes for recipes in moe.engine.loader.recipes)
 
 
 def capped(check: Check, folder: Path, shape: Shape) -> None:
@@ -252,11 +272,12 @@ def prefill(check: Check, folder: Path, shape: Shape) -> None:
     num_tokens = 512 if check.is_fake else 8192
     share = f"{100 * 8 / shape.total_gb:.1f}%"
     for is_streaming in (True, False):
-        with check.model(folder, device_memory=share) as moe, torch.inference_mode():
-            mover = moe._runtime._mover
-            assert isinstance(mover, DeviceMover)
-            if not is_streaming:
-                mover.stream = lambda keys: []  # type: ignore[method-assign]
+        without = mock.patch.object(DeviceMover, "stream", return_value=[])
+        with (
+            nullcontext() if is_streaming else without,
+            check.model(folder, device_memory=share) as moe,
+            torch.inference_mode(),
+        ):
             ids = token_ids(shape.config.vocab_size, num_tokens, seed=2).to(check.device)
             run = partial(moe.model, ids, use_cache=False, logits_to_keep=1)
             run()

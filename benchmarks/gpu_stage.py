@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fake_link import FakeLink, RealClock, fake_device
 
 from moe_infinity import MoE
+from tests.cuda.fake_cuda import FakeCudaDevice, RealClock, fake_device
 
 FORK = multiprocessing.get_context("fork")  # modules are there, and nobody has asked CUDA yet
 FAKE_LIMIT_S = 600.0
@@ -208,7 +208,7 @@ class Check:
     def model(self, folder: Path, **options: Any) -> Iterator[MoE]:
         """With a device, true or fake."""
         gc.collect()  # what an earlier one leaves, on the device too
-        fake = fake_device(FakeLink(clock=RealClock())) if self.is_fake else nullcontext()
+        fake = fake_device(FakeCudaDevice(clock=RealClock())) if self.is_fake else nullcontext()
         with fake, MoE(folder, device="auto" if self.is_fake else "cuda", **options) as moe:
             yield moe
 

@@ -18,17 +18,17 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.engine import compute as computing
-from moe_infinity.engine.routing import RoutedRows
+from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.experts import Phase, Step
 
 TARGET_US = 50.0
@@ -51,33 +51,34 @@ def write_tiny_model(folder: Path, *, layers: int, experts: int, top_k: int) -> 
     transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-class NoArithmetic(RoutedRows):
-    """Sorts rows by expert as ever, and touches no tensor."""
+class NoWork:
+    """Touches no tensor."""
 
-    def gather(self, x_TD: Tensor, top_k_weights_TK: Tensor, **_: bool) -> None: ...
-    def compute(self, expert_idx: int, mlp: Any, weights: Any) -> None: ...
-    def sum(self, dtype: torch.dtype) -> Any: ...
+    def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None: ...
+    def sum(self) -> Any: ...
 
 
 def measure(moe: MoE, *, layers: int, experts: int, top_k: int) -> dict[str, list[float]]:
     """Microseconds per layer of every round, without and with arithmetic."""
-    moe_runtime = moe._runtime
-    variants = {"own": NoArithmetic, "layer": computing.RoutedRows}
+    engine = moe.engine
+    begin = LayerComputer.begin
+    variants: dict[str, Any] = {"own": lambda *_: NoWork(), "layer": begin}
     for layer in range(layers):  # bring everything in
-        moe_runtime.begin_step(Step(Phase.DECODE, 1, experts, begins_B=np.zeros(1, dtype=bool)))
+        engine.begin_step(Step(Phase.DECODE, 1, experts, begins_B=np.zeros(1, dtype=bool)))
         x_TD = torch.randn(experts, 32, dtype=torch.bfloat16)
         index_TK = torch.arange(experts)[:, None]
-        moe_runtime.moe_layer(layer, x_TD, index_TK, torch.ones(experts, 1))
+        engine.moe_layer(layer, x_TD, index_TK, torch.ones(experts, 1))
     x_TD, weights_TK = torch.randn(1, 32, dtype=torch.bfloat16), torch.rand(1, top_k)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS):
         routing = [torch.randperm(experts)[None, :top_k] for _ in range(layers)]
-        for name, computing.RoutedRows in variants.items():
-            moe_runtime.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.zeros(1, dtype=bool)))
-            started = time.perf_counter()
-            for layer in range(layers):
-                moe_runtime.moe_layer(layer, x_TD, routing[layer], weights_TK)
-            times[name].append((time.perf_counter() - started) / layers * 1e6)
+        for name, variant in variants.items():
+            with mock.patch.object(LayerComputer, "begin", variant):
+                engine.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.zeros(1, dtype=bool)))
+                started = time.perf_counter()
+                for layer in range(layers):
+                    engine.moe_layer(layer, x_TD, routing[layer], weights_TK)
+                times[name].append((time.perf_counter() - started) / layers * 1e6)
     assert moe.report().decode.misses == layers * experts, "every measured lookup must be a hit"
     return times
 

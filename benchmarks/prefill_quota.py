@@ -24,7 +24,7 @@ MAX_PROMPT_TOKENS = 200
 
 def turn_off(moe: MoE) -> None:
     """Treat prefill like decode in the residency table."""
-    table: Any = moe._runtime.table
+    table: Any = moe.engine.tiers[0].table
     next_wave, holding = table.next_wave, table.holding
     table.next_wave = lambda keys, phase: next_wave(keys, Phase.DECODE)
     table.holding = lambda keys, phase: holding(keys, Phase.DECODE)

@@ -12,7 +12,7 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.memory.device import PAGE_BYTES, SourceSlots
-from tests.cuda.fake_cuda import FakeLink, fake_device
+from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.fast_device import FAST, STATIC
 from tests.cuda.on_device import greedy
 
@@ -32,7 +32,7 @@ def test_its_files_are_closed(tiny_checkpoint):
     assert not any(name.startswith(str(tiny_checkpoint)) for name in open_files())
 
 
-class WatchedLink(FakeLink):
+class WatchedCudaDevice(FakeCudaDevice):
     """Whose memory is still there when it is unlocked, and nothing runs that uses it."""
 
     def __init__(self) -> None:
@@ -51,32 +51,32 @@ class WatchedLink(FakeLink):
 
 @pytest.mark.parametrize("options", [{}, FAST])
 def test_its_pages_are_unlocked_before_the_memory_goes(tiny_checkpoint, options):
-    link = WatchedLink()
-    with fake_device(link):
+    cuda_device = WatchedCudaDevice()
+    with fake_device(cuda_device):
         moe = MoE(tiny_checkpoint, device_memory="30%", host_memory="50%", **options)
         static: dict[str, Any] = STATIC if options else {}
         greedy(moe, **static)
     slots: Any = moe.engine.tiers[1].slots
     chunk = next(iter(slots._locked.values())).data_ptr()
-    assert chunk in link.locked
-    link.asked.clear()
+    assert chunk in cuda_device.locked
+    cuda_device.asked.clear()
     after = weakref.ref(slots)
     del moe, slots
     gc.collect()
     assert after() is None
-    assert chunk not in link.locked
-    assert link.asked == ["waits", "unlocks"]
+    assert chunk not in cuda_device.locked
+    assert cuda_device.asked == ["waits", "unlocks"]
 
 
 def test_pages_are_unlocked_though_the_device_failed():
-    class Failed(FakeLink):
+    class Failed(FakeCudaDevice):
         def synchronize(self) -> None:
             raise RuntimeError("an illegal memory access was encountered")
 
-    link = Failed()
-    slots = SourceSlots(link, 2, PAGE_BYTES)
+    cuda_device = Failed()
+    slots = SourceSlots(cuda_device, 2, PAGE_BYTES)
     slots.bytes_of(0)
-    assert link.locked
+    assert cuda_device.locked
     with pytest.raises(RuntimeError, match="illegal memory access"):
         slots.close()
-    assert not link.locked
+    assert not cuda_device.locked

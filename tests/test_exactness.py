@@ -79,7 +79,7 @@ def test_what_was_learned_is_kept_for_the_next_run(tiny_checkpoint, tmp_path):
     history = tmp_path / "history.npz"
     for _ in range(2):
         with MoE(tiny_checkpoint, host_memory="25%", history=history) as moe:
-            predictor = moe._runtime.predictor
+            predictor = moe.engine.predictor
             assert predictor is not None
             first = predictor.num_tokens
             greedy(moe)
@@ -94,8 +94,8 @@ def test_what_was_learned_under_one_budget_changes_no_token_under_another(
     for host_memory, prefetch in [("25%", False), ("70%", True), ("5%", True), ("100%", False)]:
         options: dict[str, Any] = {"host_memory": host_memory, "prefetch": prefetch}
         with MoE(tiny_checkpoint, history=history, **options) as moe:
-            assert moe._runtime.predictor is not None
-            before = moe._runtime.predictor.num_tokens
+            assert moe.engine.predictor is not None
+            before = moe.engine.predictor.num_tokens
             assert torch.equal(greedy(moe), expected), options
             moe.check_invariants()
         assert (before > 0) == (host_memory != "25%"), "the history was read"

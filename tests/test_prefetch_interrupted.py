@@ -48,7 +48,7 @@ def test_an_interrupt_between_two_reservations_leaves_nothing_behind(
         monkeypatch.undo()
         assert torch.equal(greedy(moe), expected)
         moe.check_invariants()
-        table, mover = moe._runtime.table, moe._runtime._mover
+        table, mover = moe.engine.tiers[0].table, moe.engine.tiers[0].mover
         assert set(table.loading_keys()) == set(mover._loading)
 
 

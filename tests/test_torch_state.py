@@ -13,7 +13,7 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.kernels import has_packed_kernels
-from tests.cuda.fake_cuda import FakeLink, fake_device
+from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.fast_device import CACHES, FAST, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
 
@@ -88,7 +88,7 @@ def test_what_kernels_need_is_not_made_on_the_default_device(tiny_checkpoint, de
 @pytest.mark.parametrize(("is_locking", "options"), [(True, {}), (False, {}), (True, FAST)])
 def test_inference_mode_may_come_and_go(tiny_checkpoint, is_locking, opened_in, options):
     entered: AbstractContextManager[Any] = opened_in()
-    with fake_device(FakeLink(is_locking=is_locking)):
+    with fake_device(FakeCudaDevice(is_locking=is_locking)):
         with entered:
             moe = MoE(tiny_checkpoint, **BUDGETS, **options)
         with moe:

@@ -42,7 +42,7 @@ LONGEST_PROMPT = 600  # characters; the demo model was trained on short texts
 
 def slow_down(moe: MoE, seconds: float) -> None:
     """Let every read take so long, one after the other, as on one link."""
-    mover, link = moe._runtime._mover, threading.Lock()
+    mover, link = moe.engine.tiers[0].mover, threading.Lock()
     read = mover._read
 
     def slow_read(key: ExpertKey, slot_id: int) -> None:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.experts import Ints
+from moe_infinity.experts import Ints, Step
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.experts import Step
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe_infinity.experts import Phase
-from moe_infinity.experts import Step
+from moe_infinity.experts import Phase, Step
 
 
 class StepListener(Protocol):

@@ -1,12 +1,12 @@
 """A whole decode step as one CUDA graph, under transformers' generate().
 
-    prompt, DynamicCache, gradients          the model's forward, as ever
-    StaticCache, first steps of a request    the same, which compiles and warms up
-    StaticCache, then                        captured once, replayed with new inputs
+    prompt, DynamicCache, gradients          the model's own forward
+    StaticCache, first steps of a request    the same, to compile kernels and warm up
+    StaticCache, later steps                 captured once, replayed with new inputs
 
-We stand in the place of `model.forward`. Inputs are all tensors in its arguments; whatever else it
-is called with, and the cache, are part of the graph: if they change, it is captured anew. A step
-that was lost (cuda/device_steps.py) is run again without a graph, from where the cache was
+GraphedStep replaces `model.forward`. The inputs of a graph are all tensors among the arguments.
+The other arguments and the cache are part of the graph: if they change, another one is captured. A
+step that needs replay (device_steps.py) is run again without a graph, after the cache was restored
 (cache_state.py).
 
 Private names of torch used here: `torch.utils._pytree`, and two of `torch._C` (`_leave_pool`).
@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +27,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import PreTrainedModel, StaticCache
 from transformers.utils import ModelOutput
 
-from moe_infinity.cuda.cache_state import Before, can_capture, state_of
+from moe_infinity.cuda.cache_state import CacheSnapshot, can_capture, state_of
+from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.static_windows import StaticWindows
 from moe_infinity.memory.cuda import CAPTURING
-
-if TYPE_CHECKING:
-    from moe_infinity.cuda.device_steps import DeviceSteps
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +39,17 @@ CACHE = "past_key_values"
 
 
 class GraphedStep:
-    """The forward passes of one model."""
+    """Runs the forward passes of one model, as graphs where that is possible."""
 
     def __init__(self, model: PreTrainedModel, steps: DeviceSteps) -> None:
-        self._model, self._steps = model, steps
+        """Replaces `model.forward` until close()."""
+        self._model = model
+        self._steps = steps
         self._forward: Callable[..., Any] = model.forward
-        # This model's alone, of the 32 of torch: when a graph goes, torch 2.13 frees memory that
-        # cuBLAS has for every graph that was captured on the same stream (torch's issue 193402).
+        # Each model has its own of torch's 32 streams. When a graph is freed, torch 2.13 frees
+        # cuBLAS memory of all graphs that were captured on its stream (torch's issue 193402).
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
-        self._is_refused = False  # capture failed: not tried again
+        self._has_failed = False  # a capture has failed; none is tried again
         self._forget()
 
         @wraps(self._forward)
@@ -61,8 +61,8 @@ class GraphedStep:
     def _forget(self) -> None:
         self._cache: StaticCache | None = None
         self._constants: list[Any] | None = None  # what the graph was captured with
-        self._before: Before | None = None
-        self._inputs: list[Any] = []  # tensors that it reads, among values that are constant
+        self._snapshot: CacheSnapshot | None = None
+        self._inputs: list[Any] = []  # tensors that the graph reads, among values that are constant
         self._graph: Callable[[], Any] | None = None
         self._num_eager = 0
 
@@ -70,37 +70,37 @@ class GraphedStep:
         cache = kwargs.get(CACHE)
         may_be_captured = not args and can_capture(cache)
         if cache is not self._cache or not self._steps.has_begun or not may_be_captured:
-            self._forget()  # before another cache takes memory, or a prompt goes on with this one
+            self._forget()  # before another cache takes memory, or a prompt continues in this one
         if not self._steps.has_begun:
             return self._forward(*args, **kwargs)
-        self._steps.has_begun = False
-        with self._steps.running(is_careful=not may_be_captured):
+        with self._steps.running(is_checked=not may_be_captured):
             if not may_be_captured:
                 return self._forward(*args, **kwargs)
             out = self._run(cache, kwargs)
-        if self._steps.is_lost():
-            assert self._before is not None
-            self._before.put_back()
-            with self._steps.running(is_careful=True):
+        if self._steps.needs_replay():
+            assert self._snapshot is not None
+            self._snapshot.restore()
+            with self._steps.running(is_checked=True):
                 out = self._forward(**kwargs)
             StaticWindows(cache).catch_up()
         return out
 
     def _run(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
+        """One step, as a graph if it was warmed up; of `kwargs` the cache is one."""
         windows = StaticWindows(cache)
         rest = {name: value for name, value in kwargs.items() if name != CACHE}
-        values, spec = tree_flatten(rest)  # a mask may be one for each type of layer
+        values, spec = tree_flatten(rest)  # a mask may be a dict, by type of layer
         constants = [torch.is_inference_mode_enabled(), torch.is_grad_enabled(), spec]
         constants += [(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values]
         constants += state_of(cache)
         if constants != self._constants:
             self._forget()
             self._cache, self._constants = cache, constants
-        if self._steps.can_lose:
-            self._before = self._before or Before(cache)
-            self._before.keep()
-        is_wanted = not self._is_refused and not torch.is_grad_enabled()
-        if self._graph is None and is_wanted and self._num_eager >= WARM_UP_STEPS:
+        if self._steps.may_need_replay:
+            self._snapshot = self._snapshot or CacheSnapshot(cache)
+            self._snapshot.save()
+        may_capture = not self._has_failed and not torch.is_grad_enabled()
+        if self._graph is None and may_capture and self._num_eager >= WARM_UP_STEPS:
             self._capture(windows, {CACHE: cache}, values, spec)
         if self._graph is None:
             self._num_eager += 1
@@ -123,40 +123,43 @@ class GraphedStep:
             with windows.on_device():
                 return self._forward(**kwargs)
 
-        self._steps.is_captured = True
         try:
-            self._graph = capture(self._stream, run)
+            with self._steps.capturing():
+                self._graph = capture(self._stream, run)
         except Exception as error:
-            self._is_refused = True
-            # The end of a capture that failed raises, too, and says less.
+            self._has_failed = True
+            # To end a failed capture raises once more, and that error says less.
             cause = error.__context__ or error
             logger.warning("no CUDA graph of a decode step, it runs kernel by kernel: %s", cause)
             logger.info("where its capture failed", exc_info=error)
-        finally:
-            self._steps.is_captured = False
 
     def close(self) -> None:
+        """Drop the graph, and give the model its own forward back."""
         self._forget()
         vars(self._model).pop("forward", None)
 
 
 def capture(stream: torch.cuda.Stream | None, run: Callable[[], Any]) -> Callable[[], Any]:
-    """Note the kernels that `run` launches; gives what launches them again, with the same memory
-    for inputs and outputs. The plain twin, without a stream: what runs all of it again.
+    """Capture the kernels that `run` launches. Returns a function that launches them again, with
+    the same memory for inputs and outputs, and returns what `run` returned.
+
+    Without a stream, as on a CPU, that function is `run` itself.
     """
     if stream is None:
         return run
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    # A capture that fails leaves its own stream current. Read threads may page-lock memory
-    # meanwhile: their errors would be no business of ours. A model that nobody has any more waits
-    # for its device when it is collected, in whatever thread, which a capture does not survive.
+    graph = torch.cuda.CUDAGraph()
+    pool = torch.cuda.graph_pool_handle()
     with CAPTURING:
-        as_before = gc.enable if gc.isenabled() else gc.disable
+        # A model that is collected waits for its device, in any thread, and that would end the
+        # capture: so nothing is collected meanwhile.
+        restore_gc = gc.enable if gc.isenabled() else gc.disable
         try:
             gc.disable()
             with (
                 torch.cuda.device(stream.device),
+                # A capture that fails leaves its own stream current.
                 torch.cuda.stream(torch.cuda.current_stream(stream.device)),
+                # "thread_local": read threads may page-lock memory during the capture.
                 torch.cuda.graph(graph, pool, stream, "thread_local"),
             ):
                 out = run()
@@ -164,7 +167,7 @@ def capture(stream: torch.cuda.Stream | None, run: Callable[[], Any]) -> Callabl
             _leave_pool(stream.device, pool)
             raise
         finally:
-            as_before()
+            restore_gc()
 
     def replay() -> Any:
         graph.replay()
@@ -174,10 +177,12 @@ def capture(stream: torch.cuda.Stream | None, run: Callable[[], Any]) -> Callabl
 
 
 def _leave_pool(device: torch.device, pool: Any) -> None:
-    """If CUDA ended the capture, torch 2.11 goes on as if it were under way: no other one could
-    begin, no memory be given back, which every new model does, and no random number be drawn.
+    """End a capture that CUDA has ended for torch too.
+
+    torch 2.11 goes on as if the capture were under way. Then no other capture can begin, no memory
+    be freed (which every new model does), and no random number be drawn.
     """
-    with suppress(RuntimeError, AttributeError):  # it has left it, or a later torch has other names
+    with suppress(RuntimeError, AttributeError):  # torch has ended it, or a later torch has renamed
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
         generator = torch.cuda.default_generators[device.index]
@@ -185,7 +190,7 @@ def _leave_pool(device: torch.device, pool: Any) -> None:
 
 
 def copy_of(out: Any) -> Any:
-    """What the next replay does not overwrite."""
+    """A copy of a model's output that the next replay does not overwrite."""
     if isinstance(out, Tensor):
         return out.clone()
     if isinstance(out, ModelOutput):

@@ -1,9 +1,10 @@
-"""How the host hears of steps that the device decides, row by row, while they run.
+"""How the host learns what the device decides in a step, layer by layer, while the step runs.
 
-What the device tells of a row is entered in our table, everyone learns from it, and who of the row
-may leave is scored anew. The device never waits for this. One that waits for its link is followed
-closely, and evicts by what the rows before were routed to. Of a faster one the host hears the rest
-while the next step runs.
+The host polls the device's reports. It enters the report of an MoE layer in the residency table,
+counts the layer in the bookkeeping, and uploads new scores of the layer's experts. The device never
+waits for this. If it waits for its link, the host keeps up with it, and the device evicts by what
+the layers before were routed to. If it is faster, the host applies the rest of the reports while
+the next step runs.
 """
 
 from __future__ import annotations
@@ -11,68 +12,76 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moe_infinity.cuda.device_table import DeviceTable, RowReport
+from moe_infinity.cuda.device_table import DeviceTable, LayerReport
+from moe_infinity.cuda.step_bookkeeping import StepBookkeeping
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import ExpertKey, Step
 
-if TYPE_CHECKING:
-    from moe_infinity.engine.bookkeeping import Bookkeeping as ExpertRuntime
-
-FOLLOW_SECONDS = 10.0  # at most; the rest is heard later
-POLL_SECONDS = 20e-6  # a fraction of what a row with a miss takes
+POLL_TIMEOUT_S = 10.0  # then the remaining reports are applied later
+POLL_INTERVAL_S = 20e-6  # a fraction of the time that an MoE layer with a miss takes
 
 
 @dataclass(slots=True)
-class Followed:
-    """A step of the device, as far as the host has come with it."""
+class PolledStep:
+    """A step that the device decides, as far as the host has read and applied its reports."""
 
     step: Step
-    has_begun: bool = False  # everyone knows of it
-    is_taken_out: bool = False  # nothing more will be told
-    # Told and not yet heard, in order. A row at which the step was lost is the last one.
-    rows: deque[tuple[int, RowReport]] = field(default_factory=deque)
-    last_told: int = -1
-    last_noted: int = -1  # everyone learned of the rows up to there
-    missed: set[ExpertKey] = field(default_factory=set)  # in rows that are told a second time
+    has_begun: bool = False  # in the bookkeeping
+    is_read: bool = False  # all its reports were read
+    # MoE layers and their reports, read and not yet applied, in order. If the step needs replay,
+    # the last one is of the layer whose expert is on disk.
+    reports: deque[tuple[int, LayerReport]] = field(default_factory=deque)
+    last_read: int = -1  # MoE layer
+    last_counted: int = -1  # the last MoE layer that the bookkeeping knows of
+    missed_before: set[ExpertKey] = field(default_factory=set)  # in a layer that is run again
 
     @property
-    def is_lost(self) -> bool:
-        return bool(self.rows) and self.rows[-1][1].is_lost
+    def needs_replay(self) -> bool:
+        """Whether the layer that was read last asked for an expert on disk."""
+        return bool(self.reports) and self.reports[-1][1].needs_replay
 
 
-class Follower:
-    """Used by the thread that runs the steps: retire, begin; begin_run, note_launch, follow."""
+class ReportPoller:
+    """Polls the reports of one device. Used by the thread that runs the steps.
 
-    def __init__(self, runtime: ExpertRuntime, table: DeviceTable) -> None:
-        self._runtime, self._table = runtime, table
-        self._residency = runtime.tiers[0].table
-        # (T, K) of each row, as it was launched last.
+    For each step: finish_step() of the step before, begin_step(); begin_run(), note_launch() of
+    every MoE layer, poll_reports().
+    """
+
+    def __init__(self, bookkeeping: StepBookkeeping, table: DeviceTable) -> None:
+        self._bookkeeping = bookkeeping
+        self._table = table
+        self._residency = bookkeeping.tiers[0].table
+        # (T, K) of each MoE layer, as it was launched last.
         self._shapes: dict[int, tuple[int, int]] = {}
-        self._launched: set[int] = set()  # in this run
-        self._now: Followed | None = None  # begun; it runs, or was the last that ran
-        self._before: Followed | None = None  # of which nobody has heard all
+        self._launched: set[int] = set()  # MoE layers, in this run of the step
+        self._current: PolledStep | None = None  # has begun, and may be running
+        self._previous: PolledStep | None = None  # has reports that were not applied
 
-    def retire(self) -> None:
-        """What ran last is the step before: its token was given."""
-        if self._now is not None:
-            self._before, self._now = self._now, None
+    def finish_step(self) -> None:
+        """Make the current step the previous one: the caller has its token."""
+        if self._current is not None:
+            self._previous = self._current
+            self._current = None
 
-    def begin(self, step: Step) -> None:
-        """A step will run; what is told of the one before makes room for it."""
-        if self._before is not None:
-            self._take_out(self._before)
-        self._now = Followed(step)
+    def begin_step(self, step: Step) -> None:
+        """Begin a step. Reads all reports of the previous one, which it will overwrite."""
+        if self._previous is not None:
+            self._read_all(self._previous)
+        self._current = PolledStep(step)
 
     def begin_run(self) -> None:
-        """Of a step, or one more of a step that was lost."""
+        """Begin to launch the current step, for the first time or as a replay."""
         self._launched.clear()
 
     def note_launch(self, moe_layer_idx: int, shape: tuple[int, int], *, is_captured: bool) -> None:
-        """What the device will tell of. Raises UnsupportedModelError."""
+        """Expect a report of this layer, of `shape` (T, K); `is_captured`: not in this run.
+
+        Raises UnsupportedModelError if the layer was already launched in this run.
+        """
         self._shapes[moe_layer_idx] = shape
         if is_captured:
             return
@@ -82,131 +91,158 @@ class Follower:
                 "hint: use experts_implementation='auto'"
             )
         self._launched.add(moe_layer_idx)
-        if self._now is not None and self._may_evict:
-            self._hear_news(self._now)
+        if self._current is not None and self._may_evict:
+            self._apply_next(self._current)
 
-    def follow(self) -> None:
-        """All was launched. Until the device has come to the last row: it is still busy then, and
-        what our caller launches next will be there when it is done.
+    def poll_reports(self) -> None:
+        """Apply reports until the device has come to the last MoE layer, or for POLL_TIMEOUT_S.
+
+        All of the step was launched. The device is still busy with the last layer when this
+        returns, so it does not have to wait for what the caller launches next.
         """
-        now = self._now
-        assert now is not None
-        self._catch_up(now)
-        last_row = max(self._shapes, default=-1) if self._may_evict else -1
-        until = time.monotonic() + FOLLOW_SECONDS
-        while now.last_told < last_row and not self._table.is_over():
-            if not self._hear_news(now):
-                time.sleep(POLL_SECONDS)
+        current = self._current
+        assert current is not None
+        self._catch_up(current)
+        last_layer = max(self._shapes, default=-1) if self._may_evict else -1
+        until = time.monotonic() + POLL_TIMEOUT_S
+        while current.last_read < last_layer and not self._table.is_over():
+            if not self._apply_next(current):
+                time.sleep(POLL_INTERVAL_S)
             if time.monotonic() > until:
                 break
 
-    def is_lost(self) -> bool:
-        """Whether the step that ran has to run again, which it may then. Waits for it."""
-        now = self._now
-        assert now is not None
-        self._take_out(now)
-        if not now.is_lost:
+    def needs_replay(self) -> bool:
+        """Whether the step that ran asked for an expert on disk. Waits for the step.
+
+        If so, all reports were applied, and the step may be run again.
+        """
+        current = self._current
+        assert current is not None
+        self._read_all(current)
+        if not current.needs_replay:
             return False
-        self._hear_of_loss(now)
-        now.last_told, now.is_taken_out = -1, False
+        self._apply_before_retry(current)
+        current.last_read = -1
+        current.is_read = False
         return True
 
-    def hear_up_to_loss(self) -> None:
-        """At the last row that was launched, which will be told again. The device waits for us."""
-        now = self._now
-        assert now is not None
-        self._catch_up(now)
-        self._listen(now, is_over=True)
-        now.last_told = self._hear_of_loss(now) - 1
+    def apply_launched(self) -> None:
+        """Apply the reports of all layers launched so far; the last one asked for an expert on
+        disk, and will be run and reported again. The device waits for the host.
+        """
+        current = self._current
+        assert current is not None
+        self._catch_up(current)
+        self._read_new(current, is_over=True)
+        current.last_read = self._apply_before_retry(current) - 1
 
-    def hear_rest(self, *, is_adopted: bool = True) -> None:
-        """Of the step before."""
-        if self._before is not None:
-            self._take_out(self._before)
-            while self._before.rows:
-                self._hear(self._before, is_adopted=is_adopted)
-            self._before = None
+    def apply_rest(self, *, is_residency_known: bool = True) -> None:
+        """Apply the remaining reports of the previous step. Waits for the step.
 
-    def forget(self) -> None:
-        self._now = self._before = None
+        `is_residency_known=False`: only count them, as slots were emptied meanwhile.
+        """
+        if self._previous is not None:
+            self._read_all(self._previous)
+            while self._previous.reports:
+                self.apply_report(self._previous, is_residency_known=is_residency_known)
+            self._previous = None
+
+    def drop_steps(self) -> None:
+        """Forget the current step and the previous one."""
+        self._current = None
+        self._previous = None
+
+    def apply_report(self, polled: PolledStep, *, is_residency_known: bool = True) -> None:
+        """Enter the next report in the residency table and count its layer, unless it is counted
+        already.
+        """
+        moe_layer_idx, report = polled.reports[0]
+        if is_residency_known:
+            self._update_residency(report)
+        polled.reports.popleft()
+        if moe_layer_idx > polled.last_counted:
+            polled.last_counted = moe_layer_idx
+            index_TK = report.expert_P.reshape(-1, self._shapes[moe_layer_idx][1])
+            missed = polled.missed_before | report.misses.keys()
+            self._bookkeeping.note_layer(moe_layer_idx, index_TK, missed)
+
+    def upload_scores(self, moe_layer_idx: int | None = None) -> None:
+        """Score the experts of one MoE layer anew, or all, and upload that. Nothing is uploaded if
+        every expert has a slot.
+        """
+        if not self._may_evict:
+            return
+        first_layer = moe_layer_idx or 0
+        stop = None if moe_layer_idx is None else moe_layer_idx + 1
+        scores = [
+            self._residency.leaving_scores(last_layer)[first_layer:stop]
+            for last_layer in self._table.last_layers
+        ]
+        self._table.upload_scores(np.stack(scores, axis=1), first_layer)
 
     @property
     def _may_evict(self) -> bool:
-        return self._residency.num_slots < self._runtime.total_experts
+        return self._residency.num_slots < self._bookkeeping.total_experts
 
-    def _offer(self, moe_layer_idx: int | None = None) -> None:
-        """Score who may leave, if it comes to that; of one row anew, or of all."""
-        if self._may_evict:
-            rows = (
-                slice(0, None) if moe_layer_idx is None else slice(moe_layer_idx, moe_layer_idx + 1)
-            )
-            scores = [self._residency.leaving_scores(r)[rows] for r in self._table.last_rows]
-            self._table.offer(np.stack(scores, axis=1), rows.start)
-
-    def _listen(self, followed: Followed, *, is_over: bool) -> None:
-        """Add what the device has told by now. A row that it skips is known as such when it is
-        over.
+    def _read_new(self, polled: PolledStep, *, is_over: bool) -> None:
+        """Read what the device has reported by now. `is_over`: nothing more will be reported, so a
+        layer without a report did not run.
         """
-        for row, (num_tokens, top_k) in sorted(self._shapes.items()):
-            if row > followed.last_told and not followed.is_lost:
-                report = self._table.told(row, num_tokens * top_k)
+        for moe_layer_idx, (num_tokens, top_k) in sorted(self._shapes.items()):
+            if moe_layer_idx > polled.last_read and not polled.needs_replay:
+                report = self._table.read_report(moe_layer_idx, num_tokens * top_k)
                 if report is not None:
-                    followed.rows.append((row, report))
-                    followed.last_told = row
+                    polled.reports.append((moe_layer_idx, report))
+                    polled.last_read = moe_layer_idx
                 elif not is_over:
                     return
 
-    def _take_out(self, followed: Followed) -> None:
-        """All that is told of a step that was launched. Where the caller has read the token it
-        gave, the device is done with it, and nobody waits here.
+    def _read_all(self, polled: PolledStep) -> None:
+        """Read all reports of a step that was launched, and clear them for the next step.
+
+        Waits for the step; not if the caller has read its token, as the device is done with it.
         """
-        if not followed.is_taken_out:
+        if not polled.is_read:
             self._table.wait()
-            self._listen(followed, is_over=True)
-            followed.is_taken_out = True
+            self._read_new(polled, is_over=True)
+            polled.is_read = True
             self._table.begin_step()
 
-    def _hear(self, followed: Followed, *, is_adopted: bool = True) -> None:
-        """Of one row."""
-        row, report = followed.rows[0]
-        if is_adopted:
-            self._adopt(report)
-        followed.rows.popleft()
-        if row > followed.last_noted:
-            followed.last_noted = row
-            index_TK = report.expert_P.reshape(-1, self._shapes[row][1])
-            self._runtime.note_row(row, index_TK, followed.missed | report.misses.keys())
-
-    def _adopt(self, report: RowReport) -> None:
+    def _update_residency(self, report: LayerReport) -> None:
         for key, slot_id in report.misses.items():
             if slot_id >= 0:
                 self._residency.apply_load(key, slot_id)
 
-    def _hear_of_loss(self, now: Followed) -> int:
-        """Of all before the row that the step was lost at. Gives this row, which is told again."""
-        lost_row, report = now.rows.pop()
-        while now.rows:
-            self._hear(now)
-        self._adopt(report)
-        now.missed |= report.misses.keys()
-        return lost_row
+    def _apply_before_retry(self, current: PolledStep) -> int:
+        """Apply all reports; returns the layer that asked for an expert on disk.
 
-    def _catch_up(self, now: Followed) -> None:
-        """With the step before, and with the beginning of this one."""
-        if not now.has_begun:
-            self.hear_rest()
-            self._runtime.note_begin(now.step)
-            now.has_begun = True
-            self._offer()
+        That layer is counted when it is reported again. Then it counts as missed what it misses
+        now, too.
+        """
+        moe_layer_idx, report = current.reports.pop()
+        while current.reports:
+            self.apply_report(current)
+        self._update_residency(report)
+        current.missed_before |= report.misses.keys()
+        return moe_layer_idx
 
-    def _hear_news(self, now: Followed) -> bool:
-        """Of the next row, if the device has come there, and score anew who of it may leave."""
-        self._catch_up(now)
-        self._listen(now, is_over=False)
-        if not now.rows or now.rows[0][1].is_lost:
+    def _catch_up(self, current: PolledStep) -> None:
+        """Apply the rest of the previous step and begin the current one in the bookkeeping."""
+        if not current.has_begun:
+            self.apply_rest()
+            self._bookkeeping.note_begin(current.step)
+            current.has_begun = True
+            self.upload_scores()
+
+    def _apply_next(self, current: PolledStep) -> bool:
+        """Apply the next report, if there is one, and upload new scores of its layer's experts."""
+        self._catch_up(current)
+        self._read_new(current, is_over=False)
+        if not current.reports or current.reports[0][1].needs_replay:
             return False
-        row, is_new = now.rows[0][0], now.rows[0][0] > now.last_noted
-        self._hear(now)
+        moe_layer_idx = current.reports[0][0]
+        is_new = moe_layer_idx > current.last_counted
+        self.apply_report(current)
         if is_new:
-            self._offer(row)
+            self.upload_scores(moe_layer_idx)
         return True

@@ -1,10 +1,11 @@
-"""Where the experts of one row are, and the copies of those that were nowhere on the device: two
-small kernels in every layer of a captured step. The rules they share with the host are in
-device_table.py, their twins in kernels/cuda/reference.py.
+"""The two kernels that find the experts of an MoE layer and copy those that are not on the device.
 
-    resolve   one program: P pairs are few, and the slot that one pair takes the next one must not.
-              Only misses look through the slots, each once, for who has the lowest score
-    fill      programs of hits have nothing to copy and end at once
+    resolve   one program: P pairs are few, and two pairs must not take the same slot. Each missed
+              expert looks through all slots once, for the one with the lowest score
+    fill      many programs for each pair; those of hits have nothing to copy and end at once
+
+Both run in every MoE layer of a captured step. device_table.py has the rules they share with the
+host, kernels/cuda/reference.py the plain code that defines what they do.
 """
 
 from __future__ import annotations
@@ -26,28 +27,30 @@ _ABSENT, _ON_DISK, _FREE = tl.constexpr(ABSENT), tl.constexpr(ON_DISK), tl.const
 _NOTHING = tl.constexpr(NOTHING)
 _ADDRESS_BYTES = tl.constexpr(ADDRESS_BYTES)
 
-# Slots whose scores are in registers at once: eight in each thread. With fewer than threads, some
-# would load the same score, which may change in between.
+# Slots whose scores are in registers at once, eight in each thread. With fewer slots than threads,
+# several threads would load one score, and might see different values while the host uploads it.
 SLOT_BLOCK = 1024
 MAX_PAIRS = 128  # resolve compares every pair with every other in the registers of one program
-# Of one missed expert: enough programs to keep a link busy alone (64 blocks of 8 KiB are 512 KiB
-# under way, where 50 GB/s for 2 us need 100 KiB), few enough to end at once for hits.
+# Programs, and bytes of a block, for one expert. So many keep the link busy with a single miss (64
+# blocks of 8 KiB are 512 KiB under way; 50 GB/s for 2 us need 100 KiB), and end at once for hits.
 FILL_PROGRAMS, FILL_BYTES = 64, 8 << 10
 WORD_BYTES = 8
 _SLOT_BLOCK, _WORD_BYTES = tl.constexpr(SLOT_BLOCK), tl.constexpr(WORD_BYTES)
 
 
 def resolve(table: DeviceTable, moe_layer_idx: int, top_k_index_TK: Tensor) -> Tensor:
-    """int64 [T, K]: the address of each pair's expert, 0 for a pair without one (id -1) or if the
-    step is lost; a view that the next call overwrites. T * K is at most `table.max_pairs`.
+    """int64 [T, K]: the address of each pair's expert.
 
-    A missed expert takes one slot, whose bytes are there after fill().
+    It is 0 for a pair without an expert (id -1), and for all pairs if the step needs replay. A
+    missed expert takes one slot, whose bytes are there after fill(). `top_k_index_TK` has at most
+    `table.max_pairs` pairs. The result is a view that the next call overwrites.
     """
     num_pairs = top_k_index_TK.numel()
     assert num_pairs <= table.max_pairs <= MAX_PAIRS, (num_pairs, table.max_pairs)
     assert top_k_index_TK.is_contiguous(), top_k_index_TK.stride()
     block = max(16, triton.next_power_of_2(num_pairs))
-    num_slots, part = len(table.slots_SB), table.part_of(moe_layer_idx)
+    num_slots = len(table.slots_SB)
+    part = table.part_of(moe_layer_idx)
     _resolve[(1,)](
         top_k_index_TK,
         table.slot_LE,
@@ -55,27 +58,27 @@ def resolve(table: DeviceTable, moe_layer_idx: int, top_k_index_TK: Tensor) -> T
         table.address_S,
         table.owner_S,
         table.scores_LHE,
-        table.lost,
+        table.replay_flag,
         table.uses_LE,
-        table.told_L2P,
+        table.reports_L2P,
         table.pointers_P,
         table.sources_P,
         moe_layer_idx,
         part,
-        table.last_rows[part],
+        table.last_layers[part],
         num_pairs,
         NUM_SLOTS=num_slots,
         NUM_EXPERTS=table.num_experts,
         MAX_PAIRS=table.max_pairs,
-        NUM_PARTS=len(table.last_rows),
+        NUM_PARTS=len(table.last_layers),
         BLOCK=block,
         num_warps=4,
-        enable_fp_fusion=True,  # nothing to fuse here; Triton 3.9 warns where it is not said
+        enable_fp_fusion=True,  # there is nothing to fuse; Triton 3.9 warns without it
     )
     return table.pointers_P[:num_pairs].view(top_k_index_TK.shape)
 
 
-@triton.jit(do_not_specialize=["moe_layer_idx", "part", "last_row", "num_pairs"])
+@triton.jit(do_not_specialize=["moe_layer_idx", "part", "last_layer", "num_pairs"])
 def _resolve(
     index_P,
     slot_LE,
@@ -83,14 +86,14 @@ def _resolve(
     address_S,
     owner_S,
     scores_LHE,
-    lost,
+    replay_flag,
     uses_LE,
-    told_L2P,
+    reports_L2P,
     pointers_P,
     sources_P,
     moe_layer_idx,
     part,
-    last_row,
+    last_layer,
     num_pairs,
     NUM_SLOTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -99,9 +102,9 @@ def _resolve(
     BLOCK: tl.constexpr,
 ):
     pair = tl.arange(0, BLOCK)
-    is_lost = tl.load(lost) != 0
+    needs_replay = tl.load(replay_flag) != 0
     expert = tl.load(index_P + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-    expert = tl.where(is_lost, -1, expert)
+    expert = tl.where(needs_replay, -1, expert)
     is_pair = expert >= 0
     cell = moe_layer_idx * NUM_EXPERTS + expert
     slot = tl.load(slot_LE + cell, mask=is_pair, other=0)
@@ -115,11 +118,11 @@ def _resolve(
     num_earlier = tl.sum((is_earlier & wants[None, :]).to(tl.int32), 1)
     order = tl.where(wants, num_earlier, -1)
     uses = tl.load(uses_LE + cell, mask=is_first, other=0)
-    tl.debug_barrier()  # no warp may store what another one has still to load
+    tl.debug_barrier()  # no warp may store what another warp has yet to load
     tl.store(uses_LE + cell, uses + tl.sum(is_same.to(tl.int32), 1), mask=is_first)
 
     taken = taken_slots(
-        order, cell, moe_layer_idx, part, last_row, slot_LE, owner_S, scores_LHE, uses_LE,
+        order, cell, moe_layer_idx, part, last_layer, slot_LE, owner_S, scores_LHE, uses_LE,
         NUM_SLOTS, NUM_EXPERTS, NUM_PARTS,
     )  # fmt: skip
     taken_by_any = tl.max(tl.where(is_same, taken[None, :], _ABSENT), 1)
@@ -129,12 +132,12 @@ def _resolve(
     tl.store(pointers_P + pair, tl.where(is_pair, pointer, 0), mask=pair < num_pairs)
     tl.store(sources_P + pair, tl.where(taken >= 0, host, 0), mask=pair < num_pairs)
     is_missing = is_miss & (host == 0)
-    tl.store(lost, 1, mask=tl.sum(is_missing.to(tl.int32)) > 0)
-    # Past the caches: the host looks while the step goes on.
-    told = told_L2P + moe_layer_idx * 2 * MAX_PAIRS + pair
+    tl.store(replay_flag, 1, mask=tl.sum(is_missing.to(tl.int32)) > 0)
+    # Written through the caches: the host reads while the step goes on.
+    report = reports_L2P + moe_layer_idx * 2 * MAX_PAIRS + pair
     took = tl.where(is_miss, tl.where(host == 0, _ON_DISK, taken), _NOTHING)
-    tl.store(told, expert, mask=pair < num_pairs, cache_modifier=".wt")
-    tl.store(told + MAX_PAIRS, took, mask=pair < num_pairs, cache_modifier=".wt")
+    tl.store(report, expert, mask=pair < num_pairs, cache_modifier=".wt")
+    tl.store(report + MAX_PAIRS, took, mask=pair < num_pairs, cache_modifier=".wt")
 
 
 @triton.jit
@@ -143,7 +146,7 @@ def taken_slots(
     cell,
     moe_layer_idx,
     part,
-    last_row,
+    last_layer,
     slot_LE,
     owner_S,
     scores_LHE,
@@ -152,21 +155,23 @@ def taken_slots(
     NUM_EXPERTS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
 ):
-    """For each pair, in this order (-1: wants none): a free slot, or that of the lowest-scored
-    resident that may leave; else -1.
+    """The slot that each pair takes: a free one, or that of the resident with the lowest score
+    among those that may be evicted; else -1. Pairs choose in `order`; one of -1 wants no slot.
     """
     taken = tl.full(order.shape, _ABSENT, tl.int32)
     for n in range(tl.max(order, 0) + 1):
         tl.debug_barrier()  # owners and uses are as they were stored
-        lowest, found = tl.full((), float("inf"), tl.float64), -1
+        lowest = tl.full((), float("inf"), tl.float64)
+        found = -1
         for first in range(0, NUM_SLOTS, _SLOT_BLOCK):
             slot = first + tl.arange(0, _SLOT_BLOCK)
             owner = tl.load(owner_S + slot, mask=slot < NUM_SLOTS, other=_FREE)
-            is_owned, row = owner != _FREE, owner // NUM_EXPERTS
-            uses = tl.load(uses_LE + owner, mask=is_owned & (row == moe_layer_idx), other=0)
-            stays = is_owned & (row > moe_layer_idx) & (row <= last_row)
+            is_owned = owner != _FREE
+            layer = owner // NUM_EXPERTS
+            uses = tl.load(uses_LE + owner, mask=is_owned & (layer == moe_layer_idx), other=0)
+            stays = is_owned & (layer > moe_layer_idx) & (layer <= last_layer)
             stays = stays | (uses > 0) | (slot >= NUM_SLOTS)
-            at = owner + (row * (NUM_PARTS - 1) + part) * NUM_EXPERTS
+            at = owner + (layer * (NUM_PARTS - 1) + part) * NUM_EXPERTS
             score = tl.load(scores_LHE + at, mask=is_owned, other=float("-inf"))
             score = tl.where(stays, float("inf"), score)
             low = tl.min(score, 0)
@@ -184,8 +189,9 @@ def taken_slots(
 
 
 def fill(table: DeviceTable, pointers_TK: Tensor) -> None:
-    """Copy the experts that found a slot in the last resolve(), which gave these pointers, from
-    host memory into it.
+    """Copy the experts that took a slot in the last resolve() from host memory into it.
+
+    `pointers_TK` is what that resolve() returned.
     """
     num_loads = table.slots_SB.shape[1] // ADDRESS_BYTES
     _fill[(FILL_PROGRAMS, pointers_TK.numel())](
@@ -205,7 +211,7 @@ def _fill(pointers_P, sources_P, num_loads, BLOCK: tl.constexpr, NUM_PROGRAMS: t
     if source == 0:
         return
     pointer = tl.load(pointers_P + pair)
-    # What the compiler has to know to load 16 bytes at once: types alone do not tell.
+    # The compiler loads 16 bytes at once only if it knows that addresses are multiples of 16.
     num_words = num_loads * (_ADDRESS_BYTES // _WORD_BYTES)
     source_W = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), _ADDRESS_BYTES)
     slot_W = tl.multiple_of(pointer.to(tl.pointer_type(tl.int64)), _ADDRESS_BYTES)

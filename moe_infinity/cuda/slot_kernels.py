@@ -1,8 +1,8 @@
-"""What the device does in each layer of a step it decides alone; device_table.py has the protocol.
+"""The kernels of an MoE layer in a step that the device decides (protocol: device_table.py).
 
-pointers = resolve(table, row, top_k_index)     where each pair's expert is; a miss takes a slot
-fill(table, pointers)                           copies the missed into their slots
-out = slot_moe(mlp, x, pointers, weights)       reads every expert where it is
+pointers = resolve(table, moe_layer_idx, top_k_index)    finds each pair's expert
+fill(table, pointers)                                    copies missed experts into their slots
+out = slot_moe(mlp, x, pointers, weights)                reads every expert where it is
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from moe_infinity.kernels import has_triton_kernels
 from moe_infinity.kernels.cuda import reference as slot_reference
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
 
-MAX_PAIRS = 64  # (token, k) of one row in one step
+MAX_PAIRS = 64  # (token, k) of one MoE layer in one step
 
 
 class SlotKernels(NamedTuple):
-    """Signatures as in resolve.py and kernels/cuda/experts.py."""
+    """Their signatures are those of resolve.py and kernels/cuda/experts.py."""
 
     resolve: Callable[[DeviceTable, int, Tensor], Tensor]
     fill: Callable[[DeviceTable, Tensor], None]
@@ -31,8 +31,9 @@ class SlotKernels(NamedTuple):
 
 
 def slot_kernels(device: torch.device) -> SlotKernels:
-    """Triton's for a GPU, the plain twins for host memory. Raises ConfigError for a GPU without
-    triton: twins cannot look into its memory.
+    """Triton's kernels for a GPU, the plain reference for host memory.
+
+    Raises ConfigError for a GPU without triton: the reference cannot read its memory.
     """
     if device.type == "cpu":
         return SlotKernels(slot_reference.resolve, slot_reference.fill, slot_reference.slot_moe)
@@ -44,13 +45,18 @@ def slot_kernels(device: torch.device) -> SlotKernels:
     return SlotKernels(triton_resolve.resolve, triton_resolve.fill, triton_experts.slot_moe)
 
 
-class SlotRows:
-    """The MoE rows of a model in such steps, all of whose experts kernels read."""
+class SlotLayers:
+    """The MoE layers of a model, for steps that the device decides. Kernels read all experts."""
 
     def __init__(self, slots_SB: Tensor, mlps: Sequence[SlotMlp], *, num_experts: int) -> None:
-        self._mlps, self._kernels = mlps, slot_kernels(slots_SB.device)
+        """`slots_SB`: uint8 [slots, bytes of a slot]; `mlps`: one for each MoE layer.
+
+        Raises ConfigError without kernels for the device of the slots.
+        """
+        self._mlps = mlps
+        self._kernels = slot_kernels(slots_SB.device)
         self.table = DeviceTable(
-            slots_SB, num_rows=len(mlps), num_experts=num_experts, max_pairs=MAX_PAIRS
+            slots_SB, num_layers=len(mlps), num_experts=num_experts, max_pairs=MAX_PAIRS
         )
 
     def compute(
@@ -59,17 +65,20 @@ class SlotRows:
         x_TD: Tensor,
         top_k_index_TK: Tensor,
         top_k_weights_TK: Tensor,
-        bring: Callable[[int, Tensor], None] | None = None,
+        load_from_disk: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """[T, D] -> [T, D]: the routed experts of one row. `bring` is asked, while the device
-        waits, for the experts of a row that come from disk; without it the step is lost there.
+        """[T, D] -> [T, D]: the routed experts of one MoE layer.
+
+        If some of them are on disk only, the device waits while `load_from_disk(moe_layer_idx,
+        index_TK)` loads them into HOST. Without it the step needs replay.
         """
-        table, index_TK = self.table, top_k_index_TK.contiguous()
+        table = self.table
+        index_TK = top_k_index_TK.contiguous()
         pointers_TK = self._kernels.resolve(table, moe_layer_idx, index_TK)
         self._kernels.fill(table, pointers_TK)
-        if bring is not None and table.is_lost():
-            bring(moe_layer_idx, index_TK)
-            table.find_again(moe_layer_idx)
+        if load_from_disk is not None and table.needs_replay():
+            load_from_disk(moe_layer_idx, index_TK)
+            table.prepare_retry(moe_layer_idx)
             pointers_TK = self._kernels.resolve(table, moe_layer_idx, index_TK)
             self._kernels.fill(table, pointers_TK)
         weights_TK = top_k_weights_TK.contiguous()

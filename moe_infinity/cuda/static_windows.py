@@ -1,8 +1,8 @@
 """The sliding windows of a StaticCache in a captured step.
 
-Stock's layer asks a Python int whether its window is full, which a graph would keep as it was, and
-copies an index from the host, which no graph may. Here the counter on the device decides, by the
-same kernels before and after the window is full, and with the bits of stock.
+In stock transformers a Python int says whether the window is full: a graph would keep its value.
+And an index is copied from the host, which no graph may do. Here the counter on the device decides.
+The kernels are the same before and after the window is full, and give the same bits as stock.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 
 class StaticWindows:
-    """The sliding layers of one cache, one token a step; states beside a window are left alone."""
+    """The sliding window layers of one cache, in steps of one token. Other states of such a layer
+    are not touched.
+    """
 
     def __init__(self, cache: StaticCache) -> None:
-        self._layers = [la for la in cache.layers if isinstance(la, StaticSlidingWindowLayer)]
+        self._layers = [
+            layer for layer in cache.layers if isinstance(layer, StaticSlidingWindowLayer)
+        ]
 
     def catch_up(self) -> None:
-        """Stock leaves the counter on the device alone once a window is full."""
+        """Set the counters on the device: stock no longer does so once a window is full."""
         for layer in self._layers:
             layer.cumulative_length.fill_(layer.cumulative_length_int)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The Python int is not asked inside."""
+        """Inside, only the counters on the device are used."""
         try:
             for layer in self._layers:
                 vars(layer).update({name: partial(own, layer) for name, own in OWN.items()})
@@ -42,7 +46,7 @@ class StaticWindows:
                     vars(layer).pop(name, None)
 
     def advance(self) -> None:
-        """After a replay, in which no Python ran."""
+        """Count the token of a replay, in which no Python ran."""
         for layer in self._layers:
             layer.cumulative_length_int += 1
 
@@ -50,10 +54,15 @@ class StaticWindows:
 def _update(
     layer: StaticSlidingWindowLayer, keys: Tensor, values: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
-    """[B, heads, 1, width] each: at the end of a full window, which moves on, or where it ends."""
+    """[B, heads, 1, width] each: append one token; a full window first drops its oldest.
+
+    Returns the windows, [B, heads, size of the window, width] each.
+    """
     assert keys.shape[2] == 1, keys.shape
-    counter, size = layer.cumulative_length, layer.max_cache_len
-    at, is_full = counter.clamp(max=size - 1).view(1), counter >= size
+    counter = layer.cumulative_length
+    size = layer.max_cache_len
+    at = counter.clamp(max=size - 1).view(1)
+    is_full = counter >= size
     for window, new in ((layer.keys, keys), (layer.values, values)):
         moved = torch.where(is_full, window.roll(-1, dims=2), window)
         window.copy_(moved.index_copy_(2, at, new))
@@ -62,12 +71,12 @@ def _update(
 
 
 def _seq_length(layer: StaticSlidingWindowLayer) -> Any:
-    """Before this step, even if it is looked at after the update."""
+    """The length before this step. A copy, as callers may look at it after the update."""
     return layer.cumulative_length.clone()
 
 
 def _mask_sizes(layer: StaticSlidingWindowLayer, _: int) -> tuple[int, Tensor]:
-    """How many, and the position of the first."""
+    """The size of the window, and the position of its first token."""
     size = layer.max_cache_len
     return size, (layer.cumulative_length - size + 1).clamp(min=0)
 

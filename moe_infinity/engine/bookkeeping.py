@@ -10,10 +10,9 @@ import numpy as np
 
 from moe_infinity.cache.counters import Counters, PhaseCounters
 from moe_infinity.engine.routing import Routing, without_gaps
-from moe_infinity.experts import ExpertKey, Ints
+from moe_infinity.experts import ExpertKey, Ints, Step
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.experts import Step
 from moe_infinity.predict.recorder import Recorder
 
 
@@ -69,7 +68,7 @@ class Bookkeeping:
         counters = self.counters.of(self.recorder.step.phase)
         counters.add_lookups(*self.tiers[0].table.census(keys))
 
-    def note_row(self, moe_layer_idx: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
+    def note_layer(self, moe_layer_idx: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
         """A layer of the decode step that began last, as the device has decided it. It may have had
         fewer tokens than the step: then nobody learns which.
         """

@@ -50,7 +50,7 @@ def build_engine(
     tiers = make_tiers(
         config,
         device_slots,
-        row_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
+        layer_slot_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
         num_experts=sum(map(len, keys)),
         make_policy=partial(
             make_policy,

@@ -13,7 +13,7 @@ from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError, OutOfMemory
 from moe_infinity.kernels import has_packed_kernels
-from moe_infinity.memory.cuda import Link, open_link
+from moe_infinity.memory.cuda import CudaDevice, open_cuda_device
 from moe_infinity.memory.device import (
     SLOT_ALIGNMENT,
     DeviceSlots,
@@ -31,7 +31,7 @@ class ComputeDevice:
 
     def __init__(self, config: OffloadConfig) -> None:
         self._config = config
-        self._link = open_link(config.device)
+        self._link = open_cuda_device(config.device)
         if self._link is None and config.device_memory is not None:
             raise ConfigError(
                 "device_memory needs a CUDA device, torch finds none\nhint: use host_memory"
@@ -51,7 +51,7 @@ class ComputeDevice:
             self.slots = self._make_slots(self._link, plan, dense_bytes)
         return plan
 
-    def _make_slots(self, link: Link, plan: Plan, dense_bytes: int) -> DeviceSlots:
+    def _make_slots(self, link: CudaDevice, plan: Plan, dense_bytes: int) -> DeviceSlots:
         expert_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
         slot_bytes = round_up(expert_bytes, SLOT_ALIGNMENT)
         num_slots = num_device_slots(
@@ -85,7 +85,7 @@ class ComputeDevice:
         except torch.OutOfMemoryError as error:
             if self.slots is None:
                 raise
-            free, total = map(format_bytes, self.slots.link.memory_bytes())
+            free, total = map(format_bytes, self.slots.cuda_device.memory_bytes())
             raise OutOfMemory(
                 f"out of memory: {free} of {total} are free on {self.device}, "
                 f"{self.slots.num_slots} expert slots take "

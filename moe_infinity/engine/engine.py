@@ -25,10 +25,9 @@ from moe_infinity.engine.compute import Work
 from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
 from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import Cancelled, ClosedError
-from moe_infinity.experts import Phase
+from moe_infinity.experts import Phase, Step
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.experts import Step
 from moe_infinity.predict.recorder import Recorder
 
 

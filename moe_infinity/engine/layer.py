@@ -21,10 +21,9 @@ from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer, Work
 from moe_infinity.engine.routing import Routing
-from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.experts import ExpertKey, Phase, Step
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.prefetcher import Prefetcher
-from moe_infinity.experts import Step
 
 STREAMED_SHARE = 0.75  # of a layer's experts activated by a prompt: then it needs the next layer's
 BEFORE_THE_FIRST = -1  # in place of the index of an MoE layer

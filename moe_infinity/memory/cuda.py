@@ -1,11 +1,11 @@
-"""What copies experts to a device, and the events that order copies and kernels.
+"""A CUDA device: its memory, copies into it, and the events that order copies and kernels.
 
     copy stream     copy A ──> event A         copy B into A's slot, after the mark
                                   │                 ↑
     compute stream       kernels wait for it ── kernels of A ──> mark
 
-Copies are asynchronous and happen in the order they were begun. Nobody but the reader of a routing
-and a read thread that needs a HOST slot again makes the CPU wait.
+Copies are asynchronous and happen in the order they were begun. The CPU waits in two places only:
+where it reads a routing, and where a read thread needs a HOST slot again.
 """
 
 from __future__ import annotations
@@ -24,68 +24,70 @@ from moe_infinity.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
-# Held while a graph is captured: that waits for a whole device, and others may not, in any thread.
+# Held while a graph is captured, which waits for the whole device. No other thread may wait for it
+# meanwhile.
 CAPTURING = threading.RLock()
-CAPTURE_SECONDS = 60.0  # more than one takes
+CAPTURE_SECONDS = 60.0  # longer than any capture takes
 
 
 class Event(Protocol):
-    """Over when everything begun before it, on its stream, has happened. As torch's events are."""
+    """A point on a stream, like torch's events: over when all work before it has finished."""
 
     def query(self) -> bool:
         """Whether it is over."""
 
     def synchronize(self) -> None:
-        """The calling thread waits until it is."""
+        """Make the calling thread wait until it is over."""
 
 
 class Copy(Event, Protocol):
-    """The event after a copy."""
+    """A copy under way; over when the bytes are there."""
 
     @property
     def took_s(self) -> float:
-        """Of a copy that is over: the time on the link, its turn not yet having come left out."""
+        """Seconds the copy itself took, without waiting for its turn. Only once it is over."""
 
 
-class Link(Protocol):
-    """A device and the way to its memory."""
+class CudaDevice(Protocol):
+    """What the package asks of a CUDA device. Tests use CPU memory (tests/cuda/fake_cuda.py)."""
 
     device: torch.device
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Free, and all there is."""
+        """Bytes that are free, and bytes in all."""
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Memory of the device. Raises torch.OutOfMemoryError."""
+        """uint8 [num_bytes] on the device, not initialised. Raises torch.OutOfMemoryError."""
 
     def page_lock(self, memory: Tensor) -> bool:
-        """Let every device read this host memory; False if the machine will not."""
+        """Page-lock this host memory for every device; False if the machine refuses."""
 
     def page_unlock(self, memory: Tensor) -> None:
-        """What was locked, before it is given back."""
+        """Undo `page_lock`; has to come before the memory is freed."""
 
     def page_locked(self, num_bytes: int) -> Tensor:
-        """New host memory that the device can read."""
+        """uint8 [num_bytes] of new page-locked host memory."""
 
     def copy(self, source: Tensor, destination: Tensor, after: Event | None) -> Copy:
-        """Begin a copy from page-locked memory; it starts once `after` is over."""
+        """Begin a copy from page-locked memory, which starts once `after` is over."""
 
     def mark(self) -> Event:
-        """Over when the kernels launched so far have finished."""
+        """An event that is over when the kernels launched so far have finished."""
 
     def let_kernels_wait(self, copy: Copy) -> None:
-        """Kernels launched from now on start when the copy is over."""
+        """Make the kernels launched from now on wait until the copy is over."""
 
     def take_stall_s(self) -> float:
-        """Seconds kernels waited for copies, as far as known and not told before."""
+        """Seconds that kernels waited for copies since the last call, as far as is known."""
 
     def synchronize(self) -> None:
-        """Wait for all copies and kernels."""
+        """Make the calling thread wait for all copies and kernels."""
 
 
-def open_link(device: str) -> Link | None:
-    """The link of "cuda", "cuda:1", or of whatever GPU "auto" finds; None: experts compute on the
-    CPU. Raises ConfigError.
+def open_cuda_device(device: str) -> CudaDevice | None:
+    """The device that "cuda", "cuda:1" or "auto" names, or None if experts compute on the CPU.
+
+    Raises ConfigError if the named device is not there.
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return None
@@ -97,11 +99,11 @@ def open_link(device: str) -> Link | None:
             f"device {device!r} asked for, torch {torch.__version__} finds {devices}\n"
             "hint: device='cpu', or a torch built for CUDA and a working driver"
         )
-    return CudaLink(torch.device("cuda", index))
+    return TorchCudaDevice(torch.device("cuda", index))
 
 
 class CudaCopy:
-    """A copy between two events of the copy stream."""
+    """A copy on the copy stream, between two events."""
 
     def __init__(self) -> None:
         self.begun = torch.cuda.Event(enable_timing=True)
@@ -118,13 +120,13 @@ class CudaCopy:
         return float(self.begun.elapsed_time(self.done)) / 1e3
 
 
-class CudaLink:
-    """One CUDA device. Copies have a stream of their own; kernels run on the current one."""
+class TorchCudaDevice:
+    """A CUDA device through torch. Copies have their own stream; kernels run on the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        with CAPTURING:  # when torch refuses it
-            torch.cuda.empty_cache()  # or what an earlier model left would count as taken
+        with CAPTURING:  # torch refuses to empty its cache during a capture
+            torch.cuda.empty_cache()  # else memory that an earlier model freed counts as taken
         self._stream = torch.cuda.Stream(device)
         self._lock = threading.Lock()
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -142,10 +144,10 @@ class CudaLink:
             if result == cudart.cudaError.success:
                 return True
             logger.warning("%d bytes cannot be page-locked: %s", memory.nbytes, result)
-            try:  # or whoever launches a kernel next is told of it
+            try:  # CUDA keeps the error and would raise it at the next kernel launch
                 torch.zeros(1, dtype=torch.uint8, device=self.device)
             except RuntimeError:
-                logger.debug("the error of cudaHostRegister was cleared")
+                logger.debug("cleared the error of cudaHostRegister")
             return False
 
     def page_unlock(self, memory: Tensor) -> None:
@@ -186,7 +188,8 @@ class CudaLink:
 
     def synchronize(self) -> None:
         with ExitStack() as stack:
-            # Bounded: what is collected here may hold a lock that the capture waits for.
+            # The wait is bounded: this may run in the garbage collector, in a thread that holds a
+            # lock the capture waits for.
             if CAPTURING.acquire(timeout=CAPTURE_SECONDS):
                 stack.callback(CAPTURING.release)
             torch.cuda.synchronize(self.device)

@@ -3,8 +3,8 @@
     in HOST      its copy begins at once
     on DISK      a HOST slot is reserved, the mover of that tier reads, the copy begins on arrival
 
-One thread decides, as in mover.py: it begins copies and never waits for one; kernels do. An expert
-counts as RESIDENT from the moment on that all kernels launched later see its bytes.
+One thread decides, as in mover.py. It begins copies and never waits for one: kernels wait. An
+expert counts as RESIDENT as soon as all kernels launched from then on see its bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceMover:
-    """Used as a Mover is. `host_table`, `host_slots` and `host_mover` are the tier below; a load
-    copies `copied_bytes[row]` bytes.
+    """Has the methods of Mover. `host_table`, `host_slots` and `host_mover` are the tier below; an
+    expert has `copied_bytes[moe_layer_idx]` bytes.
     """
 
     def __init__(
@@ -47,15 +47,16 @@ class DeviceMover:
         self._loading: dict[ExpertKey, Copy | None] = {}  # None: not yet in HOST
         self._ahead: set[ExpertKey] = set()  # of these, prefetches no layer has asked for yet
         self.failed: set[ExpertKey] = set()  # prefetches that failed; until a demand load succeeds
-        self.load_s = 0.0  # what a prefetch kept the slower of its links busy for, lately
+        # Moving average of the seconds of a prefetch: of its copy, or of its read from disk.
+        self.load_s = 0.0
 
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: Mapping[ExpertKey, int]) -> None:
-        """Start loads the current layer waits for. The slots are reserved already."""
+        """Start loads that the current layer waits for. Their slots are already reserved."""
         self._loading.update(dict.fromkeys(keys))
-        self._bring(list(keys))
+        self._begin_loads(list(keys))
 
     def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
-        """Begin loads no layer waits for yet; those that find no HOST slot are dropped."""
+        """Begin loads that no layer waits for yet; drops those that find no HOST slot."""
         self._ahead.update(slot_ids)
         self._loading.update(dict.fromkeys(slot_ids))
         for key in slot_ids:
@@ -70,8 +71,10 @@ class DeviceMover:
                 self._host_mover.load_ahead({key: host_slot_id})
 
     def stream(self, keys: Iterable[ExpertKey]) -> Sequence[ExpertKey]:
-        """Bring the experts that a long prompt will need next, as many as its ring has room for;
-        gives those. One slot stays, for a row that needs none of them.
+        """Begin to load experts that a long prompt will need next; returns those that were begun.
+
+        They are as many as the prefill quota has room for. One slot is left, for an MoE layer that
+        needs none of them.
         """
         absent = [key for key in keys if self._table.lookup(key) is None]
         try:
@@ -83,11 +86,11 @@ class DeviceMover:
         return coming
 
     def num_read(self, keys: Iterable[ExpertKey]) -> int:
-        """How many of these loads, just begun, read from disk."""
+        """How many of these loads, which have just begun, read from disk."""
         return len(self._on_disk(keys))
 
     def settle(self) -> float:
-        """Take note of the prefetches that arrived; seconds until the others will have."""
+        """Enter the prefetches that have arrived; returns seconds until the others will have."""
         queued_s = self._host_mover.settle()
         for key in self._on_disk(self._ahead):
             state = self._host_table.lookup(key)
@@ -111,13 +114,13 @@ class DeviceMover:
     def arrivals(
         self, keys: Sequence[ExpertKey], counters: PhaseCounters
     ) -> Iterator[Sequence[ExpertKey]]:
-        """Every key as kernels can be launched that read it: residents first, then those that are
-        being copied, then those that come from disk. What the caller launches before he asks for
-        more is taken to read the slots of what he was given.
+        """Yield every key once kernels that read it may be launched.
 
-        Raises what a failed read or copy raised (its slot is free again), or LoadTimeout.
+        Residents come first, then experts that are being copied, then those from disk. Kernels that
+        read the yielded experts have to be launched before the next ones are asked for. Raises what
+        a failed read or copy raised, with its slot free again, or LoadTimeout.
         """
-        counters.stall_s += self._slots.link.take_stall_s()
+        counters.stall_s += self._slots.cuda_device.take_stall_s()
         slot_ids = {key: self._table.slot_of(key) for key in keys}
         for arrived in self._groups(keys, counters):
             yield arrived
@@ -126,11 +129,11 @@ class DeviceMover:
     def _groups(
         self, keys: Sequence[ExpertKey], counters: PhaseCounters
     ) -> Iterator[Sequence[ExpertKey]]:
-        if not self._loading:  # every one a hit
+        if not self._loading:  # all are hits
             yield keys
             return
         if self._ahead:
-            self._ahead.difference_update(keys)  # first: what is wanted must not be dropped
+            self._ahead.difference_update(keys)  # first: settle() drops prefetches that failed
             self.settle()
         wanted = set(keys)
         resident = [key for key in keys if self._table.lookup(key) is Residency.RESIDENT]
@@ -138,7 +141,7 @@ class DeviceMover:
             yield resident
         yield from self._copied(wanted)
         while waiting := self._on_disk(keys):
-            coming = self._bring(waiting)
+            coming = self._begin_loads(waiting)
             yield from self._copied(wanted)
             for arrived in self._host_mover.arrivals(coming, counters):
                 for key in self._on_disk(arrived):
@@ -146,8 +149,8 @@ class DeviceMover:
                 yield from self._copied(wanted)
 
     def _copied(self, wanted: set[ExpertKey]) -> Iterator[Sequence[ExpertKey]]:
-        """Those wanted whose copies have begun, one by one: each may compute while the next one
-        is copied.
+        """Yield those wanted whose copies have begun, one by one, so that one computes while the
+        next is copied.
         """
         copied = [key for key, copy in self._loading.items() if copy is not None]
         for key in copied:
@@ -156,18 +159,20 @@ class DeviceMover:
                 yield [key]
 
     def _on_disk(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-        """Those that are LOADING and not yet in HOST."""
+        """Those of `keys` that are LOADING and not yet in HOST."""
         loading = self._loading
         return [key for key in keys if key in loading and loading[key] is None]
 
-    def _bring(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
-        """Begin to copy what HOST has, and to read as many others as it has room for; gives those
-        to wait for, whoever they are, before more can be done.
+    def _begin_loads(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
+        """Begin to copy those that are in HOST, and to read as many others as HOST has room for.
+
+        Returns the loads into HOST to wait for before more can begin. If prefetches have all slots
+        of HOST, these are the prefetches.
         """
         phase = self._phase_of(keys[0])
         try:
             wave = self._host_table.next_wave(keys, phase)
-        except OutOfSlots:  # prefetches have them all
+        except OutOfSlots:  # prefetches have all slots
             if not (coming := self._host_table.loading_keys()):
                 raise
             return coming
@@ -179,11 +184,11 @@ class DeviceMover:
         return self._on_disk(wave)
 
     def _phase_of(self, key: ExpertKey) -> Phase:
-        """What prefill brings in is as transient in HOST as it is on the device."""
+        """The phase whose quota the expert takes its HOST slot from: as on the device."""
         return Phase.PREFILL if self._table.is_transient(key) else Phase.DECODE
 
     def _begin_copy(self, key: ExpertKey) -> None:
-        """From HOST, where it is RESIDENT."""
+        """Begin its copy from HOST, where it is RESIDENT."""
         host_slot_id = self._host_table.slot_of(key)
         source = self._host_slots.tensor_of(host_slot_id, self._copied_bytes[key.moe_layer_idx])
         is_locked = self._host_slots.is_locked(host_slot_id)
@@ -196,11 +201,11 @@ class DeviceMover:
         self._loading[key] = copy
 
     def _finish(self, key: ExpertKey) -> None:
-        """Kernels launched from now on see the expert."""
+        """Make the expert RESIDENT: kernels launched from now on wait for its copy."""
         copy = self._loading.pop(key)
         assert copy is not None, key
         if not copy.query():
-            self._slots.link.let_kernels_wait(copy)
+            self._slots.cuda_device.let_kernels_wait(copy)
         self._table.finish_load(key)
         self._ahead.discard(key)
         self.failed.discard(key)
@@ -214,12 +219,12 @@ class DeviceMover:
         self.load_s += (took_s - self.load_s) * (LOAD_TIME_RATE if self.load_s else 1)
 
     def recover(self) -> None:
-        """After a step was interrupted: wait for what was begun, keep what arrived, and give back
-        the slots of what did not.
+        """After a step was interrupted: wait for the loads that were begun, keep the experts that
+        arrived, and free the slots of the others.
         """
         self._host_table.recover()
         self._host_mover.recover()
-        self._slots.link.synchronize()
+        self._slots.cuda_device.synchronize()
         for key in self._table.loading_keys():
             arrived = self._loading.get(key) is not None
             (self._table.finish_load if arrived else self._table.cancel_load)(key)
@@ -227,7 +232,7 @@ class DeviceMover:
         self._ahead.clear()
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for reads and copies under way, and unlock HOST."""
         self._host_mover.close()
-        self._slots.link.synchronize()
+        self._slots.cuda_device.synchronize()
         self._host_slots.close()

@@ -1,4 +1,4 @@
-"""HOST slots: one allocation, cut into equal slots, each wide enough for one expert of any row."""
+"""HOST slots: one allocation, cut into equal slots, each wide enough for an expert of any layer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from moe_infinity.memory.machine import available_memory_bytes, machine_memory_b
 from moe_infinity.memory.pages import huge_pages
 from moe_infinity.sizes import parse_size
 
-# Without a named budget, this share of what is free when the dense weights are loaded goes to
-# experts. The rest is for the KV cache, activations and everybody else; a convention, not a
+# The share that experts get of what is free once the dense weights are loaded, unless host_memory
+# is set. The rest is for the KV cache, activations and other programs; a convention, not a
 # measurement.
 AUTOMATIC_SHARE = 0.7
 
 
 class Slots:
-    """`buffer`, bytes in whatever memory, cut into slots of `slot_bytes` bytes."""
+    """`buffer`, uint8 in any memory, cut into slots of `slot_bytes` bytes."""
 
     def __init__(self, buffer: Tensor, slot_bytes: int) -> None:
         self.num_slots = len(buffer) // slot_bytes
@@ -29,23 +29,24 @@ class Slots:
         self._views: dict[ExpertLayout, SlotViews] = {}
 
     def views(self, layout: ExpertLayout) -> SlotViews:
-        """The slots seen as experts of this layout; one object per layout, shared by all rows that
-        have it.
-        """
+        """The slots seen as experts of this layout. Layers of one layout share one object."""
         return self._views.setdefault(layout, SlotViews(self, layout))
 
     def address_of(self, slot_id: int) -> int:
-        """In memory, of the first byte of the slot."""
+        """The memory address of the slot's first byte."""
         return self._buffer.data_ptr() + slot_id * self.slot_bytes
 
     def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
-        """[num_bytes]: bytes from where the slot begins, and on into the slots that follow it."""
+        """uint8 [num_bytes] from the slot's first byte; may reach into the slots that follow."""
         start = slot_id * self.slot_bytes
         return self._buffer[start : start + num_bytes]
 
 
 class HostSlots(Slots):
-    """Slots in DRAM. Memory is taken by the kernel as slots are first filled."""
+    """Slots in DRAM. The operating system gives them memory as they are first filled.
+
+    Raises ConfigError if the allocation fails.
+    """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         try:
@@ -63,8 +64,8 @@ class HostSlots(Slots):
 
 
 class SlotViews:
-    """views[slot_id] -> {parameter name: tensor}, sharing the slot's memory; made when first asked
-    for.
+    """views[slot_id] -> {parameter name: tensor}. Tensors share the slot's memory, and are made
+    when first asked for.
     """
 
     def __init__(self, slots: Slots, layout: ExpertLayout) -> None:
@@ -85,8 +86,9 @@ class SlotViews:
 
 
 def num_host_slots(host_memory: int | str | None, *, slot_bytes: int, num_experts: int) -> int:
-    """How many slots the budget allows, at most one per expert. Raises ConfigError if it is too
-    small or too large.
+    """How many slots `host_memory` allows, at most one per expert.
+
+    Raises ConfigError if it holds no expert, or is more than the machine has.
     """
     everything = slot_bytes * num_experts
     if host_memory is None:

@@ -1,4 +1,4 @@
-"""How much memory this machine, or the container we run in, has and has free."""
+"""How much memory this machine, or the container we run in, has, and how much is free."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def machine_memory_bytes() -> int:
-    """Physical memory, or the control group's limit where that is less."""
+    """Bytes of physical memory, or the control group's limit if that is less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _cgroup_limit_bytes()
     return physical if limit is None else min(physical, limit)
 
 
 def device_memory_bytes(device: str) -> int | None:
-    """All the memory of the CUDA device that "cuda:1", "cuda" or "auto" names; None without one."""
-    import torch  # takes seconds, and only the config of an older MoE-Infinity asks
+    """Bytes of the CUDA device that "cuda:1", "cuda" or "auto" names; None if there is none."""
+    import torch  # takes seconds, and only a config of an older MoE-Infinity needs it
 
     if device == "cpu" or not torch.cuda.is_available():
         return None
@@ -28,8 +28,8 @@ def device_memory_bytes(device: str) -> int | None:
 
 
 def available_memory_bytes() -> int:
-    """What can be allocated without pushing anything out, by the kernel's own estimate; within the
-    limits of our control groups.
+    """Bytes that can be allocated without swapping, by the operating system's own estimate and
+    within the limits of our control groups.
     """
     available = machine_memory_bytes()
     if MEMINFO.exists():
@@ -43,7 +43,7 @@ def available_memory_bytes() -> int:
 
 
 def _groups() -> Iterator[Path]:
-    """Our memory control group and those it is in, v2 or v1. A container may see but the last."""
+    """Our memory control group and its parents, v2 or v1. A container may see only the last."""
     for line in [*_read(OWN_GROUPS).splitlines(), "::/", ":memory:/"]:
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
@@ -53,7 +53,7 @@ def _groups() -> Iterator[Path]:
 
 
 def _cgroup_limit_bytes() -> int | None:
-    """The least limit of our control groups; None without one."""
+    """The smallest limit of our control groups; None if there is none."""
     limits = [limit for folder in _groups() if (limit := _limit_bytes(folder)) is not None]
     return min(limits, default=None)
 
@@ -67,7 +67,7 @@ def _limit_bytes(folder: Path) -> int | None:
 
 
 def _used_bytes(folder: Path) -> int:
-    """What a control group cannot give back: its usage without the page cache it can drop."""
+    """What a control group cannot give back: its usage without the page cache it may drop."""
     for name in ("memory.current", "memory.usage_in_bytes"):
         text = _read(folder / name)
         if text.isdigit():

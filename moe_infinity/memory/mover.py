@@ -1,9 +1,9 @@
-"""The one object that copies experts. It moves what the residency table has reserved a slot for.
+"""The mover reads experts from disk into slots that the residency table has reserved.
 
-One thread decides: loads begin and end only in calls of its owner; the read threads do nothing but
-fill slots. Demand loads have threads of their own, so no queue of prefetches stands before them; a
-prefetch that is asked for before a thread took it up becomes a demand load. Every wait is bounded,
-and the time spent waiting is counted.
+One thread decides: loads begin and end only in calls of its owner. The read threads only fill
+slots. Demand loads have threads of their own, so that they never queue behind prefetches. A
+prefetch becomes a demand load if a layer asks for it before a thread has begun it. Every wait is
+bounded, and the time spent waiting is counted.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from moe_infinity.memory.threads import ReadThreads
 
 # One expert from a slow network disk takes seconds; past this something is wrong.
 LOAD_TIMEOUT_S = 120.0
-LOAD_TIME_RATE = 0.1  # of the moving average of the time a load takes
+LOAD_TIME_RATE = 0.1  # weight of the newest load in the moving average of load times
 
-Read = Callable[[ExpertKey, int], None]  # into a slot
+Read = Callable[[ExpertKey, int], None]  # fills a slot with an expert's bytes
 
 logger = logging.getLogger(__name__)
 
 
 class Mover:
-    """DISK -> HOST for one residency table. `read` fills a slot with an expert's bytes, in any
-    thread; `read_ahead` does so giving way to it.
+    """DISK -> HOST for one residency table. `read` and `read_ahead` run in read threads;
+    `read_ahead` gives way to `read`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Mover:
         read: Read,
         *,
         num_threads: int,
-        read_ahead: Read | None = None,  # None: as `read` does
+        read_ahead: Read | None = None,  # None: the same as `read`
     ) -> None:
         self._table = table
         self._read = read
@@ -48,27 +48,29 @@ class Mover:
         self._threads = ReadThreads(num_threads, "moe-infinity-read")
         self._ahead_threads = ReadThreads(1, "moe-infinity-prefetch")
         self._loading: dict[ExpertKey, Future[None]] = {}
-        self._ahead: dict[ExpertKey, int] = {}  # prefetches no layer has asked for yet, and slots
+        self._ahead: dict[ExpertKey, int] = {}  # slots of prefetches no layer has asked for yet
         self.failed: set[ExpertKey] = set()  # prefetches that failed; until a demand load succeeds
-        self.load_s = 0.0  # what a prefetch took lately; 0 before the first
+        self.load_s = 0.0  # moving average of the seconds of a prefetch; 0 before the first
 
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: dict[ExpertKey, int]) -> None:
-        """Start loads the current layer waits for. The slots are reserved already."""
+        """Start loads that the current layer waits for. Their slots are already reserved."""
         for key in keys:
             self._submit(self._threads, self._read, key, slot_ids[key])
 
     def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
-        """Queue loads no layer waits for yet, one at a time. The slots are reserved already."""
+        """Queue loads that no layer waits for yet; they run one at a time. Their slots are already
+        reserved.
+        """
         for key, slot_id in slot_ids.items():
             self._submit(self._ahead_threads, self._read_timed, key, slot_id)
             self._ahead[key] = slot_id
 
     def num_read(self, keys: Collection[ExpertKey]) -> int:
-        """How many of these loads, just begun, read from disk."""
+        """How many of these loads, which have just begun, read from disk."""
         return len(keys)
 
     def _submit(self, pool: ReadThreads, read: Read, key: ExpertKey, slot: int) -> None:
-        """The future is noted first: a `submit` that is interrupted may have begun the read."""
+        """Begin a read. Its future is stored first: an interrupted `submit` may have begun it."""
         future = self._loading[key] = Future()
 
         def run() -> None:
@@ -88,8 +90,9 @@ class Mover:
         self.load_s += (took_s - self.load_s) * (LOAD_TIME_RATE if self.load_s else 1)
 
     def settle(self) -> float:
-        """Take note of the prefetches that arrived; seconds until the others will have. One that
-        failed is dropped: whoever needs the expert will meet the error.
+        """Enter the prefetches that have arrived; returns seconds until the others will have.
+
+        A prefetch that failed is dropped and logged: a demand load of the expert raises the error.
         """
         for key in [key for key in self._ahead if self._loading[key].done()]:
             del self._ahead[key]
@@ -103,12 +106,11 @@ class Mover:
     def arrivals(
         self, keys: Sequence[ExpertKey], counters: PhaseCounters
     ) -> Iterator[Sequence[ExpertKey]]:
-        """Every key as its expert is there: residents at once, the others as they arrive, those
-        together that arrived together.
+        """Yield every key once its expert is RESIDENT: residents at once, others as they arrive.
 
-        Raises what a failed read raised (its slot is free again), or LoadTimeout.
+        Raises what a failed read raised, with its slot free again, or LoadTimeout.
         """
-        if not self._loading:  # every one a hit
+        if not self._loading:  # all are hits
             assert self._table.num_loading == 0, self._table.loading_keys()
             yield keys
             return
@@ -135,8 +137,8 @@ class Mover:
             yield arrived
 
     def recover(self) -> None:
-        """After a step was interrupted: end its loads, keep what arrived, and give back the slots
-        of what did not.
+        """After a step was interrupted: end its loads, keep the experts that arrived, and free the
+        slots of the others.
         """
         self._end_loads()
         for key in self._table.loading_keys():
@@ -147,7 +149,7 @@ class Mover:
         self._ahead.clear()
 
     def _end_loads(self) -> None:
-        """Drop what has not begun and wait for the reads that have. Raises LoadTimeout."""
+        """Cancel reads that have not begun and wait for the others. Raises LoadTimeout."""
         begun = [future for future in self._loading.values() if not future.cancel()]
         _, late = wait(begun, timeout=LOAD_TIMEOUT_S)
         if late:
@@ -157,7 +159,7 @@ class Mover:
             )
 
     def _finish(self, key: ExpertKey) -> None:
-        """The read of `key` ended: tell the table, and the caller if it failed."""
+        """Enter in the table that the read of `key` ended; raises its error if it failed."""
         future = self._loading.pop(key)
         error = future.exception()
         if error is not None:
@@ -167,7 +169,7 @@ class Mover:
         self.failed.discard(key)
 
     def close(self) -> None:
-        """Drop what has not begun and wait a while for the reads that have."""
+        """Cancel reads that have not begun and wait a limited time for the others."""
         for future in self._loading.values():
             future.cancel()
         threads.close(self._threads, self._ahead_threads)

@@ -1,4 +1,4 @@
-"""Memory in huge pages, for what the disk writes to."""
+"""Memory in huge pages, for buffers that the disk writes to."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import mmap
 import sys
 from contextlib import suppress
 
-# Into huge pages the kernel reads from disk in place for 0.01-0.05 s of CPU time per GB, into small
-# ones for 0.04-0.11: it has fewer pages to look up, and fewer segments to hand to the device.
+# Reading from disk into huge pages takes the operating system 0.01-0.05 s of CPU time per GB, into
+# small ones 0.04-0.11: it has fewer pages to look up and fewer segments to hand to the device.
 HUGE_PAGE_BYTES = 2 << 20
 
 
 def huge_pages(num_bytes: int) -> memoryview:
-    """Zeros that begin at a huge page, in huge pages if the kernel has any to give. Raises OSError,
-    OverflowError or ValueError if there is not so much.
+    """Zeroed memory that begins at a huge page, in huge pages if the system has any to give.
+
+    Raises OSError, OverflowError or ValueError if there is not enough memory.
     """
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = memoryview(memory)  # keeps the mapping
+    whole = memoryview(memory)  # keeps the mapping alive
     start = -address_of(whole) % HUGE_PAGE_BYTES
     return whole[start : start + num_bytes]
 

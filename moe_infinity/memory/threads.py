@@ -1,5 +1,5 @@
-"""Threads that read. A disk that does not answer holds up neither `close` nor the end of the
-program: reads that do not end are left behind, and keep the memory that they write.
+"""Threads that read. A disk that does not answer delays neither `close` nor the end of the program:
+reads that do not end are left running, and keep the memory that they write to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threading import Lock, Thread
 CLOSE_TIMEOUT_S = 10.0
 
 Work = Callable[[], None]  # raises nothing
-Waiting = SimpleQueue[Work | None]  # None is the end
+Waiting = SimpleQueue[Work | None]  # None ends a thread
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ open_threads: weakref.WeakSet[ReadThreads] = weakref.WeakSet()
 
 
 class ReadThreads:
-    """At most `num_threads`, each started when there is first something to do for it."""
+    """A pool of at most `num_threads` threads, each started when there is work for it."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads, self._name = num_threads, name
@@ -47,16 +47,16 @@ class ReadThreads:
                 self._threads.append(thread)
 
     def end(self) -> list[Thread]:
-        """Nothing is submitted any more; gives those who may still be at work."""
+        """Refuse new work; returns the threads that may still be running."""
         with self._lock:
             self._end()
             open_threads.discard(self)
             return self._threads
 
 
-def close(*those: ReadThreads) -> None:
-    """Wait a while for what was submitted to any of them."""
-    running = [thread for threads in those for thread in threads.end()]
+def close(*pools: ReadThreads) -> None:
+    """End these pools, and wait a limited time for the work that was submitted to them."""
+    running = [thread for pool in pools for thread in pool.end()]
     give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
     for thread in running:
         thread.join(max(0.0, give_up_at - time.monotonic()))
@@ -66,12 +66,14 @@ def close(*those: ReadThreads) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Python ends daemons where they are, and in the middle of torch's code that aborts."""
+    """Python stops daemon threads anywhere at exit. Inside torch's code that aborts the process."""
     close(*open_threads)
 
 
 def _run(waiting: Waiting) -> None:
     while (work := waiting.get()) is not None:
         work()
-        del work  # and what it holds, before the next comes
-    waiting.put(None)  # for the others, of which Ctrl-C may have kept one from being known
+        del work  # frees what it refers to before the wait for the next one
+    # Wakes the next thread. `end` puts only one None: it cannot count on knowing every thread, as
+    # Ctrl-C may have interrupted `submit` after it started one.
+    waiting.put(None)

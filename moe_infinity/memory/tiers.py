@@ -1,10 +1,10 @@
-"""The tiers of slots of one model, the one that computes first.
+"""The tiers of slots of one model; the tier whose slots kernels read comes first.
 
     without a GPU   HOST                 filled from disk
     with one        DEVICE, then HOST    DEVICE filled from HOST, HOST from disk
 
-Each has its own slots, its own policy and its own table; the mover of the first brings experts
-through all of them.
+Each tier has its own slots, policy and residency table. The mover of the first tier loads experts
+through all tiers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.host import HostSlots, num_host_slots
 from moe_infinity.memory.mover import Mover
 
-Fill = Callable[[ExpertKey, memoryview], None]  # bring an expert's bytes from disk
+Fill = Callable[[ExpertKey, memoryview], None]  # read an expert's bytes from disk
 
 
 @dataclass(slots=True)
@@ -39,20 +39,23 @@ def make_tiers(
     config: OffloadConfig,
     device_slots: DeviceSlots | None,
     *,
-    row_bytes: Sequence[int],  # of a slot that holds an expert of each row
+    layer_slot_bytes: Sequence[int],  # by MoE layer: the slot size its experts need
     num_experts: int,
     make_policy: Callable[..., EvictionPolicy],
-    fills: tuple[Fill, Fill],  # for the second nobody waits yet
+    fills: tuple[Fill, Fill],  # for demand loads, for prefetches
 ) -> list[SlotTier]:
-    """Raises ConfigError for a host_memory that is too small or too large."""
-    slot_bytes = max(row_bytes)
+    """The tiers of a model; without `device_slots` HOST alone.
+
+    Raises ConfigError for a host_memory that is too small or too large.
+    """
+    slot_bytes = max(layer_slot_bytes)
     if device_slots is not None:
         slot_bytes = round_up(slot_bytes, PAGE_BYTES)
     num_slots = num_host_slots(config.host_memory, slot_bytes=slot_bytes, num_experts=num_experts)
     slots = (
         HostSlots(num_slots, slot_bytes)
         if device_slots is None
-        else SourceSlots(device_slots.link, num_slots, slot_bytes)
+        else SourceSlots(device_slots.cuda_device, num_slots, slot_bytes)
     )
     policy = make_policy(num_slots=num_slots)
     table = ResidencyTable(num_slots, policy)
@@ -62,9 +65,11 @@ def make_tiers(
     if device_slots is not None:
         assert isinstance(slots, SourceSlots), slots
         policy = make_policy(num_slots=device_slots.num_slots)
-        above = ResidencyTable(device_slots.num_slots, policy)
-        chain = DeviceMover(above, device_slots, table, slots, mover, copied_bytes=row_bytes)
-        tiers.insert(0, SlotTier(Tier.DEVICE, device_slots, policy, above, chain))
+        device_table = ResidencyTable(device_slots.num_slots, policy)
+        device_mover = DeviceMover(
+            device_table, device_slots, table, slots, mover, copied_bytes=layer_slot_bytes
+        )
+        tiers.insert(0, SlotTier(Tier.DEVICE, device_slots, policy, device_table, device_mover))
     return tiers
 
 

@@ -10,41 +10,43 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.cuda.device_table import DeviceTable, RowReport
+from moe_infinity.cuda.device_table import DeviceTable, LayerReport
 from moe_infinity.experts import ExpertKey
 
 
 class World:
-    """A table, and the host memory in which every expert lies: bytes that tell who they are."""
+    """A table, and the host memory in which every expert lies: its bytes are those of no other."""
 
     def __init__(
         self,
         device: str,
         *,
-        rows: int = 3,
+        layers: int = 3,
         experts: int = 8,
         slots: int = 6,
         max_pairs: int = 16,
         slot_bytes: int = 48,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
-        shape = rows * experts, slot_bytes
+        shape = layers * experts, slot_bytes
         self.host = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         if device == "cuda":
             self.host = self.host.pin_memory()
         self.slots = torch.zeros(slots, slot_bytes, dtype=torch.uint8, device=device)
         self.table = DeviceTable(
             self.slots,
-            num_rows=rows,
+            num_layers=layers,
             num_experts=experts,
             max_pairs=max_pairs,
         )
-        self.keys = [ExpertKey(row, expert) for row in range(rows) for expert in range(experts)]
-        self.tell({})
+        self.keys = [
+            ExpertKey(layer, expert) for layer in range(layers) for expert in range(experts)
+        ]
+        self.upload({})
 
-    def tell(self, slot_of: dict[ExpertKey, int]) -> None:
+    def upload(self, slot_of: dict[ExpertKey, int]) -> None:
         """All of them are in host memory."""
-        self.table.tell(slot_of)
+        self.table.upload_residency(slot_of)
         self.table.set_host_addresses({key: self.address_of(key) for key in self.keys})
 
     def bytes_of(self, key: ExpertKey) -> Tensor:
@@ -74,26 +76,28 @@ class World:
         return {
             "slots": table.slot_LE.tolist(),
             "owners": table.owner_S.tolist(),
-            "is lost": table.is_lost(),
+            "needs replay": table.needs_replay(),
             "uses": table.uses_LE.tolist(),
-            "told": table.told_L2P.tolist(),
+            "reports": table.reports_L2P.tolist(),
             "sources": self.places(table.sources_P),
             "bytes": self.slots.tolist(),
         }
 
-    # What the host hears and says
+    # What the host reads and uploads
 
-    def told(self, moe_layer_idx: int, num_pairs: int) -> RowReport:
-        report = self.table.told(moe_layer_idx, num_pairs)
+    def report(self, moe_layer_idx: int, num_pairs: int) -> LayerReport:
+        report = self.table.read_report(moe_layer_idx, num_pairs)
         assert report is not None
         return report
 
-    def reports(self, num_pairs: int) -> list[RowReport | None]:
-        """By row, of a step that is over."""
+    def reports(self, num_pairs: int) -> list[LayerReport | None]:
+        """By layer, of a step that is over."""
         self.table.end_step()
         self.table.wait()
         assert self.table.is_over()
-        reports = [self.table.told(row, num_pairs) for row in range(self.table.num_rows)]
+        reports = [
+            self.table.read_report(layer, num_pairs) for layer in range(self.table.num_layers)
+        ]
         self.table.begin_step()
         self.table.check_invariants()
         return reports
@@ -102,23 +106,23 @@ class World:
         reports = self.reports(num_pairs)
         return [miss for report in reports if report is not None for miss in report.misses.items()]
 
-    def offer(self, *scores: list[float]) -> None:
-        """Scores by expert, the same for all rows; one list for each part, or one for all."""
-        offered = np.array(scores, dtype=np.float64)[None]
-        self.offer_all(np.broadcast_to(offered, self.table.scores_LHE.shape))
+    def upload_scores(self, *scores: list[float]) -> None:
+        """Scores by expert, the same for all layers; one list for each part, or one for all."""
+        uploaded = np.array(scores, dtype=np.float64)[None]
+        self.upload_all_scores(np.broadcast_to(uploaded, self.table.scores_LHE.shape))
 
-    def offer_all(self, scores_LHE: NDArray[np.float64], first_row: int = 0) -> None:
+    def upload_all_scores(self, scores_LHE: NDArray[np.float64], first_layer: int = 0) -> None:
         """Heard before the next step begins."""
-        self.table.offer(np.ascontiguousarray(scores_LHE), first_row)
+        self.table.upload_scores(np.ascontiguousarray(scores_LHE), first_layer)
         if self.slots.device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def step(kernels: Any, world: World, routing: Any) -> list[list[object]]:
-    """Where the pairs of each row are."""
+    """Where the pairs of each layer are."""
     found = []
-    for row, index_TK in enumerate(routing):
-        pointers_TK = kernels.resolve(world.table, row, world.index(index_TK))
+    for layer, index_TK in enumerate(routing):
+        pointers_TK = kernels.resolve(world.table, layer, world.index(index_TK))
         assert pointers_TK.shape == (len(index_TK), len(index_TK[0]))
         found.append(world.places(pointers_TK))
         kernels.fill(world.table, pointers_TK)
@@ -126,13 +130,13 @@ def step(kernels: Any, world: World, routing: Any) -> list[list[object]]:
 
 
 def routings(experts: int = 8, max_tokens: int = 8, max_k: int = 8) -> Any:
-    """A step's [T, K] ids of each of three rows, -1 among them."""
+    """A step's [T, K] ids of each of three layers, -1 among them."""
 
-    def row(shape: tuple[int, int]) -> Any:
+    def layer(shape: tuple[int, int]) -> Any:
         ids = st.lists(st.integers(-1, experts - 1), min_size=shape[1], max_size=shape[1])
         return st.lists(st.lists(ids, min_size=shape[0], max_size=shape[0]), min_size=3, max_size=3)
 
-    return st.tuples(st.integers(1, max_tokens), st.integers(1, max_k)).flatmap(row)
+    return st.tuples(st.integers(1, max_tokens), st.integers(1, max_k)).flatmap(layer)
 
 
 def random_scores(world: World, seed: int) -> NDArray[np.float64]:

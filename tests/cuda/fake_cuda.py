@@ -56,23 +56,25 @@ class FakeMark:
 class FakeCopy:
     """A copy that is still to be made."""
 
-    def __init__(self, link: FakeLink, source: Tensor, destination: Tensor, end_s: float) -> None:
-        self._link = link
+    def __init__(
+        self, cuda_device: FakeCudaDevice, source: Tensor, destination: Tensor, end_s: float
+    ) -> None:
+        self._cuda_device = cuda_device
         self.source = source
         self.destination = destination
         self.end_s = end_s
-        self.took_s = link.load_s(source.nbytes)
+        self.took_s = cuda_device.load_s(source.nbytes)
         self.is_made = False
 
     def query(self) -> bool:
-        self._link.make_copies()
+        self._cuda_device.make_copies()
         return self.is_made
 
     def synchronize(self) -> None:
-        self._link.make_copies(until=self)
+        self._cuda_device.make_copies(until=self)
 
 
-class FakeLink:
+class FakeCudaDevice:
     """Copies come one after the other, each after `latency_s` at `bytes_per_s`. Kernels are taken
     to need `kernel_s` from one mark to the next.
     """
@@ -166,7 +168,7 @@ class FakeLink:
 
 
 @contextmanager
-def fake_device(link: FakeLink) -> Iterator[FakeLink]:
+def fake_device(cuda_device: FakeCudaDevice) -> Iterator[FakeCudaDevice]:
     """Models opened inside have a device, and this is the way to it."""
-    with mock.patch.object(device_module, "open_link", return_value=link):
-        yield link
+    with mock.patch.object(device_module, "open_cuda_device", return_value=cuda_device):
+        yield cuda_device

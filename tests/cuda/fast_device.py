@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
+from moe_infinity.engine.compute import LayerComputer
+from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.engine.expert_kernels import slot_layer
-from moe_infinity.engine.layer import ExpertRuntime
 from moe_infinity.experts import Phase
 from moe_infinity.kernels.cuda import reference as slot_reference
-from tests.cuda.fake_cuda import FakeLink, fake_device
+from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
+from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.on_device import LONG_PROMPT, greedy
 
 FAST: dict[str, Any] = {"experts_implementation": "fast"}
@@ -28,47 +30,56 @@ CACHES = [pytest.param({}, id="dynamic"), pytest.param(STATIC, id="static")]
 @contextmanager
 def on_device(checkpoint: Path, device_memory: str, host_memory: str, **more: Any) -> Iterator[MoE]:
     budgets = {"device_memory": device_memory, "host_memory": host_memory}
-    with fake_device(FakeLink()), MoE(checkpoint, **budgets, **FAST, **more) as moe:
+    with fake_device(FakeCudaDevice()), MoE(checkpoint, **budgets, **FAST, **more) as moe:
         yield moe
 
 
 def bring_every_expert(moe: MoE) -> None:
-    """To HOST, so that no step can be lost."""
-    steps = moe._runtime.device_steps
+    """Load all of them into HOST, so that no step needs replay."""
+    steps = moe.engine.device_steps
     assert steps is not None
-    for row, keys in enumerate(moe._runtime._keys):
-        steps._bring(row, torch.arange(len(keys)))
-    assert not steps.can_lose
+    for moe_layer_idx, keys in enumerate(moe.engine.bookkeeping.keys):
+        steps.load_to_host(moe_layer_idx, torch.arange(len(keys)))
+    assert not steps.may_need_replay
 
 
 def compute_as_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the reference path, from slots; they have room for all."""
-    moe_layer = ExpertRuntime.moe_layer
+    """Let models that are opened from now on do so in steps that the host decides. Their slots have
+    to have room for all experts.
+    """
+    init, moe_layer = LayerComputer.__init__, ExpertEngine.moe_layer
+    mlps: dict[LayerComputer, SlotMlp | None] = {}
 
-    def layer(self: ExpertRuntime, row: int, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        out = moe_layer(self, row, x, index, weights)  # brings the experts
+    def with_mlp(self: LayerComputer, layer: Any, recipes: Any, *args: Any) -> None:
+        init(self, layer, recipes, *args)
+        mlps[self] = slot_layer(layer, recipes)
+
+    def computed(
+        self: ExpertEngine, moe_layer_idx: int, x: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
+        out = moe_layer(self, moe_layer_idx, x, index, weights)  # loads the experts
         if self.recorder.step.phase is Phase.PREFILL:
             return out
-        mlp = slot_layer(self._rows[row], self._recipes[row])
-        ids = [self.table.slot_of(self._keys[row][e]) for e in index.flatten().tolist()]
-        addresses = torch.tensor([self.slots.address_of(slot) for slot in ids]).view(index.shape)
+        mlp = mlps[self.path.computers[moe_layer_idx]]
         assert mlp is not None
+        keys, tier = self.bookkeeping.keys[moe_layer_idx], self.tiers[0]
+        ids = [tier.table.slot_of(keys[expert_idx]) for expert_idx in index.flatten().tolist()]
+        addresses = torch.tensor([tier.slots.address_of(slot) for slot in ids]).view(index.shape)
         return slot_reference.slot_moe(mlp, x, addresses, weights)
 
-    monkeypatch.setattr(ExpertRuntime, "moe_layer", layer)
+    monkeypatch.setattr(LayerComputer, "__init__", with_mlp)
+    monkeypatch.setattr(ExpertEngine, "moe_layer", computed)
 
 
 @cache
 def tokens_of_a_cpu(
     checkpoint: Path, cache_implementation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """That has everything, of the short and the long prompt. Attention with another kind of cache
-    may give other last bits, so tokens are compared with those of the same kind.
+    """Of the short and the long prompt, with all experts in memory. Attention with another kind of
+    cache may give other last bits, so tokens are compared with those of the same kind.
     """
     kind: dict[str, Any] = {"cache_implementation": cache_implementation}
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        MoE(checkpoint, device="cpu", host_memory="100%", **FAST) as moe,
-    ):
+    with pytest.MonkeyPatch.context() as patched:
         compute_as_the_device_does(patched)
-        return greedy(moe, **kind), greedy(moe, LONG_PROMPT, **kind)
+        with MoE(checkpoint, device="cpu", host_memory="100%", **FAST) as moe:
+            return greedy(moe, **kind), greedy(moe, LONG_PROMPT, **kind)

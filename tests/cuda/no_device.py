@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel, StaticCache
 
+from moe_infinity.cuda.device_steps import StepState
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.graphed_step import CACHE, GraphedStep
 from moe_infinity.cuda.slot_kernels import SlotKernels
 from moe_infinity.cuda.static_windows import StaticWindows
 from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
-from tests.cuda.fake_cuda import FakeLink
+from tests.cuda.fake_cuda import FakeCudaDevice
 
 NOWHERE = torch.device("meta")
 NUM_EXPERTS = 4  # that made-up routing goes to: a model has more, and fewer per token
@@ -138,10 +139,10 @@ class Captured(BaseException):
         self._forward, self._steps = step._forward, step._steps
         self._kwargs = rest | tree_of_nowhere(values, spec)
         move(self.model, rest[CACHE])
-        self._steps._rows._kernels = KERNELS
+        self._steps.layers._kernels = KERNELS
 
     def run(self) -> Tensor:
-        self._steps.is_running = True
+        self._steps._state = StepState.RUNNING
         with self.windows.on_device():
             logits: Tensor = as_captured(lambda: self._forward(**self._kwargs)).logits
         return logits
@@ -150,7 +151,7 @@ class Captured(BaseException):
 # What the host decides
 
 
-class NowhereLink(FakeLink):
+class MetaCudaDevice(FakeCudaDevice):
     """Models opened with it have everything there but HOST."""
 
     device = NOWHERE
@@ -182,7 +183,7 @@ class _NotFromTheHost(TorchFunctionMode):
 
 
 @contextmanager
-def told_by_nobody() -> Iterator[None]:
+def made_up_routing() -> Iterator[None]:
     """The host asks for routing, token ids and a signature, of which there are none: so they are
     made up. Nothing else can be asked for, no operation may mix devices, and experts copy nothing.
     """

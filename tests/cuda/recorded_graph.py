@@ -1,4 +1,4 @@
-"""The twin of a CUDA graph that a CPU can have: kernels are noted with the memory they work on, and
+"""Graphs for a CPU, in place of CUDA graphs: kernels are recorded with the memory they work on, and
 a replay runs them again, without Python. What CUDA refuses while it captures is refused.
 """
 
@@ -18,7 +18,7 @@ from transformers import StaticCache
 
 from moe_infinity import MoE
 from moe_infinity.cuda import graphed_step
-from moe_infinity.cuda.slot_kernels import SlotRows
+from moe_infinity.cuda.slot_kernels import SlotLayers
 from moe_infinity.engine.device import ComputeDevice
 from tests.cuda.fast_device import STATIC, bring_every_expert, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
@@ -82,7 +82,7 @@ def no_kernels_for_a_cpu(self: ComputeDevice, model: Any, *, is_packed: bool) ->
 
 def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a recording is compared with."""
-    monkeypatch.setattr(ComputeDevice, "lean_steps", no_kernels_for_a_cpu)
+    monkeypatch.setattr(ComputeDevice, "small_batch_steps", no_kernels_for_a_cpu)
     monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", 1 << 30)
 
 
@@ -90,7 +90,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     """From now on captures are recordings; gives them as they come."""
     found: list[Recorder] = []
     recording: list[Recorder] = []
-    compute = SlotRows.compute
+    compute = SlotLayers.compute
 
     def capture(stream: object, run: Callable[[], Any]) -> Callable[[], Any]:
         recorder = Recorder()
@@ -110,17 +110,17 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
         return replay
 
-    def kernels_of_a_row(self: SlotRows, row: int, x_TD: Tensor, *args: Any) -> Tensor:
-        """One call: their twins look into memory with Python."""
+    def kernels_of_a_layer(self: SlotLayers, layer: int, x_TD: Tensor, *args: Any) -> Tensor:
+        """One call: the reference looks into memory with Python."""
         if not recording:
-            return compute(self, row, x_TD, *args)
+            return compute(self, layer, x_TD, *args)
         out_TD = torch.empty_like(x_TD)
-        recording[-1].calls.append(lambda: out_TD.copy_(compute(self, row, x_TD, *args)))
+        recording[-1].calls.append(lambda: out_TD.copy_(compute(self, layer, x_TD, *args)))
         return out_TD
 
-    monkeypatch.setattr(ComputeDevice, "lean_steps", no_kernels_for_a_cpu)
+    monkeypatch.setattr(ComputeDevice, "small_batch_steps", no_kernels_for_a_cpu)
     monkeypatch.setattr(graphed_step, "capture", capture)
-    monkeypatch.setattr(SlotRows, "compute", kernels_of_a_row)
+    monkeypatch.setattr(SlotLayers, "compute", kernels_of_a_layer)
     return found
 
 

@@ -113,7 +113,7 @@ class GoesToHost(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("planted", "told"),
+    ("planted", "message"),
     [
         (Waits, "waits for the device"),
         (Selects, "nonzero waits"),
@@ -123,8 +123,8 @@ class GoesToHost(nn.Module):
         (GoesToHost, "_to_copy"),
     ],
 )
-def test_what_cannot_be_captured_is_found(step_of, planted, told):
+def test_what_cannot_be_captured_is_found(step_of, planted, message):
     step = step_of("qwen3-30b-a3b")
     step.model.model.norm = planted()
-    with pytest.raises(CannotBeCaptured, match=told):
+    with pytest.raises(CannotBeCaptured, match=message):
         step.run()

@@ -17,7 +17,7 @@ from moe_infinity.errors import CheckpointError, ConfigError, OutOfMemory
 from moe_infinity.memory.cuda import Copy, Event
 from moe_infinity.memory.device import DeviceSlots, SourceSlots
 from moe_infinity.memory.device_mover import DeviceMover
-from tests.cuda.fake_cuda import FakeLink, fake_device
+from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.on_device import LONG_PROMPT, assert_same_tokens, greedy
 
 pytestmark = pytest.mark.arithmetic
@@ -36,16 +36,18 @@ SLOW = 1e5  # bytes per second
 TIGHT: dict[str, Any] = {"device_memory": "30%", "host_memory": "10%"}
 
 
-def wrong_tokens(checkpoint: Any, expected: tuple[Tensor, Tensor], link: FakeLink) -> bool:
-    with fake_device(link), MoE(checkpoint, **TIGHT) as moe:
+def wrong_tokens(
+    checkpoint: Any, expected: tuple[Tensor, Tensor], cuda_device: FakeCudaDevice
+) -> bool:
+    with fake_device(cuda_device), MoE(checkpoint, **TIGHT) as moe:
         return not torch.equal(greedy(moe), expected[0])
 
 
 def test_kernels_wait_for_the_copy_of_what_they_read(tiny_checkpoint, expected, monkeypatch):
-    assert not wrong_tokens(tiny_checkpoint, expected, FakeLink(bytes_per_s=SLOW))
-    link = FakeLink(bytes_per_s=SLOW)
-    monkeypatch.setattr(link, "let_kernels_wait", lambda copy: None)
-    assert wrong_tokens(tiny_checkpoint, expected, link)
+    assert not wrong_tokens(tiny_checkpoint, expected, FakeCudaDevice(bytes_per_s=SLOW))
+    cuda_device = FakeCudaDevice(bytes_per_s=SLOW)
+    monkeypatch.setattr(cuda_device, "let_kernels_wait", lambda copy: None)
+    assert wrong_tokens(tiny_checkpoint, expected, cuda_device)
 
 
 def test_a_read_from_disk_waits_for_the_copy_out_of_its_slot(
@@ -53,40 +55,46 @@ def test_a_read_from_disk_waits_for_the_copy_out_of_its_slot(
 ):
     monkeypatch.setattr(SourceSlots, "note_copy", lambda self, slot_id, copy: None)
     # Kernels must not wait, either, for that would make the copy in time.
-    with fake_device(FakeLink(bytes_per_s=SLOW)) as link, MoE(tiny_checkpoint, **TIGHT) as moe:
-        mover = moe._runtime._mover
+    with (
+        fake_device(FakeCudaDevice(bytes_per_s=SLOW)) as cuda_device,
+        MoE(tiny_checkpoint, **TIGHT) as moe,
+    ):
+        mover = moe.engine.tiers[0].mover
         assert isinstance(mover, DeviceMover)
-        assert stale_host_bytes(moe, mover, link)
+        assert stale_host_bytes(moe, mover, cuda_device)
     monkeypatch.undo()
-    with fake_device(FakeLink(bytes_per_s=SLOW)) as link, MoE(tiny_checkpoint, **TIGHT) as moe:
-        mover = moe._runtime._mover
+    with (
+        fake_device(FakeCudaDevice(bytes_per_s=SLOW)) as cuda_device,
+        MoE(tiny_checkpoint, **TIGHT) as moe,
+    ):
+        mover = moe.engine.tiers[0].mover
         assert isinstance(mover, DeviceMover)
-        assert not stale_host_bytes(moe, mover, link)
+        assert not stale_host_bytes(moe, mover, cuda_device)
 
 
-def stale_host_bytes(moe: MoE, mover: DeviceMover, link: FakeLink) -> bool:
+def stale_host_bytes(moe: MoE, mover: DeviceMover, cuda_device: FakeCudaDevice) -> bool:
     """Whether an expert arrives with the bytes of another one that came through its HOST slot."""
-    runtime = moe._runtime
-    keys = runtime._keys[0][:4]
-    slot_ids = {key: runtime.table.begin_prefetch(key) for key in keys}
+    engine = moe.engine
+    keys = engine.bookkeeping.keys[0][:4]
+    slot_ids = {key: engine.tiers[0].table.begin_prefetch(key) for key in keys}
     mover.load_ahead({keys[0]: slot_ids[keys[0]]})
-    while runtime.tiers[-1].table.num_loading:
+    while engine.tiers[-1].table.num_loading:
         mover.settle()
     for key in keys[1:]:  # two HOST slots for four experts, and no copy has been made
         mover.load_ahead({key: slot_ids[key]})
-        while runtime.tiers[-1].table.num_loading:
+        while engine.tiers[-1].table.num_loading:
             mover.settle()
-    link.synchronize()
-    found = {key: runtime.slots.tensor_of(slot_ids[key], 3072).clone() for key in keys}
+    cuda_device.synchronize()
+    found = {key: engine.tiers[0].slots.tensor_of(slot_ids[key], 3072).clone() for key in keys}
     for key in keys:
         slot = bytearray(3072)
-        runtime._read_expert(key, memoryview(slot))
+        engine.loader.read(key, memoryview(slot))
         if not torch.equal(found[key], torch.frombuffer(slot, dtype=torch.uint8)):
             return True
     return False
 
 
-class WatchedLink(FakeLink):
+class WatchedCudaDevice(FakeCudaDevice):
     """Asserts that no copy is begun into a slot whose last kernels were not marked."""
 
     def __init__(self) -> None:
@@ -119,10 +127,10 @@ def watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         run(self, work, keys, slot_ids)
         assert isinstance(self._slots, DeviceSlots)
         for key in keys:
-            link = self._slots.link
-            assert isinstance(link, WatchedLink)
-            link.time += 1
-            link.read_at[self._slots.address_of(slot_ids[key])] = link.time
+            cuda_device = self._slots.cuda_device
+            assert isinstance(cuda_device, WatchedCudaDevice)
+            cuda_device.time += 1
+            cuda_device.read_at[self._slots.address_of(slot_ids[key])] = cuda_device.time
 
     monkeypatch.setattr(LayerComputer, "run", watched)
 
@@ -130,16 +138,16 @@ def watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slot_is_overwritten_only_after_the_kernels_that_read_it(
     tiny_checkpoint, expected, monkeypatch
 ):
-    link = WatchedLink()
+    cuda_device = WatchedCudaDevice()
     watch_kernels(monkeypatch)
-    with fake_device(link), MoE(tiny_checkpoint, **TIGHT) as moe:
+    with fake_device(cuda_device), MoE(tiny_checkpoint, **TIGHT) as moe:
         assert_same_tokens(moe, expected)
-    assert link.num_checked > 50
+    assert cuda_device.num_checked > 50
     monkeypatch.setattr(DeviceSlots, "mark_read", lambda self, slot_ids: None)
-    link = WatchedLink()
+    cuda_device = WatchedCudaDevice()
     watch_kernels(monkeypatch)
     with (
-        fake_device(link),
+        fake_device(cuda_device),
         MoE(tiny_checkpoint, **TIGHT) as moe,
         pytest.raises(AssertionError),
     ):
@@ -149,8 +157,8 @@ def test_a_slot_is_overwritten_only_after_the_kernels_that_read_it(
 # What fails
 
 
-class BrokenLink(FakeLink):
-    """A link whose n-th copy from now on fails."""
+class BrokenCudaDevice(FakeCudaDevice):
+    """A cuda_device whose n-th copy from now on fails."""
 
     fails_in = 0
 
@@ -167,10 +175,10 @@ def test_a_copy_that_fails_is_an_error_and_the_next_call_works(
     tiny_checkpoint, expected, host_memory, fails_in
 ):
     options = {"device_memory": "20%", "host_memory": host_memory}
-    with fake_device(BrokenLink()) as link, MoE(tiny_checkpoint, **options) as moe:
-        assert isinstance(link, BrokenLink)
+    with fake_device(BrokenCudaDevice()) as cuda_device, MoE(tiny_checkpoint, **options) as moe:
+        assert isinstance(cuda_device, BrokenCudaDevice)
         for _ in range(2):
-            link.fails_in = fails_in
+            cuda_device.fails_in = fails_in
             with pytest.raises(RuntimeError, match="link is broken"):
                 greedy(moe)
             assert_same_tokens(moe, expected, rounds=1)
@@ -181,7 +189,7 @@ def test_a_read_that_fails_is_an_error_and_the_next_call_works(
     tiny_checkpoint, expected, monkeypatch, fails_in
 ):
     with (
-        fake_device(FakeLink()),
+        fake_device(FakeCudaDevice()),
         MoE(tiny_checkpoint, device_memory="20%", host_memory="10%") as moe,
     ):
         read, calls = Reader.read, []
@@ -203,7 +211,7 @@ def test_a_read_that_fails_is_an_error_and_the_next_call_works(
 def test_an_interrupt_anywhere_leaves_nothing_behind(tiny_checkpoint, expected, monkeypatch, at):
     """Ctrl-C before or after the n-th of the mover's own steps."""
     options = {"device_memory": "40%", "host_memory": "30%"}
-    with fake_device(FakeLink()), MoE(tiny_checkpoint, prefetch=True, **options) as moe:
+    with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, prefetch=True, **options) as moe:
         greedy(moe)
         calls = 0
 
@@ -221,7 +229,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(tiny_checkpoint, expected, 
 
             return call
 
-        for name in ("_begin_copy", "_finish", "_bring"):
+        for name in ("_begin_copy", "_finish", "_begin_loads"):
             monkeypatch.setattr(DeviceMover, name, interrupted(name))
         with pytest.raises(KeyboardInterrupt):
             greedy(moe, num_tokens=100)
@@ -232,7 +240,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(tiny_checkpoint, expected, 
 def test_a_device_without_memory_left_is_answered_with_the_numbers(
     tiny_checkpoint, expected, monkeypatch
 ):
-    with fake_device(FakeLink()), MoE(tiny_checkpoint, device_memory="50%") as moe:
+    with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, device_memory="50%") as moe:
         with monkeypatch.context() as patch:
 
             def run(*args: Any) -> None:
@@ -249,7 +257,7 @@ def test_a_budget_that_does_not_fit_is_refused_before_weights_are_read(
 ):
     before = bytes_read_by_kernel()
     with (
-        fake_device(FakeLink(total_bytes=190 << 20)),
+        fake_device(FakeCudaDevice(total_bytes=190 << 20)),
         pytest.raises(ConfigError, match="leaves .* for the KV cache"),
     ):
         MoE(hollow_checkpoint, device_memory="180MiB")
@@ -268,7 +276,7 @@ def test_the_deciding_thread_never_waits_for_a_copy(tiny_checkpoint, monkeypatch
     """But where it has to know the routing, which the fake device cannot show."""
     decider, waited = threading.get_ident(), []
 
-    class Watched(FakeLink):
+    class Watched(FakeCudaDevice):
         def copy(self, source: Tensor, destination: Tensor, after: Event | None) -> Any:
             copy = super().copy(source, destination, after)
             synchronize = copy.synchronize

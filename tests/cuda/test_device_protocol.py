@@ -30,13 +30,16 @@ def few_programs(monkeypatch):
 
 def test_a_gpu_is_asked_for_an_event_and_for_a_stream_of_scores(monkeypatch):
     notes, world = note_cuda(monkeypatch), World("cpu")
-    world.table._is_over, world.table._offering = torch.cuda.Event(), torch.cuda.Stream("cuda")
+    world.table._step_end, world.table._upload_stream = (
+        torch.cuda.Event(),
+        torch.cuda.Stream("cuda"),
+    )
     world.table.end_step()
     assert notes.asked == ["kernels records event 1"]
     notes.is_over = False
     assert not world.table.is_over()
     scores = random_scores(world, 0)[1:2]
-    world.table.offer(scores, first_row=1)
+    world.table.upload_scores(scores, first_layer=1)
     world.table.wait()
     assert notes.asked[1:] == ["on copies", "the CPU waits for event 1"]
     assert (world.table.scores_LHE[1].numpy() == scores).all()
@@ -46,13 +49,15 @@ def test_a_gpu_is_asked_for_an_event_and_for_a_stream_of_scores(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-def test_host_and_gpu_hear_of_each_other_while_kernels_wait():
-    """A second of waiting before and after the row in whose words and scores they meet."""
+def test_host_and_gpu_read_each_other_while_kernels_wait():
+    """A second of waiting before and after the layer in whose words and scores they meet."""
     world = World("cuda", slots=2)
-    world.tell({ExpertKey(2, 5): 0, ExpertKey(2, 6): 1})
+    world.upload({ExpertKey(2, 5): 0, ExpertKey(2, 6): 1})
     index_TK = world.index([[3]])
     triton_resolve.resolve(World("cuda", slots=2).table, 0, index_TK)  # compiles
-    world.table.offer(np.zeros((1, 2, 8)), first_row=2)  # what is used first may wait for kernels
+    world.table.upload_scores(
+        np.zeros((1, 2, 8)), first_layer=2
+    )  # what is used first may wait for kernels
     world.table.end_step()
     torch.cuda.synchronize()
     torch.cuda._sleep(1_500_000_000)
@@ -61,34 +66,34 @@ def test_host_and_gpu_hear_of_each_other_while_kernels_wait():
     world.table.end_step()
     scores = np.zeros((1, 2, 8))
     scores[:, :, 5] = 1
-    world.table.offer(scores, first_row=2)  # before, expert 5 would leave
+    world.table.upload_scores(scores, first_layer=2)  # before, expert 5 would leave
     report = None
     while report is None and not world.table.is_over():
-        report = world.table.told(0, 1)
+        report = world.table.read_report(0, 1)
     assert report is not None
     assert not world.table.is_over()
     assert report.misses == {ExpertKey(0, 3): 1}
 
 
 class Model:
-    """What device and host do, told with dicts."""
+    """What device and host do, in dicts."""
 
     def __init__(self, world: World) -> None:
-        self.last_rows = world.table.last_rows
+        self.last_layers = world.table.last_layers
         self.scores = np.zeros(world.table.scores_LHE.shape)
         self.on_disk: set[ExpertKey] = set()
         self.slots: list[ExpertKey | None] = [None] * len(world.slots)
         self.misses: list[tuple[ExpertKey, int]] = []
-        self.lost_row: int | None = None
+        self.replayed_layer: int | None = None
 
     def resident(self) -> dict[ExpertKey, int]:
         return {key: slot for slot, key in enumerate(self.slots) if key is not None}
 
     def step(self, routing) -> list[list[object]]:
         found = []
-        for row, index_TK in enumerate(routing):
-            used = [ExpertKey(row, expert) for index_K in index_TK for expert in index_K]
-            is_lost = self.lost_row is not None
+        for layer, index_TK in enumerate(routing):
+            used = [ExpertKey(layer, expert) for index_K in index_TK for expert in index_K]
+            is_lost = self.replayed_layer is not None
             found.append([None if is_lost else self.pair(key, used) for key in used])
         return found
 
@@ -98,7 +103,7 @@ class Model:
         if key in self.slots:
             return self.slots.index(key)
         if key in self.on_disk:
-            self.lost_row = key.moe_layer_idx
+            self.replayed_layer = key.moe_layer_idx
             self.log(key, ON_DISK)
             return None
         slot = self.taken(key, used)
@@ -111,15 +116,17 @@ class Model:
     def taken(self, key: ExpertKey, used: list[ExpertKey]) -> int:
         if None in self.slots:
             return self.slots.index(None)
-        part = next(p for p, last_row in enumerate(self.last_rows) if key.moe_layer_idx <= last_row)
-        stay = range(key.moe_layer_idx + 1, self.last_rows[part] + 1)
+        part = next(
+            p for p, last_row in enumerate(self.last_layers) if key.moe_layer_idx <= last_row
+        )
+        stay = range(key.moe_layer_idx + 1, self.last_layers[part] + 1)
         leaving = [k for k in self.slots if k and k.moe_layer_idx not in stay and k not in used]
         scores = self.scores[:, part]
         lowest = min((scores[k] for k in leaving), default=None)
         return next((self.slots.index(k) for k in leaving if scores[k] == lowest), ABSENT)
 
     def log(self, key: ExpertKey, slot: int) -> None:
-        """Once per row and step; a step visits a row once."""
+        """Once per layer and step; a step visits a layer once."""
         if key not in dict(self.misses):
             self.misses.append((key, slot))
 
@@ -128,15 +135,15 @@ def act_as_host(data, world: World, model: Model) -> None:
     """Anything it may do between two steps."""
     if data.draw(st.booleans()):
         model.scores = random_scores(world, data.draw(st.integers(0, 99)))
-        world.offer_all(model.scores)
+        world.upload_all_scores(model.scores)
     if data.draw(st.integers(0, 3)) == 0:
         order = data.draw(st.permutations(world.keys))
-        told = dict(zip(order, data.draw(st.sets(st.sampled_from(range(7)))), strict=False))
-        for key, slot in told.items():
+        resident = dict(zip(order, data.draw(st.sets(st.sampled_from(range(7)))), strict=False))
+        for key, slot in resident.items():
             world.slots[slot].copy_(world.bytes_of(key))
-        world.tell(told)
+        world.upload(resident)
         model.slots, model.on_disk = [None] * len(model.slots), set()
-        for key, slot in told.items():
+        for key, slot in resident.items():
             model.slots[slot] = key
     on_disk = data.draw(st.sets(st.sampled_from(world.keys), max_size=4))
     changed = model.on_disk ^ on_disk
@@ -147,7 +154,7 @@ def act_as_host(data, world: World, model: Model) -> None:
 
 @pytest.mark.parametrize(
     "kernels",
-    [pytest.param(slot_reference, id="twin"), pytest.param(triton_resolve, id="triton")],
+    [pytest.param(slot_reference, id="reference"), pytest.param(triton_resolve, id="triton")],
 )
 @settings(max_examples=8)
 @given(data=st.data())
@@ -160,12 +167,12 @@ def test_host_and_device_agree_whatever_the_host_decides(kernels, data):
         routing = data.draw(routings(max_tokens=3, max_k=4))
         assert step(kernels, world, routing) == model.step(routing)
         num_pairs = len(routing[0]) * len(routing[0][0])
-        reports = [world.told(row, num_pairs) for row in range(3)]
+        reports = [world.report(layer, num_pairs) for layer in range(3)]
         world.reports(num_pairs)
         assert [miss for report in reports for miss in report.misses.items()] == model.misses
-        lost = [row for row, report in enumerate(reports) if report.is_lost]
-        assert lost == ([] if model.lost_row is None else [model.lost_row])
+        replayed = [layer for layer, report in enumerate(reports) if report.needs_replay]
+        assert replayed == ([] if model.replayed_layer is None else [model.replayed_layer])
         assert world.table.resident_slots() == model.resident()
         for key, slot in model.resident().items():
             assert torch.equal(world.slots[slot].cpu(), world.bytes_of(key))
-        model.misses, model.lost_row = [], None
+        model.misses, model.replayed_layer = [], None

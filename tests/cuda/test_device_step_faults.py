@@ -15,12 +15,13 @@ from transformers import StaticCache
 from moe_infinity import MoE
 from moe_infinity.cache.policies import Lru
 from moe_infinity.cache.residency import ResidencyTable
-from moe_infinity.cuda.cache_state import Before
+from moe_infinity.checkpoint.expert_loader import ExpertLoader
+from moe_infinity.cuda.cache_state import CacheSnapshot
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.graphed_step import GraphedStep
-from moe_infinity.cuda.reports import Follower
-from moe_infinity.engine.layer import ExpertRuntime
+from moe_infinity.cuda.reports import ReportPoller
+from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.kernels.cuda import reference as slot_reference
 from moe_infinity.memory.mover import Mover
@@ -44,7 +45,7 @@ def is_wrong(checkpoint: Any, *budgets: str, **cache: Any) -> bool:
         return any(not torch.equal(greedy(moe, **cache), expected[0]) for _ in range(2))
 
 
-# What would be wrong. Each test shows that the tokens tell.
+# What would be wrong. Each test shows that it would change the tokens.
 
 
 def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, monkeypatch):
@@ -52,10 +53,10 @@ def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, monkeypa
     take_slot = slot_reference._take_slot
 
     def forgetting(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
-        told = table.slot_LE.clone()
-        told[moe_layer_idx, expert] = take_slot(table, moe_layer_idx, expert)
-        table.slot_LE.copy_(told)
-        return int(told[moe_layer_idx, expert])
+        slot_LE = table.slot_LE.clone()
+        slot_LE[moe_layer_idx, expert] = take_slot(table, moe_layer_idx, expert)
+        table.slot_LE.copy_(slot_LE)
+        return int(slot_LE[moe_layer_idx, expert])
 
     monkeypatch.setattr(slot_reference, "_take_slot", forgetting)
     assert is_wrong(tiny_checkpoint, "30%", "100%")
@@ -76,13 +77,13 @@ def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, monkeyp
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_the_address_of_an_expert_that_left_host_is_told(tiny_checkpoint, monkeypatch, cache):
+def test_the_address_of_an_expert_that_left_host_is_uploaded(tiny_checkpoint, monkeypatch, cache):
     assert not is_wrong(tiny_checkpoint, *TIGHT, **cache)
-    tell = DeviceTable.set_all_host_addresses
+    set_all = DeviceTable.set_all_host_addresses
     monkeypatch.setattr(
         DeviceTable,
         "set_all_host_addresses",
-        lambda self, addresses: tell(self, {**addresses, **self.host_addresses}),
+        lambda self, addresses: set_all(self, {**addresses, **self.host_addresses}),
     )
     assert is_wrong(tiny_checkpoint, *TIGHT, **cache)
 
@@ -92,12 +93,16 @@ def test_a_slot_is_filled_before_it_is_read(tiny_checkpoint, monkeypatch):
     assert is_wrong(tiny_checkpoint, "30%", "100%")
 
 
-def test_a_lost_step_is_run_again_from_where_the_cache_was(tiny_checkpoint, monkeypatch):
-    with mock.patch.object(Before, "put_back", autospec=True, side_effect=Before.put_back) as found:
+def test_a_step_is_replayed_from_the_restored_cache(tiny_checkpoint, monkeypatch):
+    with mock.patch.object(
+        CacheSnapshot, "restore", autospec=True, side_effect=CacheSnapshot.restore
+    ) as found:
         assert not is_wrong(tiny_checkpoint, *TIGHT, **STATIC)
     assert found.called
-    monkeypatch.setattr(Before, "put_back", lambda self: None)
-    with pytest.raises(IndexError, match="out of bounds"):  # a place of the cache was lost
+    monkeypatch.setattr(CacheSnapshot, "restore", lambda self: None)
+    with pytest.raises(
+        IndexError, match="out of bounds"
+    ):  # a token's place in the cache was skipped
         is_wrong(tiny_checkpoint, *TIGHT, **STATIC)
 
 
@@ -108,25 +113,25 @@ def test_running_a_step_again_changes_neither_its_logits_nor_the_cache(stock_mod
         found = []
         for _ in range(2):
             step = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[8]])}
-            before = Before(cache)
-            before.keep()
+            before = CacheSnapshot(cache)
+            before.save()
             logits = stock_model(**step, past_key_values=cache).logits
             found.append([logits, *(layer.keys.clone() for layer in cache.layers)])
-            before.put_back()
+            before.restore()
     assert all(map(torch.equal, *found))
 
 
-def test_what_is_expanded_is_put_back_as_it_was(stock_model):
+def test_an_expanded_tensor_is_restored_as_it_was(stock_model):
     """Qwen4 of transformers 5.23 keeps positions like that, and replaces them."""
     cache = StaticCache(config=stock_model.config, max_cache_len=16)
     with torch.inference_mode():
         stock_model(PROMPT, past_key_values=cache)
     held, positions = vars(cache.layers[0]), torch.arange(4).expand(3, 4)
     held["positions"] = positions
-    before = Before(cache)
-    before.keep()
+    before = CacheSnapshot(cache)
+    before.save()
     held["positions"] = torch.arange(5).expand(3, 5)
-    before.put_back()
+    before.restore()
     assert held["positions"] is positions
 
 
@@ -155,13 +160,14 @@ class Interruption:
 PLACES = [
     (slot_reference, "resolve"), (slot_reference, "_look_up"), (slot_reference, "fill"),
     (slot_reference, "slot_moe"), (slot_reference, "_take_slot"), (DeviceTable, "begin_step"),
-    (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "told"),
-    (DeviceTable, "tell"), (DeviceTable, "offer"), (Follower, "_listen"), (Follower, "_hear"),
-    (DeviceTable, "set_all_host_addresses"), (DeviceTable, "find_again"), (Lru, "scores_after"),
+    (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "read_report"),
+    (DeviceTable, "upload_residency"), (DeviceTable, "upload_scores"),
+    (ReportPoller, "_read_new"), (ReportPoller, "apply_report"),
+    (DeviceTable, "set_all_host_addresses"), (DeviceTable, "prepare_retry"), (Lru, "scores_after"),
     (ResidencyTable, "apply_load"), (ResidencyTable, "leaving_scores"),
     (ResidencyTable, "note_use"),
-    (Mover, "load_now"), (Mover, "arrivals"), (ExpertRuntime, "note_begin"),
-    (ExpertRuntime, "note_row"), (DeviceSteps, "mend"),
+    (Mover, "load_now"), (Mover, "arrivals"), (Bookkeeping, "note_begin"),
+    (Bookkeeping, "note_layer"), (DeviceSteps, "reset"),
 ]  # fmt: skip
 
 
@@ -193,7 +199,7 @@ def test_ctrl_c_anywhere_leaves_the_model_usable(
 def test_ctrl_c_after_a_graph_was_launched_leaves_nothing_where_it_wrote(
     tiny_checkpoint, monkeypatch
 ):
-    """The step before has rows of which nobody has heard."""
+    """The step before has reports that were not applied."""
     expected = tokens_without_graph(tiny_checkpoint)
     graphs = record_graphs(monkeypatch)
     stop = Interruption(monkeypatch, DeviceTable, "end_step", KeyboardInterrupt())
@@ -244,12 +250,12 @@ def test_prompts_between_steps_that_nobody_settles(tiny_checkpoint):
 
 
 @torch.no_grad()
-def test_a_row_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected):
+def test_a_layer_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected):
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         layer = moe.model.model.layers[1].mlp
         forward = layer.forward
         layer.forward = lambda x: forward(x) + 0 * forward(x.flip(-1))
-        with pytest.raises(UnsupportedModelError, match="row 1 ran twice in one step"):
+        with pytest.raises(UnsupportedModelError, match="MoE layer 1 ran twice in one step"):
             greedy(moe)
         layer.forward = forward
         assert_same_tokens(moe, expected)
@@ -262,7 +268,7 @@ def test_ctrl_c_while_the_last_step_is_taken_over(tiny_checkpoint, expected, mon
         greedy(moe)
         stop.remaining = n
         with pytest.raises(KeyboardInterrupt):
-            greedy(moe, LONG_PROMPT[:, :3], num_tokens=2)  # one step, heard of at the end
+            greedy(moe, LONG_PROMPT[:, :3], num_tokens=2)  # one step, applied at the end
         assert_same_tokens(moe, expected)
 
 
@@ -303,9 +309,9 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(slot_reference, "fill"), (DeviceTable, "told"), (DeviceTable, "wait"),
-     (DeviceTable, "begin_step"), (DeviceTable, "offer"), (ExpertRuntime, "note_begin"),
-     (Follower, "retire"), (ResidencyTable, "apply_load"), (DeviceSteps, "mend")],
+    [(slot_reference, "fill"), (DeviceTable, "read_report"), (DeviceTable, "wait"),
+     (DeviceTable, "begin_step"), (DeviceTable, "upload_scores"), (Bookkeeping, "note_begin"),
+     (ReportPoller, "finish_step"), (ResidencyTable, "apply_load"), (DeviceSteps, "reset")],
 )  # fmt: skip
 def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
     tiny_checkpoint, monkeypatch, cache, owner, name
@@ -321,7 +327,7 @@ def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
         moe.model.register_forward_hook(count, with_kwargs=True)
         moe.model(
             input_ids=torch.arange(100)[None]
-        )  # HOST has them all, so each row is resolved once
+        )  # HOST has them all, so each layer is resolved once
         for n in range(1, 21):
             num_given, lookups = 0, moe.report().decode.lookups
             stop.remaining, stop.is_late = n, n % 3 == 0
@@ -333,20 +339,20 @@ def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_an_expert_that_cannot_be_read_in_a_step_is_told_and_the_next_call_works(
+def test_an_expert_that_cannot_be_read_in_a_step_is_an_error_and_the_next_call_works(
     tiny_checkpoint, monkeypatch, cache
 ):
     expected = tokens_of_a_cpu(tiny_checkpoint, **cache)
     error = CheckpointError("the disk is gone")
-    stop = Interruption(monkeypatch, ExpertRuntime, "_read_expert", error)
+    stop = Interruption(monkeypatch, ExpertLoader, "read", error)
     with on_device(tiny_checkpoint, *TIGHT) as moe:
         greedy(moe, PROMPT[:, :2], num_tokens=1)
         stop.remaining = 20  # after the prompt
         with pytest.raises(CheckpointError, match="the disk is gone"):
             greedy(moe, **cache)
-        steps = moe._runtime.device_steps
+        steps = moe.engine.device_steps
         assert steps is not None
-        assert steps.is_broken  # it was in a step
+        assert steps.needs_reset  # it was in a step
         for _ in range(2):
             assert torch.equal(greedy(moe, **cache), expected[0])
             moe.check_invariants()

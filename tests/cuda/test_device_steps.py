@@ -1,5 +1,5 @@
-"""Decode steps that the device decides, on a fake device with the plain twins of its kernels: the
-tokens of the same arithmetic on a CPU, whatever the budgets, and a host that knows what happened.
+"""Decode steps that the device decides, on a fake device with the reference kernels. They give the
+tokens of the same arithmetic on a CPU, whatever the budgets; the host counts what happened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_infinity.cuda.slot_kernels import SlotKernels
 from moe_infinity.errors import ConfigError
 from moe_infinity.kernels import has_triton_kernels
 from moe_infinity.kernels.cuda import reference as slot_reference
-from tests.cuda.fake_cuda import FakeLink, fake_device
+from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.fast_device import (
     CACHES,
     FAST,
@@ -141,10 +141,10 @@ def test_with_tritons_kernels_no_budget_changes_a_token_either(tiny_checkpoint, 
 
 
 def counted(moe: MoE) -> tuple[Any, ...]:
-    """What was looked up, and what everybody learned of it."""
+    """What was looked up, and what recorder and policies learned of it."""
     decode = moe.report().decode
     eams = [eam.decode.tolist() for eam in moe.request_eams()]
-    scores = [policy.scores().tolist() for policy in moe._runtime._policies]
+    scores = [tier.policy.scores().tolist() for tier in moe.engine.tiers]
     return decode.hits, decode.misses, decode.steps, moe.report().evictions, eams, scores
 
 
@@ -165,47 +165,49 @@ def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
         assert counted(moe) == by_device
 
 
-def test_scores_are_those_after_each_part_of_the_rows(tiny_checkpoint, monkeypatch):
+def test_scores_are_those_after_each_part_of_the_layers(tiny_checkpoint, monkeypatch):
     asked: list[int] = []
-    offered: list[tuple[Any, int]] = []
-    scores_after, offer = ActivationAware.scores_after, DeviceTable.offer
+    uploaded: list[tuple[Any, int]] = []
+    scores_after, upload = ActivationAware.scores_after, DeviceTable.upload_scores
 
     def asking(self: ActivationAware, moe_layer_idx: int) -> Any:
         asked.append(moe_layer_idx)
         return scores_after(self, moe_layer_idx)
 
-    def offering(self: DeviceTable, scores_LHE: Any, first_row: int) -> None:
-        offered.append((scores_LHE.copy(), first_row))
-        offer(self, scores_LHE, first_row)
+    def uploading(self: DeviceTable, scores_LHE: Any, first_layer: int) -> None:
+        uploaded.append((scores_LHE.copy(), first_layer))
+        upload(self, scores_LHE, first_layer)
 
-    monkeypatch.setattr(DeviceTable, "offer", offering)
+    monkeypatch.setattr(DeviceTable, "upload_scores", uploading)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         greedy(moe)
         monkeypatch.setattr(ActivationAware, "scores_after", asking)
-        offered.clear()
-        policy = moe._runtime.tiers[0].policy
-        moe._runtime.table._transient[:] = False  # their scores are lower
-        steps = moe._runtime.device_steps
+        uploaded.clear()
+        policy = moe.engine.tiers[0].policy
+        moe.engine.tiers[0].table._transient[:] = False  # their scores are lower
+        steps = moe.engine.device_steps
         assert steps is not None
         for moe_layer_idx in (None, 0, 1, 2):
-            steps.follower._offer(moe_layer_idx)
+            steps.poller.upload_scores(moe_layer_idx)
         assert asked == 4 * [0, 2]
-        (whole, first_row), *rows = offered
-        assert first_row == 0
+        (whole, first_layer), *layers = uploaded
+        assert first_layer == 0
         after = [policy.scores_after(0), policy.scores_after(2)]
         assert (whole.transpose(1, 0, 2) == after).all()
         assert (whole[:, 0] != whole[:, 1]).any()
-        for (scores, first_row), expected, moe_layer_idx in zip(rows, whole, range(3), strict=True):
-            assert first_row == moe_layer_idx
+        for (scores, first_layer), expected, moe_layer_idx in zip(
+            layers, whole, range(3), strict=True
+        ):
+            assert first_layer == moe_layer_idx
             assert (scores == expected).all()
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_step_that_was_lost_counts_every_row_once(tiny_checkpoint, monkeypatch, cache):
-    """By its first run; the row it was lost at by what it missed before and after."""
-    missed: set[tuple[int, int, int]] = set()  # step, row, expert
+def test_a_replayed_step_counts_every_layer_once(tiny_checkpoint, monkeypatch, cache):
+    """As in its first run; the layer that it stopped at by its misses before and after that."""
+    missed: set[tuple[int, int, int]] = set()  # step, layer, expert
     counted: set[tuple[int, int]] = set()
-    num_lost = num_steps = 0
+    num_replayed = num_steps = 0
     begin, resolve = DeviceSteps.begin, slot_reference.resolve
 
     def beginning(self: DeviceSteps, step: Any) -> bool:
@@ -214,12 +216,12 @@ def test_a_step_that_was_lost_counts_every_row_once(tiny_checkpoint, monkeypatch
         return begin(self, step)
 
     def resolving(table: DeviceTable, moe_layer_idx: int, index_TK: Tensor) -> Tensor:
-        nonlocal num_lost
-        if not table.is_lost() and (num_steps, moe_layer_idx) not in counted:
+        nonlocal num_replayed
+        if not table.needs_replay() and (num_steps, moe_layer_idx) not in counted:
             absent = [e for e in index_TK.flatten().tolist() if table.slot_LE[moe_layer_idx, e] < 0]
             missed.update((num_steps, moe_layer_idx, expert) for expert in absent)
             is_lost = any(table.host_LE[moe_layer_idx, expert] == 0 for expert in absent)
-            num_lost += is_lost
+            num_replayed += is_lost
             if not is_lost:
                 counted.add((num_steps, moe_layer_idx))
         return resolve(table, moe_layer_idx, index_TK)
@@ -229,7 +231,7 @@ def test_a_step_that_was_lost_counts_every_row_once(tiny_checkpoint, monkeypatch
     with on_device(tiny_checkpoint, "30%", "34%") as moe:
         greedy(moe, **cache)
         decode = moe.report().decode
-        assert num_lost > 0
+        assert num_replayed > 0
         assert decode.misses == len(missed)
         assert decode.lookups == decode.steps * 3 * 2 == len(counted) * 2
         assert decode.hits == decode.lookups - decode.misses
@@ -250,8 +252,8 @@ def test_a_small_host_is_refused_before_the_first_token(tiny_checkpoint):
 
 
 def test_memory_that_cannot_be_page_locked_is_refused_and_says_what_to_do(tiny_checkpoint):
-    link = FakeLink(is_locking=False)
-    with fake_device(link), MoE(tiny_checkpoint, device_memory="30%", **FAST) as moe:
+    cuda_device = FakeCudaDevice(is_locking=False)
+    with fake_device(cuda_device), MoE(tiny_checkpoint, device_memory="30%", **FAST) as moe:
         for _ in range(2):
             with pytest.raises(ConfigError, match="page-locked .*\nhint: lower host_memory"):
                 greedy(moe)
@@ -259,6 +261,6 @@ def test_memory_that_cannot_be_page_locked_is_refused_and_says_what_to_do(tiny_c
 
 def test_prefetch_leaves_every_step_to_the_host(tiny_checkpoint, caplog):
     with on_device(tiny_checkpoint, "30%", "100%", prefetch=True) as moe:
-        assert moe._runtime.device_steps is None
+        assert moe.engine.device_steps is None
         assert "the host decides in every step" in caplog.text
         greedy(moe, **STATIC)

@@ -20,7 +20,7 @@ from moe_infinity.checkpoint.extents import Extent, StoredTensor
 from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.headers import Headers
 from moe_infinity.checkpoint.plan import Plan, plan_experts
-from moe_infinity.cuda.slot_kernels import SlotRows
+from moe_infinity.cuda.slot_kernels import SlotLayers
 from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.kernels import has_triton_kernels
 from moe_infinity.kernels.activation import Activation
@@ -52,13 +52,13 @@ def folder(tmp_path_factory) -> Path:
 def computed(monkeypatch):
     """Rows of every step the device decided."""
     found: list[int] = []
-    compute = SlotRows.compute
+    compute = SlotLayers.compute
 
-    def noted(self: SlotRows, moe_layer_idx: int, *args: Any) -> Tensor:
+    def noted(self: SlotLayers, moe_layer_idx: int, *args: Any) -> Tensor:
         found.append(moe_layer_idx)
         return compute(self, moe_layer_idx, *args)
 
-    monkeypatch.setattr(SlotRows, "compute", noted)
+    monkeypatch.setattr(SlotLayers, "compute", noted)
     return found
 
 
@@ -86,7 +86,7 @@ def test_no_budget_changes_a_token(folder, expected, computed, device_memory, ho
         assert decode.steps == 2 * 2 * 15
         assert decode.lookups == decode.steps * ROWS * TOP_K
         assert decode.misses > 0
-    assert len(computed) >= decode.steps * ROWS  # some were lost and run again
+    assert len(computed) >= decode.steps * ROWS  # some were replayed
 
 
 # Against transformers
@@ -159,7 +159,7 @@ def test_logits_are_those_of_transformers_and_what_is_wrong_is_seen(folder, monk
     assert found() > 1e-3
 
 
-# How kernels are told
+# What kernels are given
 
 
 def headers_of(model: Any) -> Headers:
@@ -248,7 +248,7 @@ def test_packed_on_load_they_are_read_too(tmp_path):
     found = []
     for budgets in (("100%", "100%"), ("7%", "50%")):
         with on_device(tmp_path, *budgets, expert_dtype="int8", dtype="float32") as moe:
-            assert moe._runtime.device_steps is not None
+            assert moe.engine.device_steps is not None
             cache = transformers.StaticCache(moe.model.config, max_cache_len=IDS.shape[1])
             found.append(logits_of_steps(moe.model, IDS, PROMPT.shape[1], cache))
     assert torch.equal(*found)
@@ -259,21 +259,23 @@ def test_packed_on_load_they_are_read_too(tmp_path):
 @pytest.mark.triton
 @pytest.mark.skipif(not has_triton_kernels(), reason="needs triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the slots of a fake device are on the CPU")
-def test_tritons_kernel_agrees_with_its_twin_on_a_row(folder):
+def test_tritons_kernel_agrees_with_its_reference_on_a_layer(folder):
     from moe_infinity.kernels.cuda import experts as triton_experts
 
     torch.manual_seed(0)
     with on_device(folder, "100%", "100%") as moe:
         greedy(moe, LONG_PROMPT)
-        steps = moe._runtime.device_steps
+        steps = moe.engine.device_steps
         assert steps is not None
-        (mlp, *_), slots = steps._rows._mlps, moe._runtime.slots
-        resident = sorted(moe._runtime.table.resident_slots().items())
+        (mlp, *_), slots = steps.layers._mlps, moe.engine.tiers[0].slots
+        resident = sorted(moe.engine.tiers[0].table.resident_slots().items())
         at = [slots.address_of(slot) for key, slot in resident if key.moe_layer_idx == 0][:TOP_K]
         x_TD, weights_TK = 8 * torch.randn(1, 64), torch.rand(1, TOP_K)
         arguments = mlp, x_TD, torch.tensor([at]), weights_TK
-        twin = slot_reference.slot_moe(*arguments)
+        reference = slot_reference.slot_moe(*arguments)
         found = triton_experts.slot_moe(*arguments)
         other = slot_reference.slot_moe(swap(mlp), *arguments[1:])
-    torch.testing.assert_close(found, twin, rtol=1e-5, atol=1e-5 * float(twin.abs().max()))
-    assert (other - twin).abs().max() > 0.1 * twin.abs().max()
+    torch.testing.assert_close(
+        found, reference, rtol=1e-5, atol=1e-5 * float(reference.abs().max())
+    )
+    assert (other - reference).abs().max() > 0.1 * reference.abs().max()

@@ -1,4 +1,4 @@
-"""What only a GPU can tell. Run by hand: `pytest -m gpu`; benchmarks/gpu_check.py measures."""
+"""What only a GPU can show. Run by hand: `pytest -m gpu`; benchmarks/gpu_check.py measures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_infinity import MoE
 from moe_infinity.cuda import graphed_step
 from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.errors import ConfigError, OutOfMemory
-from moe_infinity.memory.cuda import CudaLink
+from moe_infinity.memory.cuda import TorchCudaDevice
 from moe_infinity.memory.device import PAGE_BYTES, DeviceSlots, SourceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from tests.cuda.fast_device import STATIC
@@ -35,7 +35,7 @@ def test_no_budget_of_either_tier_changes_a_token(
         expected = [greedy(moe, prompt) for prompt in (PROMPT, LONG_PROMPT)]
     options = {"device_memory": device_memory, "host_memory": host_memory, "prefetch": prefetch}
     with MoE(tiny_checkpoint, device="cuda", **options) as moe:
-        assert isinstance(moe._runtime._mover, DeviceMover)
+        assert isinstance(moe.engine.tiers[0].mover, DeviceMover)
         for _ in range(3):
             for prompt, tokens in zip((PROMPT, LONG_PROMPT), expected, strict=True):
                 assert torch.equal(greedy(moe, prompt), tokens)
@@ -110,13 +110,13 @@ def test_a_device_that_is_not_there_is_refused_with_how_many_there_are(tiny_chec
         MoE(tiny_checkpoint, device="cuda:77")
 
 
-@pytest.mark.parametrize("is_locking", [True, False], ids=["page-locked", "ring"])
+@pytest.mark.parametrize("is_locking", [True, False], ids=["page-locked", "staged"])
 def test_bytes_arrive_in_order_though_nobody_waits(monkeypatch, is_locking):
     """Many experts through few slots of both tiers, read by kernels that are slower than copies."""
-    link = CudaLink(torch.device("cuda", 0))
+    cuda_device = TorchCudaDevice(torch.device("cuda", 0))
     if not is_locking:
-        monkeypatch.setattr(link, "page_lock", lambda memory: False)
-    host, device = SourceSlots(link, 3, SLOT_BYTES), DeviceSlots(link, 2, SLOT_BYTES)
+        monkeypatch.setattr(cuda_device, "page_lock", lambda memory: False)
+    host, device = SourceSlots(cuda_device, 3, SLOT_BYTES), DeviceSlots(cuda_device, 2, SLOT_BYTES)
     sums = []
     for value in range(60):
         host_slot, slot = value % 3, value % 2
@@ -125,19 +125,19 @@ def test_bytes_arrive_in_order_though_nobody_waits(monkeypatch, is_locking):
         assert source.is_pinned() == is_locking
         copy = device.fill(slot, source, is_locked=host.is_locked(host_slot))
         host.note_copy(host_slot, copy)
-        link.let_kernels_wait(copy)
+        cuda_device.let_kernels_wait(copy)
         torch.cuda._sleep(1_000_000)
         sums.append(device.tensor_of(slot, SLOT_BYTES).sum())
         device.mark_read([slot])
     assert [int(total) for total in sums] == [value * SLOT_BYTES for value in range(60)]
-    assert link.take_stall_s() >= 0
-    link.synchronize()
+    assert cuda_device.take_stall_s() >= 0
+    cuda_device.synchronize()
     host.close()
 
 
 def test_a_copy_from_locked_pages_does_not_stop_the_cpu():
-    link = CudaLink(torch.device("cuda", 0))
-    host, device = SourceSlots(link, 1, 64 << 20), DeviceSlots(link, 1, 64 << 20)
+    cuda_device = TorchCudaDevice(torch.device("cuda", 0))
+    host, device = SourceSlots(cuda_device, 1, 64 << 20), DeviceSlots(cuda_device, 1, 64 << 20)
     host.bytes_of(0)[:8] = b"12345678"
     copy = device.fill(0, host.tensor_of(0, 64 << 20), is_locked=host.is_locked(0))
     assert not copy.query()

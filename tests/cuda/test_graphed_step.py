@@ -1,4 +1,4 @@
-"""When a decode step is captured, and what its graph depends on: without a GPU the plain twin of a
+"""When a decode step is captured, and what its graph depends on: without a GPU a
 capture runs all of it again."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import StaticCache
 
 from moe_infinity.cuda import graphed_step
 from moe_infinity.cuda.cache_state import can_capture
-from moe_infinity.memory.cuda import CAPTURING, CudaLink
+from moe_infinity.memory.cuda import CAPTURING, TorchCudaDevice
 from tests.cuda.fast_device import STATIC, on_device, tokens_of_a_cpu
 from tests.cuda.on_device import PROMPT, greedy
 from tests.sweep.discover import architectures_in
@@ -106,7 +106,7 @@ def test_a_cache_that_is_moved_between_its_layers_is_not_captured():
     assert not can_capture(cache)
 
 
-def test_a_capture_that_fails_is_told_once_and_changes_no_token(
+def test_a_capture_that_fails_is_logged_once_and_changes_no_token(
     tiny_checkpoint, monkeypatch, caplog
 ):
     def capture(stream: Any, run: Any) -> Any:
@@ -120,9 +120,9 @@ def test_a_capture_that_fails_is_told_once_and_changes_no_token(
     with on_device(tiny_checkpoint, "30%", "60%") as moe:
         for _ in range(2):
             assert torch.equal(greedy(moe, **STATIC), expected[0])
-    told = [record for record in caplog.records if "no CUDA graph" in record.message]
-    assert len(told) == 1
-    assert "not permitted when stream is capturing" in told[0].message
+    logged = [record for record in caplog.records if "no CUDA graph" in record.message]
+    assert len(logged) == 1
+    assert "not permitted when stream is capturing" in logged[0].message
 
 
 @pytest.mark.parametrize("is_invalidated", [True, False])
@@ -201,11 +201,11 @@ def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
-    link = CudaLink(cuda_stream.device)
+    cuda_device = TorchCudaDevice(cuda_stream.device)
     seen.clear()
     others: list[Any] = [
-        lambda: CudaLink(cuda_stream.device),
-        link.synchronize,
+        lambda: TorchCudaDevice(cuda_stream.device),
+        cuda_device.synchronize,
         lambda: graphed_step.capture(cuda_stream, lambda: seen.append("captured")),
     ]
 
@@ -213,7 +213,7 @@ def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
         for thread in threads:
             thread.start()
             thread.join(0.1)  # they do not get far
-        link.synchronize()  # which CUDA would refuse, but nothing hangs
+        cuda_device.synchronize()  # which CUDA would refuse, but nothing hangs
         assert seen.pop() == "waited"
         seen.append("begun before")
 
@@ -230,13 +230,13 @@ def test_a_wait_for_a_device_does_not_wait_for_ever_for_a_capture(cuda_stream, m
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
     monkeypatch.setattr("moe_infinity.memory.cuda.CAPTURE_SECONDS", 0.05)
-    link = CudaLink(cuda_stream.device)
-    waiting = threading.Thread(target=link.synchronize)
+    cuda_device = TorchCudaDevice(cuda_stream.device)
+    waiting = threading.Thread(target=cuda_device.synchronize)
     with CAPTURING:
         waiting.start()
         waiting.join(10)
         assert seen == ["waited"]
-    link.synchronize()
+    cuda_device.synchronize()
     assert CAPTURING.acquire(timeout=1)
     CAPTURING.release()
 

@@ -1,5 +1,5 @@
 """A model with experts for text and others for images, on a fake device: steps of text are decided
-there, and nobody hears of rows that did not run in them.
+there, and layers that did not run in them are not counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from moe_infinity import MoE
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.device_table import DeviceTable
-from moe_infinity.cuda.slot_kernels import SlotRows
+from moe_infinity.cuda.slot_kernels import SlotLayers
 from moe_infinity.kernels.cuda import reference as slot_reference
 from tests.cuda.fast_device import CACHES, compute_as_the_device_does, on_device
 from tests.sweep import tiny
@@ -49,23 +49,26 @@ def test_text_is_decided_by_the_device_and_images_are_not_counted(
     folder, cache, after_an_image, monkeypatch
 ):
     """Against the reference path with the same arithmetic, so with the same routing."""
-    with monkeypatch.context() as patch, on_device(folder, "100%", "100%") as by_host:
+    with monkeypatch.context() as patch:
         patch.setattr(DeviceSteps, "begin", lambda self, step: False)
         compute_as_the_device_does(patch)
-        if after_an_image:
-            look_at_an_image(by_host)
-        tokens = write(by_host, **cache)
-        (expected,) = by_host.request_eams()
-        lookups = by_host.report().decode.lookups
+        with on_device(folder, "100%", "100%") as by_host:
+            if after_an_image:
+                look_at_an_image(by_host)
+            tokens = write(by_host, **cache)
+            (expected,) = by_host.request_eams()
+            lookups = by_host.report().decode.lookups
     with (
         on_device(folder, "40%", "100%") as moe,
-        mock.patch.object(SlotRows, "compute", autospec=True, side_effect=SlotRows.compute) as rows,
+        mock.patch.object(
+            SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
+        ) as layers,
     ):
         if after_an_image:
             look_at_an_image(moe)
         assert torch.equal(write(moe, **cache), tokens)
         (found,) = moe.request_eams()
-        ran = {call.args[1] for call in rows.call_args_list}
+        ran = {call.args[1] for call in layers.call_args_list}
         assert 0 < len(ran) < expected.decode.shape[0]
         assert moe.report().decode.lookups == lookups
         moe.check_invariants()
@@ -75,7 +78,7 @@ def test_text_is_decided_by_the_device_and_images_are_not_counted(
 
 @torch.no_grad()
 @pytest.mark.parametrize("host_memory", ["40%", "100%"])
-def test_rows_that_get_a_part_of_a_steps_tokens_are_heard(folder, host_memory):
+def test_layers_that_get_a_part_of_a_steps_tokens_are_counted(folder, host_memory):
     """A batch of which one sequence goes on with text, the other one with an image."""
     ids = tiny.PROMPT[:2]
     image = torch.zeros_like(ids)
@@ -98,7 +101,7 @@ def test_rows_that_get_a_part_of_a_steps_tokens_are_heard(folder, host_memory):
 
     with on_device(folder, "100%", "100%") as moe:
         expected = logits(moe)
-        moe.check_invariants()  # hears the rest
+        moe.check_invariants()  # applies the rest
         all_hits = moe.report().decode
     with on_device(folder, "40%", host_memory) as moe:
         assert all(map(torch.equal, logits(moe), expected))
@@ -108,15 +111,15 @@ def test_rows_that_get_a_part_of_a_steps_tokens_are_heard(folder, host_memory):
         assert decode.misses > all_hits.misses
 
 
-def test_a_row_that_ran_in_the_step_before_is_not_reported_again():
+def test_a_layer_that_ran_in_the_step_before_is_not_reported_again():
     table = DeviceTable(
-        torch.zeros(4, 16, dtype=torch.uint8), num_rows=2, num_experts=4, max_pairs=8
+        torch.zeros(4, 16, dtype=torch.uint8), num_layers=2, num_experts=4, max_pairs=8
     )
     ran = []
-    for rows in ([0, 1], [0], []):
-        for row in rows:
-            slot_reference.resolve(table, row, torch.tensor([[1, -1]]))
+    for layers in ([0, 1], [0], []):
+        for layer in layers:
+            slot_reference.resolve(table, layer, torch.tensor([[1, -1]]))
         table.end_step()
-        ran.append([row for row in range(2) if table.told(row, 2) is not None])
+        ran.append([layer for layer in range(2) if table.read_report(layer, 2) is not None])
         table.begin_step()
     assert ran == [[0, 1], [0], []]

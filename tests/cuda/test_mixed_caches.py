@@ -1,5 +1,5 @@
 """Steps as one graph whose cache has more than keys and values: recurrent and convolution states,
-keys of an indexer, with the twin of CUDA graphs that does not run Python again.
+keys of an indexer, with graphs that a CPU can record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import StaticCache, StoppingCriteria
 
 from moe_infinity import MoE
 from moe_infinity.cuda import cache_state
-from moe_infinity.cuda.cache_state import Before
+from moe_infinity.cuda.cache_state import CacheSnapshot
 from tests.cuda import recorded_graph
 from tests.cuda.fast_device import bring_every_expert, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT
@@ -169,7 +169,9 @@ def test_what_a_model_adds_to_its_cache_is_part_of_a_graph(folder_of, expected, 
 
 
 @pytest.mark.slow
-def test_what_a_model_adds_to_its_cache_in_a_lost_step_is_taken_back(folder_of, expected, graphs):
+def test_what_a_model_adds_to_its_cache_in_a_step_that_needs_replay_is_taken_back(
+    folder_of, expected, graphs
+):
     with on_device(folder_of("qwen4_exp"), "20%", "40%") as moe:
         assert_same(moe, expected("qwen4_exp"))
 
@@ -205,31 +207,31 @@ def test_a_cache_that_was_reset_begins_anew(folder_of, graphs, monkeypatch, name
     assert torch.equal(found[1], found[3])
 
 
-# Steps that may be lost
+# Steps that need replay
 
 
-def run_with_losses(folder: Path) -> tuple[dict[str, Tensor], int]:
-    """Logits of each prompt, and how many steps were lost under a graph; not all were."""
+def run_with_replays(folder: Path) -> tuple[dict[str, Tensor], int]:
+    """Logits of each prompt, and how many steps were replayed after a graph; not all were."""
     with on_device(folder, "20%", "95%") as moe:
-        step, put_back, lost_under_a_graph = moe._graphed, Before.put_back, []
+        step, restore, replayed_after_graph = moe._graphed, CacheSnapshot.restore, []
         assert step is not None
 
-        def watched(self: Before) -> None:
-            lost_under_a_graph.append(step._graph is not None)
-            put_back(self)
+        def watched(self: CacheSnapshot) -> None:
+            replayed_after_graph.append(step._graph is not None)
+            restore(self)
 
-        with mock.patch.object(Before, "put_back", watched):
+        with mock.patch.object(CacheSnapshot, "restore", watched):
             found = {k: recorded_graph.logits(moe, *prompt) for k, prompt in PROMPTS.items()}
         moe.check_invariants()
-    assert len(lost_under_a_graph) < sum(len(each) for each in found.values()) - 10
-    return found, sum(lost_under_a_graph)
+    assert len(replayed_after_graph) < sum(len(each) for each in found.values()) - 10
+    return found, sum(replayed_after_graph)
 
 
 @pytest.mark.parametrize("name", ONE_FAST)
-def test_a_step_that_is_lost_is_put_back(folder_of, expected, graphs, name):
-    found, num_lost = run_with_losses(folder_of(name))
+def test_the_cache_is_restored_before_a_replay(folder_of, expected, graphs, name):
+    found, num_replayed = run_with_replays(folder_of(name))
     assert all(torch.equal(found[which], expected(name)[which]) for which in PROMPTS)
-    assert num_lost > 0
+    assert num_replayed > 0
     assert len(graphs) == len(PROMPTS)
 
 
@@ -254,13 +256,13 @@ def skips(name: str) -> Any:
         pytest.param("inkling", "keys", marks=pytest.mark.slow),
     ],
 )
-def test_each_kind_of_state_has_to_be_put_back(
+def test_each_kind_of_state_has_to_be_restored(
     folder_of, expected, graphs, monkeypatch, name, state
 ):
     monkeypatch.setattr(cache_state, "_values", skips(state))
     try:
-        found, num_lost = run_with_losses(folder_of(name))
+        found, num_replayed = run_with_replays(folder_of(name))
     except IndexError:  # a place beyond the end
         return
-    assert num_lost > 0
+    assert num_replayed > 0
     assert not all(torch.equal(found[which], expected(name)[which]) for which in PROMPTS)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.cuda.slot_kernels import SlotRows
+from moe_infinity.cuda.slot_kernels import SlotLayers
 from tests.cuda.fast_device import on_device
 from tests.cuda.on_device import PROMPT
 from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config
@@ -34,7 +34,9 @@ def logits_of(moe: MoE) -> Tensor:
 def decided_logits(folder: Path, device_memory: str) -> Tensor:
     with (
         on_device(folder, device_memory, "100%", dtype="float32") as moe,
-        mock.patch.object(SlotRows, "compute", autospec=True, side_effect=SlotRows.compute) as rows,
+        mock.patch.object(
+            SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
+        ) as rows,
     ):
         found = logits_of(moe)
         assert rows.call_count == 8 * moe.model.config.num_hidden_layers

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from moe_infinity import MoE
 from moe_infinity.cuda.device_steps import DeviceSteps
-from moe_infinity.engine.layer import ExpertRuntime
+from moe_infinity.engine.bookkeeping import Bookkeeping
 from tests.cuda.fast_device import CACHES, on_device
 from tests.cuda.on_device import PROMPT, greedy
 
@@ -24,17 +24,17 @@ pytestmark = pytest.mark.arithmetic
 def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
     tiny_checkpoint, monkeypatch, cache, is_decided_by_device, is_called
 ):
-    learn = ExpertRuntime._learn
+    learn = Bookkeeping.note_routing
     remaining = -1
 
-    def learning(self: ExpertRuntime, moe_layer_idx: int, *args: Any) -> None:
+    def learning(self: Bookkeeping, moe_layer_idx: int, *args: Any) -> None:
         nonlocal remaining
         remaining -= 1
         if remaining == 0:
             raise KeyboardInterrupt
         learn(self, moe_layer_idx, *args)
 
-    monkeypatch.setattr(ExpertRuntime, "_learn", learning)
+    monkeypatch.setattr(Bookkeeping, "note_routing", learning)
     if not is_decided_by_device:
         monkeypatch.setattr(DeviceSteps, "begin", lambda self, step: False)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
@@ -48,8 +48,8 @@ def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
                     if then:
                         greedy(moe, num_tokens=then, **cache)
                     num_left = 8 + (n - 4) // 3
-                    told = [len(trace.experts_TLK) for trace in finish()]
-                    assert told == [12, num_left] + ([7 + then] if then else []), n
+                    lengths = [len(trace.experts_TLK) for trace in finish()]
+                    assert lengths == [12, num_left] + ([7 + then] if then else []), n
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
-"""How closely the host follows a device that decides: what it knows when something leaves, and that
-no token depends on it. On a fake device, which tells of a row when the test says so.
+"""How soon the host applies the reports of a device that decides: what it knows when an expert is
+evicted, and that no token depends on it. A fake device reports a layer when the test says so.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from moe_infinity.cache.policies import Lru
-from moe_infinity.cuda import reports as following
+from moe_infinity.cuda import reports
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.graphed_step import WARM_UP_STEPS
-from moe_infinity.cuda.reports import Follower
-from moe_infinity.engine.layer import ExpertRuntime
+from moe_infinity.cuda.reports import ReportPoller
 from moe_infinity.experts import ExpertKey
+from moe_infinity.memory.tiers import SlotTier
 from tests.cuda.fast_device import CACHES, STATIC, bring_every_expert, on_device, tokens_of_a_cpu
 from tests.cuda.on_device import PROMPT, assert_same_tokens, greedy
 from tests.cuda.recorded_graph import record_graphs, tokens_without_graph
 
 pytestmark = pytest.mark.arithmetic
 
-NUM_ROWS = 3
+NUM_LAYERS = 3
 
 
 @pytest.fixture(scope="module")
@@ -33,44 +33,46 @@ def expected(tiny_checkpoint):
     return tokens_of_a_cpu(tiny_checkpoint)
 
 
-def tell_if(monkeypatch: pytest.MonkeyPatch, is_told: Callable[[int], bool]) -> None:
-    """Until a step is over, when all is."""
-    told, listen = DeviceTable.told, Follower._listen
+def report_if(monkeypatch: pytest.MonkeyPatch, is_reported: Callable[[int], bool]) -> None:
+    """A layer is reported if so, and when the step is over."""
+    read_report, read_new = DeviceTable.read_report, ReportPoller._read_new
     is_done = [False]
 
-    def telling(self: DeviceTable, moe_layer_idx: int, num_pairs: int) -> Any:
+    def reading_one(self: DeviceTable, moe_layer_idx: int, num_pairs: int) -> Any:
         return (
-            told(self, moe_layer_idx, num_pairs) if is_done[0] or is_told(moe_layer_idx) else None
+            read_report(self, moe_layer_idx, num_pairs)
+            if is_done[0] or is_reported(moe_layer_idx)
+            else None
         )
 
-    def listening(self: Follower, followed: Any, *, is_over: bool) -> None:
+    def reading_new(self: ReportPoller, polled: Any, *, is_over: bool) -> None:
         is_done[0] = is_over
-        listen(self, followed, is_over=is_over)
+        read_new(self, polled, is_over=is_over)
 
-    monkeypatch.setattr(DeviceTable, "told", telling)
-    monkeypatch.setattr(Follower, "_listen", listening)
+    monkeypatch.setattr(DeviceTable, "read_report", reading_one)
+    monkeypatch.setattr(ReportPoller, "_read_new", reading_new)
 
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("policy", ["activation-aware", "lru"])
-def test_however_late_the_host_hears_no_token_changes(
+def test_however_late_the_host_polls_no_token_changes(
     tiny_checkpoint, expected, monkeypatch, policy, cache
 ):
     chances = random.Random(0)
     of_this_cache = tokens_of_a_cpu(tiny_checkpoint, **cache)
-    tell_if(monkeypatch, lambda moe_layer_idx: chances.random() < 0.5)
+    report_if(monkeypatch, lambda moe_layer_idx: chances.random() < 0.5)
     with on_device(tiny_checkpoint, "30%", "40%", policy=policy) as moe:
         for _ in range(3):
             assert_same_tokens(moe, expected, rounds=1)
             assert torch.equal(greedy(moe, **cache), of_this_cache[0])
             moe.check_invariants()
         decode = moe.report().decode
-        assert decode.lookups == decode.steps * NUM_ROWS * 2
+        assert decode.lookups == decode.steps * NUM_LAYERS * 2
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize("device_memory", ["30%", "50%"])
-def test_misses_are_those_of_scores_that_know_the_rows_heard(
+def test_misses_are_those_of_scores_after_the_applied_reports(
     tiny_checkpoint, monkeypatch, device_memory, lag
 ):
     models: list[Modelled] = []
@@ -79,7 +81,7 @@ def test_misses_are_those_of_scores_that_know_the_rows_heard(
     def begin_and_look(self: DeviceSteps, step: Any) -> bool:
         is_ours = begin(self, step)
         if is_ours and not models:
-            models.append(Modelled(self._runtime, lag))
+            models.append(Modelled(self._bookkeeping.tiers[0], lag))
         return is_ours
 
     monkeypatch.setattr(DeviceSteps, "begin", begin_and_look)
@@ -90,10 +92,10 @@ def test_misses_are_those_of_scores_that_know_the_rows_heard(
         return compute(self, moe_layer_idx, *args)
 
     monkeypatch.setattr(DeviceSteps, "compute", computing)
-    tell_if(monkeypatch, lambda moe_layer_idx: moe_layer_idx < at[0] - lag)
+    report_if(monkeypatch, lambda moe_layer_idx: moe_layer_idx < at[0] - lag)
     with on_device(tiny_checkpoint, device_memory, "100%", policy="lru") as moe:
         moe.model(torch.arange(100)[None])
-        assert len(moe._runtime.tiers[1].table) == 24  # no step has to stop
+        assert len(moe.engine.tiers[1].table) == 24  # no step has to stop
         with moe.recording() as finish:
             greedy(moe, PROMPT, num_tokens=40, eos_token_id=-1)
         (model,) = models
@@ -108,11 +110,11 @@ def test_misses_are_those_of_scores_that_know_the_rows_heard(
 class Modelled:
     """Slots whose owners the device replaces; begins with what the prompt left."""
 
-    LAST_ROWS = (0, 2, 2)  # of the part that each of three rows belongs to
+    LAST_LAYERS = (0, 2, 2)  # of the part that each of three layers belongs to
 
-    def __init__(self, runtime: ExpertRuntime, lag: int) -> None:
+    def __init__(self, tier: SlotTier, lag: int) -> None:
         self.lag = lag
-        table, policy = runtime.table, runtime.tiers[0].policy
+        table, policy = tier.table, tier.policy
         assert isinstance(policy, Lru)
         self.owners: list[ExpertKey | None] = [None] * table.num_slots
         for key, slot in table.resident_slots().items():
@@ -120,9 +122,9 @@ class Modelled:
         self.transient = {key for key in table.resident_keys() if table.is_transient(key)}
         self.last_use, self.clock = policy._last_use.copy(), policy._clock
         self.hits = self.misses = 0
-        # Of each row, what it used and who left for it, when the host has not heard of it.
-        self.unheard: list[tuple[list[ExpertKey], set[ExpertKey | None]]] = []
-        self.offered = self.scores()
+        # Of each layer, what it used and who left for it, before the host has applied it.
+        self.unapplied: list[tuple[list[ExpertKey], set[ExpertKey | None]]] = []
+        self.uploaded = self.scores()
 
     def scores(self) -> Any:
         scores = self.last_use.copy()
@@ -131,24 +133,24 @@ class Modelled:
         return scores
 
     def step(self, routing: list[list[int]]) -> None:
-        while self.unheard:
-            self.hear()
-        self.offered = self.scores()
-        for row, experts in enumerate(routing):
-            if len(self.unheard) > self.lag:
-                heard_row = self.hear()
-                self.offered[heard_row] = self.scores()[heard_row]
-            used = [ExpertKey(row, expert) for expert in experts]
+        while self.unapplied:
+            self.apply()
+        self.uploaded = self.scores()
+        for layer, experts in enumerate(routing):
+            if len(self.unapplied) > self.lag:
+                applied_layer = self.apply()
+                self.uploaded[applied_layer] = self.scores()[applied_layer]
+            used = [ExpertKey(layer, expert) for expert in experts]
             gone: set[ExpertKey | None] = set()
             self.hits += sum(key in self.owners for key in used)
             for key in used:
                 if key not in self.owners:
                     self.misses += 1
                     gone.add(self.take_slot(key, used))
-            self.unheard.append((used, gone))
+            self.unapplied.append((used, gone))
 
-    def hear(self) -> int:
-        used, gone = self.unheard.pop(0)
+    def apply(self) -> int:
+        used, gone = self.unapplied.pop(0)
         self.clock += 1
         self.transient = self.transient - gone - set(used)
         for key in used:
@@ -156,12 +158,12 @@ class Modelled:
         return used[0].moe_layer_idx
 
     def take_slot(self, key: ExpertKey, used: list[ExpertKey]) -> ExpertKey | None:
-        row = key.moe_layer_idx
+        layer = key.moe_layer_idx
         leaving = [
-            (-1e9 if owner is None else self.offered[owner], slot)
+            (-1e9 if owner is None else self.uploaded[owner], slot)
             for slot, owner in enumerate(self.owners)
             if owner is None
-            or not (owner in used or row < owner.moe_layer_idx <= self.LAST_ROWS[row])
+            or not (owner in used or layer < owner.moe_layer_idx <= self.LAST_LAYERS[layer])
         ]
         if not leaving:
             return None
@@ -174,70 +176,70 @@ class Modelled:
 
 
 def keep_busy(
-    monkeypatch: pytest.MonkeyPatch, num_looks: int, *, rows_a_look: int = 1
+    monkeypatch: pytest.MonkeyPatch, num_looks: int, *, layers_a_look: int = 1
 ) -> list[tuple[int, int]]:
-    """A step that tells of so many rows each time that the host looks whether it is done, which it
-    is when the host looks once more than that. Gives the rows that were heard of each step when it
-    was launched, and when it was no longer followed.
+    """Steps that report `layers_a_look` more layers each time the host looks whether they are over,
+    and are over after `num_looks`. Returns, for each step, the number of layers that were counted
+    when it was launched, and when polling ended.
     """
-    looks, heard = [0], list[tuple[int, int]]()
-    follow, compute = Follower.follow, DeviceSteps.compute
+    looks, counted = [0], list[tuple[int, int]]()
+    poll_reports, compute = ReportPoller.poll_reports, DeviceSteps.compute
 
     def is_over(table: DeviceTable) -> bool:
         looks[0] += 1
         return looks[0] > num_looks
 
     def computing(steps: DeviceSteps, *args: Any) -> Any:
-        looks[0] = NUM_ROWS
+        looks[0] = NUM_LAYERS
         return compute(steps, *args)
 
-    def follow_and_note(follower: Follower) -> None:
-        now = follower._now
+    def poll_and_note(poller: ReportPoller) -> None:
+        now = poller._current
         assert now is not None
-        looks[0], num_before = 0, now.last_noted + 1
-        follow(follower)
-        heard.append((num_before, now.last_noted + 1))
+        looks[0], num_before = 0, now.last_counted + 1
+        poll_reports(poller)
+        counted.append((num_before, now.last_counted + 1))
 
     monkeypatch.setattr(DeviceTable, "is_over", is_over)
-    monkeypatch.setattr(Follower, "follow", follow_and_note)
+    monkeypatch.setattr(ReportPoller, "poll_reports", poll_and_note)
     monkeypatch.setattr(DeviceSteps, "compute", computing)
-    tell_if(monkeypatch, lambda moe_layer_idx: moe_layer_idx < looks[0] * rows_a_look)
-    return heard
+    report_if(monkeypatch, lambda moe_layer_idx: moe_layer_idx < looks[0] * layers_a_look)
+    return counted
 
 
 @pytest.mark.parametrize(
-    ("num_looks", "rows_a_look", "num_heard"), [(0, 1, 0), (2, 1, 2), (9, 1, 3), (9, 3, 1)]
+    ("num_looks", "layers_a_look", "num_counted"), [(0, 1, 0), (2, 1, 2), (9, 1, 3), (9, 3, 1)]
 )
-def test_a_graph_is_followed_until_its_last_row(
-    tiny_checkpoint, monkeypatch, num_looks, rows_a_look, num_heard
+def test_a_graph_is_polled_until_its_last_layer(
+    tiny_checkpoint, monkeypatch, num_looks, layers_a_look, num_counted
 ):
-    """What it told faster than it was heard, is heard later."""
+    """Reports that come faster than they are applied are applied later."""
     expected = tokens_without_graph(tiny_checkpoint, **STATIC)
     graphs = record_graphs(monkeypatch)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         bring_every_expert(moe)
-        heard = keep_busy(monkeypatch, num_looks, rows_a_look=rows_a_look)
+        counted = keep_busy(monkeypatch, num_looks, layers_a_look=layers_a_look)
         assert torch.equal(greedy(moe, **STATIC), expected[0])
         assert len(graphs) == 1
-        assert heard[WARM_UP_STEPS:] == (15 - WARM_UP_STEPS) * [(0, num_heard)]
-        moe.check_invariants()  # hears the rest
+        assert counted[WARM_UP_STEPS:] == (15 - WARM_UP_STEPS) * [(0, num_counted)]
+        moe.check_invariants()  # applies the rest
         decode = moe.report().decode
-        assert decode.lookups == decode.steps * NUM_ROWS * 2 == 15 * NUM_ROWS * 2
+        assert decode.lookups == decode.steps * NUM_LAYERS * 2 == 15 * NUM_LAYERS * 2
 
 
-def test_a_device_that_tells_nothing_is_not_followed_for_ever(
+def test_a_device_that_reports_nothing_is_not_polled_for_ever(
     tiny_checkpoint, expected, monkeypatch
 ):
-    monkeypatch.setattr(following, "FOLLOW_SECONDS", 0.05)
+    monkeypatch.setattr(reports, "POLL_TIMEOUT_S", 0.05)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
-        heard = keep_busy(monkeypatch, 1 << 30, rows_a_look=0)
+        counted = keep_busy(monkeypatch, 1 << 30, layers_a_look=0)
         assert torch.equal(greedy(moe, num_tokens=4), expected[0][:, : len(PROMPT[0]) + 4])
-        assert len(heard) == 3
+        assert len(counted) == 3
         moe.check_invariants()
-        assert moe.report().decode.lookups == 3 * NUM_ROWS * 2
+        assert moe.report().decode.lookups == 3 * NUM_LAYERS * 2
 
 
-def test_ctrl_c_while_a_step_is_followed_leaves_the_model_usable(
+def test_ctrl_c_while_a_step_is_polled_leaves_the_model_usable(
     tiny_checkpoint, expected, monkeypatch
 ):
     def press(seconds: float) -> None:
@@ -247,7 +249,7 @@ def test_ctrl_c_while_a_step_is_followed_leaves_the_model_usable(
         assert torch.equal(greedy(moe), expected[0])
         with monkeypatch.context() as patched:
             patched.setattr("moe_infinity.cuda.reports.time.sleep", press)
-            keep_busy(patched, 1 << 30, rows_a_look=0)
+            keep_busy(patched, 1 << 30, layers_a_look=0)
             with pytest.raises(KeyboardInterrupt):
                 greedy(moe, **STATIC)
         assert_same_tokens(moe, expected)

@@ -1,4 +1,4 @@
-"""The device's own part of the cache: resolve and fill, and their twins, state for state.
+"""The device's own part of the cache: resolve and fill against their reference, state for state.
 
 Without a GPU the kernels run in Triton's interpreter; with one, compiled, and in a CUDA graph.
 """
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_infinity.cuda.device_table import ABSENT, NOT_TOLD, NOTHING, ON_DISK
+from moe_infinity.cuda.device_table import ABSENT, NOT_REPORTED, NOTHING, ON_DISK
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels.cuda import reference as slot_reference
 from tests.cuda.device_tables import World, random_scores, routings, step
@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="needs triton")
 from moe_infinity.cuda import resolve as triton_resolve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = [pytest.param(slot_reference, id="twin"), pytest.param(triton_resolve, id="triton")]
+KINDS = [pytest.param(slot_reference, id="reference"), pytest.param(triton_resolve, id="triton")]
 pytestmark = pytest.mark.triton
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 
@@ -42,19 +42,19 @@ def test_an_expert_that_several_tokens_miss_takes_one_slot(kernels):
     (found,) = step(kernels, world, [[[5, 3], [3, 5], [3, 7]]])
     assert found == [0, 1, 1, 0, 1, 2]
     assert world.table.uses_LE[0].tolist() == [0, 0, 0, 3, 0, 2, 0, 1]
-    assert world.table.told_L2P[0].tolist() == [
-        [5, 3, 3, 5, 3, 7, *10 * [NOT_TOLD]],
-        [0, 1, NOTHING, NOTHING, NOTHING, 2, *10 * [NOT_TOLD]],
+    assert world.table.reports_L2P[0].tolist() == [
+        [5, 3, 3, 5, 3, 7, *10 * [NOT_REPORTED]],
+        [0, 1, NOTHING, NOTHING, NOTHING, 2, *10 * [NOT_REPORTED]],
     ]
-    assert (world.table.told_L2P[1:] == NOT_TOLD).all()
+    assert (world.table.reports_L2P[1:] == NOT_REPORTED).all()
     report, *others = world.reports(6)
     assert report is not None
     assert report.expert_P.tolist() == [5, 3, 3, 5, 3, 7]
     assert report.misses == {ExpertKey(0, 5): 0, ExpertKey(0, 3): 1, ExpertKey(0, 7): 2}
-    assert not report.is_lost
+    assert not report.needs_replay
     assert others == [None, None]
     assert not world.table.uses_LE.any()
-    assert (world.table.told_L2P == NOT_TOLD).all()
+    assert (world.table.reports_L2P == NOT_REPORTED).all()
 
 
 @pytest.mark.parametrize("kernels", KINDS)
@@ -70,10 +70,10 @@ def test_a_miss_is_copied_into_its_slot_and_a_hit_is_not(kernels):
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_what_the_host_tells_is_where_experts_are(kernels):
+def test_uploaded_residency_is_where_experts_are(kernels):
     world = world_for(kernels, slots=3)
     step(kernels, world, [[[5, 3]]])
-    world.tell({ExpertKey(0, 6): 1})
+    world.upload({ExpertKey(0, 6): 1})
     assert step(kernels, world, [[[6, 5, 3, 7]]]) == [[1, 0, 2, ExpertKey(0, 7)]]
     assert [slot for _, slot in world.misses(4)] == [0, 2, ABSENT]
 
@@ -84,8 +84,8 @@ def test_what_the_host_tells_is_where_experts_are(kernels):
 @pytest.mark.parametrize("kernels", KINDS)
 def test_a_miss_takes_a_free_slot_and_then_that_of_the_lowest_score(kernels):
     world = world_for(kernels, slots=4)
-    world.tell({ExpertKey(2, 0): 0, ExpertKey(2, 1): 1, ExpertKey(2, 2): 3})
-    world.offer([7, 4, 5, 0, 0, 0, 0, 0])
+    world.upload({ExpertKey(2, 0): 0, ExpertKey(2, 1): 1, ExpertKey(2, 2): 3})
+    world.upload_scores([7, 4, 5, 0, 0, 0, 0, 0])
     assert step(kernels, world, [[[1, 2, 3]]]) == [[2, 1, 3]]
     assert world.table.resident_slots() == {
         ExpertKey(2, 0): 0, ExpertKey(0, 1): 2, ExpertKey(0, 2): 1, ExpertKey(0, 3): 3,
@@ -95,42 +95,42 @@ def test_a_miss_takes_a_free_slot_and_then_that_of_the_lowest_score(kernels):
 @pytest.mark.parametrize("kernels", KINDS)
 def test_equal_scores_leave_in_the_order_of_slots(kernels):
     world = world_for(kernels, slots=3)
-    world.tell({ExpertKey(2, 0): 2, ExpertKey(2, 1): 0, ExpertKey(2, 2): 1})
+    world.upload({ExpertKey(2, 0): 2, ExpertKey(2, 1): 0, ExpertKey(2, 2): 1})
     assert step(kernels, world, [[[1, 2]]]) == [[0, 1]]
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_of_its_own_row_only_what_the_step_does_not_use_leaves(kernels):
+def test_of_its_own_layer_only_what_the_step_does_not_use_is_evicted(kernels):
     world = world_for(kernels, slots=3)
-    world.tell({ExpertKey(0, 0): 0, ExpertKey(0, 1): 1, ExpertKey(0, 2): 2})
-    world.offer([0, 1, 2, 3, 4, 5, 6, 7])
+    world.upload({ExpertKey(0, 0): 0, ExpertKey(0, 1): 1, ExpertKey(0, 2): 2})
+    world.upload_scores([0, 1, 2, 3, 4, 5, 6, 7])
     assert step(kernels, world, [[[3, 2], [4, 0]]]) == [[1, 2, ExpertKey(0, 4), 0]]
     world.reports(4)
     assert step(kernels, world, [[[5, 6], [7, 1]]]) == [[0, 2, 1, ExpertKey(0, 1)]]
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_rows_that_come_before_the_next_scores_keep_their_experts(kernels):
-    """Five rows are two parts. Row 0 takes its own slot and row 2's; 2 takes 1's, then 0's two."""
-    world = world_for(kernels, rows=5, slots=5)
-    assert world.table.last_rows == [1, 4]
+def test_layers_that_come_before_the_next_scores_keep_their_experts(kernels):
+    """Five layers are two parts. Layer 0 takes its own slot and 2's; 2 takes 1's, then 0's two."""
+    world = world_for(kernels, layers=5, slots=5)
+    assert world.table.last_layers == [1, 4]
     assert list(map(world.table.part_of, range(5))) == [0, 0, 1, 1, 1]
-    world.tell({ExpertKey(row, 0): row for row in range(5)})
-    world.offer([1, 0, 0, 0, 0, 0, 0, 0], [0, 9, 9, 0, 0, 0, 0, 0])
+    world.upload({ExpertKey(layer, 0): layer for layer in range(5)})
+    world.upload_scores([1, 0, 0, 0, 0, 0, 0, 0], [0, 9, 9, 0, 0, 0, 0, 0])
     found = step(kernels, world, [[[1, 2]], [[-1]], [[1, 2, 3]]])
     assert found == [[0, 2], [None], [1, 0, 2]]
-    world.offer([0, 9, 9, 9, 9, 9, 9, 9])
-    assert step(kernels, world, [[[0]]]) == [[3]]  # row 3's may leave in the other part
+    world.upload_scores([0, 9, 9, 9, 9, 9, 9, 9])
+    assert step(kernels, world, [[[0]]]) == [[3]]  # layer 3's may leave in the other part
 
 
 @pytest.mark.parametrize("kernels", KINDS)
 def test_the_lowest_of_many_slots_is_found(kernels):
-    world = world_for(kernels, rows=4, experts=900, slots=2700)
+    world = world_for(kernels, layers=4, experts=900, slots=2700)
     keys = [key for key in world.keys if key.moe_layer_idx]
-    world.tell({key: slot for slot, key in enumerate(keys)})
-    # float32 could not tell them apart
+    world.upload({key: slot for slot, key in enumerate(keys)})
+    # in float32 some would be equal
     scores = np.random.default_rng(0).permutation(4 * 900).reshape(4, 1, 900) / 64 + 2.0**40
-    world.offer_all(np.repeat(scores, 2, 1))
+    world.upload_all_scores(np.repeat(scores, 2, 1))
     leaving = sorted((k for k in keys if k.moe_layer_idx != 1), key=lambda key: scores[:, 0][key])[
         :6
     ]
@@ -142,22 +142,22 @@ def test_the_lowest_of_many_slots_is_found(kernels):
 @pytest.mark.parametrize("kernels", KINDS)
 def test_a_score_of_inf_keeps_an_expert(kernels):
     world = world_for(kernels, slots=2)
-    world.tell({ExpertKey(2, 0): 0, ExpertKey(2, 1): 1})
-    world.offer([np.inf, 1, 2, 3, 4, 5, 6, 7])
+    world.upload({ExpertKey(2, 0): 0, ExpertKey(2, 1): 1})
+    world.upload_scores([np.inf, 1, 2, 3, 4, 5, 6, 7])
     assert step(kernels, world, [[[3, 4]]]) == [[1, ExpertKey(0, 4)]]
     assert [slot for _, slot in world.misses(2)] == [1, ABSENT]
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_who_was_evicted_is_a_miss_later_in_the_step(kernels):
+def test_an_expert_that_was_evicted_is_a_miss_later_in_the_step(kernels):
     world = world_for(kernels, slots=1)
-    world.tell({ExpertKey(2, 4): 0})
+    world.upload({ExpertKey(2, 4): 0})
     assert step(kernels, world, [[[1]], [[-1]], [[4]]]) == [[0], [None], [0]]
     assert world.misses(1) == [(ExpertKey(0, 1), 0), (ExpertKey(2, 4), 0)]
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_an_expert_on_disk_loses_the_step_from_its_row_on(kernels):
+def test_a_step_needs_replay_from_the_layer_of_an_expert_on_disk_on(kernels):
     world = world_for(kernels, slots=3)
     on_disk = ExpertKey(1, 2)
     world.table.set_host_addresses({on_disk: 0})
@@ -166,7 +166,7 @@ def test_an_expert_on_disk_loses_the_step_from_its_row_on(kernels):
     uses_LE = world.table.uses_LE.clone()
     assert not uses_LE[2].any()
     reports = world.reports(2)
-    assert [report and report.is_lost for report in reports] == [False, True, False]
+    assert [report and report.needs_replay for report in reports] == [False, True, False]
     assert reports[1] is not None
     assert reports[1].misses == {on_disk: ON_DISK, ExpertKey(1, 4): 2}
     assert reports[2] is not None
@@ -175,45 +175,45 @@ def test_an_expert_on_disk_loses_the_step_from_its_row_on(kernels):
     world.table.set_host_addresses({on_disk: world.address_of(on_disk)})
     again = step(kernels, world, [[[2, 1]], [[2, 4]], [[3, 5]]])
     assert again == [[0, 1], [0, 2], [0, 1]]
-    assert not any(report is None or report.is_lost for report in world.reports(2))
+    assert not any(report is None or report.needs_replay for report in world.reports(2))
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_a_row_that_was_lost_is_told_again(kernels):
+def test_a_layer_that_is_retried_is_reported_again(kernels):
     world, on_disk = world_for(kernels), ExpertKey(0, 2)
     world.table.set_host_addresses({on_disk: 0})
     assert step(kernels, world, [[[2, 4]]]) == [[None, 0]]
-    assert world.table.is_lost()
-    assert world.told(0, 2).misses == {on_disk: ON_DISK, ExpertKey(0, 4): 0}
+    assert world.table.needs_replay()
+    assert world.report(0, 2).misses == {on_disk: ON_DISK, ExpertKey(0, 4): 0}
     world.table.set_host_addresses({on_disk: world.address_of(on_disk)})
-    world.table.find_again(0)
-    assert world.table.told(0, 2) is None
+    world.table.prepare_retry(0)
+    assert world.table.read_report(0, 2) is None
     assert step(kernels, world, [[[2, 4]], [[1, 3]]]) == [[1, 0], [2, 3]]
     assert world.misses(2) == [(on_disk, 1), (ExpertKey(1, 1), 2), (ExpertKey(1, 3), 3)]
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_a_row_is_told_when_all_its_words_are(kernels):
+def test_a_layer_is_reported_when_all_its_words_are(kernels):
     world = world_for(kernels)
-    assert world.table.told(0, 3) is None
+    assert world.table.read_report(0, 3) is None
     step(kernels, world, [[[2, 1, 2]]])
-    assert world.table.told(0, 4) is None
+    assert world.table.read_report(0, 4) is None
     for place in (0, 1):
-        word = int(world.table.told_L2P[0, place, 2])
-        world.table.told_L2P[0, place, 2] = NOT_TOLD
-        assert world.table.told(0, 3) is None
-        world.table.told_L2P[0, place, 2] = word
-    assert world.told(0, 3).misses == {ExpertKey(0, 2): 0, ExpertKey(0, 1): 1}
+        word = int(world.table.reports_L2P[0, place, 2])
+        world.table.reports_L2P[0, place, 2] = NOT_REPORTED
+        assert world.table.read_report(0, 3) is None
+        world.table.reports_L2P[0, place, 2] = word
+    assert world.report(0, 3).misses == {ExpertKey(0, 2): 0, ExpertKey(0, 1): 1}
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_scores_of_some_rows_are_heard_while_a_step_runs(kernels):
+def test_scores_of_some_layers_are_used_while_a_step_runs(kernels):
     world = world_for(kernels, slots=3)
-    world.tell({ExpertKey(1, 5): 0, ExpertKey(2, 5): 1, ExpertKey(2, 6): 2})
-    world.offer([0, 0, 0, 0, 0, 5, 6, 0])
+    world.upload({ExpertKey(1, 5): 0, ExpertKey(2, 5): 1, ExpertKey(2, 6): 2})
+    world.upload_scores([0, 0, 0, 0, 0, 5, 6, 0])
     assert step(kernels, world, [[[0]]]) == [[0]]
-    world.offer_all(np.full((1, 2, 8), 9.0), first_row=0)
-    world.offer_all(np.full((1, 2, 8), 7.0), first_row=2)
+    world.upload_all_scores(np.full((1, 2, 8), 9.0), first_layer=0)
+    world.upload_all_scores(np.full((1, 2, 8), 7.0), first_layer=2)
     assert kernels.resolve(world.table, 2, world.index([[1]])).numel() == 1
     assert world.table.resident_slots() == {
         ExpertKey(0, 0): 0, ExpertKey(2, 1): 1, ExpertKey(2, 6): 2,
@@ -238,15 +238,15 @@ def test_a_pair_without_an_expert_is_nowhere(kernels):
     on_disk=st.sets(st.integers(0, 23), max_size=1),
     seed=st.integers(0, 99),
 )
-def test_the_kernels_do_what_their_twins_do(steps, num_slots, num_resident, on_disk, seed):
+def test_the_kernels_do_what_their_reference_does(steps, num_slots, num_resident, on_disk, seed):
     worlds = {
         kernels: world_for(kernels, slots=num_slots, max_pairs=64)
         for kernels in (triton_resolve, slot_reference)
     }
     for world in worlds.values():
         keys = np.random.default_rng(seed).permutation(len(world.keys))[:num_resident]
-        world.tell(dict(zip((world.keys[at] for at in keys), range(num_slots), strict=False)))
-        world.offer_all(random_scores(world, seed))
+        world.upload(dict(zip((world.keys[at] for at in keys), range(num_slots), strict=False)))
+        world.upload_all_scores(random_scores(world, seed))
         world.table.set_host_addresses({world.keys[cell]: 0 for cell in on_disk})
     for routing in steps:
         found = [step(kernels, world, routing) for kernels, world in worlds.items()]
@@ -257,14 +257,14 @@ def test_the_kernels_do_what_their_twins_do(steps, num_slots, num_resident, on_d
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_captured_step_follows_what_changes_around_it():
+def test_a_captured_step_sees_what_changes_around_it():
     captured, plain = World("cuda"), World("cuda")
     routing = [torch.zeros(1, 4, dtype=torch.int64, device="cuda") for _ in range(3)]
 
     def whole_step(world: World) -> list[torch.Tensor]:
         found = []
-        for row, index_TK in enumerate(routing):
-            pointers_TK = triton_resolve.resolve(world.table, row, index_TK)
+        for layer, index_TK in enumerate(routing):
+            pointers_TK = triton_resolve.resolve(world.table, layer, index_TK)
             triton_resolve.fill(world.table, pointers_TK)
             found.append(pointers_TK.clone())
         return found
@@ -278,7 +278,7 @@ def test_a_captured_step_follows_what_changes_around_it():
         for index_TK in routing:
             index_TK.copy_(torch.randperm(8, generator=generator)[:4].view(1, 4))
         for world in (captured, plain):
-            world.offer_all(random_scores(world, n))
+            world.upload_all_scores(random_scores(world, n))
         graph.replay()
         expected = whole_step(plain)
         assert [captured.places(p) for p in found] == [plain.places(p) for p in expected]

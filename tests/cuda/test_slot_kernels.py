@@ -10,7 +10,7 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.kernels.cuda import reference as slot_reference
 
 
-def test_host_memory_has_the_plain_twins():
+def test_host_memory_has_the_plain_reference():
     found = slot_kernels.slot_kernels(torch.device("cpu"))
     assert found == (slot_reference.resolve, slot_reference.fill, slot_reference.slot_moe)
 
@@ -24,7 +24,7 @@ def test_a_gpu_without_triton_is_refused(monkeypatch):
 def test_a_gpu_with_triton_has_its_kernels():
     pytest.importorskip("triton", reason="needs triton")
     found = slot_kernels.slot_kernels(torch.device("cuda"))
-    assert {kernel.__module__.rpartition(".")[2] for kernel in found} == {
-        "triton_resolve",
-        "triton_experts",
+    assert {kernel.__module__ for kernel in found} == {
+        "moe_infinity.cuda.resolve",
+        "moe_infinity.kernels.cuda.experts",
     }

@@ -1,5 +1,5 @@
 """Steps with sliding windows as one graph: gpt-oss, whose window of 16 tokens fills up and moves
-on, with a twin of CUDA graphs that does not run Python again.
+on, with graphs that a CPU can record.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from moe_infinity import MoE
-from moe_infinity.cuda.cache_state import Before
+from moe_infinity.cuda.cache_state import CacheSnapshot
 from moe_infinity.cuda.static_windows import StaticWindows
 from tests.cuda import recorded_graph
 from tests.cuda.fast_device import bring_every_expert, on_device
@@ -83,15 +83,17 @@ def test_a_cache_that_changes_between_steps_is_no_longer_that_of_the_graph(
     assert bool(graphs) == (run is recorded_graph.conversation)
 
 
-def test_a_window_is_put_back_if_a_step_is_lost(folder, expected, graphs):
+def test_a_window_is_restored_before_a_replay(folder, expected, graphs):
     """Before it is full, when it fills up, and after it has moved on."""
     with (
         on_device(folder, "40%", "50%") as moe,
-        mock.patch.object(Before, "put_back", autospec=True, side_effect=Before.put_back) as lost,
+        mock.patch.object(
+            CacheSnapshot, "restore", autospec=True, side_effect=CacheSnapshot.restore
+        ) as restored,
     ):
         for name, prompt in PROMPTS.items():
             assert torch.equal(recorded_graph.logits(moe, *prompt), expected[name]), name
-    assert lost.called
+    assert restored.called
     assert len(graphs) == len(PROMPTS)
 
 

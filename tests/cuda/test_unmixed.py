@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.engine.routing import RoutedRows
+from moe_infinity.engine.exact import ExactWork
 from tests.cuda.fake_cuda import fake_device
-from tests.cuda.no_device import NOWHERE, NowhereLink, told_by_nobody
+from tests.cuda.no_device import NOWHERE, MetaCudaDevice, made_up_routing
 from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
@@ -27,8 +27,8 @@ FOLDERS = [
 
 def prompt_and_token(folder: Path, **options: Any) -> None:
     budgets = {"device_memory": "40%", "host_memory": "60%"}
-    link = fake_device(NowhereLink())
-    with link, told_by_nobody(), MoE(folder, **budgets, **options) as moe:
+    cuda_device = fake_device(MetaCudaDevice())
+    with cuda_device, made_up_routing(), MoE(folder, **budgets, **options) as moe:
         ids = torch.zeros(1, 9, dtype=torch.int64, device=NOWHERE)
         out = moe.model(ids, use_cache=True)
         out = moe.model(ids[:, :1], use_cache=True, past_key_values=out.past_key_values)
@@ -58,13 +58,13 @@ def test_experts_packed_on_load(tiny_checkpoint, expert_dtype):
     prompt_and_token(tiny_checkpoint, expert_dtype=expert_dtype)
 
 
-def test_rows_that_stay_on_the_cpu_are_found(tiny_checkpoint, monkeypatch):
-    gather = RoutedRows.gather
+def test_indices_that_stay_on_the_cpu_are_found(tiny_checkpoint, monkeypatch):
+    init = ExactWork.__init__
 
-    def forgetful(self: RoutedRows, *args: Any, **kwargs: Any) -> None:
-        gather(self, *args, **kwargs)
+    def forgetful(self: ExactWork, *args: Any) -> None:
+        init(self, *args)
         self._pairs_P = torch.arange(len(self._pairs_P))
 
-    monkeypatch.setattr(RoutedRows, "gather", forgetful)
+    monkeypatch.setattr(ExactWork, "__init__", forgetful)
     with pytest.raises(AssertionError, match="mixes devices"):
         prompt_and_token(tiny_checkpoint)

@@ -1,4 +1,4 @@
-"""DEVICE slots, the HOST slots they are filled from, the ring between them, and their budget."""
+"""DEVICE slots, the HOST slots and staging buffers they are filled from, and their budget."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.memory.cuda import Copy, Event, open_link
+from moe_infinity.memory.cuda import Copy, Event, open_cuda_device
 from moe_infinity.memory.device import (
+    NUM_STAGING_BUFFERS,
     PAGE_BYTES,
-    RING_BUFFERS,
     DeviceSlots,
     SourceSlots,
     num_device_slots,
 )
-from tests.cuda.fake_cuda import FakeLink, FakeMark
+from tests.cuda.fake_cuda import FakeCudaDevice, FakeMark
 
 MIB, GIB = 1 << 20, 1 << 30
 NUM_BYTES = 1000  # of an expert, less than a slot
@@ -24,10 +24,10 @@ NUM_BYTES = 1000  # of an expert, less than a slot
 class Bench:
     """Four HOST slots and two DEVICE slots."""
 
-    def __init__(self, link: FakeLink) -> None:
-        self.link = link
-        self.host = SourceSlots(link, 4, PAGE_BYTES)
-        self.device = DeviceSlots(link, 2, 1024)
+    def __init__(self, cuda_device: FakeCudaDevice) -> None:
+        self.cuda_device = cuda_device
+        self.host = SourceSlots(cuda_device, 4, PAGE_BYTES)
+        self.device = DeviceSlots(cuda_device, 2, 1024)
 
     def write(self, host_slot: int, value: int) -> None:
         """What a read from disk does."""
@@ -44,11 +44,11 @@ class Bench:
         return set(self.device.tensor_of(device_slot, NUM_BYTES).tolist())
 
 
-@pytest.fixture(params=[True, False], ids=["page-locked", "ring"])
+@pytest.fixture(params=[True, False], ids=["page-locked", "staged"])
 def bench(request):
-    bench = Bench(FakeLink(is_locking=request.param))
+    bench = Bench(FakeCudaDevice(is_locking=request.param))
     yield bench
-    bench.link.synchronize()
+    bench.cuda_device.synchronize()
     bench.host.close()
 
 
@@ -65,11 +65,11 @@ def test_a_copy_is_not_over_before_its_time(bench):
     copy = bench.copy(0, 0)
     assert not copy.query()
     assert bench.values(0) != {7}
-    bench.link.let_kernels_wait(copy)
+    bench.cuda_device.let_kernels_wait(copy)
     assert copy.query()
     assert bench.values(0) == {7}
-    assert bench.link.take_stall_s() == pytest.approx(copy.took_s)
-    assert bench.link.take_stall_s() == 0
+    assert bench.cuda_device.take_stall_s() == pytest.approx(copy.took_s)
+    assert bench.cuda_device.take_stall_s() == 0
 
 
 def test_a_host_slot_keeps_its_bytes_until_they_are_copied(bench):
@@ -77,12 +77,12 @@ def test_a_host_slot_keeps_its_bytes_until_they_are_copied(bench):
     bench.copy(0, 0)
     bench.write(0, 9)  # waits
     bench.copy(0, 1)
-    bench.link.synchronize()
+    bench.cuda_device.synchronize()
     assert (bench.values(0), bench.values(1)) == ({7}, {9})
 
 
-def test_more_copies_than_the_ring_has_buffers_lose_nothing(bench):
-    for value in range(3 * RING_BUFFERS):
+def test_more_copies_than_there_are_staging_buffers_lose_nothing(bench):
+    for value in range(3 * NUM_STAGING_BUFFERS):
         bench.write(value % 4, value)
         copy = bench.copy(value % 4, value % 2)
         if value % 2:
@@ -91,18 +91,18 @@ def test_more_copies_than_the_ring_has_buffers_lose_nothing(bench):
 
 
 def test_a_copy_starts_after_the_last_kernels_that_read_its_slot(monkeypatch):
-    link, afters = FakeLink(), []
-    copy = link.copy
+    cuda_device, afters = FakeCudaDevice(), []
+    copy = cuda_device.copy
 
     def noting(source: Tensor, destination: Tensor, after: Event | None) -> Copy:
         afters.append(after)
         return copy(source, destination, after)
 
-    monkeypatch.setattr(link, "copy", noting)
+    monkeypatch.setattr(cuda_device, "copy", noting)
     marks = [FakeMark(), FakeMark()]
     coming = iter(marks)
-    monkeypatch.setattr(link, "mark", lambda: next(coming))
-    bench = Bench(link)
+    monkeypatch.setattr(cuda_device, "mark", lambda: next(coming))
+    bench = Bench(cuda_device)
     bench.write(0, 1)
     bench.copy(0, 0)
     bench.device.mark_read([0, 1])
@@ -114,22 +114,22 @@ def test_a_copy_starts_after_the_last_kernels_that_read_its_slot(monkeypatch):
 
 def test_pages_are_locked_in_chunks_when_a_slot_of_them_is_first_filled(monkeypatch):
     monkeypatch.setattr("moe_infinity.memory.device.LOCKED_CHUNK_BYTES", 2 * PAGE_BYTES)
-    bench = Bench(FakeLink())
+    bench = Bench(FakeCudaDevice())
     bench.write(2, 1)
-    assert sum(bench.link.locked.values()) == 2 * PAGE_BYTES
+    assert sum(bench.cuda_device.locked.values()) == 2 * PAGE_BYTES
     assert [bench.host.is_locked(slot) for slot in range(4)] == [False, False, True, True]
     bench.write(1, 1)
     bench.write(3, 1)
-    assert sum(bench.link.locked.values()) == 4 * PAGE_BYTES
+    assert sum(bench.cuda_device.locked.values()) == 4 * PAGE_BYTES
     bench.host.close()
-    assert not bench.link.locked
+    assert not bench.cuda_device.locked
 
 
 def test_once_pages_could_not_be_locked_no_more_are_tried(monkeypatch):
     monkeypatch.setattr("moe_infinity.memory.device.LOCKED_CHUNK_BYTES", PAGE_BYTES)
-    link, asked = FakeLink(is_locking=False), []
-    monkeypatch.setattr(link, "page_lock", lambda memory: asked.append(memory))
-    bench = Bench(link)
+    cuda_device, asked = FakeCudaDevice(is_locking=False), []
+    monkeypatch.setattr(cuda_device, "page_lock", lambda memory: asked.append(memory))
+    bench = Bench(cuda_device)
     for slot in range(4):
         bench.write(slot, slot)
     assert len(asked) == 1
@@ -137,21 +137,21 @@ def test_once_pages_could_not_be_locked_no_more_are_tried(monkeypatch):
 
 @pytest.mark.parametrize("is_locking", [True, False])
 def test_a_slot_is_filled_after_the_kernels_that_read_it(is_locking, monkeypatch):
-    bench, mark = Bench(FakeLink(is_locking=is_locking)), FakeMark()
+    bench, mark = Bench(FakeCudaDevice(is_locking=is_locking)), FakeMark()
     afters: list[Event | None] = []
-    copy = bench.link.copy
+    copy = bench.cuda_device.copy
 
     def noting(source: Tensor, destination: Tensor, after: Event | None) -> Copy:
         afters.append(after)
         return copy(source, destination, after)
 
-    monkeypatch.setattr(bench.link, "mark", lambda: mark)
-    monkeypatch.setattr(bench.link, "copy", noting)
+    monkeypatch.setattr(bench.cuda_device, "mark", lambda: mark)
+    monkeypatch.setattr(bench.cuda_device, "copy", noting)
     bench.device.mark_read([1])
     for slot_id in range(2):
         bench.write(slot_id, slot_id + 1)
         bench.copy(slot_id, slot_id)
-    bench.link.synchronize()
+    bench.cuda_device.synchronize()
     assert afters == [None, mark]
     assert [bench.values(slot_id) for slot_id in range(2)] == [{1}, {2}]
 
@@ -160,9 +160,11 @@ def test_a_slot_is_filled_after_the_kernels_that_read_it(is_locking, monkeypatch
 
 
 def slots_for(device_memory: int | str | None, *, free: int, dense: int = 0) -> int:
-    link = FakeLink(total_bytes=100 * MIB)
-    link.used_bytes = 100 * MIB - free
-    return num_device_slots(device_memory, link, slot_bytes=MIB, num_experts=200, dense_bytes=dense)
+    cuda_device = FakeCudaDevice(total_bytes=100 * MIB)
+    cuda_device.used_bytes = 100 * MIB - free
+    return num_device_slots(
+        device_memory, cuda_device, slot_bytes=MIB, num_experts=200, dense_bytes=dense
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,10 +180,10 @@ def test_without_a_budget_dense_weights_and_others_on_the_device_are_thought_of(
 
 
 def test_no_more_slots_than_experts_are_made():
-    link = FakeLink(total_bytes=GIB)
+    cuda_device = FakeCudaDevice(total_bytes=GIB)
     sizes = {"slot_bytes": MIB, "num_experts": 8, "dense_bytes": 0}
-    assert num_device_slots(None, link, **sizes) == 8
-    assert num_device_slots("150%", link, **sizes) == 8
+    assert num_device_slots(None, cuda_device, **sizes) == 8
+    assert num_device_slots("150%", cuda_device, **sizes) == 8
 
 
 @pytest.mark.parametrize("device_memory", [0, MIB - 1, "0.4%"])
@@ -203,7 +205,7 @@ def test_a_budget_that_leaves_no_room_for_anything_else_is_refused_with_the_numb
 
 def test_an_allocation_the_device_cannot_make_is_a_clear_error():
     with pytest.raises(ConfigError, match=r"16\.0 MiB could not be.*4\.0 GiB are free\n.*lower"):
-        DeviceSlots(FakeLink(), 1000, 16 * MIB)
+        DeviceSlots(FakeCudaDevice(), 1000, 16 * MIB)
 
 
 # Which device
@@ -213,10 +215,10 @@ def test_an_allocation_the_device_cannot_make_is_a_clear_error():
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7"])
 def test_a_device_that_is_not_there_is_refused_with_what_there_is(device):
     with pytest.raises(ConfigError, match=rf"'{device}'.*no CUDA device\n.*device='cpu'"):
-        open_link(device)
+        open_cuda_device(device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_without_a_device_experts_compute_on_the_cpu(device):
-    assert open_link(device) is None
+    assert open_cuda_device(device) is None

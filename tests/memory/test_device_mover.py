@@ -14,7 +14,7 @@ from moe_infinity.experts import ExpertKey, Phase, Residency
 from moe_infinity.memory.device import PAGE_BYTES, DeviceSlots, SourceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.mover import Mover
-from tests.cuda.fake_cuda import FakeLink
+from tests.cuda.fake_cuda import FakeCudaDevice
 
 A, B, C, D = KEYS = [ExpertKey(0, expert_idx) for expert_idx in range(4)]
 NUM_BYTES = 512
@@ -32,10 +32,10 @@ class Bench:
         self.begun = {key: threading.Event() for key in KEYS}
         self.arrived = {key: threading.Event() for key in KEYS}
         self.failing: set[ExpertKey] = set()
-        self.link = FakeLink()
+        self.cuda_device = FakeCudaDevice()
         self.host_table, self.table = make_table(num_host_slots), make_table(4)
-        self.host_slots = SourceSlots(self.link, num_host_slots, PAGE_BYTES)
-        self.slots = DeviceSlots(self.link, 4, 1024)
+        self.host_slots = SourceSlots(self.cuda_device, num_host_slots, PAGE_BYTES)
+        self.slots = DeviceSlots(self.cuda_device, 4, 1024)
         self.host_mover = Mover(self.host_table, self.read, num_threads=2)
         self.mover = DeviceMover(
             self.table, self.slots, self.host_table, self.host_slots, self.host_mover,
@@ -97,7 +97,7 @@ def test_residents_come_first_then_what_host_has_then_what_is_on_disk(bench):
     bench.load(B)
     bench.drop_from_device(B)
     assert bench.load(C, B, A) == [A, B, C]
-    assert bench.link.num_copies == 4
+    assert bench.cuda_device.num_copies == 4
 
 
 def test_what_host_has_is_not_read_again(bench):
@@ -122,7 +122,7 @@ def test_a_prefetch_goes_through_both_tiers(bench):
     bench.wait_for_read(A)
     bench.mover.settle()  # its copy begins
     assert bench.table.lookup(A) is Residency.LOADING
-    bench.link.synchronize()
+    bench.cuda_device.synchronize()
     bench.mover.settle()
     assert bench.table.lookup(A) is Residency.RESIDENT
     assert bench.mover.load_s > 0
@@ -137,7 +137,7 @@ def test_a_prefetch_that_is_asked_for_while_copied_is_waited_for_by_kernels(benc
     bench.mover.settle()
     assert bench.load(A) == [A]
     assert bench.table.prefetches.late == 1
-    assert bench.link.take_stall_s() > 0
+    assert bench.cuda_device.take_stall_s() > 0
 
 
 def test_a_prefetch_whose_read_ended_unnoticed_waits_for_no_other_one(bench):
@@ -224,7 +224,7 @@ def copy_ahead(bench: Bench, *keys: ExpertKey) -> None:
 
 def test_what_is_queued_is_the_time_of_all_copies_under_way(bench):
     copy_ahead(bench, A)
-    bench.link.synchronize()
+    bench.cuda_device.synchronize()
     bench.mover.settle()
     copy_ahead(bench, B, C)
     assert bench.mover.settle() == pytest.approx(2 * bench.mover.load_s)
@@ -233,5 +233,5 @@ def test_what_is_queued_is_the_time_of_all_copies_under_way(bench):
 def test_a_stall_is_counted_once(bench):
     copy_ahead(bench, A, B)
     assert sorted(bench.load(A, B)) == [A, B]
-    assert bench.link.take_stall_s() > 0
-    assert bench.link.take_stall_s() == 0
+    assert bench.cuda_device.take_stall_s() > 0
+    assert bench.cuda_device.take_stall_s() == 0

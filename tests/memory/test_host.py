@@ -64,7 +64,7 @@ def test_without_a_budget_no_more_than_all_experts_are_taken(monkeypatch):
     assert slots_for(None) == 100
 
 
-def test_without_a_budget_and_without_free_memory_the_user_is_told(monkeypatch):
+def test_without_a_budget_and_without_free_memory_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(host, "available_memory_bytes", lambda: 0)
     with pytest.raises(ConfigError, match="host_memory"):
         slots_for(None)
@@ -87,7 +87,7 @@ def test_slots_do_not_overlap():
     assert [set(slots.bytes_of(slot_id)) for slot_id in range(3)] == [{0}, {1}, {2}]
 
 
-def test_rows_of_different_layout_share_the_slots():
+def test_layers_of_different_layout_share_the_slots():
     slots = HostSlots(2, max(LAYOUT.slot_bytes, OTHER.slot_bytes))
     slots.bytes_of(1)[:8] = torch.tensor([1.5, -2.0]).view(torch.uint8).numpy().tobytes()
     assert slots.views(OTHER)[1]["up"].tolist() == [1.5, -2.0]

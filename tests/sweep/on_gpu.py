@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_infinity import MoEInfinityError
 from moe_infinity.cuda.graphed_step import GraphedStep
-from moe_infinity.cuda.slot_kernels import SlotRows
+from moe_infinity.cuda.slot_kernels import SlotLayers
 from tests.cuda.fast_device import STATIC, on_device
 from tests.cuda.no_device import CannotBeCaptured, Captured
 from tests.sweep import tiny
@@ -40,7 +40,9 @@ def _watched(folder: Path) -> str:
 
     with (
         on_device(folder, "100%", "100%") as moe,
-        mock.patch.object(SlotRows, "compute", autospec=True, side_effect=SlotRows.compute) as rows,
+        mock.patch.object(
+            SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
+        ) as rows,
         mock.patch.object(GraphedStep, "_capture", capture),
         torch.no_grad(),
     ):

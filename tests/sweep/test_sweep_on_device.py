@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_infinity import MoE, MoEInfinityError
-from moe_infinity.cuda.slot_kernels import SlotRows
+from moe_infinity.cuda.slot_kernels import SlotLayers
 from tests.cuda.fast_device import on_device
 from tests.sweep import tiny
 from tests.sweep.compare import difference
@@ -48,7 +48,9 @@ def run(checkpoint: Path, device_memory: str) -> tuple[Outcome, bool]:
     """And whether the device decided in a step."""
     with (
         on_device(checkpoint, device_memory, "100%", dtype="float32") as moe,
-        mock.patch.object(SlotRows, "compute", autospec=True, side_effect=SlotRows.compute) as rows,
+        mock.patch.object(
+            SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
+        ) as rows,
         torch.no_grad(),
     ):
         found = outcome(moe.model, moe.generate)

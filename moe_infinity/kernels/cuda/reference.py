@@ -32,12 +32,12 @@ def resolve(table: DeviceTable, moe_layer_idx: int, top_k_index_TK: Tensor) -> T
     """See triton_resolve.resolve."""
     index_P = top_k_index_TK.flatten().tolist()
     table.sources_P[: len(index_P)] = 0
-    if table.is_lost():
+    if table.needs_replay():
         index_P = [-1] * len(index_P)
-    table.told_L2P[moe_layer_idx, 0, : len(index_P)] = torch.tensor(
+    table.reports_L2P[moe_layer_idx, 0, : len(index_P)] = torch.tensor(
         index_P, dtype=torch.int32, device="cpu"
     )
-    table.told_L2P[moe_layer_idx, 1, : len(index_P)] = NOTHING
+    table.reports_L2P[moe_layer_idx, 1, : len(index_P)] = NOTHING
     for expert, num_uses in Counter(index_P).items():
         if expert >= 0:
             table.uses_LE[moe_layer_idx, expert] += num_uses
@@ -59,11 +59,11 @@ def _look_up(table: DeviceTable, moe_layer_idx: int, expert: int, pair: int) -> 
         return int(table.address_S[slot])
     if host == 0:
         slot = ON_DISK
-        table.lost.fill_(1)
+        table.replay_flag.fill_(1)
     else:
         slot = _take_slot(table, moe_layer_idx, expert)
         table.sources_P[pair] = host if slot >= 0 else 0
-    table.told_L2P[moe_layer_idx, 1, pair] = slot
+    table.reports_L2P[moe_layer_idx, 1, pair] = slot
     return int(table.address_S[slot]) if slot >= 0 else host
 
 
@@ -77,7 +77,7 @@ def _take_slot(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
             candidates.append((-math.inf, slot))
         elif row == moe_layer_idx and table.uses_LE[row, resident]:
             continue
-        elif not moe_layer_idx < row <= table.last_rows[part]:
+        elif not moe_layer_idx < row <= table.last_layers[part]:
             score = float(table.scores_LHE[row, part, resident])
             candidates += [(score, slot)] if score < math.inf else []
     if not candidates:

@@ -87,7 +87,7 @@ def compute(mlp: SlotMlp, num_tokens: int = 1, top_k: int = 8) -> None:
 def resolve(num_pairs: int) -> None:
     """An odd number of 16 bytes."""
     slots = torch.zeros(2, 16 * 1001, dtype=torch.uint8)
-    table = DeviceTable(slots, num_rows=2, num_experts=4, max_pairs=128)
+    table = DeviceTable(slots, num_layers=2, num_experts=4, max_pairs=128)
     index_TK = torch.zeros(1, num_pairs, dtype=torch.int64)
     pointers_TK = triton_resolve.resolve(table, 1, index_TK)
     triton_resolve.fill(table, pointers_TK)

@@ -28,8 +28,8 @@ pytestmark = [
 def state_after_two_rows() -> dict[str, object]:
     """Misses that take slots, with one that the row uses."""
     torch.manual_seed(0)
-    world = World("cpu", rows=2, experts=16, slots=6)
-    world.table.offer(np.random.default_rng(0).random(world.table.scores_LHE.shape))
+    world = World("cpu", layers=2, experts=16, slots=6)
+    world.table.upload_scores(np.random.default_rng(0).random(world.table.scores_LHE.shape))
     for row in (0, 1):
         triton_resolve.resolve(world.table, row, torch.randint(0, 16, (1, 8)))
     return world.state()

@@ -353,7 +353,7 @@ def test_a_step_gives_the_same_bits_whatever_is_cached(num_slots):
     resident = experts.compute(triton_experts, x, index, weights)
     host = experts.slots.pin_memory() if DEVICE == "cuda" else experts.slots
     slots = torch.zeros(num_slots, host.shape[1], dtype=torch.uint8, device=DEVICE)
-    table = DeviceTable(slots, num_rows=1, num_experts=6, max_pairs=6)
+    table = DeviceTable(slots, num_layers=1, num_experts=6, max_pairs=6)
     table.set_host_addresses({ExpertKey(0, e): host[e].data_ptr() for e in range(6)})
     given = [t.to(DEVICE) for t in (x, weights)]
     for _ in range(2):
