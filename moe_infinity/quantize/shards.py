@@ -31,7 +31,7 @@ PAGE_BYTES = 4096
 CHECKSUMS = "SHA256SUMS"  # for `sha256sum -c`
 HASHED_BYTES = 1 << 20  # at a time
 
-Piece = tuple[str, int, Any]  # name of a tensor, offset in it (bytes), what to write there
+TensorBytes = tuple[str, int, Any]  # name of a tensor, offset in it (bytes), what to write there
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Unit:
 
     entries: tuple[Entry, ...]
     is_aligned: bool  # begins at a page of the file
-    produce: Callable[[], Iterator[Piece]]  # their bytes, in any order
+    produce: Callable[[], Iterator[TensorBytes]]  # their bytes, in any order
 
     @property
     def num_bytes(self) -> int:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import StoredPart, StoredWeight
+from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.engine.compute import has_few_rows
 from moe_infinity.engine.fused_rows import FUSED_ROWS, FusedRows
 from moe_infinity.engine.routing import NO_EXPERT, RoutedRows
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.reference import expert_mlp
@@ -27,7 +28,7 @@ SLOTS = torch.randn(
     NUM_EXPERTS, 3 * WIDTH * EXPERT_WIDTH, generator=torch.Generator().manual_seed(0)
 )
 UP, DOWN = (
-    StoredWeight("f32", shape, {"": StoredPart(at, torch.float32, shape)})
+    WeightLayout.plain(ParamSpec("", shape, "float32", at))
     for shape, at in zip(SHAPES.values(), (0, 4 * 2 * EXPERT_WIDTH * WIDTH), strict=True)
 )
 
