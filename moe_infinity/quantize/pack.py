@@ -34,9 +34,9 @@ from moe_infinity.kernels.pack import Precision, pack, precision_of
 from moe_infinity.memory.host import format_bytes
 from moe_infinity.quantize.shards import (
     CHECKSUMS,
-    Entry,
     ShardJob,
     TensorBytes,
+    TensorEntry,
     Unit,
     index_of,
     plan_shards,
@@ -211,7 +211,9 @@ class _Packing:
         for tensor in matrices:
             *stack, rows, columns = tensor.shape
             for role, (dtype, shape) in self.precision.layout((rows, columns)).items():
-                entries.append(Entry(tensor.name + self._suffix(role), dtype, (*stack, *shape)))
+                entries.append(
+                    TensorEntry(tensor.name + self._suffix(role), dtype, (*stack, *shape))
+                )
         entries.sort(key=lambda entry: -entry.item_bytes)
         return Unit(tuple(entries), True, partial(self._produce, matrices, biases))
 
@@ -250,8 +252,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(torch.uint8).flatten().numpy().data
 
 
-def _entry(tensor: StoredTensor) -> Entry:
-    return Entry(tensor.name, tensor.stored_dtype, tensor.shape)
+def _entry(tensor: StoredTensor) -> TensorEntry:
+    return TensorEntry(tensor.name, tensor.stored_dtype, tensor.shape)
 
 
 def _copy_of(tensor: StoredTensor, reader: Reader) -> Unit:
@@ -271,7 +273,7 @@ def _shape_of(tensor: StoredTensor) -> Unit:
     """What compressed-tensors stores beside a weight in words."""
     name = f"{tensor.name}_shape"
     numbers = b"".join(size.to_bytes(8, "little") for size in tensor.shape)
-    return Unit((Entry(name, "I64", (2,)),), False, lambda: iter([(name, 0, numbers)]))
+    return Unit((TensorEntry(name, "I64", (2,)),), False, lambda: iter([(name, 0, numbers)]))
 
 
 # The rest of the folder

@@ -35,7 +35,7 @@ TensorBytes = tuple[str, int, Any]  # name of a tensor, offset in it (bytes), wh
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor to write."""
 
     name: str
@@ -55,7 +55,7 @@ class Entry:
 class Unit:
     """Tensors that lie side by side."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     is_aligned: bool  # begins at a page of the file
     produce: Callable[[], Iterator[TensorBytes]]  # their bytes, in any order
 
@@ -97,11 +97,11 @@ def plan_shards(units: Iterable[Unit], shard_bytes: int) -> list[Shard]:
 
 def _lay_out(shard: Shard, num_paddings: int) -> int:
     """Fill in where everything lies. Returns how many paddings there are by then."""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     end = 0
     for unit in shard.units:
         if unit.is_aligned and end % PAGE_BYTES:
-            entries.append(Entry(f"padding.{num_paddings}", "U8", (-end % PAGE_BYTES,)))
+            entries.append(TensorEntry(f"padding.{num_paddings}", "U8", (-end % PAGE_BYTES,)))
             num_paddings += 1
         entries += unit.entries
         end += -end % PAGE_BYTES * unit.is_aligned + unit.num_bytes
