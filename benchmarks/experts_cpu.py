@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from moe_infinity.checkpoint.layout import StoredPart, StoredWeight
-from moe_infinity.experts import ExpertLayout
+from moe_infinity.checkpoint.formats import PACKED_BY_US
+from moe_infinity.checkpoint.layout import WeightLayout
+from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.reference import expert_mlp
@@ -38,16 +39,22 @@ def parts_of(name: str, rows: int, columns: int) -> dict[str, Tensor]:
     kind, _, group = name.partition(" group ")
     values = torch.randn(rows, columns)
     if kind == "bf16":
-        return {"": values.mul_(0.02).bfloat16()}
+        return {"values": values.mul_(0.02).bfloat16()}
     if kind == "int4":
         scales = torch.rand(rows, columns // int(group)).mul_(0.01).bfloat16()
         words = torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32)
-        return {"packed": words, "scale": scales}
+        return {"values": words, "scale": scales}
     if kind == "int8":
         weight = values.mul_(30).clamp_(-127, 127).to(torch.int8)
-        return {"weight": weight, "scale": torch.rand(rows, 1).mul_(1e-3).bfloat16()}
+        return {"values": weight, "scale": torch.rand(rows, 1).mul_(1e-3).bfloat16()}
     scale = torch.rand(rows // 128, columns // 128).mul_(0.02)
-    return {"weight": values.to(torch.float8_e4m3fn), "scale": scale}
+    return {"values": values.to(torch.float8_e4m3fn), "scale": scale}
+
+
+def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
+    if kind == "bf16":
+        return WeightLayout.plain(parts["values"])
+    return PACKED_BY_US[kind].place(parts, is_transposed=False)
 
 
 class Slots:
@@ -63,14 +70,14 @@ class Slots:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
         one = torch.zeros(self.layout.slot_bytes, dtype=torch.uint8)
-        stored: dict[str, dict[str, StoredPart]] = {weight: {} for weight in SHAPES}
+        stored: dict[str, dict[str, ParamSpec]] = {weight: {} for weight in SHAPES}
         for spec, ((weight, role), t) in zip(self.layout.params, tensors.items(), strict=True):
             one[spec.offset :][: spec.num_bytes] = t.view(torch.uint8).flatten()
-            stored[weight][role] = StoredPart(spec.offset, t.dtype, spec.shape)
+            stored[weight][role] = spec
         num_slots = STORED_BYTES // len(one) // NUM_EXPERTS * NUM_EXPERTS
         self.slots = self.buffer[: num_slots * len(one)].view(num_slots, len(one))
         self.slots[:] = one
-        up, down = (StoredWeight(name.split()[0], SHAPES[w], parts) for w, parts in stored.items())
+        up, down = (layout_of(name.split()[0], parts) for parts in stored.values())
         self.fused = fused_experts([up], [down], Activation("silu"))
         self.next = 0
 
@@ -86,7 +93,7 @@ class Slots:
             weights = {}
             for spec in self.layout.params:
                 flat = slot[spec.offset :][: spec.num_bytes].view(torch.bfloat16)
-                weights[spec.name.strip()] = flat.view(spec.shape)
+                weights[spec.name.split()[0]] = flat.view(spec.shape)
             expert_mlp(QWEN, weights, x_PD[starts[i] : starts[i + 1]])
 
 

@@ -24,10 +24,11 @@ from functools import partial
 
 import torch
 
-from moe_infinity.checkpoint.layout import StoredPart, StoredWeight
+from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
+from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.cuda.device_table import ABSENT, DeviceTable
 from moe_infinity.cuda.slot_kernels import MAX_PAIRS, slot_kernels
-from moe_infinity.experts import ExpertKey, ExpertLayout
+from moe_infinity.experts import ExpertKey, ExpertLayout, ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp, slot_mlp
 
@@ -53,21 +54,31 @@ class Sizes:
 def parts_of(kind: str, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of what is stored of a weight, by role."""
     if kind == "bf16":
-        return {"": ((rows, columns), "bfloat16")}
+        return {"values": ((rows, columns), "bfloat16")}
     if kind == "int8":
-        return {"weight": ((rows, columns), "int8"), "scale": ((rows, 1), "float32")}
+        return {"values": ((rows, columns), "int8"), "scale": ((rows, 1), "float32")}
     if kind == "fp8":
         grid = rows // BLOCK, columns // BLOCK
-        return {"weight": ((rows, columns), "float8_e4m3fn"), "scale": (grid, "float32")}
+        return {"values": ((rows, columns), "float8_e4m3fn"), "scale": (grid, "float32")}
     groups = columns // GROUP
     if kind == "int4":
-        return {"packed": ((rows, columns // 8), "int32"), "scale": ((rows, groups), "bfloat16")}
+        return {"values": ((rows, columns // 8), "int32"), "scale": ((rows, groups), "bfloat16")}
     if kind == "mxfp4":
-        return {"blocks": ((rows, groups, 16), "uint8"), "scales": ((rows, groups), "uint8")}
+        return {"values": ((rows, groups, 16), "uint8"), "scale": ((rows, groups), "uint8")}
     groups = columns // GROUP_OF_WORDS
     shape = (columns // 8, rows) if kind == "gptq" else (columns, rows // 8)
     zeros, scales = ((groups, rows // 8), "int32"), ((groups, rows), "float16")
-    return {"qweight": (shape, "int32"), "qzeros": zeros, "scales": scales}
+    return {"values": (shape, "int32"), "zeros": zeros, "scale": scales}
+
+
+def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
+    if kind == "bf16":
+        return WeightLayout.plain(parts["values"])
+    if kind in PACKED_BY_US:
+        return PACKED_BY_US[kind].place(parts, is_transposed=False)
+    config = {"quant_method": kind, "bits": 4, "group_size": GROUP_OF_WORDS, "desc_act": False}
+    (weight_format,) = find_format(config).weights
+    return weight_format.place(parts, is_transposed=False)
 
 
 def describe(sizes: Sizes) -> tuple[SlotMlp, ExpertLayout]:
@@ -83,15 +94,13 @@ def describe(sizes: Sizes) -> tuple[SlotMlp, ExpertLayout]:
         }
     )
     weights = []
-    for name, shape in shapes.items():
+    for name in shapes:
         parts = {
-            spec.name.removeprefix(f"{name} "): StoredPart(
-                spec.offset, getattr(torch, spec.dtype), spec.shape
-            )
+            spec.name.removeprefix(f"{name} "): spec
             for spec in layout.params
             if spec.name.startswith(f"{name} ")
         }
-        weights.append(StoredWeight(sizes.kind, shape, parts))
+        weights.append(layout_of(sizes.kind, parts))
     mlp = slot_mlp(weights[:1], weights[1], activation=Activation("silu"))
     assert mlp is not None, sizes
     return mlp, layout

@@ -79,13 +79,13 @@ def mxfp4_parts(rows: int, columns: int) -> Parts:
 
 
 def fp8_chain(parts: Parts) -> Tensor:
-    weight, scales = parts["weight"], parts["scale"]
+    weight, scales = parts["values"], parts["scale"]
     return Fp8Dequantize(None)._dequantize_one(weight, scales, output_dtype=torch.bfloat16)
 
 
 def int4_chain(parts: Parts) -> Tensor:
     """As compressed-tensors does it."""
-    packed, scales = parts["packed"].view(torch.uint8), parts["scale"]
+    packed, scales = parts["values"].view(torch.uint8), parts["scale"]
     nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).view(torch.int8)
     values = nibbles.view(len(packed), -1, 32) - 8
     return (values.to(scales.dtype) * scales[..., None]).flatten(1)
@@ -93,10 +93,10 @@ def int4_chain(parts: Parts) -> Tensor:
 
 def gptq_chain(parts: Parts) -> Tensor:
     """As GPTQModel's torch kernel does it, then the transpose a linear layer's weight is."""
-    zeros = (parts["qzeros"] + 0x11111111)[:, :, None] >> NIBBLES & 15
-    nibbles = parts["qweight"][:, None, :] >> NIBBLES[:, None] & 15
-    zeros, nibbles, groups = zeros.flatten(1), nibbles.flatten(0, 1), parts["g_idx"].long()
-    weight = parts["scales"][groups] * (nibbles - zeros[groups])
+    zeros = (parts["zeros"] + 0x11111111)[:, :, None] >> NIBBLES & 15
+    nibbles = parts["values"][:, None, :] >> NIBBLES[:, None] & 15
+    zeros, nibbles, groups = zeros.flatten(1), nibbles.flatten(0, 1), parts["groups"].long()
+    weight = parts["scale"][groups] * (nibbles - zeros[groups])
     return weight.to(torch.bfloat16).t().contiguous()
 
 
@@ -107,15 +107,15 @@ def awq_chain(parts: Parts) -> Tensor:
         nibbles = (packed[:, :, None] >> NIBBLES).to(torch.int8) & 15
         return nibbles[:, :, AWQ_ORDER].flatten(1)
 
-    group = len(parts["qweight"]) // len(parts["scales"])
-    zeros = unpacked(parts["qzeros"]).repeat_interleave(group, dim=0)
-    scales = parts["scales"].repeat_interleave(group, dim=0)
-    weight = (unpacked(parts["qweight"]) - zeros) * scales
+    group = len(parts["values"]) // len(parts["scale"])
+    zeros = unpacked(parts["zeros"]).repeat_interleave(group, dim=0)
+    scales = parts["scale"].repeat_interleave(group, dim=0)
+    weight = (unpacked(parts["values"]) - zeros) * scales
     return weight.to(torch.bfloat16).t().contiguous()
 
 
 def mxfp4_chain(parts: Parts) -> Tensor:
-    return convert_moe_packed_tensors(parts["blocks"], parts["scales"], dtype=torch.bfloat16)
+    return convert_moe_packed_tensors(parts["values"], parts["scale"], dtype=torch.bfloat16)
 
 
 INT4 = {"type": "int", "num_bits": 4, "strategy": "group"}

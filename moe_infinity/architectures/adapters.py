@@ -48,12 +48,12 @@ class MoeLayer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """Where one parameter of the experts lives in their module."""
+class ParameterLocation:
+    """Where one parameter of the experts is in their module."""
 
     paths: tuple[str, ...]  # one parameter stacked over experts, or one parameter per expert
     is_stacked: bool
-    num_stored: int  # experts in it; more than the row has where some never compute
+    num_stored: int  # experts in it; more than the layer has where some never compute
     rows: int = 1  # of the first dimension of a stacked one, for each expert
 
 
@@ -65,7 +65,7 @@ class ExpertsModule:
     module: nn.Module
     block_name: str  # of the module that routes and then calls the experts
     num_experts: int
-    homes: dict[str, Home]  # by the parameter's name in a slot
+    locations: dict[str, ParameterLocation]  # by the parameter's name in a slot
     layout: ExpertLayout
     compute: Callable[..., Tensor]  # (one expert's weights by name, its rows [R, D]) -> [R, D]
     is_transposed: bool | None  # expert_mlp finds weights as [in, out]; None: it does not compute
@@ -86,11 +86,11 @@ class Adapter:
     def describe(self, name: str, module: Any) -> ExpertsModule:
         """Raises UnsupportedModelError for parameters of an unknown dtype."""
         num_experts = self.count(module)
-        homes = self.homes(module, num_experts)
+        locations = self.locations(module, num_experts)
         shapes = {}
-        for key, home in homes.items():
-            param = module.get_parameter(home.paths[0])
-            shapes[key] = _shape_of_one(param, home), str(param.dtype).removeprefix("torch.")
+        for key, location in locations.items():
+            param = module.get_parameter(location.paths[0])
+            shapes[key] = _shape_of_one(param, location), str(param.dtype).removeprefix("torch.")
         dtypes = {key: dtype for key, (_, dtype) in shapes.items()}
         if set(dtypes.values()) - set(COMPUTE_DTYPES):
             raise UnsupportedModelError(
@@ -101,7 +101,7 @@ class Adapter:
             module,
             block_name=name if self.is_block else name.rpartition(".")[0],
             num_experts=num_experts,
-            homes=homes,
+            locations=locations,
             layout=ExpertLayout.of(shapes),
             compute=self.computation(module),
             is_transposed=self.orientation(module),
@@ -111,9 +111,9 @@ class Adapter:
     def count(self, module: Any) -> int:
         return int(module.num_experts)
 
-    def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
+    def locations(self, module: Any, num_experts: int) -> dict[str, ParameterLocation]:
         return {
-            key: Home((key,), True, num_experts)
+            key: ParameterLocation((key,), True, num_experts)
             for key, param in module.named_parameters(recurse=False)
             if param.ndim >= 2 and param.shape[0] == num_experts
         }
@@ -136,10 +136,10 @@ class Adapter:
         object.__setattr__(row.module, CALL_ATTRIBUTE, layer)
 
 
-def _shape_of_one(param: Tensor, home: Home) -> tuple[int, ...]:
-    if not home.is_stacked:
+def _shape_of_one(param: Tensor, location: ParameterLocation) -> tuple[int, ...]:
+    if not location.is_stacked:
         return tuple(param.shape)
-    return tuple(param.shape[1:]) if home.rows == 1 else (home.rows, *param.shape[1:])
+    return tuple(param.shape[1:]) if location.rows == 1 else (location.rows, *param.shape[1:])
 
 
 class Outside(Adapter):
@@ -152,10 +152,10 @@ class Outside(Adapter):
     def orientation(self, module: Any) -> bool | None:
         return self.is_transposed
 
-    def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
+    def locations(self, module: Any, num_experts: int) -> dict[str, ParameterLocation]:
         paths = {"gate_up_proj": self.gate_up, "down_proj": self.down}
         return {
-            key: Home((path,), True, module.get_parameter(path).shape[0])
+            key: ParameterLocation((path,), True, module.get_parameter(path).shape[0])
             for key, path in paths.items()
         }
 
@@ -288,9 +288,12 @@ class Dbrx(Outside):
     def hidden(self, module: Any) -> None:
         return None
 
-    def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
+    def locations(self, module: Any, num_experts: int) -> dict[str, ParameterLocation]:
         rows = int(module.ffn_hidden_size)
-        return {key: Home((f"mlp.{key}",), True, num_experts, rows) for key in ("w1", "v1", "w2")}
+        return {
+            key: ParameterLocation((f"mlp.{key}",), True, num_experts, rows)
+            for key in ("w1", "v1", "w2")
+        }
 
     def computation(self, module: Any) -> Callable[..., Tensor]:
         def glu(weights: dict[str, Tensor], x_RD: Tensor) -> Tensor:
@@ -326,11 +329,12 @@ class OneModuleEach(Adapter):
         """NLLB keeps a dropout among its experts."""
         return [name for name, child in module.named_children() if list(child.parameters())]
 
-    def homes(self, module: Any, num_experts: int) -> dict[str, Home]:
+    def locations(self, module: Any, num_experts: int) -> dict[str, ParameterLocation]:
         names = self.names(module)
         keys = [key for key, _ in module.get_submodule(names[0]).named_parameters()]
         return {
-            key: Home(tuple(f"{name}.{key}" for name in names), False, num_experts) for key in keys
+            key: ParameterLocation(tuple(f"{name}.{key}" for name in names), False, num_experts)
+            for key in keys
         }
 
     def computation(self, module: Any) -> Callable[..., Tensor]:

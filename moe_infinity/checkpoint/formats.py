@@ -9,15 +9,16 @@ kernels/unpack.py. No transformers here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.packing import Format, Part, Parts, Scheme, Shape, Shapes
+from moe_infinity.checkpoint.layout import Block, Parts
+from moe_infinity.checkpoint.packing import Format, PartFormat, PartShapes, Shape, WeightFormat
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels import unpack
 from moe_infinity.kernels.unpack import NIBBLES
@@ -41,31 +42,23 @@ OF_ACTIVATIONS = (
 )  # fmt: skip
 
 Config = Mapping[str, Any]
-Block = tuple[int, int]
+Measured = tuple[Shape, Block | None] | None  # see WeightFormat.measure
 
 
 def find_format(quantization_config: Config) -> Format:
     """The format of a checkpoint whose config.json has this quantization_config. Raises
     UnsupportedModelError.
     """
-    found = {
-        "fp8": _find_fp8,
-        "mxfp8": _find_fp8,
-        "mxfp4": _find_mxfp4,
-        "compressed-tensors": _find_compressed_tensors,
-        "gptq": _find_gptq,
-        "awq": _find_awq,
-    }
     method = quantization_config.get("quant_method")
-    if not isinstance(method, str) or method not in found:
+    if not isinstance(method, str) or method not in FORMATS:
         raise _unsupported(f"a checkpoint quantized with {method or 'an unnamed method'}")
     try:
-        schemes = found[method](quantization_config)
+        weights = FORMATS[method](quantization_config)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, UnsupportedModelError):
             raise
         raise _unsupported(f"{method} with a malformed quantization_config ({error!r})") from error
-    return Format(method, schemes)
+    return Format(method, weights)
 
 
 def _unsupported(what: str) -> UnsupportedModelError:
@@ -80,12 +73,12 @@ def _require(method: str, config: Config, key: str, *allowed: object, default: o
 # float8
 
 
-def _find_fp8(config: Config) -> tuple[Scheme, ...]:
+def _find_fp8(config: Config) -> tuple[WeightFormat, ...]:
     """DeepSeek-V3 and Qwen3 as published: weight_scale_inv is what to multiply by."""
     _require("fp8", config, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
     block = config.get("weight_block_size")
     blocks = [] if block is None else [_block(block)]
-    return (_fp8_scheme("fp8", "_scale_inv", FLOATS | EXPONENTS, blocks),)
+    return (_fp8_format("fp8", "_scale_inv", FLOATS | EXPONENTS, blocks),)
 
 
 def _block(sizes: Sequence[int]) -> Block:
@@ -95,29 +88,20 @@ def _block(sizes: Sequence[int]) -> Block:
     return rows, columns
 
 
-def _fp8_scheme(
+def _fp8_format(
     name: str, suffix: str, scale_dtypes: frozenset[str], blocks: list[Block]
-) -> Scheme:
-    def find_shape(shapes: Shapes) -> Shape | None:
-        shape = shapes["weight"]
-        return shape if find_block(shape, shapes["scale"], blocks) else None
+) -> WeightFormat:
+    def measure(shapes: PartShapes) -> Measured:
+        block = find_block(shapes["values"], shapes["scale"], blocks)
+        return (shapes["values"], block) if block else None
 
-    def unpack_one(parts: Parts, dtype: torch.dtype) -> Tensor:
-        weight, scales = parts["weight"], parts["scale"]
-        block = find_block(tuple(weight.shape), tuple(scales.shape), blocks)
-        assert block is not None, (weight.shape, scales.shape)  # find_shape has seen them
-        return unpack.fp8(weight, scales, block, dtype)
+    parts = PartFormat("values", "", FLOAT8), PartFormat("scale", suffix, scale_dtypes)
+    return WeightFormat(name, "fp8", parts, measure, _unpack_fp8, ignored=OF_ACTIVATIONS)
 
-    return Scheme(
-        name,
-        "",
-        (Part("weight", "", FLOAT8), Part("scale", suffix, scale_dtypes)),
-        2,
-        OF_ACTIVATIONS,
-        find_shape,
-        unpack_one,
-        find_block=lambda shapes: find_block(shapes["weight"], shapes["scale"], blocks),
-    )
+
+def _unpack_fp8(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
+    assert block is not None  # `measure` has found it
+    return unpack.fp8(parts["values"], parts["scale"], block, dtype)
 
 
 def find_block(shape: Shape, grid: Shape, configured: list[Block]) -> Block | None:
@@ -142,26 +126,35 @@ def find_block(shape: Shape, grid: Shape, configured: list[Block]) -> Block | No
 # mxfp4
 
 
-def _find_mxfp4(config: Config) -> tuple[Scheme, ...]:
+def _find_mxfp4(config: Config) -> tuple[WeightFormat, ...]:
     """gpt-oss as published: _blocks [E, R, G, 16] and _scales [E, R, G] give [E, 32 G, R]."""
-    parts = (Part("blocks", "_blocks", BYTES), Part("scales", "_scales", BYTES))
-    return (Scheme("mxfp4", "", parts, 3, (), _mxfp4_shape, _unpack_mxfp4, is_transposed=True),)
+    return (
+        WeightFormat(
+            "mxfp4",
+            "mxfp4",
+            (PartFormat("values", "_blocks", BYTES), PartFormat("scale", "_scales", BYTES)),
+            _measure_mxfp4,
+            _unpack_mxfp4,
+            num_dims=3,
+            is_transposed=True,
+        ),
+    )
 
 
-def _mxfp4_shape(shapes: Shapes) -> Shape | None:
-    num_rows, num_groups, num_bytes = shapes["blocks"]
-    fits = shapes["scales"] == (num_rows, num_groups) and num_bytes == 16
-    return (2 * num_groups * num_bytes, num_rows) if fits else None
+def _measure_mxfp4(shapes: PartShapes) -> Measured:
+    num_rows, num_groups, num_bytes = shapes["values"]
+    fits = shapes["scale"] == (num_rows, num_groups) and num_bytes == 16
+    return ((num_rows, 32 * num_groups), (1, 32)) if fits else None
 
 
-def _unpack_mxfp4(parts: Parts, dtype: torch.dtype) -> Tensor:
-    return unpack.mxfp4(parts["blocks"], parts["scales"], dtype)
+def _unpack_mxfp4(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
+    return unpack.mxfp4(parts["values"], parts["scale"], dtype).t()
 
 
 # compressed-tensors
 
 
-def _find_compressed_tensors(config: Config) -> tuple[Scheme, ...]:
+def _find_compressed_tensors(config: Config) -> tuple[WeightFormat, ...]:
     """Any mix of the three formats; which weight has which is told by its tensors."""
     blocks = []
     for group in config["config_groups"].values():
@@ -171,7 +164,7 @@ def _find_compressed_tensors(config: Config) -> tuple[Scheme, ...]:
         _check_compressed_weights(weights, group.get("format") or config.get("format"))
         if (block := weights.get("block_structure")) is not None:
             blocks.append(_block(block))
-    return (_INT4, _INT8, _fp8_scheme("float-quantized", "_scale", FLOATS, blocks))
+    return _INT4, _INT8, _fp8_format("float-quantized", "_scale", FLOATS, blocks)
 
 
 def _check_compressed_weights(weights: Config, stored_format: object) -> None:
@@ -192,65 +185,64 @@ def _check_compressed_weights(weights: Config, stored_format: object) -> None:
         _require(f"compressed-tensors {kind[2]}", weights, "symmetric", True, default=True)
 
 
-def _int4_shape(shapes: Shapes) -> Shape | None:
+def _measure_int4(shapes: PartShapes) -> Measured:
     """A width that is no multiple of 8 is only in the values of weight_shape; no model has one."""
-    num_rows, num_words = shapes["packed"]
+    num_rows, num_words = shapes["values"]
     shape, scales = (num_rows, NIBBLES * num_words), shapes["scale"]
     if len(scales) != 2 or scales[0] != num_rows or not scales[1] or shape[1] % scales[1]:
         return None
-    zeros = shapes.get("zero_point")
-    return shape if zeros in (None, (-(-num_rows // NIBBLES), scales[1])) else None
+    if shapes.get("zeros") not in (None, (-(-num_rows // NIBBLES), scales[1])):
+        return None
+    return shape, (1, shape[1] // scales[1])
 
 
-def _unpack_int4(parts: Parts, dtype: torch.dtype) -> Tensor:
-    return unpack.int4_rows(parts["packed"], parts["scale"], parts.get("zero_point"), dtype)
+def _unpack_int4(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
+    return unpack.int4_rows(parts["values"], parts["scale"], parts.get("zeros"), dtype)
 
 
 # The weight is called NAME.weight as a rule; our own packer also packs one stacked over experts,
 # which may be called otherwise.
-_INT4 = Scheme(
+_INT4 = WeightFormat(
     "pack-quantized",
-    "",
+    "int4",
     (
-        Part("packed", "_packed", INT32),
-        Part("scale", "_scale", FLOATS),
-        Part("zero_point", "_zero_point", INT32, is_optional=True),
+        PartFormat("values", "_packed", INT32),
+        PartFormat("scale", "_scale", FLOATS),
+        PartFormat("zeros", "_zero_point", INT32, is_optional=True),
     ),
-    2,
-    ("weight_shape", *OF_ACTIVATIONS),
-    _int4_shape,
+    _measure_int4,
     _unpack_int4,
+    ignored=("weight_shape", *OF_ACTIVATIONS),
 )
 
 
-def _int8_shape(shapes: Shapes) -> Shape | None:
-    shape = shapes["weight"]
-    return shape if shapes["scale"] == (shape[0], 1) else None
+def _measure_int8(shapes: PartShapes) -> Measured:
+    num_rows, num_columns = shapes["values"]
+    return ((num_rows, num_columns), (1, num_columns)) if shapes["scale"] == (num_rows, 1) else None
 
 
-def _unpack_int8(parts: Parts, dtype: torch.dtype) -> Tensor:
-    return unpack.int8_rows(parts["weight"], parts["scale"], dtype)
+def _unpack_int8(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
+    return unpack.int8_rows(parts["values"], parts["scale"], dtype)
 
 
-_INT8 = Scheme(
+_INT8 = WeightFormat(
     "int-quantized",
-    "",
-    (Part("weight", "", INT8), Part("scale", "_scale", FLOATS)),
-    2,
-    OF_ACTIVATIONS,
-    _int8_shape,
+    "int8",
+    (PartFormat("values", "", INT8), PartFormat("scale", "_scale", FLOATS)),
+    _measure_int8,
     _unpack_int8,
+    ignored=OF_ACTIVATIONS,
 )
 
 
-# What moe-infinity packs itself.
-SCHEME_OF = {"int4": _INT4, "int8": _INT8, "fp8": _fp8_scheme("fp8", "_scale", FLOATS, [])}
+# What moe-infinity packs itself, by kind.
+PACKED_BY_US = {"int4": _INT4, "int8": _INT8, "fp8": _fp8_format("fp8", "_scale", FLOATS, [])}
 
 
 # GPTQ and AWQ
 
 
-def _find_gptq(config: Config) -> tuple[Scheme, ...]:
+def _find_gptq(config: Config) -> tuple[WeightFormat, ...]:
     """AutoGPTQ and GPTQModel. The older checkpoint_format "gptq" stores zeros less one."""
     _require("gptq", config, "bits", 4, default=None)
     stored_format = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
@@ -261,36 +253,38 @@ def _find_gptq(config: Config) -> tuple[Scheme, ...]:
         if not pattern.startswith("-:"):  # those are left as they were
             _require(f"gptq of {pattern}", changes, "bits", 4, default=4)
             is_in_order &= not changes.get("desc_act")
-    adds_one, group_size = stored_format == "gptq", int(config.get("group_size") or 0)
+    group_size = int(config.get("group_size") or 0)
 
-    def find_groups(shapes: Shapes) -> Block | None:
-        """Of columns in order; None where the last group is shorter, or sizes are not told."""
-        num_columns, num_groups = NIBBLES * shapes["qweight"][0], shapes["scales"][0]
+    def measure(shapes: PartShapes) -> Measured:
+        """No block where the last group is shorter, or nobody says that columns are in order."""
+        if (shape := _gptq_shape(shapes)) is None:
+            return None
+        num_columns, num_groups = shape[1], shapes["scale"][0]
         size = num_columns if num_groups == 1 else group_size
-        return (1, size) if is_in_order and num_columns == num_groups * size else None
+        in_order = is_in_order and num_columns == num_groups * size
+        return shape, (1, size) if in_order else None
 
-    def needed(parts: Parts) -> Parts:
-        block = find_groups({role: tuple(part.shape) for role, part in parts.items()})
-        return {role: part for role, part in parts.items() if role != "g_idx" or not block}
-
-    def unpack_one(parts: Parts, dtype: torch.dtype) -> Tensor:
-        return unpack.gptq(needed(parts), dtype, adds_one_to_zeros=adds_one)
-
-    index = Part("g_idx", ".g_idx", INDICES, is_optional=True)
-    scheme = _words_scheme(stored_format, (index,), _gptq_shape, unpack_one)
-    return (replace(scheme, find_block=find_groups),)
+    index = PartFormat("groups", ".g_idx", INDICES, is_optional=True)
+    unpack_one = partial(_unpack_gptq, adds_one=stored_format == "gptq")
+    return (_words_format(stored_format, measure, unpack_one, index),)
 
 
-def _gptq_shape(shapes: Shapes) -> Shape | None:
-    shape = NIBBLES * shapes["qweight"][0], shapes["qweight"][1]  # [C, R]
+def _gptq_shape(shapes: PartShapes) -> Shape | None:
+    shape = NIBBLES * shapes["values"][0], shapes["values"][1]  # [C, R]
     if not _fits_groups(shapes, shape):
         return None
-    if (index := shapes.get("g_idx")) is None:
-        return shape[::-1] if shape[0] % shapes["scales"][0] == 0 else None
+    if (index := shapes.get("groups")) is None:
+        return shape[::-1] if shape[0] % shapes["scale"][0] == 0 else None
     return shape[::-1] if index == shape[:1] else None
 
 
-def _find_awq(config: Config) -> tuple[Scheme, ...]:
+def _unpack_gptq(
+    parts: Parts, block: Block | None, dtype: torch.dtype, *, adds_one: bool
+) -> Tensor:
+    return unpack.gptq(parts, dtype, adds_one_to_zeros=adds_one)
+
+
+def _find_awq(config: Config) -> tuple[WeightFormat, ...]:
     """AutoAWQ."""
     bits = config.get("bits", config.get("w_bit"))
     if bits != 4:
@@ -299,18 +293,24 @@ def _find_awq(config: Config) -> tuple[Scheme, ...]:
     if version != "gemm":
         raise _unsupported(f"awq with version {version!r}")
     _require("awq", config, "zero_point", True, default=True)
-    return (_words_scheme("awq", (), _awq_shape, unpack.awq),)
+    return (_words_format("awq", _measure_awq, _unpack_awq),)
 
 
-def _awq_shape(shapes: Shapes) -> Shape | None:
-    shape = shapes["qweight"][0], NIBBLES * shapes["qweight"][1]  # [C, R]
-    fits = _fits_groups(shapes, shape) and shape[0] % shapes["scales"][0] == 0
-    return shape[::-1] if fits else None
+def _measure_awq(shapes: PartShapes) -> Measured:
+    num_columns, num_rows = shapes["values"][0], NIBBLES * shapes["values"][1]
+    if not _fits_groups(shapes, (num_columns, num_rows)):
+        return None
+    size, rest = divmod(num_columns, shapes["scale"][0])
+    return None if rest else ((num_rows, num_columns), (1, size))
 
 
-def _fits_groups(shapes: Shapes, shape_CR: tuple[int, int]) -> bool:
+def _unpack_awq(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
+    return unpack.awq(parts, dtype)
+
+
+def _fits_groups(shapes: PartShapes, shape_CR: tuple[int, int]) -> bool:
     num_columns, num_rows = shape_CR
-    scales, zeros = shapes["scales"], shapes["qzeros"]
+    scales, zeros = shapes["scale"], shapes["zeros"]
     return (
         len(scales) == 2
         and 0 < scales[0] <= num_columns
@@ -320,10 +320,23 @@ def _fits_groups(shapes: Shapes, shape_CR: tuple[int, int]) -> bool:
     )
 
 
-def _words_scheme(name: str, more: tuple[Part, ...], find_shape: Any, unpack_one: Any) -> Scheme:
+def _words_format(name: str, measure: Any, unpack_one: Any, *more: PartFormat) -> WeightFormat:
     parts = (
-        Part("qweight", ".qweight", INT32),
-        Part("qzeros", ".qzeros", INT32),
-        Part("scales", ".scales", FLOATS),
+        PartFormat("values", ".qweight", INT32),
+        PartFormat("zeros", ".qzeros", INT32),
+        PartFormat("scale", ".scales", FLOATS),
+        *more,
     )
-    return Scheme(name, ".weight", parts + more, 2, (), find_shape, unpack_one)
+    return WeightFormat(name, name, parts, measure, unpack_one, weight_suffix=".weight")
+
+
+# By quant_method: how the weights of a checkpoint may be packed that has this quantization_config.
+# Each raises UnsupportedModelError for a config that it does not know.
+FORMATS: dict[str, Callable[[Config], tuple[WeightFormat, ...]]] = {
+    "fp8": _find_fp8,
+    "mxfp8": _find_fp8,
+    "mxfp4": _find_mxfp4,
+    "compressed-tensors": _find_compressed_tensors,
+    "gptq": _find_gptq,
+    "awq": _find_awq,
+}

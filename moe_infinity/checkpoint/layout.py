@@ -1,109 +1,114 @@
-"""How the weights of one expert lie in a slot: what every kernel that reads slots is told."""
+"""How a weight of one expert lies in a slot.
+
+    a format of checkpoint/formats.py --Recipe.place--> WeightLayout
+        unpacked()       the weight again, for the model's own code
+        kernels/cpu      products with it, where it lies
+        kernels/cuda     the same on a device
+
+Layouts are made once, when a model is planned. Whoever reads or fills slots is told nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
+from torch import Tensor
 
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.unpack import NIBBLES
 
-SCALES = (torch.float32, torch.bfloat16, torch.float16)
-EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+SCALES = ("float32", "bfloat16", "float16")
+EXPONENTS = ("uint8", "float8_e8m0fnu")  # of two, 127 standing for 2 ** 0
 PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # by kind
 KINDS = {dtype: kind for kind, dtype in PLAIN.items()}
-VALUES = ("", "weight", "packed", "blocks", "qweight")  # the role that is not scales or zeros
-MXFP4_GROUP = 32  # columns
 WORDS = ("gptq", "gptq_v2", "awq")  # kinds that lie as [C, R], 8 values to a word
-Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by role
+
+Block = tuple[int, int]
+Parts = dict[str, Tensor]  # by role: values, scale, zeros, groups
+Unpack = Callable[[Parts, Block | None, torch.dtype], Tensor]  # gives [R, C]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPart:
-    """One tensor of a weight, without gaps and without the expert dimension."""
+class WeightLayout:
+    """A weight [R, C], or a bias [R], in a slot. Layouts of one weight in two layers are equal."""
 
-    offset: int  # bytes from the start of the slot
-    dtype: torch.dtype
+    kind: str  # bf16, f16, f32, or that of a format; kernels have a loader for each kind they read
     shape: tuple[int, ...]
+    values: ParamSpec
+    scale: ParamSpec | None = None
+    zeros: ParamSpec | None = None  # words of 8 numbers of 4 bits, packed along rows
+    groups: ParamSpec | None = None  # of every column the group, where they may be in any order
+    block: Block | None = None  # rows and columns that share a scale; None: see `groups`
+    is_transposed: bool = False  # the experts' class has it as [C, R]; a plain kind lies so, too
+    unpack: Unpack | None = field(default=None, compare=False, repr=False)  # None: a plain kind
 
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """A weight [R, C] as it lies in a slot; parts by role as in checkpoint/formats.py."""
-
-    kind: str  # bf16, f16, f32 (role ""), int8, fp8 (weight, scale), int4 (packed, scale, ...),
-    # mxfp4 (blocks, scales), WORDS (qweight, qzeros, scales, ...)
-    shape: tuple[int, int]
-    parts: Mapping[str, StoredPart]
-    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: equal parts
-    is_transposed: bool = False  # of a plain kind: it lies as [C, R]
-
-    @property
-    def stored(self) -> Stored:
-        return {role: (part.dtype, part.shape) for role, part in self.parts.items()}
+    @classmethod
+    def plain(cls, spec: ParamSpec, *, is_transposed: bool = False) -> WeightLayout:
+        """Of a parameter that is stored as it is."""
+        kind = KINDS.get(getattr(torch, spec.dtype), spec.dtype)
+        shape = spec.shape[::-1] if is_transposed else spec.shape
+        return cls(kind, shape, spec, is_transposed=is_transposed)
 
     @property
-    def values(self) -> StoredPart:
-        (found,) = [part for role, part in self.parts.items() if role in VALUES]
-        return found
+    def parts(self) -> dict[str, ParamSpec]:
+        """By role, without those that it has not."""
+        parts = {
+            "values": self.values, "scale": self.scale, "zeros": self.zeros, "groups": self.groups
+        }  # fmt: skip
+        return {role: part for role, part in parts.items() if part is not None}
 
     @property
-    def scale(self) -> StoredPart | None:
-        return self.parts.get("scale", self.parts.get("scales"))
+    def end(self) -> int:
+        """Bytes from the start of the slot to the end of the last part."""
+        return max(part.offset + part.num_bytes for part in self.parts.values())
 
-    @property
-    def zeros(self) -> StoredPart | None:
-        return self.parts.get("zero_point", self.parts.get("qzeros"))
+    def is_stored_in(self, bits: int) -> bool:
+        """Whether the values take so many bits each."""
+        return 8 * self.values.num_bytes == bits * prod(self.shape) > 0
 
-    @property
-    def groups(self) -> StoredPart | None:
-        """Of every column the group, where groups may be in any order."""
-        return None if self.block else self.parts.get("g_idx")
+    def unpacked(self, slot: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The weight as the experts' class has it, from the views of a slot by name."""
+        if self.unpack is None:
+            return slot[self.values.name].to(dtype)
+        parts = {role: slot[part.name] for role, part in self.parts.items()}
+        weight = self.unpack(parts, self.block, dtype)
+        return weight.t().contiguous() if self.is_transposed else weight
 
 
-def block_of(weight: StoredWeight) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, of packed kinds; None if the parts are not what kernels
-    read.
+def view_of(part: ParamSpec, slot: Tensor) -> Tensor:
+    """A part of a slot, which is given as uint8 [bytes]."""
+    flat = slot[part.offset :][: part.num_bytes]
+    return flat.view(getattr(torch, part.dtype)).view(part.shape)
+
+
+def block_of(weight: WeightLayout) -> Block | None:
+    """Rows and columns that share a scale, as if groups were in order. None if there are no scales,
+    or if the parts do not fit each other as kernels expect it.
     """
-    (rows, columns), stored = weight.shape, weight.stored
-    if weight.kind == "mxfp4":
-        num_groups = columns // MXFP4_GROUP
-        wanted: Stored = {"blocks": (torch.uint8, (rows, num_groups, MXFP4_GROUP // 2))}
-        wanted["scales"] = torch.uint8, (rows, num_groups)
-        return (1, MXFP4_GROUP) if stored == wanted and columns % MXFP4_GROUP == 0 else None
+    scale = weight.scale
+    if scale is None or scale.dtype not in SCALES + EXPONENTS:
+        return None
+    rows, columns = weight.shape
+    block = weight.block
+    if block is None:  # groups of [G, R] scales
+        block = 1, columns // max(1, scale.shape[0])
+    if 0 in (*block, rows, columns):
+        return None
+    grid = -(-rows // block[0]), -(-columns // block[1])
     if weight.kind in WORDS:
-        return _block_of_words(weight)
-    dtype, grid = stored.get("scale", (None, ()))
-    if dtype not in SCALES + (EXPONENTS if weight.kind == "fp8" else ()):
-        return None
-    if len(grid) != 2:
-        grid = (1, 1) if prod(grid) == 1 else (0, 0)
-    block = weight.block or (rows // max(1, grid[0]), columns // max(1, grid[1]))
-    if 0 in block or grid != (-(-rows // block[0]), -(-columns // block[1])):
-        return None
-    wanted = {"scale": stored["scale"]}
-    if weight.kind in ("int8", "fp8"):
-        bytes_of = torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn
-        wanted["weight"] = bytes_of, (rows, columns)
-    elif weight.kind == "int4" and grid[0] == rows and columns % (NIBBLES * grid[1]) == 0:
-        wanted["packed"] = torch.int32, (rows, columns // NIBBLES)
-        if "zero_point" in stored:
-            wanted["zero_point"] = torch.int32, (-(-rows // NIBBLES), grid[1])
-    return block if stored == wanted else None
-
-
-def _block_of_words(weight: StoredWeight) -> tuple[int, int] | None:
-    """As if groups were in order."""
-    (rows, columns), stored = weight.shape, weight.stored
-    dtype, (num_groups, *_) = stored.get("scales", (None, (0,)))
-    if dtype not in SCALES or 0 in (rows, columns, num_groups):
-        return None
-    words = (columns, rows // NIBBLES) if weight.kind == "awq" else (columns // NIBBLES, rows)
-    wanted: Stored = {"qweight": (torch.int32, words), "scales": (dtype, (num_groups, rows))}
-    wanted["qzeros"] = torch.int32, (num_groups, rows // NIBBLES)
-    if "g_idx" in stored:
-        wanted["g_idx"] = (torch.int32, (columns,)) if weight.groups else stored["g_idx"]
-    is_whole = rows % NIBBLES == columns % NIBBLES == columns % num_groups == 0
-    return (1, columns // num_groups) if is_whole and stored == wanted else None
+        words = (columns, rows // NIBBLES) if weight.kind == "awq" else (columns // NIBBLES, rows)
+        zeros: tuple[int, ...] = grid[1], rows // NIBBLES
+        fits = rows % NIBBLES == columns % NIBBLES == columns % block[1] == 0
+        fits &= weight.values.shape == words and weight.zeros is not None
+        grid = grid[1], grid[0]
+    else:
+        zeros = -(-rows // NIBBLES), grid[1]
+        fits = weight.zeros is None or block[0] == 1
+    fits &= scale.shape == grid or prod(scale.shape) == prod(grid) == 1
+    fits &= weight.zeros is None or weight.zeros.shape == zeros
+    groups = weight.groups
+    fits &= groups is None or (groups.shape, groups.dtype) == ((columns,), "int32")
+    return block if fits else None

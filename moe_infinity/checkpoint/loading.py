@@ -194,7 +194,7 @@ def _take_out(model: Any, row: ExpertsModule) -> None:
     """Remove the expert parameters; a meta tensor of the same name stays, which transformers' init
     may touch.
     """
-    for path in (path for home in row.homes.values() for path in home.paths):
+    for path in (path for location in row.locations.values() for path in location.paths):
         owner_name, _, name = path.rpartition(".")
         owner = row.module.get_submodule(owner_name)
         param = owner._parameters.pop(name)

@@ -12,13 +12,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.extents import STORED_DTYPES, Extent
-from moe_infinity.checkpoint.formats import SCHEME_OF
-from moe_infinity.checkpoint.packing import Scheme
+from moe_infinity.checkpoint.formats import PACKED_BY_US
+from moe_infinity.checkpoint.layout import WeightLayout, view_of
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.checkpoint.recipe import LayerRecipes, PieceInSlot, Recipe, Shapes
+from moe_infinity.checkpoint.recipe import LayerRecipes, Recipe, Shapes
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels.pack import Precision, pack, precision_of
@@ -33,11 +32,15 @@ def packed_on_load(plan: Plan, expert_dtype: str) -> Plan:
     if plan.packing is not None:
         raise UnsupportedModelError(f"the checkpoint is quantized already ({plan.packing})")
     precision = precision_of(expert_dtype, GROUP_SIZE)
-    made: dict[int, LayerRecipes] = {}  # rows may share their experts
-    for row, recipes in zip(plan.layers, plan.recipes, strict=True):
+    made: dict[int, LayerRecipes] = {}  # layers may have tied experts
+    for layer, recipes in zip(plan.layers, plan.recipes, strict=True):
         if id(recipes) not in made:
-            packed = [PackedRecipe(recipe, row, precision) for recipe in recipes.recipes]
-            made[id(recipes)] = LayerRecipes(packed)
+            is_transposed = bool(layer.is_transposed)
+            packed = [
+                PackedRecipe(recipe, precision, is_transposed=is_transposed)
+                for recipe in recipes.recipes
+            ]
+            made[id(recipes)] = LayerRecipes(packed, is_transposed=is_transposed)
     if not any(recipes.is_packed for recipes in made.values()):
         raise UnsupportedModelError(
             f"no expert has a weight that {expert_dtype} fits"
@@ -53,16 +56,17 @@ class PackedRecipe(Recipe):
     group, stays as it is.
     """
 
-    def __init__(self, recipe: Recipe, row: ExpertsModule, precision: Precision) -> None:
+    def __init__(self, recipe: Recipe, precision: Precision, *, is_transposed: bool) -> None:
         fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)}
         super().__init__(**fields)
         self._recipe = recipe
         self._precision = precision
-        self._scheme: Scheme = SCHEME_OF[precision.name]
-        self._is_transposed = bool(row.is_transposed)
+        self._is_transposed = is_transposed
         self._scratch = ExpertLayout.of(recipe.slot_shapes())
-        recipe.place({spec.name: spec for spec in self._scratch.params})
-        self._packed = {name for name, spec in self.targets.items() if self._fits(spec)}
+        recipe.place(
+            {spec.name: spec for spec in self._scratch.params}, is_transposed=is_transposed
+        )
+        self._packed = {spec.name for spec in self.targets.values() if self._fits(spec)}
 
     def _fits(self, spec: ParamSpec) -> bool:
         if len(spec.shape) != 2 or 0 in spec.shape or spec.dtype == "float64":
@@ -77,19 +81,30 @@ class PackedRecipe(Recipe):
     def is_packed(self) -> bool:
         return bool(self._packed)
 
+    @property
+    def is_in_rows(self) -> bool:
+        return len(self.targets) == 1
+
     def slot_shapes(self) -> Shapes:
         shapes: Shapes = {}
-        for name, spec in self.targets.items():
-            if name not in self._packed:
+        for spec in self.targets.values():
+            if spec.name not in self._packed:
                 shapes[spec.name] = spec.shape, spec.dtype
                 continue
-            for suffix, (stored, shape) in self._precision.layout(self._shape_RC(spec)).items():
-                shapes[f"{spec.name} {self._role(suffix)}"] = shape, STORED_DTYPES[stored][0]
+            for role, (stored, shape) in self._precision.layout(self._shape_RC(spec)).items():
+                shapes[f"{spec.name} {role}"] = shape, STORED_DTYPES[stored][0]
         return shapes
 
-    def _role(self, suffix: str) -> str:
-        (role,) = [part.role for part in self._scheme.parts if part.suffix == suffix]
-        return role
+    def place(self, specs: dict[str, ParamSpec], *, is_transposed: bool) -> None:
+        self.stored = tuple(specs[name] for name in self.slot_shapes())
+        self.weights = tuple(self._layout_of(spec, specs) for spec in self.targets.values())
+
+    def _layout_of(self, target: ParamSpec, specs: dict[str, ParamSpec]) -> WeightLayout:
+        if target.name not in self._packed:
+            return WeightLayout.plain(specs[target.name], is_transposed=self._is_transposed)
+        roles = self._precision.layout(self._shape_RC(target))
+        parts = {role: specs[f"{target.name} {role}"] for role in roles}
+        return PACKED_BY_US[self._precision.name].place(parts, is_transposed=self._is_transposed)
 
     def pieces(self, expert_idx: int, slot: memoryview) -> None:
         return None
@@ -97,52 +112,23 @@ class PackedRecipe(Recipe):
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
         scratch = torch.empty(self._scratch.slot_bytes, dtype=torch.uint8, device="cpu")
         self._recipe.load(expert_idx, reader, scratch.numpy().data)
-        views = {
-            spec.name: scratch[spec.offset :][: spec.num_bytes]
-            .view(getattr(torch, spec.dtype))
-            .view(spec.shape)
-            for spec in self._scratch.params
-        }
-        params = self._recipe.params(views)
-        places = {spec.name: spec for spec in self.stored}
-        for name, spec in self.targets.items():
-            values = {spec.name: params[spec.name]}
-            if name in self._packed:
-                weight = params[spec.name].t() if self._is_transposed else params[spec.name]
-                parts = pack(weight.contiguous(), self._precision, is_searched=False).parts
-                values = {f"{spec.name} {self._role(s)}": part for s, part in parts.items()}
-            for key, value in values.items():
-                place = places[key]
-                flat = value.contiguous().view(torch.uint8).flatten().numpy()
+        params = self._recipe.params(
+            {spec.name: view_of(spec, scratch) for spec in self._scratch.params}
+        )
+        for spec, weight in zip(self.targets.values(), self.weights, strict=True):
+            values = {"values": params[spec.name]}
+            if spec.name in self._packed:
+                weight_RC = params[spec.name].t() if self._is_transposed else params[spec.name]
+                values = pack(weight_RC.contiguous(), self._precision, is_searched=False).parts
+            for role, place in weight.parts.items():
+                flat = values[role].contiguous().view(torch.uint8).flatten().numpy()
                 slot[place.offset : place.offset + place.num_bytes] = flat.data
 
     def extents(self, expert_idx: int) -> list[Extent]:
         return self._recipe.extents(expert_idx)
 
     def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
-        params = {}
-        for name, spec in self.targets.items():
-            if name not in self._packed:
-                params[spec.name] = slot[spec.name]
-                continue
-            weight = self._scheme.unpack(self._parts_of(spec, slot), getattr(torch, spec.dtype))
-            params[spec.name] = weight.t().contiguous() if self._is_transposed else weight
-        return params
-
-    def is_multiplied(self, *, is_transposed: bool) -> bool:
-        return self._packed == self.targets.keys() and len(self.targets) == 1
-
-    def pieces_in_slot(self, *, is_transposed: bool) -> list[PieceInSlot]:
-        if not self.is_multiplied(is_transposed=is_transposed):
-            return []
-        (spec,) = self.targets.values()
-        places = {place.name: place for place in self.stored}
-        parts = {}
-        for suffix in self._precision.layout(self._shape_RC(spec)):
-            place = places[f"{spec.name} {self._role(suffix)}"]
-            parts[self._role(suffix)] = place, place.shape
-        return [PieceInSlot(self._scheme, self._shape_RC(spec), parts)]
-
-    def _parts_of(self, spec: ParamSpec, slot: dict[str, Tensor]) -> dict[str, Tensor]:
-        suffixes = self._precision.layout(self._shape_RC(spec))
-        return {self._role(s): slot[f"{spec.name} {self._role(s)}"] for s in suffixes}
+        return {
+            spec.name: weight.unpacked(slot, getattr(torch, spec.dtype))
+            for spec, weight in zip(self.targets.values(), self.weights, strict=True)
+        }

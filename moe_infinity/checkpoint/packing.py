@@ -1,8 +1,8 @@
 """What it means that several stored tensors together stand for one weight.
 
-    Scheme.parts: role, suffix, dtypes   --assemble-->   PackedTensor   --unpack-->   the weight
+    WeightFormat --assemble--> PackedTensor, in files --place--> WeightLayout, in a slot
 
-A Format is the schemes that may occur in one checkpoint; formats.py knows which those are.
+A Format is the formats of weights that may occur in one checkpoint; formats.py knows which.
 """
 
 from __future__ import annotations
@@ -16,39 +16,66 @@ import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.extents import StoredTensor
+from moe_infinity.checkpoint.layout import Block, Parts, Unpack, WeightLayout
 from moe_infinity.errors import CheckpointError
+from moe_infinity.experts import ParamSpec
 
 PADDING = re.compile(r"padding\.\d+")  # with which our packer fills up pages
 
 Shape = tuple[int, ...]
-Shapes = dict[str, Shape]  # by role, without the expert dimension
-Parts = dict[str, Tensor]  # by role
+PartShapes = dict[str, Shape]  # by role, without the expert dimension
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartFormat:
     """One of the stored tensors that stand for a weight."""
 
-    role: str
+    role: str  # its field in WeightLayout
     suffix: str  # of its name
     dtypes: frozenset[str]  # it may be stored in
     is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
-    """One way to pack a weight. The first part is there if and only if a weight is packed so."""
+class WeightFormat:
+    """All there is to know of one way to pack a weight. The first part, its values, is there if and
+    only if a weight is packed so.
+    """
 
-    name: str
-    weight_suffix: str  # of the weight that the parts stand for
-    parts: tuple[Part, ...]
-    num_dims: int  # of the first part, without the expert dimension
-    ignored: tuple[str, ...]  # tensors beside the weight that unpacking does not need
-    find_shape: Callable[[Shapes], Shape | None]  # of the weight; None: the parts disagree
-    unpack: Callable[[Parts, torch.dtype], Tensor]
-    is_transposed: bool = False  # the weight is [C, R]
-    # Rows and columns that share a scale, where shapes alone do not tell.
-    find_block: Callable[[Shapes], tuple[int, int] | None] | None = None
+    name: str  # in messages
+    kind: str  # of the layouts: which loader kernels take; may be one that has none
+    parts: tuple[PartFormat, ...]
+    # The shape [R, C] and the rows and columns that share a scale, which is None where only
+    # `groups` tells; None: the parts disagree.
+    measure: Callable[[PartShapes], tuple[Shape, Block | None] | None]
+    unpack: Unpack
+    ignored: tuple[str, ...] = ()  # tensors beside the weight that unpacking does not need
+    weight_suffix: str = ""  # of the weight that the parts stand for
+    num_dims: int = 2  # of the first part, without the expert dimension
+    is_transposed: bool = False  # the weight of the model is [C, R]
+
+    def place(self, parts: dict[str, ParamSpec], *, is_transposed: bool) -> WeightLayout:
+        """The layout of a weight whose parts lie there. Transposed: the experts' class has it as
+        [C, R].
+        """
+        found = self.measure({role: part.shape for role, part in parts.items()})
+        assert found is not None, parts  # `assemble` has seen them, or the packer made them
+        shape, block = found
+        return WeightLayout(
+            self.kind, shape, **_read(parts, block), block=block, is_transposed=is_transposed,
+            unpack=self.unpack,
+        )  # fmt: skip
+
+    def unpack_one(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        """The weight as the model has it, from the values of its parts."""
+        found = self.measure({role: tuple(part.shape) for role, part in parts.items()})
+        assert found is not None, {role: part.shape for role, part in parts.items()}
+        weight = self.unpack(_read(parts, found[1]), found[1], dtype)
+        return weight.t().contiguous() if self.is_transposed else weight
+
+    def suffix_of(self, role: str) -> str:
+        """Of the name of this part."""
+        return next(part.suffix for part in self.parts if part.role == role)
 
     def base_of(self, tensor: StoredTensor) -> str | None:
         """What the names of all parts begin with, if `tensor` is a first part."""
@@ -78,13 +105,21 @@ class Scheme:
     def _shape_of(self, found: list[tuple[str, StoredTensor]]) -> Shape | None:
         shapes = {role: tensor.shape for role, tensor in found}
         first = found[0][1].shape
-        if len(first) == self.num_dims:
-            return self.find_shape(shapes)
-        num_experts = first[:1]
-        if len(first) != self.num_dims + 1 or {s[:1] for s in shapes.values()} != {num_experts}:
+        num_experts: Shape = ()
+        if len(first) == self.num_dims + 1 and {s[:1] for s in shapes.values()} == {first[:1]}:
+            num_experts = first[:1]
+            shapes = {role: shape[1:] for role, shape in shapes.items()}
+        elif len(first) != self.num_dims:
             return None
-        shape = self.find_shape({role: shape[1:] for role, shape in shapes.items()})
-        return shape and num_experts + shape
+        measured = self.measure(shapes)
+        if measured is None:
+            return None
+        return num_experts + (measured[0][::-1] if self.is_transposed else measured[0])
+
+
+def _read(parts: dict[str, Any], block: Block | None) -> dict[str, Any]:
+    """An index of columns is not read where their groups are known to be in order."""
+    return {role: part for role, part in parts.items() if role != "groups" or block is None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +127,14 @@ class PackedTensor:
     """A weight as it is stored: several tensors, of one expert or stacked over experts in dim 0."""
 
     name: str  # of the weight
-    parts: tuple[tuple[str, StoredTensor], ...]  # (role, tensor), always in the scheme's order
+    parts: tuple[tuple[str, StoredTensor], ...]  # (role, tensor), always in the format's order
     shape: Shape  # of the weight
-    scheme: Scheme
+    format: WeightFormat
 
     @property
     def is_stacked(self) -> bool:
         """Is dim 0 of every part the expert?"""
-        return len(self.parts[0][1].shape) > self.scheme.num_dims
+        return len(self.parts[0][1].shape) > self.format.num_dims
 
     @property
     def num_bytes(self) -> int:
@@ -109,17 +144,17 @@ class PackedTensor:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Weights of one kind differ in nothing but their values."""
-        return self.scheme.name, *((role, t.stored_dtype, t.shape) for role, t in self.parts)
+        return self.format.name, *((role, t.stored_dtype, t.shape) for role, t in self.parts)
 
     def unpack(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """The weight from the values of its parts. Stacked: of as many experts as the parts have,
         [1, ...] as a rule.
         """
         if not self.is_stacked:
-            return self.scheme.unpack(parts, dtype)
+            return self.format.unpack_one(parts, dtype)
         num_experts = len(parts[self.parts[0][0]])
         weights = [
-            self.scheme.unpack({role: part[at] for role, part in parts.items()}, dtype)
+            self.format.unpack_one({role: part[at] for role, part in parts.items()}, dtype)
             for at in range(num_experts)
         ]
         return weights[0].unsqueeze(0) if num_experts == 1 else torch.stack(weights)
@@ -127,10 +162,10 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The schemes a checkpoint may use, weight by weight."""
+    """The formats that the weights of a checkpoint may have."""
 
     method: str
-    schemes: tuple[Scheme, ...]
+    weights: tuple[WeightFormat, ...]
 
     def group(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | PackedTensor]:
         """Put a weight in the place of its parts; leave other tensors alone. Raises
@@ -139,10 +174,10 @@ class Format:
         packed: dict[str, PackedTensor] = {}
         gone: set[str] = set()  # parts, and what unpacking does not need
         for tensor in tensors.values():
-            for scheme in self.schemes:
-                if (base := scheme.base_of(tensor)) is None:
+            for weight_format in self.weights:
+                if (base := weight_format.base_of(tensor)) is None:
                     continue
-                weight = scheme.assemble(base, tensors)
+                weight = weight_format.assemble(base, tensors)
                 gone.update(part.name for _, part in weight.parts)
                 gone.update(_ignored(weight, tensors))
                 if weight.name in packed:
@@ -167,19 +202,19 @@ class Format:
                 raise CheckpointError(
                     f"{name} belongs to {stem}, but {self.method} has no such part"
                 )
-            for scheme in self.schemes:
-                for part in scheme.parts[1:]:
-                    whole = name.removesuffix(part.suffix) + scheme.weight_suffix
+            for weight_format in self.weights:
+                for part in weight_format.parts[1:]:
+                    whole = name.removesuffix(part.suffix) + weight_format.weight_suffix
                     if name.endswith(part.suffix) and whole in rest:
                         raise CheckpointError(
                             f"{name} is there, but {whole} is stored as "
-                            f"{rest[whole].stored_dtype}, which is not {scheme.name}"
+                            f"{rest[whole].stored_dtype}, which is not {weight_format.name}"
                         )
 
 
 def _ignored(weight: PackedTensor, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
     stem = weight.name.removesuffix(".weight")
-    for attribute in weight.scheme.ignored:
+    for attribute in weight.format.ignored:
         yield from tensors.keys() & {f"{stem}.{attribute}", f"{stem}_{attribute}"}
 
 

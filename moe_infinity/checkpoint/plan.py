@@ -2,7 +2,7 @@
 
 The experts modules are found in the model on the meta device; which tensors of the checkpoint
 become their parameters follows from transformers' own renaming and conversion rules. What comes out
-is one recipe per MoE row (recipe.py).
+are the recipes of each MoE layer (recipe.py).
 
 Private names of transformers used here: `rename_source_key`, `dot_natural_key`.
 """
@@ -28,7 +28,7 @@ from moe_infinity.architectures.adapters import (
     INTERFACE_ATTRIBUTES,
     Adapter,
     ExpertsModule,
-    Home,
+    ParameterLocation,
 )
 from moe_infinity.architectures.module_list import LIST, is_list_of_experts
 from moe_infinity.checkpoint.extents import StoredTensor
@@ -52,7 +52,7 @@ class Plan:
 
     architecture: str  # name of the model's class
     layers: list[ExpertsModule]
-    recipes: list[LayerRecipes]  # one per row
+    recipes: list[LayerRecipes]  # one per MoE layer
     top_k: int | None  # experts per token, if the config says it by a usual name
     packing: str | None  # how the checkpoint is quantized
     dense: dict[str, StoredTensor | PackedTensor]  # what belongs to no expert
@@ -130,8 +130,8 @@ def plan_experts(
     members = {
         f"{layer.name}.{path}": Member(layer, key, expert_idx)
         for layer in layers
-        for key, home in layer.homes.items()
-        for expert_idx, path in enumerate(home.paths)
+        for key, location in layer.locations.items()
+        for expert_idx, path in enumerate(location.paths)
     }
     groups, owned = _group_sources(model, weights, weight_mapping, members)
     tied = _find_tied(model, groups, members)
@@ -145,7 +145,9 @@ def plan_experts(
         recipe.only_concatenates = trials[kind]
         recipes[group.layer.name].append(recipe)
     own = {
-        layer.name: LayerRecipes(recipes[layer.name]) for layer in layers if layer.name not in tied
+        layer.name: LayerRecipes(recipes[layer.name], is_transposed=bool(layer.is_transposed))
+        for layer in layers
+        if layer.name not in tied
     }
     dense = {name: weight for name, weight in weights.items() if name not in owned}
     return Plan(
@@ -177,18 +179,18 @@ class Member(NamedTuple):
     expert_idx: int  # of a parameter that belongs to one expert
 
     @property
-    def home(self) -> Home:
-        return self.layer.homes[self.key]
+    def location(self) -> ParameterLocation:
+        return self.layer.locations[self.key]
 
     @property
     def group_name(self) -> str:
-        """One for all experts of a row."""
-        return f"{self.layer.name}.{self.home.paths[0]}"
+        """One for all experts of a layer."""
+        return f"{self.layer.name}.{self.location.paths[0]}"
 
 
 @dataclass(slots=True)
 class Group:
-    """Tensors of the checkpoint that together become some parameters of all experts of a row."""
+    """Tensors of the checkpoint that together become some parameters of all experts of a layer."""
 
     name: str  # the name transformers gives the first of those parameters
     layer: ExpertsModule
@@ -226,7 +228,7 @@ def _group_sources(
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
     meta, prefix = model.state_dict(), model.base_model_prefix
-    groups: dict[tuple[str, str], Group] = {}  # by row and name
+    groups: dict[tuple[str, str], Group] = {}  # by MoE layer and name
     owned: set[str] = set()
     for key in sorted(weights, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, meta)
@@ -239,7 +241,7 @@ def _group_sources(
             targets = [name.replace(first, target, 1) for target in converter.target_patterns]
         wanted = [members[target] for target in targets if target in members]
         for member in {member.layer.name: member for member in wanted}.values():
-            if not member.home.is_stacked:
+            if not member.location.is_stacked:
                 name = member.group_name
             group = groups.setdefault(
                 (member.layer.name, name), Group(name, member.layer, converter, [], {})
@@ -273,7 +275,7 @@ def _make_recipe(group: Group, members: dict[str, Member], weights: Weights, con
         source
         for pattern, keys in group.keys.items()
         for source in _make_sources(
-            group, pattern, [weights[key] for _, key in keys], wanted[0].home
+            group, pattern, [weights[key] for _, key in keys], wanted[0].location
         )
     )
     targets = {member.group_name: specs[member.key] for member in wanted}
@@ -281,22 +283,25 @@ def _make_recipe(group: Group, members: dict[str, Member], weights: Weights, con
 
 
 def _make_sources(
-    group: Group, pattern: str, weights: list[StoredTensor | PackedTensor], home: Home
+    group: Group,
+    pattern: str,
+    weights: list[StoredTensor | PackedTensor],
+    location: ParameterLocation,
 ) -> list[Source]:
     """A weight per expert, or one whose first dimension is the experts; all of one kind. Several
     per expert, one list after the other, where a layer has several sets of experts (ERNIE-VL).
     """
     num_experts, first = group.layer.num_experts, weights[0]
     num_sets = len(group.converter.target_patterns) if group.converter is not None else 1
-    counts = {num_experts, home.num_stored}
-    if isinstance(first, PackedTensor) and home.rows > 1:
+    counts = {num_experts, location.num_stored}
+    if isinstance(first, PackedTensor) and location.rows > 1:
         raise UnsupportedModelError(
-            f"{group.name}: {first.scheme.name} experts that are runs of rows of one weight"
+            f"{group.name}: {first.format.name} experts that are runs of rows of one weight"
         )
     num_rows = first.shape[0] if len(weights) == 1 and first.shape else 0
-    if num_rows in {n * home.rows for n in counts}:
-        return [Source(pattern, (first,), num_rows // home.rows)]
-    if len(weights) == home.num_stored:  # more than compute
+    if num_rows in {n * location.rows for n in counts}:
+        return [Source(pattern, (first,), num_rows // location.rows)]
+    if len(weights) == location.num_stored:  # more than compute
         weights = weights[:num_experts]
     if len(weights) not in (num_experts, num_sets * num_experts):
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """How one expert's bytes come out of the checkpoint: where they lie, and what transformers would do
 to them.
 
-A recipe fills one or more parameters of any expert of one MoE row. Its sources are either one
+A recipe fills one or more parameters of any expert of one MoE layer. Its sources are either one
 weight per expert or one weight stacked over experts. Three ways lead from there to what computes:
 
     as they are   transformers' conversion only concatenates: the bytes go straight into the slot
@@ -9,14 +9,14 @@ weight per expert or one weight stacked over experts. Three ways lead from there
     packed        quantized: the slot holds the bytes as stored, and the expert is unpacked, and
                   converted if need be, each time it computes
 
-Whether a conversion only concatenates is found out by trying it once on a pattern, per kind of
-recipe, not by knowing architectures.
+`Recipe.weights` says how they lie in a slot (layout.py). Whether a conversion only concatenates is
+found out by trying it once on a pattern, per kind of recipe, not by knowing architectures.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from moe_infinity.checkpoint.chunks import Piece
 from moe_infinity.checkpoint.extents import Extent, StoredTensor
-from moe_infinity.checkpoint.packing import PackedTensor, Parts, Scheme
+from moe_infinity.checkpoint.layout import WeightLayout
+from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertLayout, ParamSpec
@@ -47,8 +48,8 @@ def kind_of(weight: StoredTensor | PackedTensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one pattern of a conversion matched in one row: a weight per expert, or one stacked over
-    experts.
+    """What a pattern of a conversion matched in one MoE layer: a weight per expert, or one stacked
+    over experts.
     """
 
     pattern: str
@@ -69,9 +70,10 @@ class Source:
         return (shape[0] // self.num_parts, *shape[1:]) if self.num_parts else shape
 
     def stored_shapes(self) -> Shapes:
-        """What is stored of one expert, by role."""
-        parts = parts_of(self.weights[0])
-        return {role: (self._shape_of_one(part.shape), part.dtype) for role, part in parts}
+        """What is stored of one expert, by role; packed weights without the experts' dimension."""
+        parts, packed = parts_of(self.weights[0]), self.packed
+        first = int(packed is not None and packed.is_stacked)
+        return {role: (self._shape_of_one(part.shape)[first:], part.dtype) for role, part in parts}
 
     def extents(self, expert_idx: int) -> list[Extent]:
         """Of one expert, in the order of `stored_shapes`."""
@@ -93,22 +95,6 @@ class OneExpertModel:
     get_parameter_or_buffer = get_parameter
 
 
-@dataclass(frozen=True, slots=True)
-class PieceInSlot:
-    """A packed weight of one expert and where its parts are."""
-
-    scheme: Scheme
-    shape: tuple[int, ...]  # of the weight, [R, C]
-    parts: dict[str, tuple[ParamSpec, tuple[int, ...]]]  # by role: the place, the shape there
-
-    @property
-    def block(self) -> tuple[int, int] | None:
-        """Rows and columns that share a scale; None: equal parts."""
-        if self.scheme.find_block is None:
-            return None
-        return self.scheme.find_block({role: shape for role, (_, shape) in self.parts.items()})
-
-
 @dataclass(slots=True)
 class Recipe:
     """Fills `targets` (full parameter name -> the parameter of one expert) from `sources`."""
@@ -119,7 +105,8 @@ class Recipe:
     converter: Any | None  # transformers' WeightConverter; None: the checkpoint has the parameter
     config: Any  # of the model; some conversions read it
     only_concatenates: bool = False
-    stored: tuple[ParamSpec, ...] = ()  # what a slot holds: the targets or, packed, all parts
+    stored: tuple[ParamSpec, ...] = ()  # all parts in a slot, in the order of `slot_shapes`
+    weights: tuple[WeightLayout, ...] = ()  # in a slot: of each target or, packed, of each source
 
     @property
     def is_packed(self) -> bool:
@@ -135,17 +122,35 @@ class Recipe:
 
     def slot_shapes(self) -> Shapes:
         """What a slot is to hold for this recipe."""
+        specs = list(self.targets.values())
         if not self.is_packed:
-            return {spec.name: (spec.shape, spec.dtype) for spec in self.targets.values()}
+            return {spec.name: (spec.shape, spec.dtype) for spec in specs}
         return {
-            f"{self.name} {at} {role}": shape_and_dtype
+            f"{specs[0].name} {at} {role}": shape_and_dtype
             for at, source in enumerate(self.sources)
             for role, shape_and_dtype in source.stored_shapes().items()
         }
 
-    def place(self, specs: dict[str, ParamSpec]) -> None:
-        """Where in a slot that is."""
+    def place(self, specs: dict[str, ParamSpec], *, is_transposed: bool) -> None:
+        """Fill in `stored` and `weights`, from where everything of `slot_shapes` lies. Transposed:
+        the experts' class has matrices as [C, R].
+        """
         self.stored = tuple(specs[name] for name in self.slot_shapes())
+        if not self.is_packed:
+            weights = [WeightLayout.plain(s, is_transposed=is_transposed) for s in self.stored]
+        else:
+            parts = iter(self.stored)
+            weights = [
+                self._layout({role: next(parts) for role in source.stored_shapes()}, source)
+                for source in self.sources
+            ]
+        self.weights = tuple(weights)
+
+    def _layout(self, parts: dict[str, ParamSpec], source: Source) -> WeightLayout:
+        if source.packed is None:
+            return WeightLayout.plain(parts[""])
+        weight_format = source.packed.format
+        return weight_format.place(parts, is_transposed=weight_format.is_transposed)
 
     def extents(self, expert_idx: int) -> list[Extent]:
         return [extent for source in self.sources for extent in source.extents(expert_idx)]
@@ -186,53 +191,25 @@ class Recipe:
     def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
         """The parameters, from the views of a slot that holds what is stored."""
         if not self.is_packed:
-            return {spec.name: slot[spec.name] for spec in self.stored}
-        weights = []
-        for source, parts in self._parts(slot):
-            if source.packed is None:
-                weights.append(parts[""].to(self._dtype))
-            else:
-                weights.append(source.packed.unpack(parts, self._dtype))
+            return {part.name: slot[part.name] for part in self.stored}
+        weights = [weight.unpacked(slot, self._dtype) for weight in self.weights]
         if self.only_concatenates:
             (spec,) = self.targets.values()
             whole = torch.cat([weight.flatten() for weight in weights])
             return {spec.name: whole.view(spec.shape)}
-        values = self._convert(weights)
+        values = self._convert(
+            [w.reshape(source.shape) for w, source in zip(weights, self.sources, strict=True)]
+        )
         return {spec.name: values[name][0] for name, spec in self.targets.items()}
 
-    def is_multiplied(self, *, is_transposed: bool) -> bool:
-        """Whether kernels can read this packed weight, which the experts' class keeps as [C, R] or
-        [R, C].
+    @property
+    def is_in_rows(self) -> bool:
+        """Whether its weights are the rows of the one parameter it fills, in that order: then
+        kernels can multiply with them.
         """
-        schemes = [source.packed.scheme for source in self.sources if source.packed is not None]
-        return (
-            self.only_concatenates
-            and len(schemes) == len(self.sources)
-            and all(scheme.is_transposed == is_transposed for scheme in schemes)
-        )
-
-    def pieces_in_slot(self, *, is_transposed: bool) -> list[PieceInSlot]:
-        """Where the packed weights are that lie one below the other; empty if they do not."""
-        if not self.is_multiplied(is_transposed=is_transposed):
-            return []
-        specs, found = iter(self.stored), []
-        for source in self.sources:
-            assert source.packed is not None, source  # see is_multiplied
-            skipped = int(source.packed.is_stacked)
-            parts = {
-                role: (next(specs), shape[skipped:])
-                for role, (shape, _) in source.stored_shapes().items()
-            }
-            shape = source.shape[skipped:]
-            shape = shape[::-1] if is_transposed else shape
-            found.append(PieceInSlot(source.packed.scheme, shape, parts))
-        return found
-
-    def _parts(self, slot: dict[str, Tensor]) -> Iterator[tuple[Source, Parts]]:
-        """What a slot holds of each source."""
-        views = iter([slot[spec.name] for spec in self.stored])
-        for source in self.sources:
-            yield source, {role: next(views) for role in source.stored_shapes()}
+        if len(self.targets) != 1 or not self.is_packed:
+            return len(self.targets) == 1
+        return self.only_concatenates and all(weight.unpack is not None for weight in self.weights)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -308,16 +285,19 @@ class Recipe:
 
 
 class LayerRecipes:
-    """All recipes of one MoE row: together they fill a slot of `layout`."""
+    """All recipes of one MoE layer: together they fill a slot of `layout`. Transposed: the experts'
+    class has matrices as [C, R].
+    """
 
-    def __init__(self, recipes: Sequence[Recipe]) -> None:
+    def __init__(self, recipes: Sequence[Recipe], *, is_transposed: bool) -> None:
         self.recipes = tuple(recipes)
         shapes: Shapes = {}
         for recipe in recipes:
             shapes |= recipe.slot_shapes()
         self.layout = ExpertLayout.of(shapes)
+        specs = {spec.name: spec for spec in self.layout.params}
         for recipe in recipes:
-            recipe.place({spec.name: spec for spec in self.layout.params})
+            recipe.place(specs, is_transposed=is_transposed)
 
     @property
     def is_byte_copy(self) -> bool:

@@ -12,7 +12,7 @@ VALUES = 16  # of each dense parameter: enough to tell one fine-tuning from anot
 
 
 def signature_of(model: nn.Module, rows: list[ExpertsModule]) -> str:
-    """Class, MoE rows and experts, and a hash of some weights of every dense parameter."""
+    """Class, MoE layers and experts, and a hash of some weights of every dense parameter."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         values = parameter.detach().flatten()[:VALUES].float().cpu().numpy()

@@ -6,12 +6,11 @@ An expert is taken if it is two products with an activation between them that ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.layout import KINDS, WORDS, StoredPart, StoredWeight
+from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.recipe import LayerRecipes, Recipe
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation, find_activation
@@ -19,11 +18,6 @@ from moe_infinity.kernels.cuda.slot_mlp import SlotMlp, slot_mlp
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts
-
-PACKED = {  # by name of the scheme
-    "fp8": "fp8", "mxfp8": "fp8", "float-quantized": "fp8", "pack-quantized": "int4",
-    "int-quantized": "int8", "mxfp4": "mxfp4", **{kind: kind for kind in WORDS},
-}  # fmt: skip
 
 
 def fused_layer(row: ExpertsModule, recipes: LayerRecipes) -> FusedExperts | None:
@@ -60,9 +54,9 @@ def slot_layer(row: ExpertsModule, recipes: LayerRecipes) -> SlotMlp | None:
 class _TwoProducts(NamedTuple):
     """An expert that is one product, an activation, and another product."""
 
-    up: list[StoredWeight]  # one below the other, as they lie in a slot
-    down: list[StoredWeight]
-    biases: list[StoredPart]  # one for each product, or none
+    up: Sequence[WeightLayout]  # one below the other
+    down: Sequence[WeightLayout]
+    biases: list[ParamSpec]  # one for each product, or none
     activation: Activation
     is_interleaved: bool
 
@@ -74,48 +68,26 @@ def _two_products(row: ExpertsModule, recipes: LayerRecipes) -> _TwoProducts | N
     is_gated = "gate_up_proj" in filled_by
     names = ["gate_up_proj" if is_gated else "up_proj", "down_proj"]
     bias_names = [f"{name}_bias" for name in names if f"{name}_bias" in filled_by]
-    if hidden is None or set(filled_by) != {*names, *bias_names}:
+    if hidden is None or set(filled_by) != {*names, *bias_names} or len(bias_names) == 1:
         return None
-    biases = [part for name in bias_names if (part := _bias(filled_by[name])) is not None]
-    up, down = (_stored(filled_by[name], is_transposed=bool(row.is_transposed)) for name in names)
-    found = find_activation(hidden, is_gated=is_gated)
-    if up is None or down is None or found is None:
+    activation = find_activation(hidden, is_gated=is_gated)
+    is_transposed = bool(row.is_transposed)
+    up, down = (_matrices(filled_by[name], is_transposed=is_transposed) for name in names)
+    biases = [_bias(filled_by[name]) for name in bias_names]
+    if activation is None or up is None or down is None or None in biases:
         return None
-    if len(biases) != len(bias_names) or len(biases) == 1:
-        return None
-    return _TwoProducts(up, down, biases, *found)
+    return _TwoProducts(up, down, [bias for bias in biases if bias is not None], *activation)
 
 
-def _bias(recipe: Recipe) -> StoredPart | None:
-    if recipe.is_packed or len(recipe.stored) != 1:
-        return None
-    (spec,) = recipe.stored
-    return StoredPart(spec.offset, getattr(torch, spec.dtype), spec.shape)
+def _matrices(recipe: Recipe, *, is_transposed: bool) -> Sequence[WeightLayout] | None:
+    """What kernels multiply with to have all outputs of a parameter."""
+    fits = all(
+        len(weight.shape) == 2 and weight.is_transposed == is_transposed
+        for weight in recipe.weights
+    )
+    return recipe.weights if fits and recipe.is_in_rows else None
 
 
-def _stored(recipe: Recipe, *, is_transposed: bool) -> list[StoredWeight] | None:
-    """How the one parameter that a recipe fills lies in a slot. Transposed: the class has it
-    as [C, R].
-    """
-
-    def part(spec: ParamSpec, shape: tuple[int, ...]) -> StoredPart:
-        return StoredPart(spec.offset, getattr(torch, spec.dtype), shape)
-
-    if len(recipe.targets) != 1:
-        return None
-    if not recipe.is_packed:
-        (spec,) = recipe.stored
-        kind = KINDS.get(getattr(torch, spec.dtype))
-        if kind is None or len(spec.shape) != 2:
-            return None
-        columns, rows = spec.shape if is_transposed else spec.shape[::-1]
-        parts = {"": part(spec, spec.shape)}
-        return [StoredWeight(kind, (rows, columns), parts, is_transposed=is_transposed)]
-    weights = []
-    for piece in recipe.pieces_in_slot(is_transposed=is_transposed):
-        kind, (num_rows, num_columns) = PACKED.get(piece.scheme.name), piece.shape
-        if kind is None:
-            return None
-        parts = {role: part(spec, shape) for role, (spec, shape) in piece.parts.items()}
-        weights.append(StoredWeight(kind, (num_rows, num_columns), parts, piece.block))
-    return weights or None
+def _bias(recipe: Recipe) -> ParamSpec | None:
+    is_plain = len(recipe.stored) == 1 and not recipe.is_packed
+    return recipe.stored[0] if is_plain else None

@@ -1,4 +1,4 @@
-"""What computes, and the plain twin of each."""
+"""What computes, and the plain reference of each."""
 
 from importlib.util import find_spec
 

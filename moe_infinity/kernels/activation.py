@@ -8,7 +8,7 @@ architectures are asked for them by trying what they compute, not known by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,31 +51,47 @@ def find_activation(
     and up come in turn there instead of one after the other. None: something else.
     """
     values = torch.tensor([*ASKED, *(-x for x in ASKED)], dtype=torch.float64, device="cpu")
-    grid = [axis.flatten() for axis in torch.meshgrid(values, values, indexing="ij")]
-    for arranged in (torch.cat, _in_turn)[: 1 + is_gated]:
+    gate, up = (axis.flatten() for axis in torch.meshgrid(values, values, indexing="ij"))
+    if not is_gated:
+        found = _match(lambda gate, _: compute(gate[None])[0], gate, up, is_gated=False)
+        return None if found is None else (found, False)
+    for is_interleaved in (False, True):
+        arranged = _interleaved if is_interleaved else torch.cat
 
-        def ask(gate: Tensor, up: Tensor, arranged: Callable[..., Tensor] = arranged) -> Tensor:
-            return compute(arranged([gate, up] if is_gated else [gate])[None])[0]
+        def ask(
+            gate: Tensor, up: Tensor, arranged: Callable[[list[Tensor]], Tensor] = arranged
+        ) -> Tensor:
+            return compute(arranged([gate, up])[None])[0]
 
-        try:
-            told = ask(grid[0], grid[1])
-            if told.shape != grid[0].shape:
-                return None
-            alpha, shift, limit = _measured(ask, is_gated=is_gated)
-        except Exception:  # of anybody's code: it has parameters, or wants another dtype or width
-            return None
-        for function in FUNCTIONS:
-            found = Activation(function, is_gated, 1.0, shift, limit)
-            if function == "silu":
-                found = replace(found, alpha=alpha)
-            expected = found(grid[0], grid[1] if is_gated else None)
-            if ((told - expected).abs() <= SAME * expected.abs().clamp(min=1)).all():
-                return found, arranged is _in_turn
+        found = _match(ask, gate, up, is_gated=True)
+        if found is not None:
+            return found, is_interleaved
     return None
 
 
-def _in_turn(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts), -1).flatten()
+def _interleaved(halves: list[Tensor]) -> Tensor:
+    return torch.stack(halves, -1).flatten()
+
+
+def _match(
+    ask: Callable[[Tensor, Tensor], Tensor], gate: Tensor, up: Tensor, *, is_gated: bool
+) -> Activation | None:
+    """The activation that gives what `ask` gives."""
+    try:
+        told = ask(gate, up)
+        if told.shape != gate.shape:
+            return None
+        alpha, shift, limit = _measured(ask, is_gated=is_gated)
+    except Exception:  # of anybody's code: it has parameters, or wants another dtype or width
+        return None
+    for function in FUNCTIONS:
+        found = Activation(function, is_gated, 1.0, shift, limit)
+        if function == "silu":
+            found = replace(found, alpha=alpha)
+        expected = found(gate, up if is_gated else None)
+        if ((told - expected).abs() <= SAME * expected.abs().clamp(min=1)).all():
+            return found
+    return None
 
 
 def _measured(

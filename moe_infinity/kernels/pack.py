@@ -28,7 +28,7 @@ CHUNK_VALUES = 1 << 17
 FACTORS = (0.70, 0.78, 0.86, 0.94, 1.02, 1.10)
 SPLIT_OF_FLOAT8 = 2.0**20 + 1  # Veltkamp's: leaves 4 of the 24 significant bits of a float32
 
-Layout = dict[str, tuple[str, tuple[int, ...]]]  # suffix of the name -> dtype in a header, shape
+PartShapes = dict[str, tuple[str, tuple[int, ...]]]  # role -> dtype in a header, shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,18 @@ class Precision:
         sizes = range(min(self.group_size, num_columns), num_columns + 1, 8)
         return next(size for size in sizes if num_columns % size == 0)
 
-    def layout(self, shape_RC: tuple[int, int]) -> Layout:
+    def layout(self, shape_RC: tuple[int, int]) -> PartShapes:
         """The stored parts of a weight of this shape, widest elements first."""
         num_rows, num_columns = shape_RC
         group_size = self.group_of(num_columns)
         assert group_size is not None, (self, shape_RC)
         scales = num_rows, num_columns // group_size
         if self.name == "int4":
-            return {"_packed": ("I32", (num_rows, num_columns // 8)), "_scale": ("BF16", scales)}
-        return {"_scale": ("F32", scales), "": ("F8_E4M3" if self.is_float else "I8", shape_RC)}
+            return {"values": ("I32", (num_rows, num_columns // 8)), "scale": ("BF16", scales)}
+        return {
+            "scale": ("F32", scales),
+            "values": ("F8_E4M3" if self.is_float else "I8", shape_RC),
+        }
 
     def rounded(self, values: Tensor) -> Tensor:
         """`values`, overwritten, on the grid: to nearest, ties to even."""
@@ -94,7 +97,7 @@ def precision_of(name: str, group_size: int) -> Precision:
 class Packed(NamedTuple):
     """A weight as it is stored, and how far that is from what it was."""
 
-    parts: dict[str, Tensor]  # by suffix of their names
+    parts: dict[str, Tensor]  # by role
     squared_error: float  # sum over the weight, of the values as they are read
     squared_norm: float  # of the weight; not finite if the weight is not
 
@@ -111,8 +114,7 @@ def pack(weight_RC: Tensor, precision: Precision, *, is_searched: bool) -> Packe
         squares += torch.stack([rounded.errors_N1.sum(), groups_NG.double().square().sum()])
         values_RC.append(_stored_values(rounded.values_NG.view(rows_RC.shape), precision))
         scales_RG.append(rounded.scales_N1.view(len(rows_RC), -1).to(precision.scale_dtype))
-    values = "_packed" if precision.name == "int4" else ""
-    parts = {values: torch.cat(values_RC), "_scale": torch.cat(scales_RG)}
+    parts = {"values": torch.cat(values_RC), "scale": torch.cat(scales_RG)}
     return Packed(parts, *squares.tolist())
 
 

@@ -8,7 +8,7 @@ define the formats do it, in few passes.
 
 Nibbles are numbered from the lowest bits of a word, words are little-endian. Every function takes
 one weight; legend: R rows (outputs), C columns (inputs), G groups of columns, r x c a grid of
-blocks. The plain twins that define the results are in the tests.
+blocks. The references that define the results are in the tests.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def int8_rows(weight_RC: Tensor, scales_R1: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def gptq(parts: dict[str, Tensor], dtype: torch.dtype, *, adds_one_to_zeros: bool) -> Tensor:
-    """qweight [C/8, R], qzeros [G, R/8], scales [G, R], perhaps g_idx [C]; gives [R, C]."""
-    zeros_GW, scales_RG, groups_C = parts["qzeros"], parts["scales"].t(), parts.get("g_idx")
+    """values [C/8, R], zeros [G, R/8], scale [G, R], perhaps groups [C]; gives [R, C]."""
+    zeros_GW, scales_RG, groups_C = parts["zeros"], parts["scale"].t(), parts.get("groups")
     if adds_one_to_zeros:  # one to each nibble; a carry goes into the next, as in GPTQModel
         zeros_GW = zeros_GW + 0x11111111
     zeros_RG = _nibbles(zeros_GW).t()
@@ -141,13 +141,13 @@ def gptq(parts: dict[str, Tensor], dtype: torch.dtype, *, adds_one_to_zeros: boo
         if groups_C.min() < 0 or groups_C.max() >= scales_RG.shape[1]:
             raise CheckpointError(f"g_idx names groups beyond the {scales_RG.shape[1]} there are")
         zeros_RG, scales_RG = zeros_RG.t()[groups_C].t(), scales_RG.t()[groups_C].t()
-    return _apply_groups(_transposed(parts["qweight"]), _nibbles, zeros_RG, scales_RG, dtype)
+    return _apply_groups(_transposed(parts["values"]), _nibbles, zeros_RG, scales_RG, dtype)
 
 
 def awq(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """qweight [C, R/8], qzeros [G, R/8], scales [G, R]; gives [R, C]."""
-    words, zeros = _awq_words(parts["qweight"]), _awq_words(parts["qzeros"])
-    return _apply_groups(words, _awq_nibbles, _awq_nibbles(zeros), parts["scales"].t(), dtype)
+    """values [C, R/8], zeros [G, R/8], scale [G, R]; gives [R, C]."""
+    words, zeros = _awq_words(parts["values"]), _awq_words(parts["zeros"])
+    return _apply_groups(words, _awq_nibbles, _awq_nibbles(zeros), parts["scale"].t(), dtype)
 
 
 def _apply_groups(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.extents import Extent, StoredTensor
+from moe_infinity.checkpoint.formats import PACKED_BY_US
 from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.reader import Reader
@@ -33,9 +34,9 @@ from moe_infinity.kernels.pack import Precision, pack, precision_of
 from moe_infinity.memory.host import format_bytes
 from moe_infinity.quantize.shards import (
     CHECKSUMS,
-    Entry,
-    Piece,
     ShardJob,
+    TensorBytes,
+    TensorEntry,
     Unit,
     index_of,
     plan_shards,
@@ -209,25 +210,33 @@ class _Packing:
         entries = [_entry(tensor) for tensor in biases]
         for tensor in matrices:
             *stack, rows, columns = tensor.shape
-            for suffix, (dtype, shape) in self.precision.layout((rows, columns)).items():
-                entries.append(Entry(tensor.name + suffix, dtype, (*stack, *shape)))
+            for role, (dtype, shape) in self.precision.layout((rows, columns)).items():
+                entries.append(
+                    TensorEntry(tensor.name + self._suffix(role), dtype, (*stack, *shape))
+                )
         entries.sort(key=lambda entry: -entry.item_bytes)
         return Unit(tuple(entries), True, partial(self._produce, matrices, biases))
 
-    def _produce(self, matrices: list[StoredTensor], biases: list[StoredTensor]) -> Iterator[Piece]:
+    def _suffix(self, role: str) -> str:
+        """Of the name of a part."""
+        return PACKED_BY_US[self.precision.name].suffix_of(role)
+
+    def _produce(
+        self, matrices: list[StoredTensor], biases: list[StoredTensor]
+    ) -> Iterator[TensorBytes]:
         for tensor in matrices:
             num_experts = tensor.shape[0] if len(tensor.shape) == 3 else 0  # stacked
             for expert_idx in range(max(1, num_experts)):
                 name = f"{tensor.name}[{expert_idx}]" if num_experts else tensor.name
                 extent = tensor.extent.part(expert_idx, max(1, num_experts))
                 one = StoredTensor(name, tensor.stored_dtype, tensor.shape[-2:], extent)
-                for suffix, data in self._pack(one).items():
-                    yield tensor.name + suffix, expert_idx * len(data), data
+                for role, data in self._pack(one).items():
+                    yield tensor.name + self._suffix(role), expert_idx * len(data), data
         for tensor in biases:
             yield from _copy(tensor, self.reader)
 
     def _pack(self, tensor: StoredTensor) -> dict[str, memoryview]:
-        """The parts of one expert's weight, by suffix."""
+        """The parts of one expert's weight, by role."""
         raw = bytearray(tensor.extent.num_bytes)
         self.reader.read_into(tensor.extent, memoryview(raw))
         weight = torch.frombuffer(raw, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)
@@ -236,22 +245,22 @@ class _Packing:
             raise CheckpointError(f"{tensor.name} has values that are infinite or no numbers")
         norm = packed.squared_norm or 1.0
         self.notes.errors[tensor.name] = math.sqrt(packed.squared_error / norm)
-        return {suffix: _bytes_of(part) for suffix, part in packed.parts.items()}
+        return {role: _bytes_of(part) for role, part in packed.parts.items()}
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(torch.uint8).flatten().numpy().data
 
 
-def _entry(tensor: StoredTensor) -> Entry:
-    return Entry(tensor.name, tensor.stored_dtype, tensor.shape)
+def _entry(tensor: StoredTensor) -> TensorEntry:
+    return TensorEntry(tensor.name, tensor.stored_dtype, tensor.shape)
 
 
 def _copy_of(tensor: StoredTensor, reader: Reader) -> Unit:
     return Unit((_entry(tensor),), False, partial(_copy, tensor, reader))
 
 
-def _copy(tensor: StoredTensor, reader: Reader) -> Iterator[Piece]:
+def _copy(tensor: StoredTensor, reader: Reader) -> Iterator[TensorBytes]:
     for first in range(0, tensor.extent.num_bytes, COPIED_BYTES):
         raw = bytearray(min(COPIED_BYTES, tensor.extent.num_bytes - first))
         reader.read_into(
@@ -264,7 +273,7 @@ def _shape_of(tensor: StoredTensor) -> Unit:
     """What compressed-tensors stores beside a weight in words."""
     name = f"{tensor.name}_shape"
     numbers = b"".join(size.to_bytes(8, "little") for size in tensor.shape)
-    return Unit((Entry(name, "I64", (2,)),), False, lambda: iter([(name, 0, numbers)]))
+    return Unit((TensorEntry(name, "I64", (2,)),), False, lambda: iter([(name, 0, numbers)]))
 
 
 # The rest of the folder

@@ -31,11 +31,11 @@ PAGE_BYTES = 4096
 CHECKSUMS = "SHA256SUMS"  # for `sha256sum -c`
 HASHED_BYTES = 1 << 20  # at a time
 
-Piece = tuple[str, int, Any]  # name of a tensor, offset in it (bytes), what to write there
+TensorBytes = tuple[str, int, Any]  # name of a tensor, offset in it (bytes), what to write there
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor to write."""
 
     name: str
@@ -55,9 +55,9 @@ class Entry:
 class Unit:
     """Tensors that lie side by side."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     is_aligned: bool  # begins at a page of the file
-    produce: Callable[[], Iterator[Piece]]  # their bytes, in any order
+    produce: Callable[[], Iterator[TensorBytes]]  # their bytes, in any order
 
     @property
     def num_bytes(self) -> int:
@@ -97,11 +97,11 @@ def plan_shards(units: Iterable[Unit], shard_bytes: int) -> list[Shard]:
 
 def _lay_out(shard: Shard, num_paddings: int) -> int:
     """Fill in where everything lies. Returns how many paddings there are by then."""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     end = 0
     for unit in shard.units:
         if unit.is_aligned and end % PAGE_BYTES:
-            entries.append(Entry(f"padding.{num_paddings}", "U8", (-end % PAGE_BYTES,)))
+            entries.append(TensorEntry(f"padding.{num_paddings}", "U8", (-end % PAGE_BYTES,)))
             num_paddings += 1
         entries += unit.entries
         end += -end % PAGE_BYTES * unit.is_aligned + unit.num_bytes

@@ -198,7 +198,7 @@ def plan_of(config: Any, *, is_packed: bool = True) -> Plan:
 
 
 def parts_of(matrix: Matrix) -> list[Any]:
-    return [part for part in (matrix.values, matrix.scale, matrix.bias) if part is not None]
+    return [*matrix.weight.parts.values(), *([matrix.bias] if matrix.bias else [])]
 
 
 @pytest.mark.slow

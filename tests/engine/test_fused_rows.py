@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import StoredPart, StoredWeight
+from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.engine.compute import Backend
 from moe_infinity.engine.exact import ExactBackend
 from moe_infinity.engine.fused import FUSED_ROWS, FusedBackend
 from moe_infinity.engine.routing import NO_EXPERT, Routing
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.reference import expert_mlp
@@ -26,7 +27,7 @@ SLOTS = torch.randn(
     NUM_EXPERTS, 3 * WIDTH * EXPERT_WIDTH, generator=torch.Generator().manual_seed(0)
 )
 UP, DOWN = (
-    StoredWeight("f32", shape, {"": StoredPart(at, torch.float32, shape)})
+    WeightLayout.plain(ParamSpec("", shape, "float32", at))
     for shape, at in zip(SHAPES.values(), (0, 4 * 2 * EXPERT_WIDTH * WIDTH), strict=True)
 )
 

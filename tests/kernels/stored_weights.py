@@ -5,9 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import PLAIN, WORDS, StoredPart, StoredWeight
-from moe_infinity.experts import ExpertLayout
+from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
+from moe_infinity.checkpoint.layout import PLAIN, WORDS, WeightLayout
+from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels import unpack
+
+
+def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
+    """Of a weight of this kind whose parts lie there."""
+    name, *options = kind.split()
+    if name in PLAIN:
+        return WeightLayout.plain(parts["values"], is_transposed=options == ["transposed"])
+    if name in PACKED_BY_US:
+        return PACKED_BY_US[name].place(parts, is_transposed=False)
+    group = 0 if name == "mxfp4" else int(options[0])
+    config = {"bits": 4, "group_size": group, "checkpoint_format": name}
+    config["quant_method"] = name.removesuffix("_v2")
+    config["desc_act"] = "any" in options
+    (weight_format,) = find_format(config).weights
+    return weight_format.place(parts, is_transposed=False)
 
 
 def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -18,12 +34,12 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
     if name in PLAIN:
         weight = torch.randn(rows, columns).to(PLAIN[name]) / columns**0.5
         stored = weight.t().contiguous() if options == ["transposed"] else weight
-        return {"": stored}, weight.float(), weight.float().abs()
+        return {"values": stored}, weight.float(), weight.float().abs()
     if name == "int8":
         bytes_RC = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
         scales = (torch.rand(rows, 1) / 1000).half()
         weight = bytes_RC.float() * scales.float()
-        return {"weight": bytes_RC, "scale": scales}, weight, weight.abs()
+        return {"values": bytes_RC, "scale": scales}, weight, weight.abs()
     if name == "fp8":
         grid = (rows, 1) if options == ["rows"] else (-(-rows // 16), columns // 32)
         numbers = torch.randint(0, 0x58, (rows, columns)) + 128 * torch.randint(0, 2, (rows, 1))
@@ -32,21 +48,21 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
         if options == ["exponents"]:
             scales = torch.randint(115, 122, grid).to(torch.uint8)
         weight = unpack.fp8(bytes_RC, scales, block, torch.float32)
-        return {"weight": bytes_RC, "scale": scales}, weight, weight.abs()
+        return {"values": bytes_RC, "scale": scales}, weight, weight.abs()
     if name == "mxfp4":
         blocks = torch.randint(0, 256, (rows, columns // 32, 16), dtype=torch.uint8)
         exponents = torch.randint(112, 122, blocks.shape[:2]).to(torch.uint8)
         weight = unpack.mxfp4(blocks, exponents, torch.float32).t()
-        return {"blocks": blocks, "scales": exponents}, weight, weight.abs()
+        return {"values": blocks, "scale": exponents}, weight, weight.abs()
     if name in WORDS:
         return _words(name, rows, columns, options)
     group = columns if options[-1] == "None" else int(options[-1])
-    parts = {"packed": torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32)}
+    parts = {"values": torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32)}
     parts["scale"] = ((torch.rand(rows, columns // group) + 0.1) / 200).bfloat16()
     if "zeros" in options:
-        parts["zero_point"] = parts["packed"][: -(-rows // 8), : columns // group].clone()
+        parts["zeros"] = parts["values"][: -(-rows // 8), : columns // group].clone()
     weight = unpack.int4_rows(
-        parts["packed"], parts["scale"].float(), parts.get("zero_point"), torch.float32
+        parts["values"], parts["scale"].float(), parts.get("zeros"), torch.float32
     )
     return parts, weight, 31 * parts["scale"].float().repeat_interleave(group, 1)
 
@@ -64,16 +80,16 @@ def _words(
     group, num_groups = int(options[0]), columns // int(options[0])
     index = torch.arange(num_groups, dtype=torch.int32).repeat_interleave(group)
     values = (columns, rows // 8) if name == "awq" else (columns // 8, rows)
-    parts = {"qweight": words(*values), "qzeros": words(num_groups, rows // 8)}
-    parts["scales"] = ((torch.rand(num_groups, rows) + 0.1) / 200).half()
+    parts = {"values": words(*values), "zeros": words(num_groups, rows // 8)}
+    parts["scale"] = ((torch.rand(num_groups, rows) + 0.1) / 200).half()
     if "any" in options:
-        parts["g_idx"] = index = index[torch.randperm(columns)]
-    floats = parts | {"scales": parts["scales"].float()}
+        parts["groups"] = index = index[torch.randperm(columns)]
+    floats = parts | {"scale": parts["scale"].float()}
     if name == "awq":
         weight = unpack.awq(floats, torch.float32)
     else:
         weight = unpack.gptq(floats, torch.float32, adds_one_to_zeros=name == "gptq")
-    return parts, weight, 31 * floats["scales"].t()[:, index.long()]
+    return parts, weight, 31 * floats["scale"].t()[:, index.long()]
 
 
 class StoredExperts:
@@ -101,14 +117,9 @@ class StoredExperts:
                 slot[spec.offset :][: spec.num_bytes] = parts[spec.name].view(torch.uint8).flatten()
         self.weights = [(torch.cat([w for _, w, _ in one[:-1]]), one[-1][1]) for one in made]
         self.sizes = [(torch.cat([s for _, _, s in one[:-1]]), one[-1][2]) for one in made]
-        stored: list[dict[str, StoredPart]] = [{} for _ in shapes]
+        stored: list[dict[str, ParamSpec]] = [{} for _ in shapes]
         for spec in self.layout.params:
             i, role = spec.name.split(" ")
-            part = StoredPart(spec.offset, getattr(torch, spec.dtype), spec.shape)
-            stored[int(i)][role] = part
+            stored[int(i)][role] = spec
         self.described_biases = [parts.pop("bias") for parts in stored] if has_bias else []
-        block = (16, 32) if kind in ("fp8 blocks", "fp8 exponents") else None
-        self.described = [
-            StoredWeight(kind.split()[0], shape, parts, block, kind.endswith("transposed"))
-            for shape, parts in zip(shapes, stored, strict=True)
-        ]
+        self.described = [layout_of(kind, parts) for parts in stored]

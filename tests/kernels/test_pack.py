@@ -43,10 +43,10 @@ def random_weight(
 
 def read(parts: dict[str, Tensor], precision: Precision, dtype: torch.dtype) -> Tensor:
     if precision.name == "int4":
-        return unpack.int4_rows(parts["_packed"], parts["_scale"], None, dtype)
+        return unpack.int4_rows(parts["values"], parts["scale"], None, dtype)
     if precision.name == "int8":
-        return unpack.int8_rows(parts[""], parts["_scale"], dtype)
-    return unpack.fp8(parts[""], parts["_scale"], (1, parts[""].shape[1]), dtype)
+        return unpack.int8_rows(parts["values"], parts["scale"], dtype)
+    return unpack.fp8(parts["values"], parts["scale"], (1, parts["values"].shape[1]), dtype)
 
 
 def plainly_rounded(weight: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
@@ -75,11 +75,11 @@ def test_nearest_stores_what_the_plain_definition_says(precision, dtype):
     weight = random_weight(dtype)
     values, scales = plainly_rounded(weight, precision)
     found = pack(weight, precision, is_searched=False).parts
-    assert same_bits(found["_scale"], scales)
+    assert same_bits(found["scale"], scales)
     if precision.name == "int4":
-        assert torch.equal(found["_packed"], to_words(values.int() + 8, 1))
+        assert torch.equal(found["values"], to_words(values.int() + 8, 1))
     else:
-        assert torch.equal(found[""].float(), values)
+        assert torch.equal(found["values"].float(), values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,9 +97,7 @@ def test_nearest_is_within_half_a_step_of_the_weight(precision):
     weight = random_weight(torch.float32)
     parts = pack(weight, precision, is_searched=False).parts
     found = read(parts, precision, torch.float32)
-    scales = (
-        parts["_scale"].float().repeat_interleave(weight.shape[1] // parts["_scale"].shape[1], 1)
-    )
+    scales = parts["scale"].float().repeat_interleave(weight.shape[1] // parts["scale"].shape[1], 1)
     steps = scales
     if precision.name == "fp8":  # 3 bits after the leading one; below 2 ** -6 steps of 2 ** -9
         steps = scales * 2.0 ** ((weight / scales).abs().clamp(min=2.0**-6).log2().floor() - 3)
@@ -178,7 +176,7 @@ def test_parts_have_the_layout_that_was_promised(precision):
         torch.float8_e4m3fn: "F8_E4M3",
     }  # fmt: skip
     parts = pack(random_weight(), precision, is_searched=False).parts
-    found = {suffix: (names[part.dtype], tuple(part.shape)) for suffix, part in parts.items()}
+    found = {role: (names[part.dtype], tuple(part.shape)) for role, part in parts.items()}
     assert found == precision.layout((24, 256))
 
 

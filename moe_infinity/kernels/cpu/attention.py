@@ -28,8 +28,9 @@ from torch import Tensor
 
 from moe_infinity.checkpoint.layout import KINDS
 from moe_infinity.kernels import host_float32
-from moe_infinity.kernels.cpu.rows import floats, row_function
-from moe_infinity.kernels.cpu.steps import arranged, fixed_for, step_for
+from moe_infinity.kernels.cpu.loaders import LOADERS
+from moe_infinity.kernels.cpu.rows import row_function
+from moe_infinity.kernels.cpu.steps import arguments_for, arranged, loop_for
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,
@@ -58,25 +59,26 @@ def attend(
     """[B, H, 1, d], [B, G, N, d], [B, G, N, dv] -> [B, H, dv]. The mask is added, or says where to
     look if it is bool; [B or 1, H or 1, 1, N]. None: for these, somebody else.
     """
-    kind, (num_seqs, num_groups, num_tokens, width) = KINDS.get(query.dtype), key.shape
+    num_seqs, num_groups, num_tokens, width = key.shape
     value_width, num_heads = value.shape[3], query.shape[1]
-    step = None if kind is None else step_for(kind, width, group=width, scale=None)
+    kind = KINDS.get(query.dtype)
+    loop = None if kind is None else loop_for(kind, width, group=width, scale=None)
     fits = value_width % LANES == 0 and value_width <= MAX_WIDTH and num_tokens > 0
     fits &= num_heads % num_groups == 0
     alike = query.dtype == key.dtype == value.dtype and key.stride(3) == value.stride(3) == 1
-    if step is None or not (fits and alike) or query.device.type != "cpu":
+    if loop is None or not (fits and alike) or query.device.type != "cpu":
         return None
-    x = arranged((query.reshape(-1, width).to(torch.float32) * scale).numpy(), step)
+    x = arranged((query.reshape(-1, width).to(torch.float32) * scale).numpy(), loop)
     in_row = -(-num_tokens // LANES) * LANES
     scores = host_float32(num_seqs, num_heads, in_row).fill_(-torch.inf)
     out = host_float32(num_seqs, num_heads, value_width).zero_()
     bias = None if mask is None else _bias(mask).expand(num_seqs, num_heads, 1, num_tokens)
-    fixed = fixed_for(step, (num_tokens, width), (1, width), 1)
-    fixed = fixed._replace(row_bytes=key.stride(2) * key.itemsize, out_bytes=4 * in_row)
-    told: NDArray[np.int64] = np.array(fixed, np.int64)
-    one, two = (row_function(step._replace(num_tokens=n)).address for n in (1, 2))
+    arguments = arguments_for(loop, (num_tokens, width), (1, width), 1)
+    arguments = arguments._replace(row_bytes=key.stride(2) * key.itemsize, out_bytes=4 * in_row)
+    told: NDArray[np.int64] = np.array(arguments, np.int64)
+    one, two = (row_function(loop._replace(num_tokens=n)).address for n in (1, 2))
     attention(str(kind), value_width // LANES)(
-        one, two, told.ctypes.data, x.ctypes.data, fixed.x_bytes,
+        one, two, told.ctypes.data, x.ctypes.data, arguments.x_bytes,
         key.data_ptr(), *_bytes(key)[:2], value.data_ptr(), *_bytes(value),
         *((0, 0, 0) if bias is None else (bias.data_ptr(), *_bytes(bias)[:2])),
         scores.data_ptr(), 4 * in_row, out.data_ptr(),
@@ -110,7 +112,7 @@ def attention(kind: str, num_vectors: int) -> Any:
 
     # fmt: off
     def attend_all(  # type: ignore[no-untyped-def]
-        one, two, fixed, x, x_bytes,
+        one, two, arguments, x, x_bytes,
         key, key_seq, key_head, value, value_seq, value_head, value_row,
         bias, bias_seq, bias_head, scores, score_row, out,
         num_seqs, num_heads, per_group, num_tokens,
@@ -122,7 +124,7 @@ def attention(kind: str, num_vectors: int) -> Any:
             if of_group % 2 == 0:  # two queries of a group at once
                 function = two if of_group + 1 < per_group else one
                 keys = key + seq * key_seq + group * key_head
-                call_rows(function, 0, num_tokens, x + row * x_bytes, at, fixed, keys)
+                call_rows(function, 0, num_tokens, x + row * x_bytes, at, arguments, keys)
             if bias:
                 added = bias + seq * bias_seq + head * bias_head
                 for i in range(num_tokens):
@@ -154,7 +156,7 @@ def _emit_weigh(kind: str, num_vectors: int, context: Any, b: Any, _: Any, args:
         at = b.add(scores, b.mul(loop.index, I64(4)))
         weight = repeated(b, b.load(b.inttoptr(at, F32.as_pointer())))
         row = b.add(rows, b.mul(loop.index, row_bytes))
-        for so_far, value in zip(sums, floats(b, kind, num_vectors, row), strict=True):
+        for so_far, value in zip(sums, LOADERS[kind].load(b, num_vectors, row), strict=True):
             b.store(fma(b, value, weight, b.load(so_far)), so_far)
     whole = larger(b, repeated(b, sum_of_lanes(b, b.load(total))), all_lanes(F32, 1 / FINITE))
     for k, so_far in enumerate(sums):

@@ -19,39 +19,33 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import (
-    EXPONENTS,
-    PLAIN,
-    WORDS,
-    StoredPart,
-    StoredWeight,
-    block_of,
-)
+from moe_infinity.checkpoint.layout import EXPONENTS, WORDS, WeightLayout, block_of
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 
 try:
     from moe_infinity.kernels.cpu import work as experts_work
+    from moe_infinity.kernels.cpu.loaders import LOADERS
     from moe_infinity.kernels.cpu.rows import row_function
     from moe_infinity.kernels.cpu.steps import (
         Arrangement,
-        Fixed,
-        Step,
+        InnerLoop,
+        KernelArguments,
+        arguments_for,
         arrange,
         arrangement_for,
-        fixed_for,
-        step_for,
+        loop_for,
     )
     from moe_infinity.kernels.cpu.threads import num_threads
     from moe_infinity.kernels.cpu.words import BLOCK_ROWS
-    from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, Call, Weights, job_for
+    from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, SharedCall, Weights, job_for
 except ImportError as error:
     raise ImportError(
         "moe_infinity.kernels.cpu.experts needs numba, which is not installed\n"
@@ -59,130 +53,117 @@ except ImportError as error:
     ) from error
 
 BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
-MAX_STEPS = 1 << 16  # of a row, for which Fixed.inverse divides exactly
+MAX_STEPS = 1 << 16  # of a row, for which KernelArguments.inverse divides exactly
 
 
 def fused_experts(
-    up: Sequence[StoredWeight],
-    down: Sequence[StoredWeight],
+    up: Sequence[WeightLayout],
+    down: Sequence[WeightLayout],
     activation: Activation,
     *,
-    biases: Sequence[StoredPart] = (),
+    biases: Sequence[ParamSpec] = (),
     is_interleaved: bool = False,
 ) -> FusedExperts | None:
     """Weights lie one below the other: of `up`, gate's rows come before up's or, interleaved, in
     turn with them. Biases: of up and of down, one weight each. None: it cannot be computed here.
     Compiles: 2 s of processor time for the first, then 0.3 s for each new kind.
     """
-    up_steps, down_steps = (steps_of(weights) for weights in (up, down))
-    if up_steps is None or down_steps is None:
+    first, second = Product.of(up), Product.of(down)
+    if first is None or second is None:
         return None
-    is_gated = activation.is_gated
-    columns = {weight.shape[1] for weight in up}, {weight.shape[1] for weight in down}
-    up_rows, width = (sum(weight.shape[0] for weight in weights) for weights in (up, down))
-    if columns != ({width}, {up_rows // 2 if is_gated else up_rows}):
+    num_hidden = first.num_rows // 2 if activation.is_gated else first.num_rows
+    if (first.num_columns, second.num_columns) != (second.num_rows, num_hidden):
         return None
-    if (is_gated and up_rows % 2) or (biases and (len(up), len(down), len(biases)) != (1, 1, 2)):
+    if (activation.is_gated and first.num_rows % 2) or (
+        biases and (len(up), len(down), len(biases)) != (1, 1, 2)
+    ):
         return None
     if biases and (biases[0].dtype not in BIASES or biases[0].dtype != biases[1].dtype):
         return None
     if biases and {up[0].kind, down[0].kind} & {*WORDS}:  # rows of two blocks would have it twice
         return None
-    return FusedExperts(
-        Side.of(up, up_steps, up_rows),
-        Side.of(down, down_steps, width),
-        activation,
-        biases,
-        is_interleaved=is_interleaved,
-    )
+    return FusedExperts(first, second, activation, biases, is_interleaved=is_interleaved)
 
 
-def steps_of(weights: Sequence[StoredWeight]) -> list[Step] | None:
-    """By weight; None unless all can be computed and want x in the same arrangement."""
-    steps = [step for weight in weights if (step := _step(weight)) is not None]
-    if not steps or len(steps) < len(weights):
+def _loop_of(weight: WeightLayout) -> InnerLoop | None:
+    """None: this weight cannot be computed."""
+    loader, columns = LOADERS.get(weight.kind), weight.shape[1]
+    if loader is None or not weight.is_stored_in(loader.bits):
         return None
-    first = steps[0]
-    same = all(
-        (step.num_vectors, step.has_zeros) == (first.num_vectors, first.has_zeros)
-        and weight.kind == weights[0].kind
-        for step, weight in zip(steps, weights, strict=True)
-    )
-    return steps if same else None
-
-
-def _step(weight: StoredWeight) -> Step | None:
-    (rows, columns), stored = weight.shape, weight.stored
-    if min(rows, columns) < 1:
+    if weight.shape[0] < BLOCK_ROWS.get(weight.kind, 1):
         return None
-    step = None
-    if weight.kind in PLAIN:
-        if stored == {"": (PLAIN[weight.kind], (rows, columns))} and not weight.is_transposed:
-            step = step_for(weight.kind, columns, group=columns, scale=None)
-    elif (block := block_of(weight)) is not None and (rows >= BLOCK_ROWS.get(weight.kind, 1)):
-        if weight.groups is not None and block[1] < columns:
+    if weight.scale is None:
+        if weight.is_transposed:
             return None
-        assert weight.scale is not None, weight  # block_of has seen it
-        has_zeros, scale = weight.zeros is not None, weight.scale.dtype
-        scale = torch.uint8 if scale in EXPONENTS else scale
-        kind = "nibbles" if weight.kind == "int4" else weight.kind
-        step = step_for(kind, columns, group=block[1], scale=scale, has_zeros=has_zeros)
-    return step if step is not None and columns <= MAX_STEPS * step.num_columns else None
+        loop = loop_for(weight.kind, columns, group=columns, scale=None)
+    else:
+        block = block_of(weight)
+        if block is None or (weight.groups is not None and block[1] < columns):
+            return None
+        scale = "uint8" if weight.scale.dtype in EXPONENTS else weight.scale.dtype
+        has_zeros = weight.zeros is not None
+        loop = loop_for(weight.kind, columns, group=block[1], scale=scale, has_zeros=has_zeros)
+    return loop if loop is not None and columns <= MAX_STEPS * loop.num_columns else None
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """Up or down, ready for machine code."""
+class Product:
+    """Weights one below the other, ready for machine code."""
 
     num_rows: int  # of all weights
+    num_columns: int
     places: Arrangement  # of x
-    fixed: NDArray[np.int64]  # by weight; blocks point here
-    blocks: NDArray[np.int64]  # see experts_work.Weights
+    arguments: NDArray[np.int64]  # by weight; blocks point here
+    blocks: NDArray[np.int64]  # see work.Weights
 
     @classmethod
-    def of(cls, weights: Sequence[StoredWeight], steps: Sequence[Step], num_rows: int) -> Side:
-        places = arrangement_for(steps[0], weights[0].shape[1])
-        fixed = np.zeros((len(weights), len(Fixed._fields)), np.int64)
+    def of(cls, weights: Sequence[WeightLayout]) -> Product | None:
+        """None unless all can be computed, are of one kind, and want x in the same arrangement."""
+        loops = [loop for weight in weights if (loop := _loop_of(weight)) is not None]
+        alike = {
+            (weight.kind, weight.shape[1], loop.num_vectors, loop.has_zeros)
+            for weight, loop in zip(weights, loops, strict=False)
+        }
+        if len(loops) < len(weights) or len(alike) != 1:
+            return None
+        num_rows, num_columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        places = arrangement_for(loops[0], num_columns)
+        arguments = np.zeros((len(weights), len(KernelArguments._fields)), np.int64)
         blocks, offset = [], 0
-        for weight, step, row in zip(weights, steps, fixed, strict=True):
-            told = _fixed(weight, step)._replace(out_bytes=4 * num_rows)
-            row[:] = told
-            functions = [row_function(step._replace(num_tokens=n)).address for n in (1, 2)]
-            values, unit = weight.values, BLOCK_ROWS.get(weight.kind, 1)
-            row_bytes = prod(values.shape) * values.dtype.itemsize // weight.shape[0]
+        for weight, loop, row in zip(weights, loops, arguments, strict=True):
+            row[:] = _arguments(weight, loop)._replace(out_bytes=4 * num_rows)
+            functions = [row_function(loop._replace(num_tokens=n)).address for n in (1, 2)]
+            unit = BLOCK_ROWS.get(weight.kind, 1)
+            row_bytes = weight.values.num_bytes // weight.shape[0]
             at_once = max(1, BLOCK_BYTES // (row_bytes * unit)) * unit
             for first in range(0, weight.shape[0], at_once):
                 last = min(first + at_once, weight.shape[0])
                 at = row.ctypes.data
                 blocks.append((*functions, at, first, last, offset, places.row_bytes))
             offset += 4 * weight.shape[0]
-        return cls(num_rows, places, fixed, np.array(blocks, np.int64))
+        return cls(num_rows, num_columns, places, arguments, np.array(blocks, np.int64))
 
 
-def _fixed(weight: StoredWeight, step: Step) -> Fixed:
+def _arguments(weight: WeightLayout, loop: InnerLoop) -> KernelArguments:
     """Addresses from the start of a slot."""
-    block, num_scale_rows = (1, weight.shape[1]), 1
-    if step.scale is not None:
-        found = block_of(weight)
-        assert found is not None, weight  # _step has seen it
-        block, num_scale_rows = found, -(-weight.shape[0] // found[0])
-    scale, zeros = weight.scale, weight.zeros
-    return fixed_for(step, weight.shape, block, num_scale_rows)._replace(
+    rows, columns = weight.shape
+    block = block_of(weight) or (rows, columns)
+    return arguments_for(loop, weight.shape, block, -(-rows // block[0]))._replace(
         weight=weight.values.offset,
-        scales=0 if scale is None else scale.offset,
-        zeros=0 if zeros is None else zeros.offset,
+        scales=0 if weight.scale is None else weight.scale.offset,
+        zeros=0 if weight.zeros is None else weight.zeros.offset,
     )
 
 
 class FusedExperts:
-    """The MLPs of one MoE row; `fused_experts` makes them. Any number of threads may call."""
+    """The MLPs of one MoE layer; `fused_experts` makes them. Any number of threads may call."""
 
     def __init__(
         self,
-        up: Side,
-        down: Side,
+        up: Product,
+        down: Product,
         activation: Activation,
-        biases: Sequence[StoredPart],
+        biases: Sequence[ParamSpec],
         *,
         is_interleaved: bool,
     ) -> None:
@@ -262,7 +243,7 @@ class Rows:
         )
         experts = self._experts
         buffers = ints, self._scratch, self.out_PD
-        Call(experts.weights, experts.down.places, job, buffers).run(num_threads())
+        SharedCall(experts.weights, experts.down.places, job, buffers).run(num_threads())
 
     def sum(self, place_P: array[int], weights_TK: Tensor) -> Tensor:
         """[T, D]: each token's weighted rows, in the order of k; its pairs are told by their rows,

@@ -1,4 +1,4 @@
-"""The product of a few rows with dense weights, for decode steps: what experts_cpu.py does for
+"""The product of a few rows with dense weights, for decode steps: what experts.py does for
 experts, with weights that stay where they are. Rounded once, to the dtype of the input.
 
 Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
@@ -11,44 +11,41 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import KINDS, StoredPart, StoredWeight
+from moe_infinity.checkpoint.layout import WeightLayout
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels import host_float32
-from moe_infinity.kernels.cpu.experts import Side, steps_of
+from moe_infinity.kernels.cpu.experts import Product
 from moe_infinity.kernels.cpu.steps import arrange
 from moe_infinity.kernels.cpu.threads import num_threads
-from moe_infinity.kernels.cpu.work import Call, Weights, job_for
+from moe_infinity.kernels.cpu.work import SharedCall, Weights, job_for
 
 MIN_SHARED_BYTES = 2 << 20  # smaller ones are read before a second thread has woken up
 
 
 def fused_linear(weights: Sequence[Tensor]) -> FusedLinear | None:
     """For weights [R, C] of equal C that are given one input. None: kernels do not read them."""
-    stored = []
+    layouts = []
     for weight in weights:
-        kind = KINDS.get(weight.dtype)
-        if kind is None or weight.dim() != 2 or not weight.is_contiguous() or not weight.is_cpu:
+        if weight.dim() != 2 or not weight.is_contiguous() or not weight.is_cpu:
             return None
-        shape = weight.shape[0], weight.shape[1]
-        part = StoredPart(weight.data_ptr(), weight.dtype, shape)
-        stored.append(StoredWeight(kind, shape, {"": part}))
-    steps = steps_of(stored)
-    if steps is None or len({weight.shape[1] for weight in weights}) > 1:
-        return None
-    side = Side.of(stored, steps, sum(weight.shape[0] for weight in weights))
-    return FusedLinear([weight.detach() for weight in weights], side)
+        dtype = str(weight.dtype).removeprefix("torch.")
+        address = weight.data_ptr()  # in the place of an offset, from a slot that begins at 0
+        layouts.append(WeightLayout.plain(ParamSpec("", tuple(weight.shape), dtype, address)))
+    product = Product.of(layouts)
+    return None if product is None else FusedLinear([w.detach() for w in weights], product)
 
 
 class FusedLinear:
     """Multiplies with `weights`, which it keeps. Any number of threads may call."""
 
-    def __init__(self, weights: list[Tensor], side: Side) -> None:
+    def __init__(self, weights: list[Tensor], product: Product) -> None:
         self.weights = weights
-        self._places = side.places
-        self._side = side  # keeps what `_told` points to
+        self._places = product.places
+        self._product = product  # keeps what `_told` points to
         self._told = Weights(
-            up_blocks=side.blocks.ctypes.data,
-            num_up=len(side.blocks),
-            up_bytes=4 * side.num_rows,
+            up_blocks=product.blocks.ctypes.data,
+            num_up=len(product.blocks),
+            up_bytes=4 * product.num_rows,
         )
         num_bytes = sum(weight.numel() * weight.itemsize for weight in weights)
         self._is_shared = num_bytes >= MIN_SHARED_BYTES
@@ -58,7 +55,7 @@ class FusedLinear:
         x = x_TC.to(torch.float32).contiguous()
         arranged = torch.empty(len(x) * self._places.row_bytes, dtype=torch.uint8, device="cpu")
         arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), self._places)
-        out_TR = host_float32(len(x), self._side.num_rows)
+        out_TR = host_float32(len(x), self._product.num_rows)
         job, ints = job_for(  # one "expert" has all rows; addresses of weights are absolute
             [0],
             [len(x)],
@@ -69,6 +66,6 @@ class FusedLinear:
             hidden=0,
             out=0,
         )
-        call = Call(self._told, self._places, job, (ints, arranged, out_TR))
+        call = SharedCall(self._told, self._places, job, (ints, arranged, out_TR))
         call.run(num_threads() if self._is_shared else 1)
         return out_TR

@@ -1,8 +1,8 @@
 """How a product goes along the columns of a weight, and how x is arranged for it; rows.py
 and words.py have the machine code.
 
-A step is `num_vectors` vectors of LANES columns, and x comes arranged as weights come out of
-decoding; of WORDS, which lie column by column, a step is a group. The last step of a row may
+A step of the loop is `num_vectors` vectors of LANES columns, and x comes arranged as weights come
+out of decoding; of WORDS, which lie column by column, a step is a group. The last step of a row may
 overlap the one before: x is 0 where it does.
 
 Legend: T tokens, C columns (inputs) of a weight.
@@ -14,34 +14,37 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from moe_infinity.checkpoint.layout import WORDS
+from moe_infinity.checkpoint.layout import WORDS, Block
+from moe_infinity.experts import DTYPE_BYTES
 from moe_infinity.kernels import host_float32
+from moe_infinity.kernels.cpu.loaders import LOADERS, ValueLoader
 from moe_infinity.kernels.cpu.vectors import LANES, float_at, put_float
 from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
 
-BITS = {
-    "nibbles": 4, "mxfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "f16": 16, "f32": 32,
-    **dict.fromkeys(WORDS, 4),
-}  # fmt: skip
-SUMMED = ("nibbles", *WORDS)  # zeros times the sum of x are taken from a product
 NIBBLE_UNITS = np.array([*(16.0**-k for k in range(NIBBLES - 1)), 1.0], np.float32)
-PER_LANE = {"nibbles": 8, "mxfp4": 4}  # columns that are decoded from one lane
-LACKS = {"fp8": 2.0**8, "mxfp4": 2.0**14}  # what decoding leaves to x
 
 
-class Step(NamedTuple):
-    """What the inner loop does; a kernel is compiled for each that occurs."""
+class InnerLoop(NamedTuple):
+    """What machine code is compiled for: the columns of one row, in steps."""
 
-    kind: str  # of BITS; nibbles are int4
+    kind: str  # of LOADERS
     num_vectors: int  # decoded at a step
     num_scales: int  # loaded at a step: more than one where groups are shorter than a step
-    scale: torch.dtype | None  # a float of 2 or 4 bytes, or uint8 for an exponent; None: no scales
+    scale: str | None  # a float of 2 or 4 bytes, or uint8 for an exponent; None: no scales
     has_zeros: bool
     num_tokens: int
+
+    @property
+    def loader(self) -> ValueLoader:
+        return LOADERS[self.kind]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of one; 0 without scales."""
+        return 0 if self.scale is None else DTYPE_BYTES[self.scale]
 
     @property
     def num_columns(self) -> int:
@@ -49,17 +52,17 @@ class Step(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return self.num_columns * BITS[self.kind] // 8
+        return self.num_columns * self.loader.bits // 8
 
     @property
     def num_x(self) -> int:
         """Vectors of x at a step, perhaps with their sum."""
-        return self.num_vectors + (self.kind in SUMMED)
+        return self.num_vectors + self.loader.subtracts_zero
 
 
-class Fixed(NamedTuple):
-    """What a kernel is told beside its rows, x and out: integers; in its code, LLVM's values.
-    Without a unit, an address.
+class KernelArguments(NamedTuple):
+    """What a kernel is told of a weight: integers; in its code, LLVM's values. Without a unit, an
+    address.
     """
 
     weight: Any
@@ -75,65 +78,62 @@ class Fixed(NamedTuple):
     last_scale: Any  # the scale, or first of the scales, of the last step
 
 
-def step_for(
+def loop_for(
     kind: str,
     num_columns: int,
     *,
     group: int,
-    scale: torch.dtype | None,
+    scale: str | None,
     has_zeros: bool = False,
-) -> Step | None:
+) -> InnerLoop | None:
     """For a row of which `group` columns share a scale; None: these columns fit no step."""
     num_groups = -(-num_columns // group)
     num_vectors = _num_vectors(kind, num_columns, num_groups, min(group, num_columns))
     if num_vectors is None:
         return None
     num_scales = max(1, num_vectors * LANES // group) if num_groups > 1 else 1
-    return Step(kind, num_vectors, num_scales, scale, has_zeros, 1)
+    return InnerLoop(kind, num_vectors, num_scales, scale, has_zeros, 1)
 
 
 def _num_vectors(kind: str, num_columns: int, num_groups: int, group: int) -> int | None:
     """As many as fit a row and have whole groups, or one group, at a step."""
-    if kind == "nibbles":
-        width = LANES * NIBBLES
-        fits = num_groups == 1 or group in (32, 64) or group % width == 0
-        return NIBBLES if num_columns >= width and fits else None
     if kind in WORDS:
         return group // LANES if group % LANES == 0 else None
-    if kind == "mxfp4":
-        return 4 if num_groups > 1 else None
-    for num_vectors in (8, 4, 2) if BITS[kind] == 8 else (4, 2, 1):
+    loader = LOADERS[kind]
+    for num_vectors in loader.num_vectors:
         width = num_vectors * LANES
-        if width <= num_columns and (num_groups == 1 or group % width == 0):
+        is_whole = group % width == 0 or group in loader.short_groups
+        if width <= num_columns and (num_groups == 1 or is_whole):
             return num_vectors
     return None
 
 
-def fixed_for(
-    step: Step, shape_RC: tuple[int, int], block: tuple[int, int], num_scale_rows: int
-) -> Fixed:
+def arguments_for(
+    loop: InnerLoop, shape_RC: tuple[int, ...], block: Block, num_scale_rows: int
+) -> KernelArguments:
     """For a weight without gaps whose blocks [rows, columns] have a scale each. Addresses and
     `out_bytes` are left to the caller.
     """
     num_rows, num_columns = shape_RC
-    num_steps = -(-num_columns // step.num_columns)
+    num_steps = -(-num_columns // loop.num_columns)
     num_groups = -(-num_columns // block[1])
-    row_bytes, num_scales = num_columns * BITS[step.kind] // 8, num_groups
-    if step.kind in WORDS:
-        row_bytes, num_scales = num_rows // 2 if step.kind == "awq" else num_rows * 4, num_rows
-    per_scale = step.num_scales * block[1] // step.num_columns if num_groups > 1 else num_steps
-    return Fixed(
+    row_bytes, num_scales = num_columns * loop.loader.bits // 8, num_groups
+    if loop.kind in WORDS:
+        row_bytes = num_rows // 2 if loop.kind == "awq" else num_rows * 4
+        num_scales = num_rows
+    per_scale = loop.num_scales * block[1] // loop.num_columns if num_groups > 1 else num_steps
+    return KernelArguments(
         weight=0,
         scales=0,
         zeros=0,
         row_bytes=row_bytes,
-        x_bytes=num_steps * step.num_x * LANES * 4,
+        x_bytes=num_steps * loop.num_x * LANES * 4,
         out_bytes=0,
-        scales_bytes=0 if step.scale is None else num_scales * step.scale.itemsize,
+        scales_bytes=num_scales * loop.scale_bytes,
         block_rows=block[0] if num_scale_rows > 1 else num_rows,
         num_steps=num_steps,
         inverse=(1 << 32) // per_scale + 1,
-        last_scale=num_groups - step.num_scales,
+        last_scale=num_groups - loop.num_scales,
     )
 
 
@@ -158,32 +158,32 @@ class Arrangement(NamedTuple):
 
 
 @cache
-def arrangement_for(step: Step, num_columns: int) -> Arrangement:
+def arrangement_for(loop: InnerLoop, num_columns: int) -> Arrangement:
     return Arrangement(
         num_columns=num_columns,
-        num_steps=-(-num_columns // step.num_columns),
-        num_vectors=step.num_x,
-        has_sum=step.num_x - step.num_vectors,
-        per_lane=PER_LANE.get(step.kind, 1),
-        zero=1 if step.has_zeros else ZERO_OF_SYMMETRIC,
-        factors=_factors(step.kind, step.num_vectors).ctypes.data,
+        num_steps=-(-num_columns // loop.num_columns),
+        num_vectors=loop.num_x,
+        has_sum=loop.num_x - loop.num_vectors,
+        per_lane=loop.loader.columns_per_lane,
+        zero=1 if loop.has_zeros else ZERO_OF_SYMMETRIC,
+        factors=_factors(loop.kind, loop.num_vectors).ctypes.data,
     )
 
 
 @cache
 def _factors(kind: str, num_vectors: int) -> NDArray[np.float32]:
-    if kind == "nibbles":
+    if kind == "int4":
         return np.repeat(NIBBLE_UNITS, LANES)
     if kind.startswith("gptq"):
         return np.tile(NIBBLE_UNITS, num_vectors * LANES // NIBBLES)
-    return np.full(num_vectors * LANES, LACKS.get(kind, 1.0), np.float32)
+    return np.full(num_vectors * LANES, LOADERS[kind].left_out, np.float32)
 
 
-def arranged(x_TC: NDArray[np.float32], step: Step) -> NDArray[np.float32]:
+def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
     """[T, steps, vectors, LANES], as the weights come out of decoding; what has been counted is 0
     where the last step overlaps the one before.
     """
-    places = arrangement_for(step, x_TC.shape[1])
+    places = arrangement_for(loop, x_TC.shape[1])
     # numpy aligns to 16 bytes: then every vector would cross a cache line
     out: NDArray[np.float32] = host_float32(len(x_TC), *places.row_shape).numpy()
     arrange(x_TC.ctypes.data, x_TC.strides[0], out.ctypes.data, len(x_TC), places)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba.core import cgutils
 
-from moe_infinity.kernels.cpu.steps import NIBBLE_UNITS, Fixed, Step
+from moe_infinity.kernels.cpu.steps import NIBBLE_UNITS, InnerLoop, KernelArguments
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,
@@ -45,17 +44,19 @@ AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # of a word's nibbles
 STORED = {4: F32, 2: I16, 1: I8}  # scales, by their bytes
 
 
-def emit_words(step: Step, b: Any, first: Any, last: Any, x: Any, out: Any, a: Fixed) -> None:
+def emit_words(
+    loop: InnerLoop, b: Any, first: Any, last: Any, x: Any, out: Any, a: KernelArguments
+) -> None:
     """out[t, rows] = the sum over groups of scale x (nibbles x x[t] - zero x sum of x[t]). The last
     block may begin before `first`, and give what its rows had already.
     """
-    assert step.scale is not None, step
-    block_rows, per_line = BLOCK_ROWS[step.kind], 1 if step.kind == "awq" else NIBBLES
-    num_rows = b.udiv(a.scales_bytes, I64(step.scale.itemsize))
-    num_lines = I64(step.num_columns // per_line)
+    block_rows = BLOCK_ROWS[loop.kind]
+    per_line = 1 if loop.kind == "awq" else NIBBLES
+    num_rows = b.udiv(a.scales_bytes, I64(loop.scale_bytes))
+    num_lines = I64(loop.num_columns // per_line)
     count = block_rows // LANES
     totals, parts = (
-        [[cgutils.alloca_once(b, FLOATS) for _ in range(count)] for _ in range(step.num_tokens)]
+        [[cgutils.alloca_once(b, FLOATS) for _ in range(count)] for _ in range(loop.num_tokens)]
         for _ in range(2)
     )
     with cgutils.for_range_slice(b, first, last, I64(block_rows), intp=I64) as (row, _):
@@ -63,21 +64,21 @@ def emit_words(step: Step, b: Any, first: Any, last: Any, x: Any, out: Any, a: F
         _clear(b, totals)
         with cgutils.for_range(b, a.num_steps, intp=I64) as groups:
             _clear(b, parts)
-            x_at = b.add(x, b.mul(groups.index, I64(step.num_x * LANES * 4)))
+            x_at = b.add(x, b.mul(groups.index, I64(loop.num_x * LANES * 4)))
             with cgutils.for_range(b, num_lines, intp=I64) as lines:
                 line = b.add(b.mul(groups.index, num_lines), lines.index)
                 numbers = b.add(x_at, b.mul(lines.index, I64(4 * per_line)))
-                _add_line(b, step.kind, a, numbers, row, line, parts)
+                _add_line(b, loop.kind, a, numbers, row, line, parts)
             first_scale = b.add(b.mul(groups.index, num_rows), row)
-            scales, zeros = _scales(b, step, a, first_scale), _zeros(b, step.kind, a, first_scale)
+            scales, zeros = _scales(b, loop, a, first_scale), _zeros(b, loop.kind, a, first_scale)
             for total_of, part_of in zip(totals, parts, strict=True):
-                less = repeated(b, sum_of_lanes(b, load(b, x_at, 4 * step.num_columns, F32)))
+                less = repeated(b, sum_of_lanes(b, load(b, x_at, 4 * loop.num_columns, F32)))
                 for total, part, scale, zero in zip(total_of, part_of, scales, zeros, strict=True):
                     value = fma(b, zero, less, b.load(part))
                     b.store(fma(b, value, scale, b.load(total)), total)
                 x_at = b.add(x_at, a.x_bytes)
         for total_of in totals:
-            _store(b, step.kind, [b.load(total) for total in total_of], row, out)
+            _store(b, loop.kind, [b.load(total) for total in total_of], row, out)
             out = b.add(out, a.out_bytes)
 
 
@@ -87,7 +88,7 @@ def _clear(b: Any, sums: list[list[Any]]) -> None:
 
 
 def _add_line(
-    b: Any, kind: str, a: Fixed, x: Any, row: Any, line: Any, parts: list[list[Any]]
+    b: Any, kind: str, a: KernelArguments, x: Any, row: Any, line: Any, parts: list[list[Any]]
 ) -> None:
     """The products of a stretch of a line of words: 8 columns of gptq, a column of awq."""
     offset = b.lshr(row, I64(1)) if kind == "awq" else b.mul(row, I64(4))
@@ -110,34 +111,34 @@ def _number(b: Any, at: Any, index: int) -> Any:
     return repeated(b, b.load(pointer, align=4))
 
 
-def _scales(b: Any, step: Step, a: Fixed, first: Any) -> list[Any]:
+def _scales(b: Any, loop: InnerLoop, a: KernelArguments, first: Any) -> list[Any]:
     """By vector of sums; those of awq have what masking left too large."""
-    assert step.scale is not None, step
-    size = step.scale.itemsize
+    assert loop.scale is not None, loop
+    size = loop.scale_bytes
     at = b.add(a.scales, b.mul(first, I64(size)))
-    if step.kind != "awq":
-        vectors = range(BLOCK_ROWS[step.kind] // LANES)
+    if loop.kind != "awq":
+        vectors = range(BLOCK_ROWS[loop.kind] // LANES)
         loaded = [load(b, at, size * LANES * v, STORED[size]) for v in vectors]
-        return [scales_of(b, step.scale, vector) for vector in loaded]
-    every = load(b, at, 0, STORED[size], BLOCK_ROWS[step.kind])
+        return [scales_of(b, loop.scale, vector) for vector in loaded]
+    every = load(b, at, 0, STORED[size], BLOCK_ROWS[loop.kind])
     picks = [[NIBBLES * lane + row for lane in range(LANES)] for row in AWQ_ROWS]
     picked = [b.shuffle_vector(every, every, ir.Constant(vector_of(I32), p)) for p in picks]
     units = [all_lanes(F32, float(unit)) for unit in NIBBLE_UNITS]
     return [
-        b.fmul(scales_of(b, step.scale, v), unit) for v, unit in zip(picked, units, strict=True)
+        b.fmul(scales_of(b, loop.scale, v), unit) for v, unit in zip(picked, units, strict=True)
     ]
 
 
-def scales_of(b: Any, dtype: torch.dtype, stored: Any) -> Any:
+def scales_of(b: Any, dtype: str, stored: Any) -> Any:
     """In float32."""
-    if dtype == torch.float32:
+    if dtype == "float32":
         return stored
-    if dtype == torch.float16:
+    if dtype == "float16":
         return from_half(b, stored)
-    return from_bfloat(b, stored) if dtype == torch.bfloat16 else from_exponent(b, stored)
+    return from_bfloat(b, stored) if dtype == "bfloat16" else from_exponent(b, stored)
 
 
-def _zeros(b: Any, kind: str, a: Fixed, first: Any) -> list[Any]:
+def _zeros(b: Any, kind: str, a: KernelArguments, first: Any) -> list[Any]:
     """By vector of sums, as large as these."""
     at = b.add(a.zeros, b.lshr(first, I64(1)))  # 8 rows are 4 bytes
     if kind == "awq":

@@ -1,4 +1,4 @@
-"""The work of one call of experts_cpu.py, in machine code that any number of threads enter at once,
+"""The work of one call of experts.py, in machine code that any number of threads enter at once,
 and the threads that do so.
 
     items    expert 0: blocks of up, expert 1: ..., then expert 0: blocks of down, expert 1: ...
@@ -22,7 +22,6 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
@@ -46,17 +45,17 @@ SPINS = 100_000  # looks at a counter, some 35 us, before Python hears that noth
 PAUSE_S = 1e-5  # for which a thread sleeps then; the machine makes it 60 us
 MAX_WAITING = 64  # calls that no helper has looked at; more are computed without
 STOPPED = 1 << 62  # an item that is never reached
-BIASES = (torch.float32, torch.bfloat16, torch.float16)
+BIASES = ("float32", "bfloat16", "float16")
 NO_BIAS = -1
 LINE = 8  # int64s that share a cache line
-NEXT, DONE, OF_EXPERTS = 0, LINE, 2 * LINE  # in Job.state
+NEXT, DONE, OF_EXPERTS = 0, LINE, 2 * LINE  # in KernelJob.state
 BLOCK = 7  # int64s; see Weights
 
 
 class Weights(NamedTuple):
     """Where things lie in a slot, the same for all experts: integers, for numba. Blocks are seven:
-    addresses of a function for one row of x, one for two, and a Fixed; first and last row; offset
-    in a row of out and bytes of a row of x. A single product is up without anything else.
+    addresses of a function for one row of x, one for two, and KernelArguments; first and last row;
+    offset in a row of out and bytes of a row of x. A single product is up without anything else.
     """
 
     up_blocks: int  # address
@@ -75,7 +74,7 @@ class Weights(NamedTuple):
     bias: int = 0  # the place of their dtype in BIASES
 
 
-class Job(NamedTuple):
+class KernelJob(NamedTuple):
     """What one call computes: integers, for numba. Without a unit, an address."""
 
     state: int  # next item; items done; by expert: blocks of up done, and whether hidden is ready
@@ -109,7 +108,7 @@ def _fetch(_: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_rows(
-    _: Any, function: Any, first: Any, last: Any, x: Any, out: Any, fixed: Any, slot: Any
+    _: Any, function: Any, first: Any, last: Any, x: Any, out: Any, told: Any, slot: Any
 ) -> Any:
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64] * 6)
@@ -125,7 +124,7 @@ def worker() -> Any:
     ints = types.int64, types.int64
     tuples = [
         types.NamedUniTuple(types.int64, len(kind._fields), kind)
-        for kind in (Weights, Arrangement, Job)
+        for kind in (Weights, Arrangement, KernelJob)
     ]
     return njit(types.int64(*tuples, *ints), nogil=True)(_work)
 
@@ -177,12 +176,15 @@ def _multiply(job, block, expert, x, x_bytes, out, out_bytes):  # type: ignore[n
     """A block of rows of a weight with all rows of x that are routed to the expert."""
     p, stop = int_at(job.starts, expert), int_at(job.stops, expert)
     slot = int_at(job.slots, expert)
-    fixed, first, last = int_at(block, 2), int_at(block, 3), int_at(block, 4)
+    of_one, of_two, told = int_at(block, 0), int_at(block, 1), int_at(block, 2)
+    first, last = int_at(block, 3), int_at(block, 4)
     while p < stop:
-        is_pair = p + 1 < stop
+        function, num_tokens = of_one, 1
+        if p + 1 < stop:
+            function, num_tokens = of_two, 2
         out_at = out + p * out_bytes + int_at(block, 5)
-        call_rows(int_at(block, is_pair), first, last, x + p * x_bytes, out_at, fixed, slot)
-        p += 1 + is_pair
+        call_rows(function, first, last, x + p * x_bytes, out_at, told, slot)
+        p += num_tokens
 
 
 @njit(nogil=True)
@@ -254,7 +256,7 @@ def add_weighted(rows, width, places, weights, top_k, total, num_tokens):  # typ
 
 def job_for(
     starts: Sequence[int], stops: Sequence[int], slots: Sequence[int], **rest: int
-) -> tuple[Job, array[int]]:
+) -> tuple[KernelJob, array[int]]:
     """With what it has addresses of; `rest` are the other fields but the first."""
     num_experts = len(slots)
     state = OF_EXPERTS + LINE * num_experts
@@ -263,14 +265,14 @@ def job_for(
         ints.extend(values)
     at = ints.buffer_info()[0]
     starts_at, stops_at, slots_at = (at + 8 * (state + i * num_experts) for i in range(3))
-    return Job(at, starts_at, stops_at, slots_at, num_experts, **rest), ints
+    return KernelJob(at, starts_at, stops_at, slots_at, num_experts, **rest), ints
 
 
-class Call:
+class SharedCall:
     """A job that threads enter. It keeps alive what they write to; the caller keeps the slots."""
 
     def __init__(
-        self, weights: Weights, places: Arrangement, job: Job, buffers: tuple[Any, ...]
+        self, weights: Weights, places: Arrangement, job: KernelJob, buffers: tuple[Any, ...]
     ) -> None:
         self._args = weights, places, job
         self._buffers = buffers  # that the job has addresses of; first its state
@@ -308,14 +310,14 @@ class Call:
 
 
 @cache
-def _waiting_calls(pid: int, num_helpers: int) -> SimpleQueue[Call]:
+def _waiting_calls(pid: int, num_helpers: int) -> SimpleQueue[SharedCall]:
     """Of helpers that sleep until there is one. By process: threads do not survive a fork."""
-    calls: SimpleQueue[Call] = SimpleQueue()
+    calls: SimpleQueue[SharedCall] = SimpleQueue()
     for i in range(num_helpers):
         threading.Thread(target=_help, args=(calls,), name=f"experts-cpu-{i}", daemon=True).start()
     return calls
 
 
-def _help(calls: SimpleQueue[Call]) -> None:
+def _help(calls: SimpleQueue[SharedCall]) -> None:
     while True:
         calls.get().help()

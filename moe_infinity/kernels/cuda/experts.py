@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_infinity.kernels.cuda.slot_mlp import LOAD_BYTES, VALUES, Matrix, SlotMlp
+from moe_infinity.kernels.cuda.slot_mlp import LOAD_BYTES, LOADED, Matrix, SlotMlp
 from moe_infinity.kernels.cuda.weights import chunk_sums, load_bias, load_x
 
 _LOAD_BYTES, _NO_LIMIT = tl.constexpr(LOAD_BYTES), tl.constexpr(math.inf)
@@ -47,7 +47,7 @@ def tile_of(matrix: Matrix, num_loads: int, num_warps: int) -> dict[str, int]:
     if matrix.kind == "awq":
         rows, chunks, num_warps = AWQ_ROWS, min(chunks, 32 * AWQ_WARPS), AWQ_WARPS
     elif matrix.column_stride > 1:  # loads are of rows
-        chunks = min(chunks, num_loads * VALUES[matrix.kind] // (MAX_ROWS * matrix.chunk))
+        chunks = min(chunks, num_loads * LOADED[matrix.kind] // (MAX_ROWS * matrix.chunk))
     else:
         chunks = min(chunks, MAX_CHUNKS, num_loads // 4)
         rows = min(num_loads // chunks, MAX_ROWS)

@@ -1,8 +1,8 @@
 """The kernels of a device that decides within a step, in plain PyTorch and Python: the definition
 that the Triton kernels are tested against. On host memory: an address is looked into as it is.
 
-Legend: L MoE rows, E experts of a row, P (token, k) pairs, T tokens, K experts per token, D model
-width, F expert width.
+Legend: L MoE layers, E experts of a layer, P (token, k) pairs, T tokens, K experts per token,
+D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import Counter
-from math import prod
 
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import WORDS
+from moe_infinity.checkpoint.layout import SCALES, view_of
 from moe_infinity.cuda.device_table import ABSENT, FREE, NOTHING, ON_DISK, DeviceTable
-from moe_infinity.kernels import unpack
-from moe_infinity.kernels.cuda.slot_mlp import Matrix, Part, SlotMlp
-from moe_infinity.kernels.unpack import NIBBLES
+from moe_infinity.kernels.cuda.slot_mlp import Matrix, SlotMlp
 
 
 def memory_at(address: int, num_bytes: int) -> Tensor:
@@ -117,61 +114,24 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: 
 def _linear(matrix: Matrix, slot: Tensor, x: Tensor) -> Tensor:
     out = weight_of(matrix, slot) @ x
     if matrix.bias is not None:
-        out += _numbers(slot, matrix.bias, matrix.num_weight_rows)[_rows(matrix)].float()
+        out += view_of(matrix.bias, slot)[_rows(matrix)].float()
     return out
 
 
 def weight_of(matrix: Matrix, slot: Tensor) -> Tensor:
     """[R, C] in float32: values times scales as they are stored, not rounded."""
-    rows, columns = matrix.num_weight_rows, matrix.num_columns
-    if matrix.scale is not None:
-        grid = -(-rows // matrix.block_rows), matrix.num_scale_columns
-        scales = _numbers(slot, matrix.scale, *grid)
-    if matrix.kind == "mxfp4":
-        blocks = _numbers(slot, matrix.values, rows, columns // 32, 16)
-        weight = unpack.mxfp4(blocks, scales, torch.float32).t()
-    elif matrix.kind == "int4":
-        words, zeros = _numbers(slot, matrix.values, rows, columns // unpack.NIBBLES), None
-        if matrix.zeros is not None:
-            zeros = _numbers(slot, matrix.zeros, -(-rows // unpack.NIBBLES), scales.shape[1])
-        weight = unpack.int4_rows(words, scales.float(), zeros, torch.float32)
-    elif matrix.kind in WORDS:
-        weight = _of_words(matrix, slot)
+    weight = matrix.weight
+    parts = {role: view_of(part, slot) for role, part in weight.parts.items()}
+    if weight.unpack is None:
+        whole = parts["values"].t() if weight.is_transposed else parts["values"]
     else:
-        rows = rows if matrix.column_stride == 1 else matrix.column_stride
-        weight = _numbers(slot, matrix.values, rows * columns)
-        weight = weight.as_strided((rows, columns), (matrix.row_stride, matrix.column_stride))
-        if matrix.kind == "int8":
-            weight = unpack.int8_rows(weight, scales.float(), torch.float32)
-        elif matrix.kind == "fp8":
-            block = matrix.block_rows, matrix.block_columns
-            weight = unpack.fp8(weight, scales, block, torch.float32)
-    return weight.float()[_rows(matrix)]
-
-
-def _of_words(matrix: Matrix, slot: Tensor) -> Tensor:
-    """[R, C] of the whole weight."""
-    assert matrix.scale is not None, matrix
-    assert matrix.zeros is not None, matrix
-    rows, columns, groups = matrix.column_stride, matrix.num_columns, matrix.num_scale_columns
-    words = (columns, rows // NIBBLES) if matrix.kind == "awq" else (columns // NIBBLES, rows)
-    parts = {
-        "qweight": _numbers(slot, matrix.values, *words),
-        "qzeros": _numbers(slot, matrix.zeros, groups, rows // NIBBLES),
-        "scales": _numbers(slot, matrix.scale, groups, rows).float(),
-    }
-    if matrix.kind == "awq":
-        return unpack.awq(parts, torch.float32)
-    if matrix.groups is not None:
-        parts["g_idx"] = _numbers(slot, matrix.groups, columns)
-    return unpack.gptq(parts, torch.float32, adds_one_to_zeros=matrix.kind == "gptq")
+        if weight.scale is not None and weight.scale.dtype in SCALES:
+            parts["scale"] = parts["scale"].float()
+        whole = weight.unpack(parts, weight.block, torch.float32)
+    return whole.float()[_rows(matrix)]
 
 
 def _rows(matrix: Matrix) -> slice:
     """Which of the weight are the matrix's."""
-    return slice(matrix.first_row, matrix.num_weight_rows, matrix.row_step)
-
-
-def _numbers(slot: Tensor, part: Part, *shape: int) -> Tensor:
-    dtype = getattr(torch, part.dtype)
-    return slot[part.offset :][: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    stop = matrix.first_row + matrix.row_step * (matrix.num_rows - 1) + 1
+    return slice(matrix.first_row, stop, matrix.row_step)

@@ -1,4 +1,4 @@
-"""The MLP of the experts of one MoE row, described for kernels that find an expert by the address
+"""The MLP of the experts of one MoE layer, described for kernels that find an expert by the address
 of its slot: everything is a number known when they are compiled.
 
     hidden = activation(gate x + bias, up x + bias)        out = down hidden + bias
@@ -14,21 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from math import gcd, prod
+from math import gcd
 
-from moe_infinity.checkpoint.layout import (
-    EXPONENTS,
-    PLAIN,
-    WORDS,
-    StoredPart,
-    StoredWeight,
-    block_of,
-)
+from moe_infinity.checkpoint.layout import EXPONENTS, WORDS, Block, WeightLayout, block_of
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.unpack import NIBBLES
 
 LOAD_BYTES = 16
-VALUES = {  # of a load
+LOADED = {  # of a load
     "bf16": 8, "f16": 8, "f32": 4, "int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32,
     **dict.fromkeys(WORDS, 32),
 }  # fmt: skip
@@ -40,31 +34,56 @@ UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14, **dict.fromkeys(NUMBER_BITS, 2.0 ** (1
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Numbers that lie in every slot."""
-
-    offset: int  # bytes from the start of the slot, a multiple of LOAD_BYTES
-    dtype: str  # torch's name, but "uint8" for all exponents of two
-
-
-@dataclass(frozen=True, slots=True)
 class Matrix:
     """[R, C]: some rows of a weight that may have more."""
 
-    kind: str
+    weight: WeightLayout
     num_rows: int
-    num_columns: int
-    values: Part
     first_row: int = 0  # of the weight: row 0
     row_step: int = 1  # and how far it is to row 1; 2 where gate and up alternate
-    column_stride: int = 1  # in numbers; where the weight lies as [C, R], its R
-    scale: Part | None = None
-    zeros: Part | None = None  # of int4 and WORDS, packed along rows
-    groups: Part | None = None  # which scale a column has, if that is not in order
-    bias: Part | None = None
-    block_rows: int = 1  # rows and columns of the weight that share a scale
-    block_columns: int = 1
-    num_scale_columns: int = 1
+    bias: ParamSpec | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.weight.kind
+
+    @property
+    def num_columns(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def column_stride(self) -> int:
+        """In numbers, or in rows of words; where the weight lies as [C, R], its R."""
+        is_plain = self.weight.scale is None
+        lies_transposed = self.weight.is_transposed if is_plain else self.kind in WORDS
+        return self.weight.shape[0] if lies_transposed else 1
+
+    @property
+    def block(self) -> Block:
+        """Rows and columns of the weight that share a scale; all of it without scales."""
+        return block_of(self.weight) or (self.weight.shape[0], self.num_columns)
+
+    @property
+    def block_rows(self) -> int:
+        return self.block[0]
+
+    @property
+    def block_columns(self) -> int:
+        return self.block[1]
+
+    @property
+    def num_scale_columns(self) -> int:
+        return -(-self.num_columns // self.block_columns)
+
+    @property
+    def has_exponents(self) -> bool:
+        """Are scales bytes that are exponents of two?"""
+        return self.weight.scale is not None and self.weight.scale.dtype in EXPONENTS
+
+    @property
+    def groups(self) -> ParamSpec | None:
+        """Which scale a column has, if that is not in order."""
+        return self.weight.groups if self.num_scale_columns > 1 else None
 
     @property
     def number_bits(self) -> int:
@@ -86,8 +105,8 @@ class Matrix:
         if self.column_stride > 1:
             return 1
         if self.num_scale_columns == 1:
-            return VALUES[self.kind]
-        return gcd(VALUES[self.kind], self.block_columns)
+            return LOADED[self.kind]
+        return gcd(LOADED[self.kind], self.block_columns)
 
     @property
     def row_stride(self) -> int:
@@ -131,11 +150,11 @@ class SlotMlp:
 
 
 def slot_mlp(
-    up: Sequence[StoredWeight],
-    down: StoredWeight,
+    up: Sequence[WeightLayout],
+    down: WeightLayout,
     *,
     activation: Activation,
-    biases: Sequence[StoredPart] = (),
+    biases: Sequence[ParamSpec] = (),
     is_interleaved: bool = False,
     weighs_input: bool = False,
 ) -> SlotMlp | None:
@@ -147,7 +166,7 @@ def slot_mlp(
     if len(biases) not in (0, len(matrices)) or None in matrices:
         return None
     *halves, last = [
-        replace(matrix, bias=None if bias is None else _part(bias))
+        replace(matrix, bias=bias)
         for matrix, bias in zip_longest(matrices, biases)
         if matrix is not None
     ]
@@ -166,45 +185,22 @@ def slot_mlp(
     gate, up_half = halves[0], halves[1] if is_gated else None
     if (gate.num_rows, gate.num_columns) != (last.num_columns, last.num_rows):
         return None
-    parts = [part for weight in (*up, down) for part in weight.parts.values()]
-    num_bytes = max(
-        part.offset + prod(part.shape) * part.dtype.itemsize for part in (*parts, *biases)
-    )
+    ends = [weight.end for weight in (*up, down)]
+    num_bytes = max(*ends, *(bias.offset + bias.num_bytes for bias in biases))
     return SlotMlp(gate, up_half, last, activation, num_bytes, weighs_input)
 
 
-def _matrix(weight: StoredWeight) -> Matrix | None:
-    (rows, columns), stored = weight.shape, weight.stored
-    if min(rows, columns) < 1:
+def _matrix(weight: WeightLayout) -> Matrix | None:
+    """All rows of a weight; None if kernels cannot read it."""
+    matrix = Matrix(weight, weight.shape[0])
+    if weight.kind not in LOADED or not weight.is_stored_in(8 * LOAD_BYTES // LOADED[weight.kind]):
         return None
     if any(part.offset % LOAD_BYTES for part in weight.parts.values()):
         return None
-    if weight.kind in PLAIN:
-        shape, stride = ((columns, rows), rows) if weight.is_transposed else ((rows, columns), 1)
-        if stored != {"": (PLAIN[weight.kind], shape)}:
-            return None
-        return Matrix(weight.kind, rows, columns, _part(weight.values), column_stride=stride)
-    block = block_of(weight) if weight.kind in VALUES else None
-    if block is None or weight.scale is None:
+    if weight.scale is None:
+        return matrix
+    block = block_of(weight)
+    if block is None or (weight.kind == "int8" and block != (1, weight.shape[1])):
         return None
-    if weight.kind == "int8" and block != (1, columns):
-        return None
-    matrix = Matrix(
-        weight.kind,
-        rows,
-        columns,
-        _part(weight.values),
-        column_stride=rows if weight.kind in WORDS else 1,
-        scale=_part(weight.scale),
-        zeros=None if weight.zeros is None else _part(weight.zeros),
-        groups=None if weight.groups is None or block[1] == columns else _part(weight.groups),
-        block_rows=block[0],
-        block_columns=block[1],
-        num_scale_columns=-(-columns // block[1]),
-    )
-    has_words = gcd(matrix.chunk, columns) % matrix.per_word == 0 or weight.kind in WORDS
+    has_words = gcd(matrix.chunk, weight.shape[1]) % matrix.per_word == 0 or weight.kind in WORDS
     return matrix if has_words else None
-
-
-def _part(part: StoredPart) -> Part:
-    return Part(part.offset, "uint8" if part.dtype in EXPONENTS else str(part.dtype)[6:])

@@ -74,8 +74,8 @@ def chunk_sums(
     sums_RN = tl.sum(values_RNC * x_NC[None, :, :], 2) * MATRIX.unit
     if MATRIX.kind == "awq":
         sums_RN *= power_of_two(0, lowest_bit(row_places(row_R, "awq"), MATRIX))[:, None]
-    if MATRIX.zeros is not None:
-        zeros = numbers_at(slot, MATRIX.zeros.offset, "int32")
+    if MATRIX.weight.zeros is not None:
+        zeros = numbers_at(slot, MATRIX.weight.zeros.offset, "int32")
         word_R = row_R // _NIBBLES * MATRIX.zeros_strides[0]
         word_RN = word_R[:, None] + (group_N * MATRIX.zeros_strides[1])[None, :]
         words_RN = tl.load(zeros + word_RN, mask=is_there_RN, other=0)
@@ -85,7 +85,7 @@ def chunk_sums(
         sums_RN -= ((words_RN >> (4 * place_R)[:, None]) & 15).to(tl.float32) * all_N[None, :]
     elif MATRIX.kind == "int4":
         sums_RN -= _SYMMETRIC_ZERO * all_N[None, :]
-    if MATRIX.scale is not None:
+    if MATRIX.weight.scale is not None:
         at_R = row_R // MATRIX.block_rows * MATRIX.scale_strides[0]
         if MATRIX.num_scale_columns == 1:
             sums_RN *= load_scale(slot, at_R, is_there, MATRIX)[:, None]
@@ -115,7 +115,7 @@ def load_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
         values_RNC = awq_values(slot, is_there, row_R, first_N, MATRIX)
     elif MATRIX.kind == "gptq" or MATRIX.kind == "gptq_v2":
         # A word is neighbouring columns of a row.
-        words = numbers_at(slot, MATRIX.values.offset, "int32")
+        words = numbers_at(slot, MATRIX.weight.values.offset, "int32")
         at_RN = row_R[:, None] + (first_N // _NIBBLES * MATRIX.column_stride)[None, :]
         is_there_RN1 = (is_there & (first_N < MATRIX.num_columns))[None, :, None]
         words_RN1 = tl.load(words + at_RN[:, :, None], mask=is_there_RN1, other=0)
@@ -123,7 +123,9 @@ def load_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
     elif MATRIX.per_word > 1:
         values_RNC = row_values(slot, is_there, row_R, first_N, MATRIX)
     else:
-        values = numbers_at(slot, MATRIX.values.offset, tl.constexpr(MATRIX.values.dtype))
+        values = numbers_at(
+            slot, MATRIX.weight.values.offset, tl.constexpr(MATRIX.weight.values.dtype)
+        )
         at_NC = first_N[:, None] + tl.arange(0, MATRIX.chunk)[None, :]
         is_there_NC = is_there & (at_NC < MATRIX.num_columns)
         at_NC *= MATRIX.column_stride
@@ -137,7 +139,7 @@ def row_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
     """Of words along the rows; they are little-endian, so lower bits are earlier columns."""
     NUM_WORDS: tl.constexpr = MATRIX.chunk // MATRIX.per_word
     ROW: tl.constexpr = MATRIX.num_columns // MATRIX.per_word
-    words = numbers_at(slot, MATRIX.values.offset, "int32")
+    words = numbers_at(slot, MATRIX.weight.values.offset, "int32")
     at_NW = (first_N // MATRIX.per_word)[:, None] + tl.arange(0, NUM_WORDS)[None, :]
     at_RNW = row_R[:, None, None] * ROW + at_NW[None, :, :]
     is_there_NW1 = (is_there & (at_NW < ROW))[:, :, None]
@@ -163,7 +165,7 @@ def awq_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
     ROWS: tl.constexpr = row_R.shape[0]
     NUM_WORDS: tl.constexpr = ROWS // _NIBBLES
     CHUNKS: tl.constexpr = first_N.shape[0]
-    words = numbers_at(slot, MATRIX.values.offset, "int32")
+    words = numbers_at(slot, MATRIX.weight.values.offset, "int32")
     # Neighbouring threads have chunks, not columns of one.
     place = tl.arange(0, MATRIX.chunk * CHUNKS)
     column = tl.min(first_N, 0) + place % CHUNKS * MATRIX.chunk + place // CHUNKS
@@ -238,9 +240,9 @@ def float_values(
 @triton.jit
 def load_scale(slot, at, mask, MATRIX: tl.constexpr):
     """In float32; uint8 is an exponent of two, 127 standing for 2 ** 0."""
-    scales = numbers_at(slot, MATRIX.scale.offset, tl.constexpr(MATRIX.scale.dtype))
+    scales = numbers_at(slot, MATRIX.weight.scale.offset, tl.constexpr(MATRIX.weight.scale.dtype))
     stored = tl.load(scales + at, mask=mask, other=0)
-    if MATRIX.scale.dtype == "uint8":
+    if MATRIX.has_exponents:
         exponent = stored.to(tl.int32)
         bits = tl.where(exponent == 0, 1 << 22, exponent << 23)  # 2 ** -127 has no exponent
         scale = bits.to(tl.float32, bitcast=True)

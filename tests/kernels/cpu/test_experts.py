@@ -16,7 +16,8 @@ from torch import Tensor
 
 pytest.importorskip("numba", reason="experts_cpu needs the extra `cpu`")
 
-from moe_infinity.checkpoint.layout import PLAIN, StoredPart, StoredWeight
+from moe_infinity.checkpoint.layout import PLAIN, WeightLayout
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cpu import work as experts_work
 from moe_infinity.kernels.cpu.experts import fused_experts
@@ -157,7 +158,8 @@ def test_biases_may_have_any_dtype(dtype):
     slot = torch.cat([experts.slots[0], *(t.view(torch.uint8) for t in given)])
     offsets = experts.slots.shape[1], experts.slots.shape[1] + given[0].nbytes
     biases = [
-        StoredPart(offset, dtype, tuple(t.shape)) for offset, t in zip(offsets, given, strict=True)
+        ParamSpec("", tuple(t.shape), str(dtype)[6:], offset)
+        for offset, t in zip(offsets, given, strict=True)
     ]
     up, down = experts.described
     fused = fused_experts([up], [down], experts.act, biases=biases)
@@ -234,7 +236,7 @@ def test_two_callers_at_once_compute_as_if_alone():
 def test_an_error_of_a_helper_reaches_the_caller_that_waits_for_it(monkeypatch):
     """0 stands for the item that the caller finds not ready, ever."""
     state, unused = [0], cast(Any, None)
-    call = experts_work.Call(unused, unused, unused, (state,))
+    call = experts_work.SharedCall(unused, unused, unused, (state,))
     monkeypatch.setattr(experts_work, "worker", lambda: lambda *_: 1 // 0)
     call.help()
     monkeypatch.setattr(experts_work, "worker", lambda: lambda *_: 0)
@@ -245,7 +247,7 @@ def test_an_error_of_a_helper_reaches_the_caller_that_waits_for_it(monkeypatch):
 
 def test_what_kernels_do_not_read_is_refused():
     gate_up, down = Experts("bf16", 160, 192).described
-    other = StoredWeight("bf16", (384, 160), {"": StoredPart(0, torch.float32, (384, 160))})
+    other = WeightLayout("bf16", (384, 160), ParamSpec("", (384, 160), "float32", 0))
     for up in (other, down):
         assert fused_experts([up], [down], SILU) is None
     assert fused_experts([gate_up], [gate_up], SILU) is None
@@ -256,12 +258,12 @@ def test_what_kernels_do_not_read_is_refused():
     assert fused_experts([up], [replace(square, is_transposed=True)], ungated) is None
     biased = Experts("bf16", 160, 192, has_bias=True)
     up_bias, down_bias = biased.described_biases
-    for wrong in ([up_bias], [up_bias, replace(down_bias, dtype=torch.float16)]):
+    for wrong in ([up_bias], [up_bias, replace(down_bias, dtype="float16")]):
         assert fused_experts([gate_up], [down], SILU, biases=wrong) is None
     assert Experts("gptq 32 any", 160, 192).fused is None
     assert Experts("awq 16", 160, 48).fused is None  # fewer rows than a block has
     words = Experts("gptq 32", 160, 192, has_bias=True)
     assert fused_experts(words.described[:1], words.described[1:], SILU) is not None
     assert words.fused is None
-    whole = [replace(part, dtype=torch.int32) for part in (up_bias, down_bias)]
+    whole = [replace(part, dtype="int32") for part in (up_bias, down_bias)]
     assert fused_experts([gate_up], [down], SILU, biases=whole) is None

@@ -24,9 +24,10 @@ from triton.runtime.jit import JITFunction
 from benchmarks.gpu_kernels import KINDS, Sizes, describe
 from moe_infinity.cuda import resolve as triton_resolve
 from moe_infinity.cuda.device_table import DeviceTable
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cuda import experts as triton_experts
-from moe_infinity.kernels.cuda.slot_mlp import Part, SlotMlp
+from moe_infinity.kernels.cuda.slot_mlp import Matrix, SlotMlp
 from tests.kernels.cuda.compiled import AbsentGpu
 
 FLUSHES = re.compile(r"\b(?:add|mul|fma)\.(?:\w+\.)*ftz\.(?:\w+\.)*f32")
@@ -78,6 +79,10 @@ def instructions(cubin: bytes) -> int:
     return longest if longest > 1 else len(names) - names.count("NOP")
 
 
+def with_weight(matrix: Matrix, **changed: Any) -> Matrix:
+    return replace(matrix, weight=replace(matrix.weight, **changed))
+
+
 def compute(mlp: SlotMlp, num_tokens: int = 1, top_k: int = 8) -> None:
     x_TD = torch.zeros(num_tokens, mlp.down.num_rows).bfloat16()
     pointers_TK = torch.zeros(num_tokens, top_k, dtype=torch.int64)
@@ -98,20 +103,26 @@ def main() -> None:
     driver.set_active(AbsentGpu(int(sys.argv[1])))
     JITFunction.__getitem__ = lambda kernel, grid: compiler.launcher(kernel, grid)
     known = {kind: describe(Sizes(kind=kind))[0] for kind in KINDS}
-    bias, zeros, exponents = Part(0, "bfloat16"), Part(0, "int32"), Part(0, "uint8")
     more = {name: replace(known["bf16"], activation=Activation(name)) for name in FUNCTIONS}
     limited = Activation("silu", alpha=1.702, shift=1.0, limit=7.0)
     more["limited"] = replace(known["bf16"], activation=limited)
     more["no gate"] = replace(known["bf16"], up=None, activation=Activation("relu2", False))
     bf16 = known["bf16"]
-    gate, down = (replace(matrix, column_stride=1024) for matrix in (bf16.gate, bf16.down))
+    gate, down = (with_weight(matrix, is_transposed=True) for matrix in (bf16.gate, bf16.down))
     more["transposed"] = replace(bf16, gate=gate, down=down, weighs_input=True)
     gptq = known["gptq"]
-    any_order = replace(gptq.gate, groups=Part(0, "int32"))
+    columns = gptq.gate.num_columns
+    any_order = with_weight(gptq.gate, groups=ParamSpec("", (columns,), "int32", 0))
     more["gptq any"] = replace(gptq, gate=any_order, up=any_order)
+    bias = ParamSpec("", (known["mxfp4"].gate.weight.shape[0],), "bfloat16", 0)
     more["bias"] = replace(known["mxfp4"], gate=replace(known["mxfp4"].gate, bias=bias))
-    more["zeros"] = replace(known["int4"], gate=replace(known["int4"].gate, zeros=zeros))
-    more["e8m0"] = replace(known["fp8"], gate=replace(known["fp8"].gate, scale=exponents))
+    rows, num_groups = known["int4"].gate.weight.shape[0], known["int4"].gate.num_scale_columns
+    zeros = ParamSpec("", (-(-rows // 8), num_groups), "int32", 0)
+    more["zeros"] = replace(known["int4"], gate=with_weight(known["int4"].gate, zeros=zeros))
+    scale = known["fp8"].gate.weight.scale
+    assert scale is not None
+    exponents = with_weight(known["fp8"].gate, scale=replace(scale, dtype="uint8"))
+    more["e8m0"] = replace(known["fp8"], gate=exponents)
     for num_pairs in (8, 64, 128):
         resolve(num_pairs)
     for compiler.name, mlp in (known | more).items():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-import torch
 
-from moe_infinity.checkpoint.layout import StoredPart, StoredWeight
+from moe_infinity.checkpoint.layout import WeightLayout
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cuda.slot_mlp import slot_mlp
-from tests.kernels.stored_weights import StoredExperts, make_weight
+from tests.kernels.stored_weights import StoredExperts, layout_of, make_weight
 
 pytestmark = pytest.mark.arithmetic
 
@@ -24,34 +25,36 @@ def test_what_kernels_do_not_read_is_refused():
     assert slot_mlp([down], down, activation=SILU) is None
     assert slot_mlp([gate_up] * 3, down, activation=SILU) is None
     assert slot_mlp([gate_up, gate_up], down, activation=SILU) is None
-    assert slot_mlp([gate_up], down, activation=SILU, biases=[gate_up.parts[""]] * 3) is None
+    assert slot_mlp([gate_up], down, activation=SILU, biases=[gate_up.values] * 3) is None
     for part in (
-        StoredPart(0, torch.float32, (384, 160)),
-        StoredPart(8, torch.bfloat16, (384, 160)),
+        ParamSpec("", (384, 160), "float32", 0),
+        ParamSpec("", (384, 160), "bfloat16", 8),
     ):
-        other = StoredWeight("bf16", (384, 160), {"": part})
+        other = WeightLayout("bf16", (384, 160), part)
         assert slot_mlp([other], down, activation=SILU) is None
 
 
 @pytest.mark.parametrize(
     ("kind", "role", "shape"),
-    [("gptq 8 any", "g_idx", (15,)), ("gptq 8", "scales", (2, 16)), ("awq 8", "qzeros", (1, 3)),
-     ("gptq_v2 8", "qweight", (16, 3)), ("awq 8", "qweight", (2, 24)), ("awq 8", "scales", (48,))],
+    [("gptq 8 any", "groups", (15,)), ("gptq 8", "scale", (2, 16)), ("awq 8", "zeros", (1, 3)),
+     ("gptq_v2 8", "values", (16, 3)), ("awq 8", "values", (2, 24)), ("awq 8", "scale", (48,))],
 )  # fmt: skip
 def test_words_of_other_shapes_are_refused(kind, role, shape):
     up, gate, down = StoredExperts(kind, 16, 24, splits=True).described
     assert slot_mlp([up, gate], down, activation=SILU) is not None
-    parts = {**up.parts, role: replace(up.parts[role], shape=shape)}
-    assert slot_mlp([replace(up, parts=parts), gate], down, activation=SILU) is None
+    changed: dict[str, Any] = {role: replace(up.parts[role], shape=shape)}
+    other = replace(up, **changed)
+    assert slot_mlp([other, gate], down, activation=SILU) is None
 
 
 def test_blocks_that_end_within_a_word_are_refused():
-    values = StoredPart(0, torch.float8_e4m3fn, (16, 16))
+    values = ParamSpec("", (16, 16), "float8_e4m3fn", 0)
     up, down = (
-        StoredWeight(
+        WeightLayout(
             "fp8",
             (16, 16),
-            {"weight": values, "scale": StoredPart(256, torch.float32, (1, 16 // columns))},
+            values,
+            ParamSpec("", (1, 16 // columns), "float32", 256),
             block=(16, columns),
         )
         for columns in (4, 2)
@@ -78,11 +81,11 @@ def test_rows_that_end_within_a_word_are_refused(kind):
 
 def test_groups_of_unequal_length_are_refused():
     up, gate, down = StoredExperts("gptq 8 any", 16, 24, splits=True).described
-    unequal = {"qzeros": (3, 3), "scales": (3, 24)}
-    parts = {
-        role: replace(part, shape=unequal.get(role, part.shape)) for role, part in up.parts.items()
-    }
-    assert slot_mlp([replace(up, parts=parts), gate], down, activation=SILU) is None
+    assert up.zeros is not None
+    assert up.scale is not None
+    zeros, scale = replace(up.zeros, shape=(3, 3)), replace(up.scale, shape=(3, 24))
+    other = replace(up, zeros=zeros, scale=scale)
+    assert slot_mlp([other, gate], down, activation=SILU) is None
 
 
 def test_one_group_needs_no_index():
@@ -95,10 +98,10 @@ def test_one_group_needs_no_index():
 @pytest.mark.parametrize(("expert_width", "is_interleaved"), [(12, False), (8, True)])
 def test_a_word_of_awq_is_not_split_between_gate_and_up(expert_width, is_interleaved):
     whole = make_weight("awq 8", 2 * expert_width, 16)[0]
-    parts = {role: StoredPart(0, t.dtype, tuple(t.shape)) for role, t in whole.items()}
-    up = StoredWeight("awq", (2 * expert_width, 16), parts)
-    down = StoredWeight(
-        "bf16", (16, expert_width), {"": StoredPart(0, torch.bfloat16, (16, expert_width))}
-    )
+    parts = {
+        role: ParamSpec(role, tuple(t.shape), str(t.dtype)[6:], 0) for role, t in whole.items()
+    }
+    up = layout_of("awq 8", parts)
+    down = WeightLayout.plain(ParamSpec("", (16, expert_width), "bfloat16", 0))
     how = {"activation": SILU, "is_interleaved": is_interleaved}
     assert slot_mlp([up], down, **how) is None

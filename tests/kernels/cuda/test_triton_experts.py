@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import PLAIN, StoredPart, StoredWeight
+from moe_infinity.checkpoint.layout import PLAIN, WeightLayout
 from moe_infinity.cuda.device_table import DeviceTable
-from moe_infinity.experts import ExpertKey
+from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cuda import reference as slot_reference
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp, slot_mlp
-from tests.kernels.stored_weights import StoredExperts
+from tests.kernels.stored_weights import StoredExperts, layout_of
 
 pytest.importorskip("triton", reason="needs triton")
 from moe_infinity.cuda import resolve as triton_resolve
@@ -273,9 +273,11 @@ def test_the_tolerance_rejects_what_is_wrong(kernels, kind):
     assert mlp.up is not None
     wrong: list[SlotMlp] = [replace(mlp, gate=mlp.up, up=mlp.gate), replace(mlp, gate=mlp.up)]
     wrong.append(replace(mlp, activation=Activation("gelu")))
-    if mlp.down.scale is not None:
-        dropped = replace(mlp.gate, scale=mlp.up.scale), replace(mlp.down, scale=mlp.up.scale)
-        wrong += [replace(mlp, gate=dropped[0]), replace(mlp, down=dropped[1])]
+    if (scale := mlp.up.weight.scale) is not None:
+        for name in ("gate", "down"):
+            matrix = getattr(mlp, name)
+            other_scale = replace(matrix.weight, scale=scale)
+            wrong.append(replace(mlp, **{name: replace(matrix, weight=other_scale)}))
     for experts.mlp in wrong:
         assert error() > 1
     experts.mlp = mlp
@@ -294,13 +296,13 @@ def test_every_float8_value_is_read(kernels):
     numbers[:, 0] = torch.arange(256)
     stored = [up, ones, torch.ones(4), numbers]
     slot = torch.cat([t.view(torch.uint8).flatten() for t in stored])
-    gate_up = StoredWeight("f32", (8, 256), {"": StoredPart(0, torch.float32, (8, 256))})
-    plain = StoredWeight("f32", (256, 4), {"": StoredPart(8192, torch.float32, (256, 4))})
+    gate_up = WeightLayout.plain(ParamSpec("", (8, 256), "float32", 0))
+    plain = WeightLayout.plain(ParamSpec("", (256, 4), "float32", 8192))
     parts = {
-        "scale": StoredPart(12288, torch.float32, (1, 1)),
-        "weight": StoredPart(12304, torch.float8_e4m3fn, (256, 4)),
+        "scale": ParamSpec("", (1, 1), "float32", 12288),
+        "values": ParamSpec("", (256, 4), "float8_e4m3fn", 12304),
     }
-    packed = StoredWeight("fp8", (256, 4), parts)
+    packed = layout_of("fp8", parts)
     experts = Experts("f32", 1, 1, num=1)
     experts.slots = slot[None]
     found = []

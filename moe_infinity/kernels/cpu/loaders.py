@@ -1,0 +1,98 @@
+"""How values of each kind become vectors of float32: what a kernel of the CPU must know of a format
+beside its WeightLayout. Kinds that lie column by column have words.py instead.
+
+A loader may leave a factor out that is the same for all values: x is multiplied by it instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from moe_infinity.checkpoint.layout import WORDS
+from moe_infinity.kernels.cpu.vectors import (
+    F32,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    LANES,
+    all_lanes,
+    from_bfloat,
+    from_half,
+    load,
+    nibbles_of,
+    vector_of,
+)
+from moe_infinity.kernels.unpack import NIBBLES
+
+# (builder, number of vectors, address of the first value) -> those vectors
+LoadValues = Callable[[Any, int, Any], list[Any]]
+
+
+class ValueLoader(NamedTuple):
+    """Of one kind."""
+
+    bits: int  # of a value
+    num_vectors: tuple[int, ...]  # that one call may load; the most that fit a row are taken
+    load: LoadValues
+    left_out: float = 1.0
+    short_groups: tuple[int, ...] = ()  # columns that share a scale, fewer than one call loads
+    columns_per_lane: int = 1  # neighbouring columns that lie in one lane of neighbouring vectors
+    subtracts_zero: bool = False  # values count from 0; what stands for 0 is subtracted later
+
+
+def _int4(b: Any, num_vectors: int, at: Any) -> list[Any]:
+    return nibbles_of(b, load(b, at, 0, I32))
+
+
+def _mxfp4(b: Any, num_vectors: int, at: Any) -> list[Any]:
+    """The sign to bit 15, the others to bits 9-11: a float16 / 2 ** 14."""
+    halves = load(b, at, 0, I16)
+    tops = [
+        b.ashr(b.shl(halves, all_lanes(I16, 12 - 4 * k)), all_lanes(I16, 3))
+        for k in range(num_vectors)
+    ]
+    return [from_half(b, b.and_(v, all_lanes(I16, 0x8E00))) for v in tops]
+
+
+def _int8(b: Any, num_vectors: int, at: Any) -> list[Any]:
+    loaded = [load(b, at, k * LANES, I8) for k in range(num_vectors)]
+    return [b.sitofp(b.sext(v, vector_of(I32)), FLOATS) for v in loaded]
+
+
+def _fp8(b: Any, num_vectors: int, at: Any) -> list[Any]:
+    """A float16 / 2 ** 8."""
+    loaded = [load(b, at, k * LANES, I8) for k in range(num_vectors)]
+    halves = [b.shl(b.sext(v, vector_of(I16)), all_lanes(I16, 7)) for v in loaded]
+    return [from_half(b, b.and_(v, all_lanes(I16, 0xBF80))) for v in halves]
+
+
+def _bf16(b: Any, num_vectors: int, at: Any) -> list[Any]:
+    return [from_bfloat(b, load(b, at, 2 * LANES * k, I16)) for k in range(num_vectors)]
+
+
+def _f16(b: Any, num_vectors: int, at: Any) -> list[Any]:
+    return [from_half(b, load(b, at, 2 * LANES * k, I16)) for k in range(num_vectors)]
+
+
+def _f32(b: Any, num_vectors: int, at: Any) -> list[Any]:
+    return [load(b, at, 4 * LANES * k, F32) for k in range(num_vectors)]
+
+
+def _none(b: Any, num_vectors: int, at: Any) -> list[Any]:
+    raise AssertionError("words.py has the inner loop of this kind")
+
+
+LOADERS = {
+    "int4": ValueLoader(
+        4, (NIBBLES,), _int4, short_groups=(32, 64), columns_per_lane=8, subtracts_zero=True
+    ),
+    "mxfp4": ValueLoader(4, (4,), _mxfp4, left_out=2.0**14, short_groups=(32,), columns_per_lane=4),
+    "int8": ValueLoader(8, (8, 4, 2), _int8),
+    "fp8": ValueLoader(8, (8, 4, 2), _fp8, left_out=2.0**8),
+    "bf16": ValueLoader(16, (4, 2, 1), _bf16),
+    "f16": ValueLoader(16, (4, 2, 1), _f16),
+    "f32": ValueLoader(32, (4, 2, 1), _f32),
+    **{kind: ValueLoader(4, (), _none, subtracts_zero=True) for kind in WORDS},
+}
