@@ -312,7 +312,7 @@ def test_an_expert_that_cannot_be_read_fails_a_step_and_the_next_request_works(
             raise CheckpointError("the disk is gone")
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(moe.engine.loader), "read", broken)
+            patch.setattr(type(moe.engine.loader.recipes[0]), "load", broken)
             run_all(engine, *clients)
         assert all(isinstance(client.error, CheckpointError) for client in clients)
         again = Client(engine, PROMPTS[0])
