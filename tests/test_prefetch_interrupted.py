@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
 import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.cache.counters import Counters
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import TraceError
-from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.memory.mover import Mover
-from moe_infinity.predict.prefetcher import Prefetcher
-from moe_infinity.simulator.baselines import make_policy
+from moe_infinity.experts import ExpertKey
 
 PROMPT = torch.tensor([[3, 17, 5, 9, 40, 2, 77, 31]])
 
@@ -60,28 +53,6 @@ def test_a_model_called_below_its_top_begins_a_step_whenever_its_layers_come_rou
         assert moe.report().prefill.steps == 5
         (eam,) = moe.request_eams()
         assert set(eam.prefill.sum(axis=1).tolist()) == {PROMPT.numel() * 2}
-
-
-def test_a_prompt_does_not_change_the_time_a_decoding_layer_is_taken_to_need(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    policy = make_policy("moe-infinity-v3", num_layers=2, num_experts=4, num_slots=8)
-    table = ResidencyTable(8, policy)
-    mover = Mover(table, lambda key, slot: None, num_threads=1)
-    prefetcher = Prefetcher(table, policy, mover, np.ones((2, 4), dtype=bool))
-    counters = Counters()
-
-    def layers(phase: Phase, seconds: float, num: int) -> None:
-        for _ in range(num):
-            clock[0] += seconds
-            prefetcher.begin_layer(phase, counters)
-
-    layers(Phase.DECODE, 0.002, 9)
-    assert prefetcher._times()["layer_s"] == pytest.approx(0.002)
-    layers(Phase.PREFILL, 0.5, 9)
-    layers(Phase.DECODE, 0.002, 2)
-    assert prefetcher._times()["layer_s"] == pytest.approx(0.002)
-    mover.close()
 
 
 @pytest.mark.parametrize("place", ["none/history.npz", "file/history.npz"])

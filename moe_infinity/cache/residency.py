@@ -219,10 +219,12 @@ class ResidencyTable:
         self._loading.remove(key)
 
     def cancel_load(self, key: ExpertKey) -> None:
-        """The load of `key` failed: its slot is free again. Holders let go without harm."""
+        """The load of `key` failed: its slot is free again, and nobody holds it any more."""
         entry = self._entries.pop(key)
         assert entry.state is Residency.LOADING, (key, entry)
         self._loading.remove(key)
+        for slot_ids in self._held.values():
+            slot_ids.pop(key, None)
         self._free_slots([entry.slot_id])
 
     def _evictable(self) -> NDArray[np.bool_]:

@@ -186,6 +186,18 @@ def test_a_load_cancelled_while_held_harms_no_one(table):
     assert len(table) == 0
 
 
+def test_who_held_a_cancelled_load_does_not_keep_its_slot_from_others(table):
+    """Once the slot counted as held by both, and could not be given away when one let go."""
+    first = table.holding([A], DECODE)
+    first.__enter__()
+    table.cancel_load(A)
+    load(table, B, C)  # both slots
+    with table.holding([D, E], DECODE) as held:
+        assert held.absent == [D, E]
+    assert table.evictions == 2
+    first.__exit__(None, None, None)
+
+
 def test_who_held_a_cancelled_load_does_not_let_go_of_the_next_one(table):
     first = table.holding([A], DECODE)
     first.__enter__()
