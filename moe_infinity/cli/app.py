@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Timer, main_thread
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from moe_infinity.cache.policies import POLICIES
+from moe_infinity.cli.opening import open_model
 from moe_infinity.cli.options import (
     AsJson,
     ChatKey,
@@ -268,19 +269,6 @@ def simulate(
     files = [path / "experts.npz" if path.is_dir() else path for path in traces]
     rows = [row for file in files for row in run_experiment(file, experiment)]
     write((json.dumps({"rows": rows}) if as_json else table_of(rows)) + "\n")
-
-
-@contextmanager
-def open_model(model: str, **options: Any) -> Iterator[Any]:
-    # Imported here: torch and transformers take seconds that --help should not cost.
-    from transformers.utils.logging import disable_progress_bar
-
-    from moe_infinity.model import MoE
-
-    if not stderr.is_terminal:
-        disable_progress_bar()
-    with MoE(model, **options) as moe:
-        yield moe
 
 
 def settings_of(
