@@ -43,7 +43,7 @@ test-compiled: export CAPABILITY ?= 80
 test-compiled: $(INSTALLED) ## kernels of a GPU as they are compiled for one, run without one
 	$(BIN)/python -m pytest -n 2 -m "triton and not slow"
 
-check: $(INSTALLED) ## format, lint, types, line budget: changes nothing
+check: $(INSTALLED) ## format, lint, types, layout: changes nothing
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy

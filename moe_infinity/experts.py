@@ -121,7 +121,8 @@ class ExpertLayout:
     @classmethod
     def of(cls, shapes: dict[str, tuple[tuple[int, ...], str]]) -> ExpertLayout:
         """From {name: (shape without the expert dimension, dtype name)}, in that order."""
-        params, offset = [], 0
+        params = []
+        offset = 0
         for name, (shape, dtype) in shapes.items():
             spec = ParamSpec(name, shape, dtype, offset)
             params.append(spec)

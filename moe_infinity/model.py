@@ -94,7 +94,8 @@ class MoE:
             self._is_closed = False
             self._startup_bytes_read = loaded.startup_bytes_read
             try:
-                plan, early_router = loaded.plan, None
+                plan = loaded.plan
+                early_router = None
                 if self.config.early_router:
                     early_router = EarlyRouter(self.model, plan.layers)
                 self.engine = build_engine(
@@ -245,7 +246,8 @@ class MoE:
         """[MoE rows, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
         loading, 2 resident, 3 resident and activated by the last step.
         """
-        bookkeeping, table = self.engine.bookkeeping, self.engine.tiers[0].table
+        bookkeeping = self.engine.bookkeeping
+        table = self.engine.tiers[0].table
         states_LE = np.where(bookkeeping.exists_LE, 0, -1).astype(np.int8)
         states_LE[table.cells()] = 2
         for key in table.loading_keys():
@@ -279,7 +281,8 @@ class MoE:
 
     def _load_history(self) -> None:
         """Go on from what earlier runs learned, if there were any. Raises TraceError."""
-        file, predictor = self.config.history, self.engine.predictor
+        file = self.config.history
+        predictor = self.engine.predictor
         if file is None or predictor is None:
             return
         folder = Path(file).absolute().parent
@@ -289,7 +292,8 @@ class MoE:
             load_history(Path(file), predictor, signature=self._signature)
 
     def _save_history(self) -> None:
-        file, predictor = self.config.history, self.engine.predictor
+        file = self.config.history
+        predictor = self.engine.predictor
         if file is not None and predictor is not None:
             predictor.finish(self.engine.recorder.request_eams())
             save_history(Path(file), predictor, signature=self._signature)

@@ -19,8 +19,12 @@ from typing import Any
 from moe_infinity.experts import Phase, Step
 from moe_infinity.model import MoE
 
-BETWEEN, DENSE, ATTENTION = "between steps", "dense layers", "attention"
-MACHINERY, EXPERTS, WAITING = "expert cache", "experts", "waiting for experts"
+BETWEEN = "between steps"
+DENSE = "dense layers"
+ATTENTION = "attention"
+MACHINERY = "expert cache"
+EXPERTS = "experts"
+WAITING = "waiting for experts"
 PARTS = (DENSE, ATTENTION, EXPERTS, MACHINERY, WAITING, BETWEEN)
 
 
@@ -93,7 +97,8 @@ class Profile:
 @contextmanager
 def profiling(moe: MoE) -> Iterator[Profile]:
     """Profile what the model does inside. The profile is complete afterwards."""
-    profile, engine = Profile(), moe.engine
+    profile = Profile()
+    engine = moe.engine
     counters = engine.bookkeeping.counters
     stalled_before = counters.decode.stall_s
     replaced = [

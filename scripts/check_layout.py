@@ -1,9 +1,20 @@
-"""The line budget, printed as a table, and the rules that keep the tree readable.
+"""The rules that keep the tree readable, and how many lines of code each folder has.
 
     python scripts/check_layout.py     # exit status 1 when a rule is broken
 
-The budget counts lines that hold code; what explains it (docstrings, comments) is free. The limits
-on one file and one function count every line, as an editor shows them.
+Everywhere: a file has at most 400 lines and a function at most 60, as an editor counts them.
+
+In the package:
+
+- no import circle, so that every module can be read after those it imports;
+- no two public classes of one name, so that a name means one thing;
+- folders import only what ALLOWED and IMPORTED_BY say;
+- the folders of NO_TORCH import no torch;
+- a tensor is made with its dtype and device, so that a user's defaults cannot change it;
+- no two values assigned in one statement, except to swap or replace them;
+- no TODO, FIXME or XXX.
+
+The table counts lines that hold code. It has no limits: what explains code is free.
 """
 
 from __future__ import annotations
@@ -13,43 +24,18 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "moe_infinity"
-FOLDERS = (PACKAGE, "tests", "benchmarks", "scripts", "tools")
-
-CORE_LINES = 5212  # without what is built around it: decisions 0005, 0011 to 0014, 0019, 0021
-AROUND = (
-    "server", "entrypoints", "simulator", "packer", "cli/app.py", "cli/options.py", "inspection.py",
-    "profiling.py", "streaming.py", "cli/terminal.py", "tracing.py",
-)  # fmt: skip
-KERNEL_LINES = 3211  # arithmetic, each with a plain twin: decisions 0006, 0010, 0012 to 0020
-CATALOGUE_LINES = 1200  # one entry per architecture or format, none on a token's way: 0006
-CATALOGUE = [
-    "architectures/adapters.py",
-    "architectures/module_list.py",
-    "checkpoint/formats.py",
-    "checkpoint/packing.py",
-    "checkpoint/packed_on_load.py",
-    "checkpoint/pickled.py",
-]
-PATH_LINES = 1300  # the one-hour path below
-FILE_LINES, FILE_LINES_SOFT = 400, 300
+FOLDERS = (PACKAGE, "tests", "benchmarks", "scripts", "tools", "examples")
+FILE_LINES = 400
 FUNCTION_LINES = 60
 
-ONE_HOUR_PATH = [
-    "model.py",
-    "engine/layer.py",
-    "cache/residency.py",
-    "predict/eam.py",
-    "predict/predictor.py",
-    "predict/planner.py",
-    "memory/mover.py",
-    "architectures/experts_backend.py",
-]
 # What torch makes in its default dtype and on its default device, which are the user's.
 MADE_BY_TORCH = (
     "arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint",
@@ -60,63 +46,220 @@ NO_TORCH = ("cache", "predict", "simulator")  # bookkeeping that runs on any lap
 MARKER = re.compile(r"\b(TODO|FIXME|XXX)\b")
 
 
-def is_core(file: Path) -> bool:
-    return (
-        file.parts[0] == PACKAGE
-        and file.parts[1] not in (*AROUND, "kernels")
-        and "/".join(file.parts[1:]) not in CATALOGUE
-    )
+class Rule(NamedTuple):
+    modules: tuple[str, ...]  # folders or modules of the package
+    reason: str
 
 
-def is_kernel(file: Path) -> bool:
-    return file.parts[:2] == (PACKAGE, "kernels")
+# What a folder may import of the package beside itself.
+ALLOWED = {
+    "kernels": Rule(
+        ("experts", "errors", "checkpoint.layout"), "arithmetic is tested without an engine"
+    ),
+    "cache": Rule(("experts", "errors"), "who is evicted is decided on what the caller passes"),
+    "predict": Rule(
+        ("cache", "config", "experts", "errors"), "a prediction needs the routing and no model"
+    ),
+}
+# Who may import a folder beside itself.
+IMPORTED_BY = {
+    "cli": Rule(("entrypoints",), "the library works without its command line"),
+    "server": Rule(("cli", "entrypoints"), "the library works without its server's packages"),
+}
 
 
-def folder_of(file: Path) -> str:
-    """The row of the table: top folders, and the package one folder deeper."""
-    parts = file.parts[:-1]
-    return "/".join(parts[: 2 if parts[0] == PACKAGE else 1])
+class Module(NamedTuple):
+    file: Path
+    name: str  # as Python imports it, moe_infinity.cache.policies
+    tree: ast.Module
+
+    @property
+    def is_package(self) -> bool:
+        return self.file.name == "__init__.py"
 
 
-def imports_torch(node: ast.AST) -> bool:
-    names: list[str] = []
-    if isinstance(node, ast.Import):
+Imports = Mapping[str, Mapping[str, str]]  # importer -> imported -> where, as "file:line"
+
+
+# one file
+
+
+def too_long(file: Path, text: str, tree: ast.Module) -> Iterator[str]:
+    num_lines = len(text.splitlines())
+    if num_lines > FILE_LINES:
+        yield f"{file}: {num_lines} lines, at most {FILE_LINES}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES:
+                where = f"{file}:{node.lineno}: {node.name}"
+                yield f"{where} has {length} lines, at most {FUNCTION_LINES}"
+
+
+def markers(file: Path, text: str) -> Iterator[str]:
+    for line_number, line in enumerate(text.splitlines(), start=1):
+        if match := MARKER.search(line):
+            yield f"{file}:{line_number}: {match[0]} left in the package"
+
+
+def torch_in_bookkeeping(file: Path, tree: ast.Module) -> Iterator[str]:
+    if file.parts[1] not in NO_TORCH:
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and node.level == 0:
-        names = [f"{node.module}.{alias.name}" for alias in node.names]
-    return any("torch" in name.split(".") for name in names)
+        if isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+        if any("torch" in name.split(".") for name in names):
+            yield f"{file}:{node.lineno}: imports torch, which {file.parts[1]}/ must do without"
+
+
+def tensors_left_to_torch(file: Path, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (missing := left_to_torch(node)):
+            yield f"{file}:{node.lineno}: a tensor without {missing}"
 
 
 def left_to_torch(node: ast.Call) -> str:
     """What a call that makes a tensor does not name of its dtype and device."""
     if not isinstance(node.func, ast.Attribute):
         return ""
-    name, owner = node.func.attr, node.func.value
+    name = node.func.attr
+    owner = node.func.value
     if name not in MADE_BY_TORCH or not (isinstance(owner, ast.Name) and owner.id == "torch"):
         return ""
     needed = ["device"] if name in OF_INTS else ["dtype", "device"]
     return " and ".join(sorted({*needed} - {keyword.arg for keyword in node.keywords}))
 
 
-def problems_of(file: Path, text: str) -> Iterator[str]:
-    num_lines = len(text.splitlines())
-    if num_lines > FILE_LINES:
-        yield f"{file}: {num_lines} lines, at most {FILE_LINES}"
-    torch_free = file.parts[0] == PACKAGE and file.parts[1] in NO_TORCH
-    for node in ast.walk(ast.parse(text, filename=str(file))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > FUNCTION_LINES:
-                where = f"{file}:{node.lineno}: {node.name}"
-                yield f"{where} has {length} lines, at most {FUNCTION_LINES}"
-        elif file.parts[0] == PACKAGE and isinstance(node, ast.Call) and left_to_torch(node):
-            yield f"{file}:{node.lineno}: a tensor without {left_to_torch(node)}"
-        elif torch_free and isinstance(node, ast.stmt) and imports_torch(node):
-            yield f"{file}:{node.lineno}: imports torch, which {file.parts[1]}/ must do without"
-    if file.parts[0] == PACKAGE:
-        for line_number, line in enumerate(text.splitlines(), start=1):
-            if match := MARKER.search(line):
-                yield f"{file}:{line_number}: {match[0]} left in the package"
+def parallel_assignments(file: Path, tree: ast.Module) -> Iterator[str]:
+    """`a, b = x, y` saves a line and costs its reader the pairing. A swap needs it."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+            continue
+        values = node.value.elts
+        for target in node.targets:
+            if not isinstance(target, ast.Tuple) or len(target.elts) != len(values) or not values:
+                continue
+            is_named = all(isinstance(name, ast.Name | ast.Attribute) for name in target.elts)
+            # A swap, or taking a value and leaving another one in its place.
+            is_swap = {*map(ast.unparse, target.elts)} & {*map(ast.unparse, values)}
+            if len(values) > 1 and is_named and not is_swap:
+                names = ", ".join(map(ast.unparse, target.elts))
+                yield f"{file}:{node.lineno}: {names} assigned in one statement, give each its own"
+
+
+# the package
+
+
+def imports_of(modules: Iterable[Module]) -> Imports:
+    """Imports between modules of the package: also those in functions and under TYPE_CHECKING."""
+    modules = list(modules)
+    known = {module.name for module in modules}
+    imports: dict[str, dict[str, str]] = {}
+    for module in modules:
+        found = imports.setdefault(module.name, {})
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for name in imported_names(module, node):
+                    # `from package import name` may mean a module or what the package defines.
+                    imported = name if name in known else name.rpartition(".")[0]
+                    if imported in known and imported != module.name:
+                        found.setdefault(imported, f"{module.file}:{node.lineno}")
+    return imports
+
+
+def imported_names(module: Module, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    base = node.module or ""
+    if node.level:
+        parts = module.name.split(".")
+        num_dropped = node.level - module.is_package
+        parents = parts[: len(parts) - num_dropped]
+        base = ".".join([*parents, *([node.module] if node.module else [])])
+    yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def import_circles(imports: Imports) -> Iterator[str]:
+    """Circles until none is left, each without the last import of those before it."""
+    left = {name: dict(sorted(found.items())) for name, found in sorted(imports.items())}
+    while circle := a_circle(left):
+        pairs = list(zip(circle, circle[1:], strict=False))
+        steps = [f"{left[importer][imported]} {imported}" for importer, imported in pairs]
+        yield f"import circle: {circle[0]} -> {' -> '.join(steps)}"
+        importer, imported = pairs[-1]
+        del left[importer][imported]
+
+
+def a_circle(imports: Imports) -> list[str]:
+    """Modules of which each imports the next, the first once more at the end; or none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]  # each is imported by the next
+        return circle[::-1]
+    return []
+
+
+def forbidden_imports(imports: Imports) -> Iterator[str]:
+    for importer, found in imports.items():
+        for imported, where in found.items():
+            for folder, rule in ALLOWED.items():
+                if is_of(importer, [folder]) and not is_of(imported, [folder, *rule.modules]):
+                    yield f"{where}: {folder}/ must not import {imported}: {rule.reason}"
+            for folder, rule in IMPORTED_BY.items():
+                if is_of(imported, [folder]) and not is_of(importer, [folder, *rule.modules]):
+                    yield f"{where}: {importer} must not import {folder}/: {rule.reason}"
+
+
+def is_of(module: str, parts: Iterable[str]) -> bool:
+    """Whether a module is one of some folders or modules of the package."""
+    return any(f"{module}.".startswith(f"{PACKAGE}.{part}.") for part in parts)
+
+
+def classes_of_one_name(modules: Iterable[Module]) -> Iterator[str]:
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{module.file}:{node.lineno}")
+    for name, where in sorted(places.items()):
+        if len(where) > 1:
+            yield f"{len(where)} public classes are named {name}: {', '.join(where)}"
+
+
+# the tree
+
+
+def read_tree(root: Path) -> dict[Path, str]:
+    """The text of every Python file, by its path below `root`."""
+    paths = sorted(path for name in FOLDERS for path in (root / name).rglob("*.py"))
+    return {path.relative_to(root): path.read_text(encoding="utf-8") for path in paths}
+
+
+def module_name(file: Path) -> str:
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def problems_of(texts: Mapping[Path, str]) -> Iterator[str]:
+    modules: list[Module] = []
+    for file, text in texts.items():
+        tree = ast.parse(text, filename=str(file))
+        yield from too_long(file, text, tree)
+        if file.parts[0] == PACKAGE:
+            modules.append(Module(file, module_name(file), tree))
+            yield from markers(file, text)
+            yield from torch_in_bookkeeping(file, tree)
+            yield from tensors_left_to_torch(file, tree)
+            yield from parallel_assignments(file, tree)
+    imports = imports_of(modules)
+    yield from forbidden_imports(imports)
+    yield from import_circles(imports)
+    yield from classes_of_one_name(modules)
 
 
 def code_lines(text: str) -> int:
@@ -133,39 +276,20 @@ def code_lines(text: str) -> int:
     return len(lines)
 
 
-def print_table(lines: Counter[Path], limited: list[tuple[str, int, int]]) -> None:
-    per_folder: Counter[str] = Counter()
-    for file, num_lines in lines.items():
-        per_folder[folder_of(file)] += num_lines
-    for folder, num_lines in sorted(per_folder.items()):
-        print(f"{folder:<28}{num_lines:>7,}")
-    print(f"{'total':<28}{lines.total():>7,}")
-    for name, num_lines, limit in limited:
-        print(f"{name:<28}{num_lines:>7,} of {limit:,}")
-
-
-def main() -> int:
-    paths = sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))
-    texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in paths}
-    lines = Counter({file: code_lines(text) for file, text in texts.items()})
-    limited = [  # a file not yet written has 0 lines
-        ("core", sum(lines[file] for file in lines if is_core(file)), CORE_LINES),
-        ("kernels", sum(lines[file] for file in lines if is_kernel(file)), KERNEL_LINES),
-        ("catalogue", sum(lines[Path(PACKAGE, name)] for name in CATALOGUE), CATALOGUE_LINES),
-        ("one-hour path", sum(lines[Path(PACKAGE, name)] for name in ONE_HOUR_PATH), PATH_LINES),
-    ]
-    print_table(lines, limited)
-
+def size_table(texts: Mapping[Path, str]) -> str:
+    """Code lines of each folder: top folders, and the package one folder deeper."""
+    sizes: Counter[str] = Counter()
     for file, text in texts.items():
-        num_lines = len(text.splitlines())
-        if FILE_LINES_SOFT < num_lines <= FILE_LINES:
-            print(f"warning: {file}: {num_lines} lines, aim at {FILE_LINES_SOFT}")
-    problems = [problem for file, text in texts.items() for problem in problems_of(file, text)]
-    problems += [
-        f"{name}: {num_lines:,} lines, at most {limit:,}"
-        for name, num_lines, limit in limited
-        if num_lines > limit
-    ]
+        folders = file.parts[:-1]
+        sizes["/".join(folders[: 2 if folders[0] == PACKAGE else 1])] += code_lines(text)
+    rows = [*sorted(sizes.items()), ("total", sizes.total())]
+    return "\n".join(f"{name:<28}{num_lines:>7,}" for name, num_lines in rows)
+
+
+def main(root: Path = ROOT) -> int:
+    texts = read_tree(root)
+    print(size_table(texts))
+    problems = list(problems_of(texts))
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -146,7 +146,8 @@ class Outside(Adapter):
     """A class outside the interface whose experts are gate and up, an activation, and down."""
 
     is_eager = True
-    gate_up, down = "gate_up_proj", "down_proj"
+    gate_up = "gate_up_proj"
+    down = "down_proj"
     is_transposed = False
 
     def orientation(self, module: Any) -> bool | None:
@@ -218,7 +219,8 @@ class Aria(Outside):
     """Routes inside the experts module. In the interface since transformers 5.23."""
 
     is_eager = False
-    gate_up, down = "fc1.weight", "fc2.weight"
+    gate_up = "fc1.weight"
+    down = "fc2.weight"
     is_transposed = True
 
     def count(self, module: Any) -> int:
@@ -238,7 +240,8 @@ class JetMoe(Outside):
 
     is_block = True
     is_eager = False
-    gate_up, down = "input_linear.weight", "output_linear.weight"
+    gate_up = "input_linear.weight"
+    down = "output_linear.weight"
 
     def count(self, module: Any) -> int:
         return int(module.router.num_experts)
@@ -264,7 +267,8 @@ class Llama4(Outside):
     is_block = True
     is_eager = False
     weighs_input = True
-    gate_up, down = "experts.gate_up_proj", "experts.down_proj"
+    gate_up = "experts.gate_up_proj"
+    down = "experts.down_proj"
     is_transposed = True
 
     def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
@@ -365,7 +369,8 @@ class NllbMoe(OneModuleEach):
     choice as expert ids, so that of all experts only 0 and 1 ever run."""
 
     def computation(self, module: Any) -> Callable[..., Tensor]:
-        run, kept = super().computation(module), 1 - module.moe_token_dropout
+        run = super().computation(module)
+        kept = 1 - module.moe_token_dropout
 
         def scaled(weights: dict[str, Tensor], x_RD: Tensor) -> Tensor:
             out_RD: Tensor = run(weights, x_RD) * kept

@@ -33,7 +33,7 @@ def register() -> None:
     ExpertsInterface.register(BACKEND, experts_forward)
 
 
-class Engine(Protocol):
+class LayerEngine(Protocol):
     """What computes MoE layers by their index; see engine/engine.py."""
 
     def moe_layer(
@@ -47,7 +47,7 @@ class EngineLayer:
     """One MoE layer of an engine, as adapters call it."""
 
     def __init__(
-        self, engine: Engine, moe_layer_idx: int, early_router: EarlyRouter | None
+        self, engine: LayerEngine, moe_layer_idx: int, early_router: EarlyRouter | None
     ) -> None:
         self._engine = engine
         self._moe_layer_idx = moe_layer_idx
@@ -75,7 +75,7 @@ class EngineLayer:
 def attach(
     model: PreTrainedModel,
     layers: list[ExpertsModule],
-    engine: Engine,
+    engine: LayerEngine,
     early_router: EarlyRouter | None,
 ) -> None:
     """Let the experts modules of `model` call the engine."""

@@ -137,7 +137,9 @@ class BlockForward:
             self._respond = self._answer
             return self._stock(*args, **kwargs)
         finally:  # a prompt's rows take memory
-            self._calls, self._answers, self._respond = [], iter(()), self._refuse
+            self._calls = []
+            self._answers = iter(())
+            self._respond = self._refuse
 
     def _expert(self, expert_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """What each expert's forward is."""
@@ -169,7 +171,8 @@ class BlockForward:
 
 
 def _are_equal(noted: Call, call: Call) -> bool:
-    x, y = noted.args[0], call.args[0]
+    x = noted.args[0]
+    y = call.args[0]
     return x.shape == y.shape and torch.equal(x, y)
 
 

@@ -40,7 +40,8 @@ class SmallBatchSteps:
                     vars(child)["forward"] = partial(siblings.forward, child)
             vars(module)[MARK] = True
         _wrap_sdpa()
-        self._model, stock = model, model.forward
+        self._model = model
+        stock = model.forward
 
         @wraps(stock)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +71,7 @@ class Siblings:
         self._x: Tensor | None = None  # the last input, and which layer it was given to first
         self._version: int | None = None  # of its contents
         self._first: nn.Linear | None = None
-        self._groups: dict[nn.Linear, Group] = {}  # by their first
+        self._groups: dict[nn.Linear, LinearGroup] = {}  # by their first
         self._waiting: dict[nn.Linear, Tensor] = {}  # products with x that were not asked for yet
 
     def forward(self, linear: nn.Linear, x: Tensor) -> Tensor:
@@ -81,7 +82,9 @@ class Siblings:
         version = None if x.is_inference() else x._version
         is_same = x is self._x and version is not None and version == self._version
         if not is_same or linear is self._first:
-            self._x, self._version, self._first = x, version, linear
+            self._x = x
+            self._version = version
+            self._first = linear
             self._waiting = self._multiply(linear, x)
         elif linear not in self._waiting:
             self._waiting |= self._multiply(linear, x)
@@ -97,18 +100,18 @@ class Siblings:
         """In float32, by layer of its group; empty if kernels do not read its weight."""
         group = self._groups.get(linear)
         if group is None or not group.is_current:
-            group = self._groups[linear] = Group([linear])
+            group = self._groups[linear] = LinearGroup([linear])
         return group.multiply(x)
 
     def _join(self, linear: nn.Linear) -> None:
         """Next time, compute this layer with the first."""
         assert self._first is not None
-        group = Group([*self._groups[self._first].linears, linear])
+        group = LinearGroup([*self._groups[self._first].linears, linear])
         if group.fused is not None:
             self._groups[self._first] = group
 
 
-class Group:
+class LinearGroup:
     """Layers that are computed together."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:

@@ -93,7 +93,8 @@ class StepReader:
         if inputs is None:
             return None
         num_sequences, num_new = inputs.shape[:2]
-        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        mask = kwargs.get("attention_mask")
+        cache = kwargs.get("past_key_values")
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             num_cached = mask.shape[1] - num_new
         else:  # none, or expanded for attention already, as with a static cache

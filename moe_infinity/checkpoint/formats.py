@@ -33,9 +33,12 @@ gptq                4 bits, checkpoint_format gptq or gptq_v2
 awq                 4 bits, version gemm"""
 
 FLOATS = frozenset({"BF16", "F16", "F32"})
-INT32, INDICES, FLOAT8 = frozenset({"I32"}), frozenset({"I32", "I64"}), frozenset({"F8_E4M3"})
+INT32 = frozenset({"I32"})
+INDICES = frozenset({"I32", "I64"})
+FLOAT8 = frozenset({"F8_E4M3"})
 INT8 = frozenset({"I8"})
-BYTES, EXPONENTS = frozenset({"U8"}), frozenset({"U8", "F8_E8M0"})
+BYTES = frozenset({"U8"})
+EXPONENTS = frozenset({"U8", "F8_E8M0"})
 OF_ACTIVATIONS = (
     "input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale",
     "output_zero_point", "k_scale", "v_scale",
@@ -188,7 +191,8 @@ def _check_compressed_weights(weights: Config, stored_format: object) -> None:
 def _measure_int4(shapes: PartShapes) -> Measured:
     """A width that is no multiple of 8 is only in the values of weight_shape; no model has one."""
     num_rows, num_words = shapes["values"]
-    shape, scales = (num_rows, NIBBLES * num_words), shapes["scale"]
+    shape = (num_rows, NIBBLES * num_words)
+    scales = shapes["scale"]
     if len(scales) != 2 or scales[0] != num_rows or not scales[1] or shape[1] % scales[1]:
         return None
     if shapes.get("zeros") not in (None, (-(-num_rows // NIBBLES), scales[1])):
@@ -259,7 +263,8 @@ def _find_gptq(config: Config) -> tuple[WeightFormat, ...]:
         """No block where the last group is shorter, or nobody says that columns are in order."""
         if (shape := _gptq_shape(shapes)) is None:
             return None
-        num_columns, num_groups = shape[1], shapes["scale"][0]
+        num_columns = shape[1]
+        num_groups = shapes["scale"][0]
         size = num_columns if num_groups == 1 else group_size
         in_order = is_in_order and num_columns == num_groups * size
         return shape, (1, size) if in_order else None
@@ -297,7 +302,8 @@ def _find_awq(config: Config) -> tuple[WeightFormat, ...]:
 
 
 def _measure_awq(shapes: PartShapes) -> Measured:
-    num_columns, num_rows = shapes["values"][0], NIBBLES * shapes["values"][1]
+    num_columns = shapes["values"][0]
+    num_rows = NIBBLES * shapes["values"][1]
     if not _fits_groups(shapes, (num_columns, num_rows)):
         return None
     size, rest = divmod(num_columns, shapes["scale"][0])
@@ -310,7 +316,8 @@ def _unpack_awq(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor
 
 def _fits_groups(shapes: PartShapes, shape_CR: tuple[int, int]) -> bool:
     num_columns, num_rows = shape_CR
-    scales, zeros = shapes["scale"], shapes["zeros"]
+    scales = shapes["scale"]
+    zeros = shapes["zeros"]
     return (
         len(scales) == 2
         and 0 < scales[0] <= num_columns

@@ -46,7 +46,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
     CheckpointError if there are none or a shard is missing.
     """
     for name in ("model.safetensors", "pytorch_model.bin"):  # the order in which transformers looks
-        single, index = folder / name, folder / f"{name}.index.json"
+        single = folder / name
+        index = folder / f"{name}.index.json"
         if single.is_file():
             return [single]
         if index.exists():

@@ -88,7 +88,8 @@ class WeightFormat:
 
     def assemble(self, base: str, tensors: Mapping[str, StoredTensor]) -> PackedTensor:
         """Raises CheckpointError if a part is missing or does not fit."""
-        name, found = base + self.weight_suffix, []
+        name = base + self.weight_suffix
+        found = []
         for part in self.parts:
             tensor = tensors.get(base + part.suffix)
             if tensor is None and not part.is_optional:

@@ -189,7 +189,7 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True)
-class Group:
+class SourceGroup:
     """Tensors of the checkpoint that together become some parameters of all experts of a layer."""
 
     name: str  # the name transformers gives the first of those parameters
@@ -199,7 +199,7 @@ class Group:
     keys: dict[str, list[tuple[int, str]]]  # by pattern: (expert, name of its tensor), in order
 
 
-def _find_tied(model: Any, groups: list[Group], members: dict[str, Member]) -> dict[str, str]:
+def _find_tied(model: Any, groups: list[SourceGroup], members: dict[str, Member]) -> dict[str, str]:
     """MoE layers whose experts are those of another one, and that one. Raises CheckpointError if a
     parameter is neither in the checkpoint nor tied to one that is.
     """
@@ -218,7 +218,7 @@ def _find_tied(model: Any, groups: list[Group], members: dict[str, Member]) -> d
 
 def _group_sources(
     model: Any, weights: Weights, weight_mapping: list[Any], members: dict[str, Member]
-) -> tuple[list[Group], set[str]]:
+) -> tuple[list[SourceGroup], set[str]]:
     """Which checkpoint tensors become which expert parameters, by transformers' own renaming and
     conversion rules.
     """
@@ -227,8 +227,9 @@ def _group_sources(
     converter_of = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    meta, prefix = model.state_dict(), model.base_model_prefix
-    groups: dict[tuple[str, str], Group] = {}  # by MoE layer and name
+    meta = model.state_dict()
+    prefix = model.base_model_prefix
+    groups: dict[tuple[str, str], SourceGroup] = {}  # by MoE layer and name
     owned: set[str] = set()
     for key in sorted(weights, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, meta)
@@ -244,7 +245,7 @@ def _group_sources(
             if not member.location.is_stacked:
                 name = member.group_name
             group = groups.setdefault(
-                (member.layer.name, name), Group(name, member.layer, converter, [], {})
+                (member.layer.name, name), SourceGroup(name, member.layer, converter, [], {})
             )
             for target in targets:
                 of = members.get(target)
@@ -257,7 +258,7 @@ def _group_sources(
     return list(groups.values()), owned
 
 
-def _in_order(group: Group) -> dict[str, list[tuple[int, str]]]:
+def _in_order(group: SourceGroup) -> dict[str, list[tuple[int, str]]]:
     """A converter concatenates in the order of its patterns, not of the keys."""
     patterns = list(group.keys)
     if group.converter is not None:
@@ -268,7 +269,9 @@ def _in_order(group: Group) -> dict[str, list[tuple[int, str]]]:
     }
 
 
-def _make_recipe(group: Group, members: dict[str, Member], weights: Weights, config: Any) -> Recipe:
+def _make_recipe(
+    group: SourceGroup, members: dict[str, Member], weights: Weights, config: Any
+) -> Recipe:
     specs = {spec.name: spec for spec in group.layer.layout.params}
     wanted = [members[target] for target in group.targets]
     sources = tuple(
@@ -283,7 +286,7 @@ def _make_recipe(group: Group, members: dict[str, Member], weights: Weights, con
 
 
 def _make_sources(
-    group: Group,
+    group: SourceGroup,
     pattern: str,
     weights: list[StoredTensor | PackedTensor],
     location: ParameterLocation,
@@ -291,7 +294,8 @@ def _make_sources(
     """A weight per expert, or one whose first dimension is the experts; all of one kind. Several
     per expert, one list after the other, where a layer has several sets of experts (ERNIE-VL).
     """
-    num_experts, first = group.layer.num_experts, weights[0]
+    num_experts = group.layer.num_experts
+    first = weights[0]
     num_sets = len(group.converter.target_patterns) if group.converter is not None else 1
     counts = {num_experts, location.num_stored}
     if isinstance(first, PackedTensor) and location.rows > 1:

@@ -71,7 +71,8 @@ class Source:
 
     def stored_shapes(self) -> Shapes:
         """What is stored of one expert, by role; packed weights without the experts' dimension."""
-        parts, packed = parts_of(self.weights[0]), self.packed
+        parts = parts_of(self.weights[0])
+        packed = self.packed
         first = int(packed is not None and packed.is_stacked)
         return {role: (self._shape_of_one(part.shape)[first:], part.dtype) for role, part in parts}
 

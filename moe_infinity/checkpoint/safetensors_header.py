@@ -64,7 +64,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_tensors(file: Path, header: dict[str, Any], *, data_start: int) -> list[StoredTensor]:
     """Tensors whose offsets agree with their shapes, each other and the size of the file."""
     tensors = [_parse_tensor(file, name, fields, data_start) for name, fields in header.items()]
-    end, size = data_start, file.stat().st_size
+    end = data_start
+    size = file.stat().st_size
     for tensor in sorted(tensors, key=lambda t: (t.extent.offset, t.extent.num_bytes)):
         if tensor.extent.offset != end:
             beyond = [t for t in tensors if t.extent.offset + t.extent.num_bytes > size]
@@ -85,7 +86,8 @@ def _check_tensors(file: Path, header: dict[str, Any], *, data_start: int) -> li
 
 def _parse_tensor(file: Path, name: str, fields: Any, data_start: int) -> StoredTensor:
     try:
-        stored_dtype, shape = fields["dtype"], tuple(fields["shape"])
+        stored_dtype = fields["dtype"]
+        shape = tuple(fields["shape"])
         begin, end = fields["data_offsets"]
         well_formed = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
     except (TypeError, KeyError, ValueError) as error:

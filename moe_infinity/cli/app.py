@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Timer, main_thread
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
+from moe_infinity.cli.opening import open_model
 from moe_infinity.cli.options import (
     AsJson,
     ChatKey,
@@ -269,19 +270,6 @@ def simulate(
     files = [path / "experts.npz" if path.is_dir() else path for path in traces]
     rows = [row for file in files for row in run_experiment(file, experiment)]
     write((json.dumps({"rows": rows}) if as_json else table_of(rows)) + "\n")
-
-
-@contextmanager
-def open_model(model: str, **options: Any) -> Iterator[Any]:
-    # Imported here: torch and transformers take seconds that --help should not cost.
-    from transformers.utils.logging import disable_progress_bar
-
-    from moe_infinity.model import MoE
-
-    if not stderr.is_terminal:
-        disable_progress_bar()
-    with MoE(model, **options) as moe:
-        yield moe
 
 
 def settings_of(

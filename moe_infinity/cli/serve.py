@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moe_infinity.cli.opening import open_model
 from moe_infinity.cli.options import ApiKey, Model, with_model_options
 from moe_infinity.cli.terminal import talk
 from moe_infinity.errors import ConfigError
@@ -55,7 +56,6 @@ def serve(
 ) -> None:
     """Serve a model to several users over OpenAI's API, with a page at /."""
     require_extra()
-    from moe_infinity.cli.app import open_model
     from moe_infinity.server.sequences import EngineConfig
     from moe_infinity.server.serve import ServeConfig, bound_sockets, serve_model
 

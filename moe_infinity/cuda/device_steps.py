@@ -168,7 +168,8 @@ class DeviceSteps:
 
     def _upload_host_addresses(self) -> None:
         """Upload where experts lie in HOST. No kernel may be running that reads them."""
-        table, slots = self._host.table, self._host.slots
+        table = self._host.table
+        slots = self._host.slots
         assert isinstance(slots, SourceSlots), slots
         addresses: dict[ExpertKey, int] = {}
         for key in table.resident_keys():

@@ -95,7 +95,8 @@ class GraphedStep:
         constants += state_of(cache)
         if constants != self._constants:
             self._forget()
-            self._cache, self._constants = cache, constants
+            self._cache = cache
+            self._constants = constants
         if self._steps.may_need_replay:
             self._snapshot = self._snapshot or CacheSnapshot(cache)
             self._snapshot.save()

@@ -23,7 +23,9 @@ from moe_infinity.cuda.device_table import (
     DeviceTable,
 )
 
-_ABSENT, _ON_DISK, _FREE = tl.constexpr(ABSENT), tl.constexpr(ON_DISK), tl.constexpr(FREE)
+_ABSENT = tl.constexpr(ABSENT)
+_ON_DISK = tl.constexpr(ON_DISK)
+_FREE = tl.constexpr(FREE)
 _NOTHING = tl.constexpr(NOTHING)
 _ADDRESS_BYTES = tl.constexpr(ADDRESS_BYTES)
 
@@ -33,9 +35,11 @@ SLOT_BLOCK = 1024
 MAX_PAIRS = 128  # resolve compares every pair with every other in the registers of one program
 # Programs, and bytes of a block, for one expert. So many keep the link busy with a single miss (64
 # blocks of 8 KiB are 512 KiB under way; 50 GB/s for 2 us need 100 KiB), and end at once for hits.
-FILL_PROGRAMS, FILL_BYTES = 64, 8 << 10
+FILL_PROGRAMS = 64
+FILL_BYTES = 8 << 10
 WORD_BYTES = 8
-_SLOT_BLOCK, _WORD_BYTES = tl.constexpr(SLOT_BLOCK), tl.constexpr(WORD_BYTES)
+_SLOT_BLOCK = tl.constexpr(SLOT_BLOCK)
+_WORD_BYTES = tl.constexpr(WORD_BYTES)
 
 
 def resolve(table: DeviceTable, moe_layer_idx: int, top_k_index_TK: Tensor) -> Tensor:

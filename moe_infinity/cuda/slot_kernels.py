@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_infinity.cuda import resolve_reference
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.errors import ConfigError
 from moe_infinity.kernels import has_triton_kernels
@@ -36,7 +37,9 @@ def slot_kernels(device: torch.device) -> SlotKernels:
     Raises ConfigError for a GPU without triton: the reference cannot read its memory.
     """
     if device.type == "cpu":
-        return SlotKernels(slot_reference.resolve, slot_reference.fill, slot_reference.slot_moe)
+        return SlotKernels(
+            resolve_reference.resolve, resolve_reference.fill, slot_reference.slot_moe
+        )
     if not has_triton_kernels():
         raise ConfigError(f"kernels for {device} need triton, which is not installed")
     from moe_infinity.cuda import resolve as triton_resolve

@@ -38,54 +38,11 @@ def build_engine(
     early_router: EarlyRouter | None,
 ) -> ExpertEngine:
     """Raises ConfigError for budgets that are too small or too large."""
-    num_experts = max(layer.num_experts for layer in plan.layers)
-    keys = [
-        [ExpertKey(moe_layer_idx, expert_idx) for expert_idx in range(layer.num_experts)]
-        for moe_layer_idx, layer in enumerate(plan.layers)
-    ]
-    predictor = None
-    if config.policy == ACTIVATION_AWARE:
-        predictor = Predictor(len(keys), num_experts, without=config.without)
     loader = ExpertLoader(plan.recipes, reader)
-    tiers = make_tiers(
-        config,
-        device_slots,
-        layer_slot_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
-        num_experts=sum(map(len, keys)),
-        make_policy=partial(
-            make_policy,
-            config.policy,
-            num_layers=len(keys),
-            num_experts=num_experts,
-            chances=predictor,
-        ),
-        fills=(loader.read, loader.read_ahead),
-    )
-    bookkeeping = Bookkeeping(
-        tiers=tiers,
-        keys=keys,
-        num_experts=num_experts,
-        layer_bytes=[recipes.bytes_per_expert() for recipes in plan.recipes],
-        predictor=predictor,
-    )
-    tier = tiers[0]
-    computers = [
-        LayerComputer(layer, recipes, tier.slots, config.experts_implementation)
-        for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
-    ]
-    prefetcher = None
-    if config.prefetch:
-        prefetcher = Prefetcher(tier.table, tier.policy, tier.mover, bookkeeping.exists_LE)
-    path = LayerPath(
-        tier=tier,
-        computers=computers,
-        bookkeeping=bookkeeping,
-        prefetcher=prefetcher,
-        early_router=early_router,
-        stream=tier.mover.stream if isinstance(tier.mover, DeviceMover) else None,
-    )
+    bookkeeping = _bookkeeping(plan, loader, config, device_slots)
+    path = _layer_path(plan, config, bookkeeping, early_router)
     device_steps = _device_steps(model, plan, config, bookkeeping)
-    ways = " or ".join(sorted({computer.how for computer in computers}))
+    ways = " or ".join(sorted({computer.how for computer in path.computers}))
     experts = f"{plan.packing or 'as stored'}, {ways}"
     if device_steps is not None:
         experts += ", steps of few tokens by the device alone"
@@ -100,6 +57,63 @@ def build_engine(
         device_steps=device_steps,
         experts=experts,
         stored_expert_bytes=sum(stored.values()),
+    )
+
+
+def _bookkeeping(
+    plan: Plan, loader: ExpertLoader, config: OffloadConfig, device_slots: DeviceSlots | None
+) -> Bookkeeping:
+    """The tiers, and everyone who keeps account of what happens in them."""
+    num_experts = max(layer.num_experts for layer in plan.layers)
+    keys = [
+        [ExpertKey(moe_layer_idx, expert_idx) for expert_idx in range(layer.num_experts)]
+        for moe_layer_idx, layer in enumerate(plan.layers)
+    ]
+    predictor = None
+    if config.policy == ACTIVATION_AWARE:
+        predictor = Predictor(len(keys), num_experts, without=config.without)
+    tiers = make_tiers(
+        config,
+        device_slots,
+        layer_slot_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
+        num_experts=sum(map(len, keys)),
+        make_policy=partial(
+            make_policy,
+            config.policy,
+            num_layers=len(keys),
+            num_experts=num_experts,
+            chances=predictor,
+        ),
+        fills=(loader.read, loader.read_ahead),
+    )
+    return Bookkeeping(
+        tiers=tiers,
+        keys=keys,
+        num_experts=num_experts,
+        layer_bytes=[recipes.bytes_per_expert() for recipes in plan.recipes],
+        predictor=predictor,
+    )
+
+
+def _layer_path(
+    plan: Plan, config: OffloadConfig, bookkeeping: Bookkeeping, early_router: EarlyRouter | None
+) -> LayerPath:
+    """How a layer runs in the tier that computes."""
+    tier = bookkeeping.tiers[0]
+    computers = [
+        LayerComputer(layer, recipes, tier.slots, config.experts_implementation)
+        for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
+    ]
+    prefetcher = None
+    if config.prefetch:
+        prefetcher = Prefetcher(tier.table, tier.policy, tier.mover, bookkeeping.exists_LE)
+    return LayerPath(
+        tier=tier,
+        computers=computers,
+        bookkeeping=bookkeeping,
+        prefetcher=prefetcher,
+        early_router=early_router,
+        stream=tier.mover.stream if isinstance(tier.mover, DeviceMover) else None,
     )
 
 

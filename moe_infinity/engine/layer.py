@@ -64,8 +64,10 @@ class LayerPath:
         """Do the work of the layer that `ongoing` has just entered. Raises CheckpointError if an
         expert cannot be read.
         """
-        layer_idx, phase = ongoing.moe_layer_idx, ongoing.step.phase
-        computer, counters = self.computers[layer_idx], self._books.counters.of(phase)
+        layer_idx = ongoing.moe_layer_idx
+        phase = ongoing.step.phase
+        computer = self.computers[layer_idx]
+        counters = self._books.counters.of(phase)
 
         self._books.note_routing(layer_idx, routing)  # 1 record
         if self._prefetcher is not None:
@@ -94,10 +96,12 @@ class LayerPath:
 
     def prefetch(self, ongoing: OngoingStep) -> None:
         """Begin loads for later layers, as many as the link can begin while this layer computes."""
-        prefetcher, layer_idx = self._prefetcher, ongoing.moe_layer_idx
+        prefetcher = self._prefetcher
+        layer_idx = ongoing.moe_layer_idx
         if prefetcher is None or not prefetcher.has_room():
             return
-        router, predictor = self._early_router, self._books.predictor
+        router = self._early_router
+        predictor = self._books.predictor
         if router is not None and predictor is not None and layer_idx != BEFORE_THE_FIRST:
             router.hint(layer_idx + 1, ongoing.step, predictor)
         for key in prefetcher.begin_loads(layer_idx):
@@ -120,7 +124,8 @@ class LayerPath:
 
     def _stream_next(self, layer_idx: int, num_activated: int) -> None:
         """After a layer of a long prompt: keep the link busy until the next one is routed."""
-        keys, next_idx = self._books.keys, layer_idx + 1
+        keys = self._books.keys
+        next_idx = layer_idx + 1
         is_long = num_activated >= STREAMED_SHARE * len(keys[layer_idx])
         if self._stream is not None and is_long and next_idx < len(keys):
             self._books.note_loads(next_idx, self._mover.num_read(self._stream(keys[next_idx])))

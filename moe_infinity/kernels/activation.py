@@ -104,7 +104,8 @@ def _measured(
     alpha = math.log(slope / (1 - slope)) if 0 < slope < 1 else 1.0
     if not is_gated or slope == 0:
         return _rounded(alpha), 0.0, math.inf
-    shift, limit = none / slope, (most - none) / slope
+    shift = none / slope
+    limit = (most - none) / slope
     return _rounded(alpha), _rounded(shift), math.inf if limit > LARGE / 2 else _rounded(limit)
 
 

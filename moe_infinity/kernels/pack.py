@@ -107,7 +107,9 @@ def pack(weight_RC: Tensor, precision: Precision, *, is_searched: bool) -> Packe
     num_rows, num_columns = weight_RC.shape
     group_size = precision.group_of(num_columns)
     assert group_size is not None, (precision, num_columns)
-    values_RC, scales_RG, squares = [], [], torch.zeros(2, dtype=torch.float64, device="cpu")
+    values_RC = []
+    scales_RG = []
+    squares = torch.zeros(2, dtype=torch.float64, device="cpu")
     for rows_RC in weight_RC.split(max(1, CHUNK_VALUES // num_columns)):
         groups_NG = rows_RC.to(torch.float32).view(-1, group_size)
         rounded = _round_groups(groups_NG, precision, weight_RC.dtype, is_searched=is_searched)
@@ -153,7 +155,8 @@ def _rounded(
 
 def _search(groups_NG: Tensor, widths_N1: Tensor, precision: Precision) -> Tensor:
     """Rounded values q have the best scale wq / qq and then the error ww - (wq)^2 / qq."""
-    best_N1, gains_N1 = widths_N1, torch.zeros_like(widths_N1)
+    best_N1 = widths_N1
+    gains_N1 = torch.zeros_like(widths_N1)
     for factor in FACTORS:
         values_NG = precision.nearly_rounded(groups_NG * (1 / (widths_N1 * factor)))
         squares_N1 = torch.linalg.vecdot(values_NG, values_NG).unsqueeze(1)

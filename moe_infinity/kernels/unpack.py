@@ -133,20 +133,24 @@ def int8_rows(weight_RC: Tensor, scales_R1: Tensor, dtype: torch.dtype) -> Tenso
 
 def gptq(parts: dict[str, Tensor], dtype: torch.dtype, *, adds_one_to_zeros: bool) -> Tensor:
     """values [C/8, R], zeros [G, R/8], scale [G, R], perhaps groups [C]; gives [R, C]."""
-    zeros_GW, scales_RG, groups_C = parts["zeros"], parts["scale"].t(), parts.get("groups")
+    zeros_GW = parts["zeros"]
+    scales_RG = parts["scale"].t()
+    groups_C = parts.get("groups")
     if adds_one_to_zeros:  # one to each nibble; a carry goes into the next, as in GPTQModel
         zeros_GW = zeros_GW + 0x11111111
     zeros_RG = _nibbles(zeros_GW).t()
     if groups_C is not None and not _is_in_order(groups_C, scales_RG.shape[1]):
         if groups_C.min() < 0 or groups_C.max() >= scales_RG.shape[1]:
             raise CheckpointError(f"g_idx names groups beyond the {scales_RG.shape[1]} there are")
-        zeros_RG, scales_RG = zeros_RG.t()[groups_C].t(), scales_RG.t()[groups_C].t()
+        zeros_RG = zeros_RG.t()[groups_C].t()
+        scales_RG = scales_RG.t()[groups_C].t()
     return _apply_groups(_transposed(parts["values"]), _nibbles, zeros_RG, scales_RG, dtype)
 
 
 def awq(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """values [C, R/8], zeros [G, R/8], scale [G, R]; gives [R, C]."""
-    words, zeros = _awq_words(parts["values"]), _awq_words(parts["zeros"])
+    words = _awq_words(parts["values"])
+    zeros = _awq_words(parts["zeros"])
     return _apply_groups(words, _awq_nibbles, _awq_nibbles(zeros), parts["scale"].t(), dtype)
 
 

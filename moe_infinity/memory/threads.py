@@ -27,7 +27,8 @@ class ReadThreads:
     """A pool of at most `num_threads` threads, each started when there is work for it."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._num_threads, self._name = num_threads, name
+        self._num_threads = num_threads
+        self._name = name
         self._waiting: Waiting = SimpleQueue()
         self._threads: list[Thread] = []
         self._lock = Lock()

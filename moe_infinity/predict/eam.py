@@ -52,5 +52,6 @@ class BatchEam:
 
     def requests(self) -> list[RequestEam]:
         """One pair of matrices per sequence. Views: they go on counting while the batch runs."""
-        prefill, decode = self._counts[Phase.PREFILL], self._counts[Phase.DECODE]
+        prefill = self._counts[Phase.PREFILL]
+        decode = self._counts[Phase.DECODE]
         return [RequestEam(p, d) for p, d in zip(prefill, decode, strict=True)]

@@ -104,7 +104,8 @@ class Eamc:
         names = {"capacity", *(phase.value for phase in Phase)}
         if not names <= arrays.keys():
             raise ValueError(f"arrays {sorted(arrays)}, expected {sorted(names)}")
-        capacity, decode_PLE = arrays["capacity"], arrays[Phase.DECODE.value]
+        capacity = arrays["capacity"]
+        decode_PLE = arrays[Phase.DECODE.value]
         stored = {phase: arrays[phase.value] for phase in Phase}
         if not (
             capacity.dtype.kind in "iu"

@@ -51,7 +51,8 @@ class Prefetcher:
     def begin_layer(self, phase: Phase, counters: Counters) -> None:
         """A layer was routed: note what arrived, before its experts are looked up."""
         self._queued_s = self._mover.settle()
-        now, stall_s = time.perf_counter(), counters.decode.stall_s
+        now = time.perf_counter()
+        stall_s = counters.decode.stall_s
         if phase is Phase.PREFILL:  # its layers take longer than those to plan for
             self._last_layer = None
             return

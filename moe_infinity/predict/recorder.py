@@ -116,7 +116,8 @@ class TokenRecorder:
 
     def drop_incomplete_step(self) -> None:
         if len(self._layers) < self._num_layers:
-            self._step, self._layers = None, {}
+            self._step = None
+            self._layers = {}
 
     def finish(self) -> list[SequenceTrace]:
         self._flush()
@@ -125,20 +126,23 @@ class TokenRecorder:
 
     def _flush(self) -> None:
         """Hand the tokens of the step that just ended to their sequences."""
-        step, layers = self._step, self._layers
+        step = self._step
+        layers = self._layers
         if step is None or not layers:
             return
         if (
             len(layers) != self._num_layers
             or len({experts_TK.shape for experts_TK in layers.values()}) > 1
         ):
-            self._step, self._layers = None, {}
+            self._step = None
+            self._layers = {}
             raise TraceError(
                 f"a step ran {len(layers)} of {self._num_layers} MoE layers, "
                 "or with unequal top-k: no trace of it"
             )
         experts_TLK = np.stack([layers[layer] for layer in range(self._num_layers)], axis=1)
-        sequence_T, token_ids_T = step.sequence_of_token_T, step.counted_token_ids_T
+        sequence_T = step.sequence_of_token_T
+        token_ids_T = step.counted_token_ids_T
         running = [parts.copy() for parts in self._running]
         for idx, parts in enumerate(running):
             mine = sequence_T == idx
@@ -151,10 +155,13 @@ class TokenRecorder:
                         np.full(num_tokens, self._step_idx),
                     )
                 )
-        self._running, self._step, self._layers = running, None, {}  # at once: Ctrl-C may come
+        self._running = running
+        self._step = None
+        self._layers = {}  # at once: Ctrl-C may come
 
     def _end_requests(self, sequences: Iterable[int]) -> None:
         for idx in sequences:
             if self._running[idx]:
                 trace = SequenceTrace.concatenate(self._running[idx])
-                self._finished, self._running[idx] = [*self._finished, trace], []
+                self._finished = [*self._finished, trace]
+                self._running[idx] = []

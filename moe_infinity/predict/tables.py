@@ -46,7 +46,8 @@ class FollowTable:
         """Take up what another table had. Raises ValueError for arrays of another shape."""
         if (counts.shape, uses.shape) != (self.counts.shape, self.uses.shape):
             raise ValueError(f"counts {counts.shape} and uses {uses.shape}")
-        self.counts[:], self.uses[:] = counts, uses
+        self.counts[:] = counts
+        self.uses[:] = uses
         self._trust = 1 / (self.uses + np.float32(PRIOR))
 
     def forget(self) -> None:

@@ -44,7 +44,7 @@ from moe_infinity.quantize.shards import (
 from moe_infinity.quantize.tensors import (
     GROUP_SIZES,
     PRECISIONS,
-    Chosen,
+    ChosenTensors,
     choose,
     quantization_config,
 )
@@ -94,7 +94,8 @@ class Notes:
 
     def take(self) -> dict[str, Any]:
         """For the progress file; begins anew."""
-        now, worst = time.monotonic(), max(self.errors, key=self.errors.__getitem__, default="")
+        now = time.monotonic()
+        worst = max(self.errors, key=self.errors.__getitem__, default="")
         taken = {
             "num_weights": len(self.errors),
             "sum_of_errors": sum(self.errors.values()),
@@ -102,7 +103,8 @@ class Notes:
             "worst_error": self.errors.get(worst, 0.0),
             "seconds": now - self.began,
         }
-        self.errors, self.began = {}, now
+        self.errors = {}
+        self.began = now
         return taken
 
 
@@ -124,7 +126,8 @@ def pack_checkpoint(
     Raises ConfigError, UnsupportedModelError, CheckpointError.
     """
     _check_options(experts, group_size, rounding)
-    source, target = Path(local_folder(model)).resolve(), folder.absolute()
+    source = Path(local_folder(model)).resolve()
+    target = folder.absolute()
     if source in (target.resolve(), *target.resolve().parents):
         raise ConfigError(f"{folder} is inside the checkpoint to read: give another folder")
     weights_files = checkpoint_files(source)
@@ -137,7 +140,8 @@ def pack_checkpoint(
         "command": [VERSION, str(source), experts, group_size, rounding, shard_bytes],
         "files": _fingerprint([*weights_files, *others, source / "config.json"]),
     }
-    notes, reader = Notes(), Reader()
+    notes = Notes()
+    reader = Reader()
     packing = _Packing(precision, rounding == "search", reader, notes)
     stored = read_headers(weights_files).tensors
     shards = plan_shards(packing.units(stored, chosen), shard_bytes)
@@ -185,7 +189,7 @@ class _Packing:
     reader: Reader
     notes: Notes
 
-    def units(self, stored: dict[str, StoredTensor], chosen: Chosen) -> Iterator[Unit]:
+    def units(self, stored: dict[str, StoredTensor], chosen: ChosenTensors) -> Iterator[Unit]:
         """Dense tensors first, the widest elements before the others: so all are aligned to their
         elements, which torch needs.
         """

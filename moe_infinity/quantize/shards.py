@@ -87,7 +87,8 @@ def plan_shards(units: Iterable[Unit], shard_bytes: int) -> list[Shard]:
             filled = 0
         lists[-1].append(unit)
         filled += unit.num_bytes
-    shards, num_paddings = [], 0
+    shards = []
+    num_paddings = 0
     for number, members in enumerate(lists, start=1):
         shard = Shard(f"model-{number:05d}-of-{len(lists):05d}.safetensors", members)
         num_paddings = _lay_out(shard, num_paddings)
@@ -176,7 +177,8 @@ class ShardJob:
             self._save_progress()
         try:
             progress = json.loads(self.progress_file.read_text("utf-8"))
-            identity, self.records = progress["identity"], progress["shards"]
+            identity = progress["identity"]
+            self.records = progress["shards"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.progress_file}: not ours: {error!r}") from error
         if identity != self.identity:
@@ -220,7 +222,8 @@ class ShardJob:
         _write_whole(self.partial / CHECKSUMS, lines.encode())
 
     def _is_finished(self, shard: Shard) -> bool:
-        path, record = self.partial / shard.name, self.records.get(shard.name)
+        path = self.partial / shard.name
+        record = self.records.get(shard.name)
         return (
             record is not None
             and path.is_file()
@@ -275,7 +278,8 @@ def _write_at(descriptor: int, data: Any, offset: int) -> None:
     view = memoryview(data).cast("B")
     while view:
         written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
+        view = view[written:]
+        offset = offset + written
 
 
 def _sync(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint `moe-infinity pack` can store in fewer bits, and how config.json
 tells that they are.
 
-    plan --choose--> Chosen: matrices per expert, or stacked over experts
+    plan --choose--> ChosenTensors: matrices per expert, or stacked over experts
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNPACKED = ("BF16", "F16", "F32")
 
 
 @dataclass(slots=True)
-class Chosen:
+class ChosenTensors:
     """The experts' tensors."""
 
     experts: dict[tuple[int, int], dict[str, StoredTensor]]  # by row and expert: weights and biases
@@ -54,11 +54,11 @@ class Chosen:
                 )
 
 
-def choose(plan: Plan) -> Chosen:
+def choose(plan: Plan) -> ChosenTensors:
     """Raises UnsupportedModelError for a checkpoint whose experts we cannot pack."""
     if plan.packing is not None:
         raise UnsupportedModelError(f"the checkpoint is quantized already ({plan.packing})")
-    chosen = Chosen({}, {})
+    chosen = ChosenTensors({}, {})
     for row_idx, (row, recipes) in enumerate(zip(plan.layers, plan.recipes, strict=True)):
         if recipes in plan.recipes[:row_idx]:
             continue  # the experts of another row
@@ -111,7 +111,7 @@ def _stacked(source: Source, *, is_transposed: bool) -> StoredTensor | None:
 
 
 def quantization_config(
-    precision: Precision, chosen: Chosen, stored: Mapping[str, StoredTensor]
+    precision: Precision, chosen: ChosenTensors, stored: Mapping[str, StoredTensor]
 ) -> dict[str, Any]:
     """For config.json: how the experts of a checkpoint with these tensors are stored."""
     stored_format, kind, bits = {

@@ -82,7 +82,10 @@ class Api:
     """What the routes share."""
 
     def __init__(self, moe: MoE, engine: Engine, reader: PromptReader, config: ApiConfig) -> None:
-        self._moe, self._engine, self._reader, self._config = moe, engine, reader, config
+        self._moe = moe
+        self._engine = engine
+        self._reader = reader
+        self._config = config
         self._metrics = Metrics(moe, engine)
         self._created = int(time.time())
 

@@ -11,7 +11,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 
 from moe_infinity.server.protocol import BadRequest
-from moe_infinity.server.sequences import Cancelled, DeadlineExceeded, EngineStopped, QueueFull
+from moe_infinity.server.sequences import (
+    DeadlineExceeded,
+    EngineStopped,
+    QueueFull,
+    RequestCancelled,
+)
 
 KIND = re.compile(r"(constrained-)?str|.*\[.*")  # of several, as pydantic names it in a place
 RETRY_AFTER_S = 2  # about what one of a batch's answers takes; any number would do
@@ -22,7 +27,9 @@ class Refused(Exception):
 
     def __init__(self, status: int, error: dict[str, Any], headers: dict[str, str]) -> None:
         super().__init__(error["message"])
-        self.status, self.error, self.headers = status, error, headers
+        self.status = status
+        self.error = error
+        self.headers = headers
 
     def response(self) -> JSONResponse:
         return JSONResponse({"error": self.error}, self.status, headers=self.headers)
@@ -56,7 +63,7 @@ def refused_by(error: BaseException) -> Refused:
         return refuse(503, str(error), kind="server_error", code="stopped")
     if isinstance(error, DeadlineExceeded):
         return refuse(504, str(error), kind="server_error", code="deadline_exceeded")
-    if isinstance(error, Cancelled):
+    if isinstance(error, RequestCancelled):
         return refuse(499, str(error), kind="server_error", code="cancelled")
     what = f"generation failed: {type(error).__name__}"
     return refuse(500, what, kind="server_error", code="internal_error")

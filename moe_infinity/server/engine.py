@@ -25,13 +25,13 @@ from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.passes import Passes
 from moe_infinity.server.sequences import (
-    Cancelled,
     DeadlineExceeded,
     Deliver,
     EngineConfig,
     EngineStopped,
     QueueFull,
     Request,
+    RequestCancelled,
     Running,
 )
 
@@ -195,7 +195,7 @@ class Engine:
         for sequence in everyone:
             if sequence.is_cancelled:
                 self.counts.cancelled += 1
-                self._leave(sequence, Cancelled("the request was cancelled"))
+                self._leave(sequence, RequestCancelled("the request was cancelled"))
             elif sequence.deadline < now:
                 self.counts.expired += 1
                 allowed = f"{self.config.deadline_s:g} s"

@@ -27,7 +27,9 @@ class Exchange:
     def __init__(
         self, engine: Engine, metrics: Metrics, answer: Answer, requests: Sequence[Request]
     ) -> None:
-        self._engine, self._metrics, self._answer = engine, metrics, answer
+        self._engine = engine
+        self._metrics = metrics
+        self._answer = answer
         self._mailbox = Mailbox(len(requests))
         delivers = [self._mailbox.deliver_to(index) for index in range(len(requests))]
         self._running = engine.submit(requests, delivers)
@@ -79,7 +81,8 @@ class Exchange:
     async def _outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
         """Each is added to the answer; times and sizes go to metrics and log."""
         began = time.monotonic()
-        is_first, outcome = True, "ended early"
+        is_first = True
+        outcome = "ended early"
         try:
             async for index, output in self._mailbox.outputs():
                 if is_first:
@@ -100,7 +103,8 @@ class ExchangeStream(StreamingResponse):
     """Cancels its exchange even if it ends before its first byte, when no generator has begun."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self._exchange, self._chunks = exchange, exchange.chunks()
+        self._exchange = exchange
+        self._chunks = exchange.chunks()
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._chunks, media_type="text/event-stream", headers=headers)
 

@@ -88,7 +88,8 @@ def _step(num_places: int, parts: list[Part], num_begun: int) -> RecordedStep:
     for place, sequence, experts_LTK, tokens in parts:
         new = slice(tokens.stop - tokens.start)
         experts_LBSK[:, place, new] = experts_LTK[:, tokens]
-        counted_BS[place, new], ids_BS[place, new] = True, sequence.token_ids_T[tokens]
+        counted_BS[place, new] = True
+        ids_BS[place, new] = sequence.token_ids_T[tokens]
     step = Step(phase, num_places, most, begins_B, counted_BS.ravel(), ids_BS.ravel())
     return RecordedStep(step, experts_LBSK.reshape(num_layers, -1, top_k), num_begun)
 

@@ -9,11 +9,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from moe_infinity.cli import app as cli
 from moe_infinity.cli import serve as serving_command
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.sequences import EngineConfig
-from moe_infinity.server.serve import ServeConfig, bound_sockets, serve_model
+from moe_infinity.server.serve import ServeConfig, bound_sockets
 
 
 def test_the_package_and_its_commands_need_nothing_of_the_server():
@@ -22,6 +21,13 @@ def test_the_package_and_its_commands_need_nothing_of_the_server():
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_python_runs_the_commands_of_the_package_without_the_script():
+    command = [sys.executable, "-m", "moe_infinity.cli", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: python -m moe_infinity.cli" in done.stdout
 
 
 def test_a_missing_extra_is_named_with_what_installs_it(command, monkeypatch):
@@ -94,7 +100,9 @@ def taken():
 
 
 def test_a_taken_port_is_an_error_before_the_model_is_opened(command, monkeypatch, taken):
-    monkeypatch.setattr(cli, "open_model", lambda *args, **options: pytest.fail("opened"))
+    monkeypatch.setattr(
+        serving_command, "open_model", lambda *args, **options: pytest.fail("opened")
+    )
     outcome = command("serve", "models/demo", "--port", taken)
     assert (outcome.code, outcome.out) == (1, "")
     assert outcome.said(f"cannot listen on 127.0.0.1:{taken}: ")
@@ -103,7 +111,9 @@ def test_a_taken_port_is_an_error_before_the_model_is_opened(command, monkeypatc
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "x" * 70])
 def test_a_host_that_cannot_be_bound_is_an_error_with_its_name(command, monkeypatch, host):
-    monkeypatch.setattr(cli, "open_model", lambda *args, **options: pytest.fail("opened"))
+    monkeypatch.setattr(
+        serving_command, "open_model", lambda *args, **options: pytest.fail("opened")
+    )
     outcome = command("serve", "models/demo", "--host", host)
     assert outcome.code == 1
     assert outcome.said(f"cannot listen on {host}:8000: ")
@@ -125,19 +135,11 @@ def test_a_port_is_free_again_however_the_model_ends(command, monkeypatch):
         assert not is_free(ports[0])
         raise ConfigError("no such model")
 
-    monkeypatch.setattr(cli, "open_model", broken)
+    monkeypatch.setattr(serving_command, "open_model", broken)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ports.append(listener.getsockname()[1])
     assert command("serve", "models/demo", "--port", ports[0]).said("no such model")
     assert is_free(ports[0])
-
-
-def test_a_bound_port_refuses_connections_until_there_is_someone_to_answer():
-    with bound_sockets(ServeConfig(port=0)) as sockets:
-        address = sockets[0].getsockname()
-        assert address[1] != 0
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(address, timeout=5)
 
 
 def test_a_host_may_be_an_address_of_ipv6_or_have_several(command, monkeypatch):
@@ -149,19 +151,11 @@ def test_a_host_may_be_an_address_of_ipv6_or_have_several(command, monkeypatch):
     with bound_sockets(ServeConfig(host="", port=0)) as sockets:
         assert {listener.family for listener in sockets} == {socket.AF_INET, socket.AF_INET6}
     assert all(listener.fileno() == -1 for listener in sockets)
-    monkeypatch.setattr(cli, "open_model", lambda *args, **options: pytest.fail("opened"))
+    monkeypatch.setattr(
+        serving_command, "open_model", lambda *args, **options: pytest.fail("opened")
+    )
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
         port = listener.getsockname()[1]
         assert command("serve", "models/demo", "--host", "::1", "--port", port).said(
             f"[::1]:{port}"
         )
-
-
-def test_who_listens_first_on_a_port_that_two_have_bound_has_it(moe):
-    with bound_sockets(ServeConfig(port=0)) as sockets:
-        port = sockets[0].getsockname()[1]
-        config = ServeConfig(port=port)
-        with bound_sockets(config) as ours:
-            sockets[0].listen()
-            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-                serve_model(moe, config, ours)

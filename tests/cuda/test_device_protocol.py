@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_infinity.cuda import resolve_reference
 from moe_infinity.cuda.device_table import ABSENT, ON_DISK
 from moe_infinity.experts import ExpertKey
-from moe_infinity.kernels.cuda import reference as slot_reference
 from tests.cuda.cuda_notes import note_cuda
 from tests.cuda.device_tables import World, random_scores, routings, step
 
@@ -154,7 +154,7 @@ def act_as_host(data, world: World, model: Model) -> None:
 
 @pytest.mark.parametrize(
     "kernels",
-    [pytest.param(slot_reference, id="reference"), pytest.param(triton_resolve, id="triton")],
+    [pytest.param(resolve_reference, id="reference"), pytest.param(triton_resolve, id="triton")],
 )
 @settings(max_examples=8)
 @given(data=st.data())

@@ -16,6 +16,7 @@ from moe_infinity import MoE
 from moe_infinity.cache.policies import Lru
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.checkpoint.expert_loader import ExpertLoader
+from moe_infinity.cuda import resolve_reference
 from moe_infinity.cuda.cache_state import CacheSnapshot
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.device_table import DeviceTable
@@ -50,7 +51,7 @@ def is_wrong(checkpoint: Any, *budgets: str, **cache: Any) -> bool:
 
 def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, monkeypatch):
     assert not is_wrong(tiny_checkpoint, "30%", "100%")
-    take_slot = slot_reference._take_slot
+    take_slot = resolve_reference._take_slot
 
     def forgetting(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
         slot_LE = table.slot_LE.clone()
@@ -58,13 +59,13 @@ def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, monkeypa
         table.slot_LE.copy_(slot_LE)
         return int(slot_LE[moe_layer_idx, expert])
 
-    monkeypatch.setattr(slot_reference, "_take_slot", forgetting)
+    monkeypatch.setattr(resolve_reference, "_take_slot", forgetting)
     assert is_wrong(tiny_checkpoint, "30%", "100%")
 
 
 def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, monkeypatch):
     assert not is_wrong(tiny_checkpoint, "5%", "100%")
-    take_slot = slot_reference._take_slot
+    take_slot = resolve_reference._take_slot
 
     def as_if_unused(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
         uses_LE, table.uses_LE = table.uses_LE, torch.zeros_like(table.uses_LE)
@@ -72,7 +73,7 @@ def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, monkeyp
         table.uses_LE = uses_LE
         return slot
 
-    monkeypatch.setattr(slot_reference, "_take_slot", as_if_unused)
+    monkeypatch.setattr(resolve_reference, "_take_slot", as_if_unused)
     assert is_wrong(tiny_checkpoint, "5%", "100%")
 
 
@@ -89,7 +90,7 @@ def test_the_address_of_an_expert_that_left_host_is_uploaded(tiny_checkpoint, mo
 
 
 def test_a_slot_is_filled_before_it_is_read(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr(slot_reference, "fill", lambda table, pointers_TK: None)
+    monkeypatch.setattr(resolve_reference, "fill", lambda table, pointers_TK: None)
     assert is_wrong(tiny_checkpoint, "30%", "100%")
 
 
@@ -158,8 +159,8 @@ class Interruption:
 
 
 PLACES = [
-    (slot_reference, "resolve"), (slot_reference, "_look_up"), (slot_reference, "fill"),
-    (slot_reference, "slot_moe"), (slot_reference, "_take_slot"), (DeviceTable, "begin_step"),
+    (resolve_reference, "resolve"), (resolve_reference, "_look_up"), (resolve_reference, "fill"),
+    (slot_reference, "slot_moe"), (resolve_reference, "_take_slot"), (DeviceTable, "begin_step"),
     (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "read_report"),
     (DeviceTable, "upload_residency"), (DeviceTable, "upload_scores"),
     (ReportPoller, "_read_new"), (ReportPoller, "apply_report"),
@@ -309,7 +310,7 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(slot_reference, "fill"), (DeviceTable, "read_report"), (DeviceTable, "wait"),
+    [(resolve_reference, "fill"), (DeviceTable, "read_report"), (DeviceTable, "wait"),
      (DeviceTable, "begin_step"), (DeviceTable, "upload_scores"), (Bookkeeping, "note_begin"),
      (ReportPoller, "finish_step"), (ResidencyTable, "apply_load"), (DeviceSteps, "reset")],
 )  # fmt: skip

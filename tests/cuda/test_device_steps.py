@@ -14,13 +14,12 @@ from torch import Tensor
 
 from moe_infinity import MoE
 from moe_infinity.cache.activation_aware import ActivationAware
-from moe_infinity.cuda import slot_kernels
+from moe_infinity.cuda import resolve_reference, slot_kernels
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.slot_kernels import SlotKernels
 from moe_infinity.errors import ConfigError
 from moe_infinity.kernels import has_triton_kernels
-from moe_infinity.kernels.cuda import reference as slot_reference
 from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.fast_device import (
     CACHES,
@@ -208,7 +207,7 @@ def test_a_replayed_step_counts_every_layer_once(tiny_checkpoint, monkeypatch, c
     missed: set[tuple[int, int, int]] = set()  # step, layer, expert
     counted: set[tuple[int, int]] = set()
     num_replayed = num_steps = 0
-    begin, resolve = DeviceSteps.begin, slot_reference.resolve
+    begin, resolve = DeviceSteps.begin, resolve_reference.resolve
 
     def beginning(self: DeviceSteps, step: Any) -> bool:
         nonlocal num_steps
@@ -227,7 +226,7 @@ def test_a_replayed_step_counts_every_layer_once(tiny_checkpoint, monkeypatch, c
         return resolve(table, moe_layer_idx, index_TK)
 
     monkeypatch.setattr(DeviceSteps, "begin", beginning)
-    monkeypatch.setattr(slot_reference, "resolve", resolving)
+    monkeypatch.setattr(resolve_reference, "resolve", resolving)
     with on_device(tiny_checkpoint, "30%", "34%") as moe:
         greedy(moe, **cache)
         decode = moe.report().decode

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from moe_infinity import MoE
+from moe_infinity.cuda import resolve_reference
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.slot_kernels import SlotLayers
-from moe_infinity.kernels.cuda import reference as slot_reference
 from tests.cuda.fast_device import CACHES, compute_as_the_device_does, on_device
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
@@ -118,7 +118,7 @@ def test_a_layer_that_ran_in_the_step_before_is_not_reported_again():
     ran = []
     for layers in ([0, 1], [0], []):
         for layer in layers:
-            slot_reference.resolve(table, layer, torch.tensor([[1, -1]]))
+            resolve_reference.resolve(table, layer, torch.tensor([[1, -1]]))
         table.end_step()
         ran.append([layer for layer in range(2) if table.read_report(layer, 2) is not None])
         table.begin_step()

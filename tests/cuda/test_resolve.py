@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_infinity.cuda import resolve_reference
 from moe_infinity.cuda.device_table import ABSENT, NOT_REPORTED, NOTHING, ON_DISK
 from moe_infinity.experts import ExpertKey
-from moe_infinity.kernels.cuda import reference as slot_reference
 from tests.cuda.device_tables import World, random_scores, routings, step
 
 pytest.importorskip("triton", reason="needs triton")
 from moe_infinity.cuda import resolve as triton_resolve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = [pytest.param(slot_reference, id="reference"), pytest.param(triton_resolve, id="triton")]
+KINDS = [pytest.param(resolve_reference, id="reference"), pytest.param(triton_resolve, id="triton")]
 pytestmark = pytest.mark.triton
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 
@@ -241,7 +241,7 @@ def test_a_pair_without_an_expert_is_nowhere(kernels):
 def test_the_kernels_do_what_their_reference_does(steps, num_slots, num_resident, on_disk, seed):
     worlds = {
         kernels: world_for(kernels, slots=num_slots, max_pairs=64)
-        for kernels in (triton_resolve, slot_reference)
+        for kernels in (triton_resolve, resolve_reference)
     }
     for world in worlds.values():
         keys = np.random.default_rng(seed).permutation(len(world.keys))[:num_resident]

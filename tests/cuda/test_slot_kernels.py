@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_infinity.cuda import slot_kernels
+from moe_infinity.cuda import resolve_reference, slot_kernels
 from moe_infinity.errors import ConfigError
 from moe_infinity.kernels.cuda import reference as slot_reference
 
 
 def test_host_memory_has_the_plain_reference():
     found = slot_kernels.slot_kernels(torch.device("cpu"))
-    assert found == (slot_reference.resolve, slot_reference.fill, slot_reference.slot_moe)
+    assert found == (resolve_reference.resolve, resolve_reference.fill, slot_reference.slot_moe)
 
 
 def test_a_gpu_without_triton_is_refused(monkeypatch):

@@ -12,7 +12,12 @@ from transformers import set_seed
 from moe_infinity import MoE
 from moe_infinity.errors import CheckpointError, ConfigError
 from moe_infinity.server.sampling import Sampling
-from moe_infinity.server.sequences import Cancelled, DeadlineExceeded, EngineStopped, QueueFull
+from moe_infinity.server.sequences import (
+    DeadlineExceeded,
+    EngineStopped,
+    QueueFull,
+    RequestCancelled,
+)
 from tests.closeness import routing_margins
 from tests.server.driving import (
     GREEDY,
@@ -260,7 +265,7 @@ def test_a_cancelled_request_is_gone_within_one_step(moe, num_steps):
         engine.step()
     engine.cancel([client.running])
     engine.step()
-    assert isinstance(client.error, Cancelled)
+    assert isinstance(client.error, RequestCancelled)
     assert engine._batch.num_bytes == 0
     assert engine.state()["waiting"] + engine.state()["decoding"] == 0
     engine.check_invariants()

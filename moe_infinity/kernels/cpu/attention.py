@@ -60,7 +60,8 @@ def attend(
     look if it is bool; [B or 1, H or 1, 1, N]. None: for these, somebody else.
     """
     num_seqs, num_groups, num_tokens, width = key.shape
-    value_width, num_heads = value.shape[3], query.shape[1]
+    value_width = value.shape[3]
+    num_heads = query.shape[1]
     kind = KINDS.get(query.dtype)
     loop = None if kind is None else loop_for(kind, width, group=width, scale=None)
     fits = value_width % LANES == 0 and value_width <= MAX_WIDTH and num_tokens > 0
@@ -118,8 +119,10 @@ def attention(kind: str, num_vectors: int) -> Any:
         num_seqs, num_heads, per_group, num_tokens,
     ):  # fmt: on
         for row in range(num_seqs * num_heads):
-            seq, head = row // num_heads, row % num_heads
-            group, of_group = head // per_group, head % per_group
+            seq = row // num_heads
+            head = row % num_heads
+            group = head // per_group
+            of_group = head % per_group
             at = scores + score_row * row
             if of_group % 2 == 0:  # two queries of a group at once
                 function = two if of_group + 1 < per_group else one

@@ -68,7 +68,8 @@ def fused_experts(
     turn with them. Biases: of up and of down, one weight each. None: it cannot be computed here.
     Compiles: 2 s of processor time for the first, then 0.3 s for each new kind.
     """
-    first, second = Product.of(up), Product.of(down)
+    first = Product.of(up)
+    second = Product.of(down)
     if first is None or second is None:
         return None
     num_hidden = first.num_rows // 2 if activation.is_gated else first.num_rows
@@ -87,7 +88,8 @@ def fused_experts(
 
 def _loop_of(weight: WeightLayout) -> InnerLoop | None:
     """None: this weight cannot be computed."""
-    loader, columns = LOADERS.get(weight.kind), weight.shape[1]
+    loader = LOADERS.get(weight.kind)
+    columns = weight.shape[1]
     if loader is None or not weight.is_stored_in(loader.bits):
         return None
     if weight.shape[0] < BLOCK_ROWS.get(weight.kind, 1):
@@ -126,10 +128,12 @@ class Product:
         }
         if len(loops) < len(weights) or len(alike) != 1:
             return None
-        num_rows, num_columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        num_rows = sum(weight.shape[0] for weight in weights)
+        num_columns = weights[0].shape[1]
         places = arrangement_for(loops[0], num_columns)
         arguments = np.zeros((len(weights), len(KernelArguments._fields)), np.int64)
-        blocks, offset = [], 0
+        blocks = []
+        offset = 0
         for weight, loop, row in zip(weights, loops, arguments, strict=True):
             row[:] = _arguments(weight, loop)._replace(out_bytes=4 * num_rows)
             functions = [row_function(loop._replace(num_tokens=n)).address for n in (1, 2)]
@@ -212,7 +216,8 @@ class Rows:
     """Rows of all experts of a layer, whose experts come in any number of calls."""
 
     def __init__(self, experts: FusedExperts, inputs_PD: Tensor, num_rows: int) -> None:
-        x, places = inputs_PD.to(torch.float32).contiguous(), experts.up.places
+        x = inputs_PD.to(torch.float32).contiguous()
+        places = experts.up.places
         num_x = len(x)
         self._experts = experts
         self._is_shared = num_x < num_rows

@@ -117,7 +117,8 @@ def arguments_for(
     num_rows, num_columns = shape_RC
     num_steps = -(-num_columns // loop.num_columns)
     num_groups = -(-num_columns // block[1])
-    row_bytes, num_scales = num_columns * loop.loader.bits // 8, num_groups
+    row_bytes = num_columns * loop.loader.bits // 8
+    num_scales = num_groups
     if loop.kind in WORDS:
         row_bytes = num_rows // 2 if loop.kind == "awq" else num_rows * 4
         num_scales = num_rows

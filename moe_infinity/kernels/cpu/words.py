@@ -70,7 +70,8 @@ def emit_words(
                 numbers = b.add(x_at, b.mul(lines.index, I64(4 * per_line)))
                 _add_line(b, loop.kind, a, numbers, row, line, parts)
             first_scale = b.add(b.mul(groups.index, num_rows), row)
-            scales, zeros = _scales(b, loop, a, first_scale), _zeros(b, loop.kind, a, first_scale)
+            scales = _scales(b, loop, a, first_scale)
+            zeros = _zeros(b, loop.kind, a, first_scale)
             for total_of, part_of in zip(totals, parts, strict=True):
                 less = repeated(b, sum_of_lanes(b, load(b, x_at, 4 * loop.num_columns, F32)))
                 for total, part, scale, zero in zip(total_of, part_of, scales, zeros, strict=True):
@@ -96,7 +97,8 @@ def _add_line(
     num_vectors = 1 if kind == "awq" else BLOCK_ROWS[kind] // LANES
     for v in range(num_vectors):
         prefetch(b, b.add(at, I64(4 * LANES * (num_vectors + v))))
-        nibbles, x_at = nibbles_of(b, load(b, at, 4 * LANES * v, I32)), x
+        nibbles = nibbles_of(b, load(b, at, 4 * LANES * v, I32))
+        x_at = x
         for of_token in parts:
             for k, nibble in enumerate(nibbles):
                 part = of_token[k if kind == "awq" else v]

@@ -48,7 +48,9 @@ STOPPED = 1 << 62  # an item that is never reached
 BIASES = ("float32", "bfloat16", "float16")
 NO_BIAS = -1
 LINE = 8  # int64s that share a cache line
-NEXT, DONE, OF_EXPERTS = 0, LINE, 2 * LINE  # in KernelJob.state
+NEXT = 0
+DONE = LINE
+OF_EXPERTS = 2 * LINE  # in KernelJob.state
 BLOCK = 7  # int64s; see Weights
 
 
@@ -174,14 +176,20 @@ def _spin(address, value):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def _multiply(job, block, expert, x, x_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
     """A block of rows of a weight with all rows of x that are routed to the expert."""
-    p, stop = int_at(job.starts, expert), int_at(job.stops, expert)
+    p = int_at(job.starts, expert)
+    stop = int_at(job.stops, expert)
     slot = int_at(job.slots, expert)
-    of_one, of_two, told = int_at(block, 0), int_at(block, 1), int_at(block, 2)
-    first, last = int_at(block, 3), int_at(block, 4)
+    of_one = int_at(block, 0)
+    of_two = int_at(block, 1)
+    told = int_at(block, 2)
+    first = int_at(block, 3)
+    last = int_at(block, 4)
     while p < stop:
-        function, num_tokens = of_one, 1
+        function = of_one
+        num_tokens = 1
         if p + 1 < stop:
-            function, num_tokens = of_two, 2
+            function = of_two
+            num_tokens = 2
         out_at = out + p * out_bytes + int_at(block, 5)
         call_rows(function, first, last, x + p * x_bytes, out_at, told, slot)
         p += num_tokens
@@ -207,10 +215,12 @@ def _bias_at(at, index, kind):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
     """What goes into down, of an expert whose up is complete."""
-    first, stop = int_at(job.starts, expert), int_at(job.stops, expert)
+    first = int_at(job.starts, expert)
+    stop = int_at(job.stops, expert)
     at = job.up + first * weights.up_bytes
     hidden = job.hidden + first * places.num_steps * places.num_vectors * LANES * 4
-    alpha, shift = float_at(weights.numbers, 0), float_at(weights.numbers, 1)
+    alpha = float_at(weights.numbers, 0)
+    shift = float_at(weights.numbers, 1)
     limit = float_at(weights.numbers, 2)
     bias = int_at(job.slots, expert) + weights.up_bias
     for p in range(stop - first):
@@ -233,7 +243,8 @@ def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _activated(x, function, alpha):  # type: ignore[no-untyped-def]
-    one, half = np.float32(1), np.float32(0.5)
+    one = np.float32(1)
+    half = np.float32(0.5)
     if function == SILU:
         return x / (one + math.exp(-alpha * x))
     if function == GELU:
@@ -248,7 +259,8 @@ def _activated(x, function, alpha):  # type: ignore[no-untyped-def]
 def add_weighted(rows, width, places, weights, top_k, total, num_tokens):  # type: ignore[no-untyped-def]
     """Rows at `places` [T, K], times `weights` [T, K], onto `total` [T, D]: addresses."""
     for pair in range(num_tokens * top_k):
-        row, weight = rows + 4 * width * int_at(places, pair), float_at(weights, pair)
+        row = rows + 4 * width * int_at(places, pair)
+        weight = float_at(weights, pair)
         onto = total + 4 * width * (pair // top_k)
         for d in range(width):
             put_float(onto, d, float_at(onto, d) + weight * float_at(row, d))

@@ -24,17 +24,21 @@ from torch import Tensor
 from moe_infinity.kernels.cuda.slot_mlp import LOAD_BYTES, LOADED, Matrix, SlotMlp
 from moe_infinity.kernels.cuda.weights import chunk_sums, load_bias, load_x
 
-_LOAD_BYTES, _NO_LIMIT = tl.constexpr(LOAD_BYTES), tl.constexpr(math.inf)
+_LOAD_BYTES = tl.constexpr(LOAD_BYTES)
+_NO_LIMIT = tl.constexpr(math.inf)
 _NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 # Loads of 16 bytes in a tile, and the warps that share them: 4 loads of each thread under way, from
 # the two matrices of up or the one of down (8 of each of awq). Down has an input for every expert,
 # which more rows share, and few programs: for one token of Qwen3-30B-A3B 256, so that each needs
 # more warps.
-UP_LOADS, UP_WARPS = 256, 4
-DOWN_LOADS, DOWN_WARPS = 1024, 8
+UP_LOADS = 256
+UP_WARPS = 4
+DOWN_LOADS = 1024
+DOWN_WARPS = 8
 DOWN_STAGES = 1  # experts whose loads are under way; not measured: benchmarks/gpu_tiles.py
-AWQ_ROWS, AWQ_WARPS = 32, 4  # 16 bytes of a column; a thread has chunks of its own
+AWQ_ROWS = 32
+AWQ_WARPS = 4  # 16 bytes of a column; a thread has chunks of its own
 MAX_CHUNKS = 128  # of a row at once; rows that are shorter leave room for more rows
 MAX_ROWS = 16  # more would leave too few programs
 
@@ -43,9 +47,12 @@ def tile_of(matrix: Matrix, num_loads: int, num_warps: int) -> dict[str, int]:
     """How to launch: rows and chunks, powers of two, and warps. A product and a sum are rounded
     once, whatever Triton's default is: it changes in 3.10, and with it the last bits.
     """
-    rows, chunks = MAX_ROWS, triton.next_power_of_2(triton.cdiv(matrix.num_columns, matrix.chunk))
+    rows = MAX_ROWS
+    chunks = triton.next_power_of_2(triton.cdiv(matrix.num_columns, matrix.chunk))
     if matrix.kind == "awq":
-        rows, chunks, num_warps = AWQ_ROWS, min(chunks, 32 * AWQ_WARPS), AWQ_WARPS
+        rows = AWQ_ROWS
+        chunks = min(chunks, 32 * AWQ_WARPS)
+        num_warps = AWQ_WARPS
     elif matrix.column_stride > 1:  # loads are of rows
         chunks = min(chunks, num_loads * LOADED[matrix.kind] // (MAX_ROWS * matrix.chunk))
     else:
@@ -58,11 +65,14 @@ def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: 
     """[T, D] -> [T, D], in the dtype of x. Pointers: int64 addresses of slots, or 0 for a pair that
     adds nothing. Everything is contiguous and on one device; sums are in float32.
     """
-    (num_tokens, width), top_k = x_TD.shape, pointers_TK.shape[1]
+    (num_tokens, width) = x_TD.shape
+    top_k = pointers_TK.shape[1]
     assert width == mlp.down.num_rows == mlp.gate.num_columns, (width, mlp)
     assert all(t.is_contiguous() for t in (x_TD, pointers_TK, top_k_weights_TK)), x_TD.stride()
-    num_pairs, expert_width = num_tokens * top_k, mlp.down.num_columns
-    up, down = tile_of(mlp.gate, UP_LOADS, UP_WARPS), tile_of(mlp.down, DOWN_LOADS, DOWN_WARPS)
+    num_pairs = num_tokens * top_k
+    expert_width = mlp.down.num_columns
+    up = tile_of(mlp.gate, UP_LOADS, UP_WARPS)
+    down = tile_of(mlp.down, DOWN_LOADS, DOWN_WARPS)
     hidden_PF = torch.empty(num_pairs, expert_width, dtype=torch.float32, device=x_TD.device)
     out_TD = torch.empty_like(x_TD)
     _up[(triton.cdiv(expert_width, up["ROWS"]), num_pairs)](

@@ -172,7 +172,8 @@ def slot_mlp(
     ]
     is_gated = activation.is_gated
     if is_gated and len(halves) == 1 and halves[0].num_rows % 2 == 0:
-        width, step = halves[0].num_rows // 2, 2 if is_interleaved else 1
+        width = halves[0].num_rows // 2
+        step = 2 if is_interleaved else 1
         half = replace(halves[0], num_rows=width, row_step=step)
         halves = [half, replace(half, first_row=1 if is_interleaved else width)]
     elif is_interleaved:
@@ -182,7 +183,8 @@ def slot_mlp(
     kinds = {(m.kind, m.num_rows, m.num_columns, m.chunk) for m in halves}
     if len(halves) != 1 + is_gated or len(kinds) != 1:
         return None
-    gate, up_half = halves[0], halves[1] if is_gated else None
+    gate = halves[0]
+    up_half = halves[1] if is_gated else None
     if (gate.num_rows, gate.num_columns) != (last.num_columns, last.num_rows):
         return None
     ends = [weight.end for weight in (*up, down)]

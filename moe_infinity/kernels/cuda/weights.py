@@ -22,8 +22,10 @@ import triton.language as tl
 from moe_infinity.kernels.cuda.slot_mlp import LOAD_BYTES, X_EXPONENT
 from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
 
-_LOAD_BYTES, _NIBBLES = tl.constexpr(LOAD_BYTES), tl.constexpr(NIBBLES)
-_X_EXPONENT, _SYMMETRIC_ZERO = tl.constexpr(X_EXPONENT), tl.constexpr(float(ZERO_OF_SYMMETRIC))
+_LOAD_BYTES = tl.constexpr(LOAD_BYTES)
+_NIBBLES = tl.constexpr(NIBBLES)
+_X_EXPONENT = tl.constexpr(X_EXPONENT)
+_SYMMETRIC_ZERO = tl.constexpr(float(ZERO_OF_SYMMETRIC))
 _SIGNS = tl.constexpr(-0x7FFF8000)  # of two float16s in an int32
 _INT8_SIGNS = tl.constexpr(-0x7F7F7F80)  # of four int8s: exchanged, they count from 0
 

@@ -1,0 +1,3 @@
+from moe_infinity.cli.app import main
+
+main()

@@ -1,0 +1,28 @@
+"""The server's sockets are bound before a model is loaded, and listen once it is."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from moe_infinity.errors import ConfigError
+from moe_infinity.server.serve import ServeConfig, bound_sockets, serve_model
+
+
+def test_a_bound_port_refuses_connections_until_there_is_someone_to_answer():
+    with bound_sockets(ServeConfig(port=0)) as sockets:
+        address = sockets[0].getsockname()
+        assert address[1] != 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=5)
+
+
+def test_who_listens_first_on_a_port_that_two_have_bound_has_it(moe):
+    with bound_sockets(ServeConfig(port=0)) as sockets:
+        port = sockets[0].getsockname()[1]
+        config = ServeConfig(port=port)
+        with bound_sockets(config) as ours:
+            sockets[0].listen()
+            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+                serve_model(moe, config, ours)

@@ -1,0 +1,239 @@
+"""Each rule of scripts/check_layout.py refuses a small tree that breaks it, and says where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.check_layout import ROOT, code_lines, main, problems_of, read_tree, size_table
+
+
+def problems(files: dict[str, str]) -> list[str]:
+    """What is wrong with a package of these files, named without .py."""
+    texts = {Path("moe_infinity", f"{name}.py"): text for name, text in files.items()}
+    return list(problems_of(texts))
+
+
+def test_a_tree_that_keeps_the_rules_has_no_problem():
+    assert not problems(
+        {
+            "experts": "import torch\nclass Expert: ...\ntorch.zeros(2, dtype=d, device=c)\n",
+            "cache/slots": "from moe_infinity.experts import Expert\nclass Slots: ...\n",
+            "engine/layer": "from moe_infinity.cache import slots\nfrom ..experts import Expert\n",
+        }
+    )
+
+
+# import circles
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import moe_infinity.engine.layer",
+        "from moe_infinity.engine import layer",
+        "from moe_infinity.engine.layer import Layer",
+        "from .layer import Layer",
+        "from ..engine import layer",
+        "def late():\n    from moe_infinity.engine import layer",
+        "if TYPE_CHECKING:\n    from moe_infinity.engine import layer",
+    ],
+)
+def test_an_import_circle_is_refused_however_it_is_written(back):
+    found = problems(
+        {
+            "engine/layer": "import torch\nfrom moe_infinity.engine.device import Device",
+            "engine/device": back,
+        }
+    )
+    line = len(back.splitlines())
+    assert len(found) == 1
+    assert found[0].startswith("import circle: moe_infinity.engine.")
+    assert "moe_infinity/engine/layer.py:2 moe_infinity.engine.device" in found[0]
+    assert f"moe_infinity/engine/device.py:{line} moe_infinity.engine.layer" in found[0]
+
+
+def test_a_circle_of_three_names_them_in_the_order_of_their_imports():
+    (found,) = problems(
+        {
+            "a": "import moe_infinity.b",
+            "b": "import moe_infinity.c",
+            "c": "import moe_infinity.a",
+        }
+    )
+    names = [part.removeprefix("moe_infinity.") for part in found.split() if "/" not in part]
+    assert "".join(names[2:]).replace("->", "") in ("abca", "bcab", "cabc")
+
+
+def test_every_circle_is_told():
+    found = problems(
+        {
+            "a": "import moe_infinity.b\nimport moe_infinity.c",
+            "b": "import moe_infinity.a",
+            "c": "import moe_infinity.a",
+        }
+    )
+    assert len(found) == 2
+
+
+def test_a_package_that_its_own_modules_import_is_part_of_a_circle():
+    (found,) = problems(
+        {
+            "__init__": "def late():\n    from moe_infinity.model import MoE",
+            "model": "from moe_infinity import __version__",
+        }
+    )
+    assert "moe_infinity/model.py:1 moe_infinity" in found
+
+
+# folders
+
+
+@pytest.mark.parametrize(
+    ("file", "imported"),
+    [
+        ("kernels/cpu/rows", "engine.layer"),
+        ("cache/policies", "predict.eam"),
+        ("predict/prefetcher", "memory.mover"),
+        ("engine/layer", "server.app"),
+        ("model", "cli.app"),
+        ("server/app", "cli.terminal"),
+    ],
+)
+def test_a_folder_imports_only_what_it_may(file, imported):
+    module = imported.replace(".", "/")
+    (found,) = problems({file: f"\nimport moe_infinity.{imported}", module: ""})
+    assert found.startswith(f"moe_infinity/{file}.py:2: ")
+    assert "must not import" in found
+
+
+@pytest.mark.parametrize(
+    ("file", "imported"),
+    [
+        ("kernels/cpu/rows", "checkpoint.layout"),
+        ("kernels/cpu/rows", "kernels.reference"),
+        ("cache/policies", "experts"),
+        ("predict/predictor", "cache.policies"),
+        ("cli/serve", "server.app"),
+        ("entrypoints/api_server", "cli.app"),
+    ],
+)
+def test_what_a_folder_may_import_is_no_problem(file, imported):
+    module = imported.replace(".", "/")
+    assert not problems({file: f"import moe_infinity.{imported}", module: ""})
+
+
+def test_a_name_that_only_begins_like_an_allowed_one_is_refused():
+    assert problems(
+        {"cache/policies": "import moe_infinity.experts_backend", "experts_backend": ""}
+    )
+
+
+@pytest.mark.parametrize("folder", ["cache", "predict", "simulator"])
+@pytest.mark.parametrize("text", ["import torch.nn", "def late():\n    from torch import Tensor"])
+def test_bookkeeping_imports_no_torch(folder, text):
+    (found,) = problems({f"{folder}/file": text})
+    assert found.endswith(f"imports torch, which {folder}/ must do without")
+    assert not problems({"engine/file": text})
+
+
+# names
+
+
+def test_two_public_classes_of_one_name_are_refused():
+    (found,) = problems({"a": "class Step: ...", "b": "\nclass Step: ...", "c": "class _Step: ..."})
+    assert found == ("2 public classes are named Step: moe_infinity/a.py:1, moe_infinity/b.py:2")
+
+
+def test_private_and_nested_classes_may_share_a_name():
+    text = "class _Step: ...\ndef make():\n    class Step: ...\n"
+    assert not problems({"a": text, "b": text})
+
+
+# lines
+
+
+def test_a_file_has_at_most_400_lines():
+    assert not problems({"a": "\n" * 400})
+    assert problems({"a": "\n" * 401}) == ["moe_infinity/a.py: 401 lines, at most 400"]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_has_at_most_60_lines(kind):
+    fits = f"{kind} long():\n" + "    pass\n" * 59
+    assert not problems({"a": fits})
+    assert problems({"a": fits + "    pass\n"}) == [
+        "moe_infinity/a.py:1: long has 61 lines, at most 60"
+    ]
+
+
+@pytest.mark.parametrize("word", ["TODO", "FIXME", "XXX"])
+def test_nothing_is_left_to_do_in_the_package(word):
+    assert problems({"a": f"\n# {word}: later"}) == [
+        f"moe_infinity/a.py:2: {word} left in the package"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "missing"),
+    [
+        ("torch.zeros(2)", "device and dtype"),
+        ("torch.zeros(2, dtype=torch.int8)", "device"),
+        ("torch.full((2,), 1, device='cpu')", "dtype"),
+        ("torch.arange(2)", "device"),
+    ],
+)
+def test_a_tensor_is_made_with_its_dtype_and_device(call, missing):
+    assert problems({"a": f"x = {call}"}) == [f"moe_infinity/a.py:1: a tensor without {missing}"]
+
+
+@pytest.mark.parametrize(
+    "line", ["a, b = 1, 2", "self.a, self.b = a, b", "x = a, b = 1, 2", "a, b = b, a + b"]
+)
+def test_two_values_are_not_assigned_in_one_statement(line):
+    (found,) = problems({"a": line})
+    assert found.startswith("moe_infinity/a.py:1: ")
+    assert found.endswith("assigned in one statement, give each its own")
+
+
+@pytest.mark.parametrize(
+    "line", ["a, b = b, a", "self.a, b = b, self.a", "a, b = pair", "a = 1, 2", "a = b = 1"]
+)
+def test_a_swap_and_an_unpacking_are_no_parallel_assignment(line):
+    assert not problems({"a": line})
+
+
+# the command
+
+
+def test_code_lines_leave_out_what_explains():
+    text = '"""About.\n\nMore."""\n\n# why\nx = [\n    1,\n]\n\n\ndef f():\n    """What."""\n'
+    assert code_lines(text) == 4
+
+
+def test_the_table_has_a_row_per_folder():
+    texts = {
+        Path("moe_infinity", "cache", "a.py"): "x = 1\ny = 2\n",
+        Path("tests", "t.py"): "z = 3\n",
+    }
+    rows = [line.split() for line in size_table(texts).splitlines()]
+    assert rows == [["moe_infinity/cache", "2"], ["tests", "1"], ["total", "3"]]
+
+
+def test_the_command_prints_the_table_and_fails_with_the_problems(tmp_path, capsys):
+    (tmp_path / "moe_infinity").mkdir()
+    file = tmp_path / "moe_infinity" / "a.py"
+    file.write_text("x = 1\n")
+    assert main(tmp_path) == 0
+    file.write_text("x, y = 1, 2\n")
+    assert main(tmp_path) == 1
+    out, err = capsys.readouterr()
+    assert "moe_infinity" in out
+    assert err.startswith("error: moe_infinity/a.py:1: x, y assigned")
+
+
+def test_the_rules_see_all_of_this_tree():
+    texts = read_tree(ROOT)
+    assert {file.parts[0] for file in texts} >= {"moe_infinity", "tests", "scripts", "benchmarks"}
+    assert Path("moe_infinity/model.py") in texts
