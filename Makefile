@@ -23,7 +23,7 @@ demo: $(INSTALLED) ## generate text with the bundled model, a quarter of its exp
 # Coverage is for the parts without torch, by their own tests: it would slow down the others.
 test: export HF_HUB_OFFLINE = 1
 test: $(INSTALLED) ## the coverage gate of the parts without torch, then all other fast tests
-	$(BIN)/python -m pytest -n 2 -m $(FAST) $(BOOKKEEPING) --cov --cov-report=
+	$(BIN)/python -m pytest -m $(FAST) $(BOOKKEEPING) --cov --cov-report=
 	$(BIN)/python -m coverage report --fail-under=100
 	$(BIN)/python -m pytest -n 2 -m $(FAST) tests $(BOOKKEEPING:%=--ignore=%)
 

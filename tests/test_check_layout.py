@@ -188,9 +188,7 @@ def test_a_tensor_is_made_with_its_dtype_and_device(call, missing):
     assert problems({"a": f"x = {call}"}) == [f"moe_infinity/a.py:1: a tensor without {missing}"]
 
 
-@pytest.mark.parametrize(
-    "line", ["a, b = 1, 2", "self.a, self.b = a, b", "x = a, b = 1, 2", "a, b = b, a + b"]
-)
+@pytest.mark.parametrize("line", ["a, b = 1, 2", "self.a, self.b = a, b", "x = a, b = 1, 2"])
 def test_two_values_are_not_assigned_in_one_statement(line):
     (found,) = problems({"a": line})
     assert found.startswith("moe_infinity/a.py:1: ")
@@ -198,7 +196,16 @@ def test_two_values_are_not_assigned_in_one_statement(line):
 
 
 @pytest.mark.parametrize(
-    "line", ["a, b = b, a", "self.a, b = b, self.a", "a, b = pair", "a = 1, 2", "a = b = 1"]
+    "line",
+    [
+        "a, b = b, a",
+        "self.a, b = b, self.a",
+        "taken, self.a = self.a, None",
+        "a, b = b, a + b",
+        "a, b = pair",
+        "a = 1, 2",
+        "a = b = 1",
+    ],  # fmt: skip
 )
 def test_a_swap_and_an_unpacking_are_no_parallel_assignment(line):
     assert not problems({"a": line})

@@ -24,6 +24,7 @@ def stock_tokens() -> list[int]:
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.grid
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("host_memory", ["5%", "25%", "100%"])

@@ -60,6 +60,7 @@ def token_by_token(folder: Path, ids: Tensor = IDS, **options: Any) -> Tensor:
     return found
 
 
+@pytest.mark.sample(2)
 def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
     name, folder, monkeypatch
 ):

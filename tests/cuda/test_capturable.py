@@ -69,6 +69,7 @@ def step_of(tmp_path, monkeypatch):
     return captured
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*NAMED, *OTHERS, WINDOWS, *MIXED])
 def test_a_step_neither_waits_nor_copies_between_host_and_device(step_of, name):
     step = step_of(name)

@@ -130,6 +130,7 @@ def record_past(cache: StaticCache) -> None:
     cache.activate_past_recording()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "change", "num_graphs"),
     [

@@ -17,6 +17,7 @@ from tests.cuda.on_device import PROMPT, greedy
 pytestmark = pytest.mark.arithmetic
 
 
+@pytest.mark.sample(2)
 @pytest.mark.grid
 @pytest.mark.parametrize("is_called", [MoE, PreTrainedModel])
 @pytest.mark.parametrize("is_decided_by_device", [True, False])

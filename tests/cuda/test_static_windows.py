@@ -43,6 +43,7 @@ def expected(folder):
     return recorded_graph.logits_without_graph(folder, PROMPTS)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("device_memory", ["7%", "100%"])
 def test_one_graph_of_a_request_has_the_bits_of_no_graph(
     folder, expected, graphs, device_memory, caplog

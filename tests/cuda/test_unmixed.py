@@ -36,6 +36,7 @@ def prompt_and_token(folder: Path, **options: Any) -> None:
         assert moe.report().decode.lookups > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_experts_of_every_kind_of_class(folder, tmp_path):
     tiny_model(architectures_in(folder)[0]).save_pretrained(tmp_path)
@@ -48,6 +49,7 @@ def test_every_implementation(tiny_checkpoint, implementation):
 
 
 # Those of gptq are asked whether their groups are in order.
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in CHECKPOINTS if not name.startswith("gptq")])
 def test_packed_experts(name, tmp_path):
     prompt_and_token(build(name, tmp_path / name))

@@ -79,6 +79,7 @@ def check_against_stock(folder: Path, source: Path, plain: Path) -> None:
 # What is written
 
 
+@pytest.mark.sample(2)
 def test_tokens_and_logits_are_those_of_the_plainly_unpacked_weights(folder, source, tmp_path):
     check_against_stock(folder, source, tmp_path / "plain")
 

@@ -91,6 +91,7 @@ def test_neighbours_do_not_change_a_request(moe):
     assert [client.token_ids for client in clients] == expected
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
     [

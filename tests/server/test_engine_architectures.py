@@ -35,6 +35,7 @@ FAST = ("MixtralForCausalLM", "Qwen3NextForCausalLM", "GptOssForCausalLM")
 ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMED]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ALL)
 def test_a_sequence_has_the_same_tokens_alone_and_among_others(name, tmp_path):
     (architecture,) = [a for a in discover.architectures_in(NAMED[name]) if a.name == name]

@@ -37,6 +37,7 @@ FAST = {  # beside those of tests/architectures/test_architectures.py
 WITHOUT_SHORT_STEPS = ("diffusion_gemma",)  # it refines a canvas of tokens at once
 
 
+@pytest.mark.sample(2)
 @pytest.mark.sweep(FAST)
 def test_few_slots_give_the_bits_of_stock_and_wrong_experts_do_not(folder, tmp_path):
     rows = rows_of(folder, tmp_path)

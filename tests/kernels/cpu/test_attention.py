@@ -51,6 +51,7 @@ def inputs(dtype, *, heads=8, groups=2, tokens=50, width=32, value_width=32, seq
     return query, key, torch.randn(seqs, groups, tokens, value_width).to(dtype)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize(
     "shape",

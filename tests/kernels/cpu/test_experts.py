@@ -123,6 +123,7 @@ class Experts(StoredExperts):
 STARTS = [0, 1, 3, 6, 11]  # experts of 1, 2, 3 and 5 rows
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_row_gets_what_its_expert_gives(kind):
     width = 256 if "64" in kind else 160

@@ -158,6 +158,7 @@ def inputs(kind: str, num_tokens: int, width: int) -> Tensor:
     return torch.randn(num_tokens, width).to(PLAIN.get(kind.split()[0], torch.bfloat16))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_weight_computes_its_definition(kernels, kind):
@@ -189,6 +190,7 @@ def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kernels, kind):
     assert experts.largest_error(found, x, index, weights.bfloat16()) < 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     ("kind", "width", "expert_width"),
@@ -204,6 +206,7 @@ def test_rows_of_a_weight_may_have_any_length(kernels, kind, width, expert_width
     assert experts.largest_error(found, x, index, weights) < 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("scale", [2.0**-18, 2.0**28])
 @pytest.mark.parametrize("kind", ["int4 32", "int8", "gptq 32", "awq 32", "mxfp4"])
 def test_small_and_large_x_are_rounded_no_more_than_others(kind, scale):
@@ -214,6 +217,7 @@ def test_small_and_large_x_are_rounded_no_more_than_others(kind, scale):
     assert experts.largest_error(found, x, index, weights) < 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (8, 1), (1, 8), (3, 5), (8, 8)])
 def test_any_number_of_tokens_and_experts(kernels, num_tokens, top_k):
@@ -224,6 +228,7 @@ def test_any_number_of_tokens_and_experts(kernels, num_tokens, top_k):
     assert experts.largest_error(found, x, index, weights) < 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     "kind", ["bf16", "int8", "fp8 blocks", "int4 zeros 32", "mxfp4", "gptq 32", "gptq 32 any",
@@ -254,6 +259,7 @@ def test_weights_of_the_routing_may_scale_what_goes_in(kernels, act):
     assert experts.largest_error(found, x, index, weights) > 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.grid
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
@@ -316,6 +322,7 @@ def test_every_float8_value_is_read(kernels):
     torch.testing.assert_close(found[1], expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["bf16", "int4 8", "f32", "bf16 transposed", "gptq 8", "awq 8"])
 def test_tiles_of_a_gpu_compute_the_same(kind, monkeypatch):
     """Rows and columns of several tiles, the last ones not full."""
@@ -327,6 +334,7 @@ def test_tiles_of_a_gpu_compute_the_same(kind, monkeypatch):
     assert experts.largest_error(found, x, index, weights) < 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("kind", ["bf16", "int4 32", "awq 32"])
 def test_experts_may_be_under_way_before_their_turn(kind, stages, monkeypatch):
