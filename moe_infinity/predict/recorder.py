@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -89,53 +90,62 @@ class Recorder:
         self._tokens = None
 
 
+class Collected(NamedTuple):
+    """What a TokenRecorder has. Replaced in one assignment, so that Ctrl-C leaves the old or the
+    new one.
+    """
+
+    finished: list[SequenceTrace]  # of requests that ended
+    running: list[list[SequenceTrace]]  # of each sequence, its steps so far
+    step: Step | None  # the step under way; None: it is no part of a trace
+    layers: dict[int, Ints]  # its routing, by MoE layer
+
+
 class TokenRecorder:
     """Collects the routing of every counted token, sequence by sequence."""
 
     def __init__(self, num_layers: int, num_sequences: int) -> None:
         self._num_layers = num_layers
-        self._step: Step | None = None
         self._step_idx = -1
-        self._layers: dict[int, Ints] = {}
-        self._finished: list[SequenceTrace] = []
-        self._running: list[list[SequenceTrace]] = [[] for _ in range(num_sequences)]
+        self._collected = Collected([], [[] for _ in range(num_sequences)], None, {})
 
     def begin_step(self, step: Step) -> None:
+        """Raises TraceError if the step before was incomplete, and goes on without it."""
         self._flush()
-        ended = [
-            i for i in range(len(self._running)) if i >= len(step.begins_B) or step.begins_B[i]
-        ]
-        self._end_requests(ended)
-        more = step.num_sequences - len(self._running)
-        self._running = self._running[: step.num_sequences] + [[] for _ in range(more)]
-        self._step = step
+        running = self._collected.running
+        self._end_requests(
+            [i for i in range(len(running)) if i >= len(step.begins_B) or step.begins_B[i]]
+        )
+        kept = self._collected.running[: step.num_sequences]
+        new: list[list[SequenceTrace]] = [[] for _ in range(step.num_sequences - len(kept))]
+        self._collected = Collected(self._collected.finished, kept + new, step, {})
         self._step_idx += 1
 
     def record(self, moe_layer_idx: int, experts_TK: Ints) -> None:
-        self._layers[moe_layer_idx] = experts_TK.copy()
+        self._collected.layers[moe_layer_idx] = experts_TK.copy()
 
     def drop_incomplete_step(self) -> None:
-        if len(self._layers) < self._num_layers:
-            self._step = None
-            self._layers = {}
+        if len(self._collected.layers) < self._num_layers:
+            self._drop_step()
 
     def finish(self) -> list[SequenceTrace]:
         self._flush()
-        self._end_requests(range(len(self._running)))
-        return self._finished
+        self._end_requests(range(len(self._collected.running)))
+        return self._collected.finished
+
+    def _drop_step(self) -> None:
+        self._collected = self._collected._replace(step=None, layers={})
 
     def _flush(self) -> None:
         """Hand the tokens of the step that just ended to their sequences."""
-        step = self._step
-        layers = self._layers
+        finished, old_running, step, layers = self._collected
         if step is None or not layers:
             return
         if (
             len(layers) != self._num_layers
             or len({experts_TK.shape for experts_TK in layers.values()}) > 1
         ):
-            self._step = None
-            self._layers = {}
+            self._drop_step()
             raise TraceError(
                 f"a step ran {len(layers)} of {self._num_layers} MoE layers, "
                 "or with unequal top-k: no trace of it"
@@ -143,7 +153,7 @@ class TokenRecorder:
         experts_TLK = np.stack([layers[layer] for layer in range(self._num_layers)], axis=1)
         sequence_T = step.sequence_of_token_T
         token_ids_T = step.counted_token_ids_T
-        running = [parts.copy() for parts in self._running]
+        running = [parts.copy() for parts in old_running]
         for idx, parts in enumerate(running):
             mine = sequence_T == idx
             if num_tokens := int(mine.sum()):
@@ -155,13 +165,12 @@ class TokenRecorder:
                         np.full(num_tokens, self._step_idx),
                     )
                 )
-        self._running = running
-        self._step = None
-        self._layers = {}  # at once: Ctrl-C may come
+        self._collected = Collected(finished, running, None, {})
 
     def _end_requests(self, sequences: Iterable[int]) -> None:
         for idx in sequences:
-            if self._running[idx]:
-                trace = SequenceTrace.concatenate(self._running[idx])
-                self._finished = [*self._finished, trace]
-                self._running[idx] = []
+            finished, running, step, layers = self._collected
+            if running[idx]:
+                ended = SequenceTrace.concatenate(running[idx])
+                left = [[] if i == idx else parts for i, parts in enumerate(running)]
+                self._collected = Collected([*finished, ended], left, step, layers)
