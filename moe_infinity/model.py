@@ -239,6 +239,11 @@ class MoE:
             states_RE[moe_layer_idx, np.array(activated, dtype=int)[here]] = 3
         return states_RE
 
+    @property
+    def engine(self) -> ExpertRuntime:
+        """The engine, for tests and benchmarks."""
+        return self._runtime
+
     def check_invariants(self) -> None:
         """Assert that the bookkeeping of slots is consistent; for tests and for doubt."""
         with self._lock:

@@ -20,8 +20,12 @@ from moe_infinity.experts import Phase
 from moe_infinity.model import MoE
 from moe_infinity.predict.recorder import Step
 
-BETWEEN, DENSE, ATTENTION = "between steps", "dense layers", "attention"
-MACHINERY, EXPERTS, WAITING = "expert cache", "experts", "waiting for experts"
+BETWEEN = "between steps"
+DENSE = "dense layers"
+ATTENTION = "attention"
+MACHINERY = "expert cache"
+EXPERTS = "experts"
+WAITING = "waiting for experts"
 PARTS = (DENSE, ATTENTION, EXPERTS, MACHINERY, WAITING, BETWEEN)
 
 
@@ -94,7 +98,8 @@ class Profile:
 @contextmanager
 def profiling(moe: MoE) -> Iterator[Profile]:
     """Profile what the model does inside. The profile is complete afterwards."""
-    profile, runtime = Profile(), moe._runtime
+    profile = Profile()
+    runtime = moe._runtime
     stalled_before = runtime.counters.decode.stall_s
     replaced = [
         (module, "forward", ATTENTION)

@@ -123,5 +123,6 @@ class _StopWhen(StoppingCriteria):  # type: ignore[misc]
         self._event = event
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        shape, device = (input_ids.shape[0],), input_ids.device
+        shape = (input_ids.shape[0],)
+        device = input_ids.device
         return torch.full(shape, self._event.is_set(), dtype=torch.bool, device=device)

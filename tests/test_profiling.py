@@ -43,7 +43,7 @@ def moe(tiny_checkpoint):
 
 
 def test_time_shows_where_it_was_spent(moe, monkeypatch):
-    num_layers = len(moe._runtime.activated)
+    num_layers = len(moe.engine.activated)
     least_s = (NUM_TOKENS - 1) * num_layers * SLOW_S
     monkeypatch.setattr(LayerComputer, "run", slowed(LayerComputer.run))
     assert profile_of(moe).seconds[EXPERTS] >= least_s
@@ -74,7 +74,7 @@ def test_a_model_is_left_as_it_was(moe):
     assert str(profile) == "profile: no decode steps"
     assert forwards == [vars(module).get("forward") for module in moe.model.modules()]
     assert hooks == (len(moe.model._forward_hooks), len(moe.model._forward_pre_hooks))
-    assert "compute" not in vars(moe._runtime)
+    assert "compute" not in vars(moe.engine)
 
 
 def test_the_command_prints_it(tiny_checkpoint, command):

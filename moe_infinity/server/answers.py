@@ -56,7 +56,8 @@ class Choice:
     def add(self, output: Output) -> None:
         self.text += output.text
         self.tokens += output.tokens
-        self.num_generated, self.finish = output.num_generated, output.finish
+        self.num_generated = output.num_generated
+        self.finish = output.finish
 
 
 class Answer(ABC):
@@ -150,7 +151,9 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    id_prefix = "cmpl"
+    object = "text_completion"
+    chunk_object = "text_completion"
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -170,7 +173,9 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
 
     def first_chunks(self) -> list[str]:
         role = {"delta": {"role": "assistant", "content": ""}}

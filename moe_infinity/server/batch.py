@@ -95,7 +95,8 @@ class DecodeBatch:
         self._lengths = [length + 1 for length in self._lengths]
 
     def clear(self) -> None:
-        self.cache, self._lengths = None, []
+        self.cache = None
+        self._lengths = []
 
     @property
     def num_bytes(self) -> int:

@@ -20,12 +20,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_infinity.errors import ConfigError
+from moe_infinity.errors import Cancelled, ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.passes import Passes
 from moe_infinity.server.sequences import (
-    Cancelled,
     DeadlineExceeded,
     Deliver,
     EngineConfig,

@@ -50,7 +50,8 @@ class Snapshot(Collector):
     """Read when asked for, so that steps pay nothing for being counted."""
 
     def __init__(self, moe: MoE, engine: Engine) -> None:
-        self._moe, self._engine = moe, engine
+        self._moe = moe
+        self._engine = engine
 
     def collect(self) -> Iterator[Any]:
         yield from engine_metrics(self._engine.state())

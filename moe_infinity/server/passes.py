@@ -55,7 +55,8 @@ class Passes:
 
     def prefill(self, sequence: Running) -> Tensor:
         """The next chunk of a prompt; [V] logits of its last token."""
-        prompt_ids, start = sequence.request.prompt_ids, sequence.num_prefilled
+        prompt_ids = sequence.request.prompt_ids
+        start = sequence.num_prefilled
         end = None if self._chunk is None else start + self._chunk
         chunk = prompt_ids[start:end]
         if sequence.cache is None:

@@ -28,7 +28,8 @@ class BadRequest(Exception):
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
 
 class Body(BaseModel):

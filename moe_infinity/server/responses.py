@@ -153,11 +153,13 @@ class ResponseAnswer(ChatAnswer):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
-        self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._item_id = f"msg_{uuid.uuid4().hex}"
         self._num_events = 0
 
     def body(self) -> dict[str, Any]:
-        status, usage = self._status, self.usage()
+        status = self._status
+        usage = self.usage()
         is_cut = status == "incomplete"
         return self._response(
             status,
@@ -189,7 +191,8 @@ class ResponseAnswer(ChatAnswer):
         return self._of_part("output_text.delta", delta=output.text, logprobs=logprobs)
 
     def last_chunks(self) -> list[str]:
-        part, body = self._part(), self.body()
+        part = self._part()
+        body = self.body()
         text_done = {"text": part["text"], "logprobs": part["logprobs"]}
         item = body["output"][0]
         return [

@@ -48,7 +48,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenToken:
     """One token and how likely the model itself found it, penalties, bias, temperature apart."""
 
     token_id: int
@@ -93,7 +93,7 @@ class Sampler:
     def _add(self, processor: Any) -> None:
         self._processors.append(processor)
 
-    def choose(self, logits_V: Tensor) -> Chosen:
+    def choose(self, logits_V: Tensor) -> ChosenToken:
         """The next token; changes `logits_V`."""
         logits_V = logits_V.to(dtype=torch.float32)
         logprobs_V = None
@@ -128,12 +128,12 @@ class Sampler:
                 [self._ids_T, torch.tensor([token_id], dtype=torch.long, device="cpu")]
             )
 
-    def _with_logprobs(self, token_id: int, logprobs_V: Tensor | None) -> Chosen:
+    def _with_logprobs(self, token_id: int, logprobs_V: Tensor | None) -> ChosenToken:
         if logprobs_V is None:
-            return Chosen(token_id)
+            return ChosenToken(token_id)
         best = logprobs_V.topk(self._sampling.num_logprobs or 0)
         pairs = zip(best.indices.tolist(), map(finite, best.values.tolist()), strict=True)
-        return Chosen(token_id, finite(float(logprobs_V[token_id])), tuple(pairs))
+        return ChosenToken(token_id, finite(float(logprobs_V[token_id])), tuple(pairs))
 
 
 def finite(logprob: float) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from moe_infinity.errors import ConfigError, MoEInfinityError
-from moe_infinity.server.sampling import Chosen, Sampler, Sampling
+from moe_infinity.server.sampling import ChosenToken, Sampler, Sampling
 from moe_infinity.server.text import Detokenizer, StopStrings
 
 FinishReason = Literal["stop", "length"]
@@ -28,10 +28,6 @@ class EngineStopped(MoEInfinityError):
 
 class DeadlineExceeded(MoEInfinityError):
     """The request did not finish in the time a request may take."""
-
-
-class Cancelled(MoEInfinityError):
-    """Whoever asked for it has gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +62,7 @@ class Request:
 class TokenText:
     """A token as a logprob entry shows it."""
 
-    chosen: Chosen
+    chosen: ChosenToken
     offset: int  # in the generated text
 
 

@@ -59,7 +59,8 @@ class StopStrings:
         text = self._kept + text
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if found:
-            self.has_stopped, self._kept = True, ""
+            self.has_stopped = True
+            self._kept = ""
             return text[: min(found)]
         end = len(text) - self._num_suspicious(text)
         self._kept = text[end:]
@@ -67,7 +68,8 @@ class StopStrings:
 
     def finish(self) -> str:
         """No more text comes: what was kept back began no stop string."""
-        kept, self._kept = self._kept, ""
+        kept = self._kept
+        self._kept = ""
         return kept
 
     def _num_suspicious(self, text: str) -> int:

@@ -10,9 +10,9 @@ import torch
 from transformers import set_seed
 
 from moe_infinity import MoE
-from moe_infinity.errors import CheckpointError, ConfigError
+from moe_infinity.errors import Cancelled, CheckpointError, ConfigError
 from moe_infinity.server.sampling import Sampling
-from moe_infinity.server.sequences import Cancelled, DeadlineExceeded, EngineStopped, QueueFull
+from moe_infinity.server.sequences import DeadlineExceeded, EngineStopped, QueueFull
 from tests.closeness import routing_margins
 from tests.server.driving import (
     GREEDY,
@@ -50,7 +50,8 @@ def test_without_batching_logits_are_those_of_generate_to_the_bit(moe):
         input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=12,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    engine, seen = make_engine(moe, max_batch=1), []
+    engine = make_engine(moe, max_batch=1)
+    seen = []
     passes: Any = engine._passes
     forward = passes._forward
 
@@ -200,9 +201,11 @@ def test_a_step_looks_up_the_union_of_its_sequences_once(moe):
         Client(engine, prompt, max_new_tokens=50)
     for _ in range(4):
         engine.step()
-    before, eams_before = moe.report().decode, moe.request_eams()
+    before = moe.report().decode
+    eams_before = moe.request_eams()
     engine.step()
-    after, eams = moe.report().decode, moe.request_eams()
+    after = moe.report().decode
+    eams = moe.request_eams()
     used = [now.decode - then.decode for now, then in zip(eams, eams_before, strict=True)]
     assert [int(u.sum()) for u in used] == [6, 6, 6, 0]  # 3 rows of 2 experts per sequence
     assert after.lookups - before.lookups == (sum(used) > 0).sum() < 18
@@ -291,7 +294,8 @@ def test_a_request_past_its_deadline_ends_with_an_error(moe):
 
 def test_an_error_of_one_request_is_its_own(moe):
     engine = make_engine(moe, max_batch=3)
-    good, bad = Client(engine, PROMPTS[0]), Client(engine, PROMPTS[1])
+    good = Client(engine, PROMPTS[0])
+    bad = Client(engine, PROMPTS[1])
     bad.running._sampler.choose = None  # type: ignore[method-assign,assignment]
     run_all(engine, good, bad)
     assert isinstance(bad.error, TypeError)
@@ -313,8 +317,8 @@ def test_an_expert_that_cannot_be_read_fails_a_step_and_the_next_request_works(
             raise CheckpointError("the disk is gone")
 
         with monkeypatch.context() as patch:
-            patch.setattr(moe._runtime._reader, "read_into", broken, raising=False)
-            patch.setattr(type(moe._runtime._recipes[0]), "load", broken)
+            patch.setattr(moe.engine._reader, "read_into", broken, raising=False)
+            patch.setattr(type(moe.engine._recipes[0]), "load", broken)
             run_all(engine, *clients)
         assert all(isinstance(client.error, CheckpointError) for client in clients)
         again = Client(engine, PROMPTS[0])
