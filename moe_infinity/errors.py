@@ -1,4 +1,4 @@
-"""Every error this library raises on purpose. A message says what was found, what was expected,
+"""Every error this library raises on purpose. A message says what was found, what was expected and
 what to change.
 
     MoEInfinityError
