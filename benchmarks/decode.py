@@ -50,7 +50,8 @@ def decode(
             times.append(time.perf_counter())
         report = moe.report()
     token_s = [after - before for before, after in zip(times, times[1:], strict=False)]
-    steps, ahead = report.decode, report.prefetches
+    steps = report.decode
+    ahead = report.prefetches
     return {
         "ttft_s": times[0] - started,
         "tok_per_s": len(token_s) / sum(token_s),

@@ -57,7 +57,8 @@ class Server:
     """A server process and what the kernel says of it."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
-        self.process, self.url = process, url
+        self.process = process
+        self.url = url
 
     @property
     def rss_bytes(self) -> int:
@@ -140,7 +141,8 @@ class Load:
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._url = f"{server.url}/v1/completions"
-        self._expected, self._gaps = expected, gaps
+        self._expected = expected
+        self._gaps = gaps
         self._random = random.Random(0)
 
     async def run(self, seconds: float, max_tokens: int) -> None:
@@ -208,7 +210,8 @@ class Watch(threading.Thread):
         self.health_s: list[float] = []
         self.rss_bytes: list[int] = []
         self.num_files: list[int] = []
-        self._server, self._stop_asked = server, threading.Event()
+        self._server = server
+        self._stop_asked = threading.Event()
 
     def run(self) -> None:
         with httpx.Client(timeout=30) as http:
@@ -260,7 +263,9 @@ def kill_clients(server: Server, num_kills: int) -> dict[str, Any]:
         client.stdout.close()
         return is_midstream
 
-    before, files_before, began = server.stats(), server.num_files, time.monotonic()
+    before = server.stats()
+    files_before = server.num_files
+    began = time.monotonic()
     rss_bytes = []
     with ThreadPoolExecutor(NUM_KILLERS) as killers:
         midstream = 0
@@ -305,7 +310,8 @@ def tokens_per_second(
                 tasks = [asyncio.create_task(client(number)) for number in range(8)]
                 await asyncio.sleep(3)
                 first = await asyncio.to_thread(server.stats)
-                cpu_s, began = server.cpu_s, time.perf_counter()
+                cpu_s = server.cpu_s
+                began = time.perf_counter()
                 await asyncio.sleep(seconds)
                 last = await asyncio.to_thread(server.stats)
                 measured = time.perf_counter() - began, server.cpu_s - cpu_s
@@ -322,8 +328,11 @@ def load_figures(server: Server, given: argparse.Namespace) -> dict[str, Any]:
     expected = answers_alone(server, given.max_tokens)
     asyncio.run(Load(server, expected, [0.1]).run(10, given.max_tokens))  # warm-up
     server.wait_until_idle()
-    load, watch = Load(server, expected, gaps_of(given.arrivals)), Watch(server)
-    before, files_before, began = server.stats(), server.num_files, time.monotonic()
+    load = Load(server, expected, gaps_of(given.arrivals))
+    watch = Watch(server)
+    before = server.stats()
+    files_before = server.num_files
+    began = time.monotonic()
     watch.start()
     asyncio.run(load.run(given.seconds, given.max_tokens))
     seconds = time.monotonic() - began

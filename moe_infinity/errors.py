@@ -1,4 +1,4 @@
-"""Every error this library raises on purpose. A message says what was found, what was expected,
+"""Every error this library raises on purpose. A message says what was found, what was expected and
 what to change.
 
     MoEInfinityError
@@ -9,7 +9,7 @@ what to change.
     ├── LoadTimeout            an expert did not arrive in bounded time    (also a TimeoutError)
     ├── OutOfMemory            the device has no room for a cache or for activations (a MemoryError)
     ├── OutOfSlots             every slot is held or loading
-    ├── Cancelled              whoever read a stream has left in the middle of its prompt
+    ├── Cancelled              nobody waits any more for what was to be generated
     └── ClosedError            the model was used after close()
 """
 
@@ -47,7 +47,7 @@ class OutOfSlots(MoEInfinityError):
 
 
 class Cancelled(MoEInfinityError):
-    """Nobody waits for the text that was to be generated."""
+    """Nobody waits any more for what was to be generated."""
 
 
 class ClosedError(MoEInfinityError):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and what budgets would hold of it, from headers alone."""
+"""Sizes of a checkpoint, and how many experts different budgets hold. Only headers are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN_SHARES = (0.05, 0.10, 0.25, 0.50, 1.00)
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one host_memory setting holds."""
+    """How many experts one setting of host_memory holds."""
 
     host_memory: str
     num_bytes: int
@@ -28,25 +28,26 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A checkpoint in numbers."""
+    """The sizes of a checkpoint."""
 
     model: str
     architecture: str
     moe_layers: int
     experts_per_layer: int
-    top_k: int | None
+    top_k: int | None  # experts per token; None: the config does not say
     packing: str | None  # how the checkpoint is quantized; None: not at all
     bytes_per_expert: int  # in a slot
     stored_bytes_per_expert: int  # on disk
-    unpacked_bytes_per_expert: int  # what computes where no kernel reads it packed
+    unpacked_bytes_per_expert: int  # where no kernel computes with packed weights
     expert_bytes: int  # all experts, in slots
-    dense_bytes: int  # everything else, on disk
-    shared_expert_bytes: int  # the part of it that shared experts are
-    is_byte_copy: bool  # loads are plain copies; otherwise each expert is converted as it is loaded
-    header_bytes: int  # what this command read
+    dense_bytes: int  # all other weights, on disk
+    shared_expert_bytes: int  # the part of dense_bytes that is shared experts
+    is_byte_copy: bool  # whether loads only copy; otherwise each converts its expert
+    header_bytes: int  # bytes read to make this summary
     budgets: tuple[Budget, ...]
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -79,21 +80,25 @@ class Summary:
 def inspect_checkpoint(
     model: str, *, dtype: str = "auto", trust_remote_code: bool = False
 ) -> Summary:
-    """Raises CheckpointError, UnsupportedModelError."""
+    """The sizes of a checkpoint folder or hub id, from its headers.
+
+    A hub id must be in the local cache: nothing is downloaded. Raises CheckpointError,
+    UnsupportedModelError.
+    """
     folder = local_folder(model)
     plan = plan_from_headers(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     slot_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
-    total = sum(row.num_experts for row in plan.layers)
+    total = sum(layer.num_experts for layer in plan.layers)
     return Summary(
         model=model,
         architecture=plan.architecture,
         moe_layers=len(plan.layers),
-        experts_per_layer=max(row.num_experts for row in plan.layers),
+        experts_per_layer=max(layer.num_experts for layer in plan.layers),
         top_k=plan.top_k,
         packing=plan.packing,
         bytes_per_expert=max(recipes.layout.num_bytes for recipes in plan.recipes),
         stored_bytes_per_expert=max(recipes.bytes_per_expert() for recipes in plan.recipes),
-        unpacked_bytes_per_expert=max(row.layout.num_bytes for row in plan.layers),
+        unpacked_bytes_per_expert=max(layer.layout.num_bytes for layer in plan.layers),
         expert_bytes=plan.expert_bytes,
         dense_bytes=plan.dense_bytes,
         shared_expert_bytes=plan.shared_expert_bytes,
@@ -106,8 +111,9 @@ def inspect_checkpoint(
 
 
 def local_folder(model: str) -> str:
-    """The folder itself, or where the hub cache has the model. Nothing is downloaded. Raises
-    CheckpointError.
+    """The folder of a model: `model` itself, or the hub cache's. Nothing is downloaded.
+
+    Raises CheckpointError.
     """
     if Path(model).is_dir():
         return model
@@ -120,6 +126,6 @@ def local_folder(model: str) -> str:
         ) from error
 
 
-def _budget(share: float, slot_bytes: int, total: int, rows: int) -> Budget:
+def _budget(share: float, slot_bytes: int, total: int, num_layers: int) -> Budget:
     experts = int(slot_bytes * total * share) // slot_bytes
-    return Budget(f"{share:.0%}", experts * slot_bytes, experts, round(experts / rows, 1))
+    return Budget(f"{share:.0%}", experts * slot_bytes, experts, round(experts / num_layers, 1))

@@ -4,8 +4,8 @@
         moe.generate(...)
     print(profile)
 
-Every moment belongs to the innermost part that is running, so the parts add up to the whole.
-Measuring costs some microseconds per layer.
+Each moment counts for the innermost part that runs, so the parts sum to the time of the steps.
+Measuring takes some microseconds per MoE layer.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from moe_infinity.model import MoE
 BETWEEN = "between steps"
 DENSE = "dense layers"
 ATTENTION = "attention"
-MACHINERY = "expert cache"
+EXPERT_CACHE = "expert cache"
 EXPERTS = "experts"
 WAITING = "waiting for experts"
-PARTS = (DENSE, ATTENTION, EXPERTS, MACHINERY, WAITING, BETWEEN)
+PARTS = (DENSE, ATTENTION, EXPERTS, EXPERT_CACHE, WAITING, BETWEEN)
 
 
 class Profile:
-    """Seconds of decode steps by part. Prompts are left out."""
+    """Seconds of decode steps by part. Prefill is left out."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        self._running: list[str] = []  # parts, the innermost last; none outside of decode
+        self._running: list[str] = []  # parts, the innermost last; empty outside of decode steps
         self._since = 0.0
 
     @property
     def total_s(self) -> float:
+        """Seconds of all decode steps and between them."""
         return sum(self.seconds.values())
 
     def begin_step(self, phase: Phase) -> None:
+        """Count time for a step from now on, if it is a decode step."""
         self._charge()
         if phase is Phase.DECODE:
             self.num_steps += 1
@@ -50,11 +52,12 @@ class Profile:
             self._running = []
 
     def end_step(self) -> None:
+        """Count time as between steps from now on."""
         self._charge()
         self._running = self._running[:1]
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose time counts for a part while a decode step runs."""
+        """The function, with its time counted for `part` while a decode step runs."""
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -71,8 +74,8 @@ class Profile:
         return run
 
     def move_to_waiting(self, stall_s: float) -> None:
-        """The cache knows itself how long it waited."""
-        self.seconds[MACHINERY] -= stall_s
+        """Count the seconds that the engine waited for experts, which it measures itself."""
+        self.seconds[EXPERT_CACHE] -= stall_s
         self.seconds[WAITING] += stall_s
 
     def _charge(self) -> None:
@@ -82,6 +85,7 @@ class Profile:
         self._since = now
 
     def as_dict(self) -> dict[str, Any]:
+        """Number of decode steps, and seconds of each part."""
         return {"decode_steps": self.num_steps, "seconds": self.seconds}
 
     def __str__(self) -> str:
@@ -106,11 +110,11 @@ def profiling(moe: MoE) -> Iterator[Profile]:
         for module in moe.model.modules()
         if type(module).__name__.endswith("Attention")
     ]
-    replaced += [(engine, "moe_layer", MACHINERY), (engine, "answer_calls", MACHINERY)]
+    replaced += [(engine, "moe_layer", EXPERT_CACHE), (engine, "answer_calls", EXPERT_CACHE)]
     replaced += [(computer, "run", EXPERTS) for computer in engine.path.computers]
     for owner, name, part in replaced:
         setattr(owner, name, profile.timed(part, getattr(owner, name)))
-    begin_step = profile.timed(MACHINERY, engine.begin_step)
+    begin_step = profile.timed(EXPERT_CACHE, engine.begin_step)
 
     def begun(step: Step) -> None:
         profile.begin_step(step.phase)

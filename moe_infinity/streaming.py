@@ -1,5 +1,6 @@
-"""Text while it is generated: generation runs in a thread, the caller iterates, either may stop
-first.
+"""Text while it is generated. Generation runs in a thread, and the caller iterates the pieces.
+
+Either may stop first.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 
 from moe_infinity.errors import Cancelled, MoEInfinityError
 
-POLL_S = 0.5  # how often a waiting reader looks whether the generating thread is still there
-STOP_TIMEOUT_S = 120.0  # generation stops at the next token; a token from a slow disk may take long
+POLL_S = 0.5  # between a waiting reader's checks that the generating thread is alive
+STOP_TIMEOUT_S = 120.0  # generation stops at the next token, which a slow disk may delay
 
 
 class TextStream:
-    """Iterate it once for pieces of text; afterwards it knows token ids and timing.
+    """Pieces of generated text; iterate once. Token ids and times are complete afterwards.
 
-    Leaving the loop early stops generation at the next token, or at the prompt's next layer of
-    experts. An error of the generating thread is raised here.
+    Leaving the loop early stops generation at the next token, or at the prompt's next MoE layer.
+    An error of generation is raised in the loop. Raises MoEInfinityError for a second iteration.
     """
 
     def __init__(
         self, generate: Callable[..., Any], tokenizer: Any, arguments: dict[str, Any]
     ) -> None:
-        """`generate(cancelled, ...)` may end with Cancelled once that event is set."""
+        """`generate(cancelled, **arguments)` may raise Cancelled once that event is set."""
         self.text = ""
         self._streamer = _TimedStreamer(tokenizer)
         self._cancelled = threading.Event()
@@ -46,17 +47,18 @@ class TextStream:
 
     @property
     def token_ids(self) -> list[int]:
+        """Ids of the generated tokens so far."""
         return self._streamer.token_ids
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from the call of generate to the first token."""
+        """Seconds from the start of the iteration to the first token; None before it."""
         times = self._streamer.times
         return times[1] - times[0] if len(times) > 1 else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Median seconds per token after the first."""
+        """Median seconds per token after the first; None if there are not two tokens."""
         times = self._streamer.times[1:]
         gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
         return statistics.median(gaps) if gaps else None
@@ -91,7 +93,7 @@ class TextStream:
         try:
             self._generate()
         except Cancelled:
-            """Who set the event knows."""
+            pass  # the reader has left
         except BaseException as error:
             self._error = error
         finally:
@@ -99,7 +101,7 @@ class TextStream:
 
 
 class _TimedStreamer(TextIteratorStreamer):  # type: ignore[misc]
-    """Also keeps the generated ids and when each came; times[0] is the beginning."""
+    """Keeps also the ids of generated tokens, and the time of each. times[0] is the start."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

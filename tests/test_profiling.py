@@ -11,7 +11,7 @@ import torch
 from moe_infinity import MoE
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.engine.compute import LayerComputer
-from moe_infinity.profiling import ATTENTION, BETWEEN, EXPERTS, MACHINERY, WAITING, profiling
+from moe_infinity.profiling import ATTENTION, BETWEEN, EXPERT_CACHE, EXPERTS, WAITING, profiling
 
 SLOW_S = 0.01
 NUM_TOKENS = 5  # of which the prompt's step gives the first
@@ -59,7 +59,7 @@ def test_time_shows_where_it_was_spent(moe, monkeypatch):
     seconds = profile_of(moe).seconds
     assert moe.report().decode.misses > misses_before
     assert seconds[WAITING] >= SLOW_S
-    assert seconds[MACHINERY] < seconds[WAITING]
+    assert seconds[EXPERT_CACHE] < seconds[WAITING]
     monkeypatch.undo()
 
     seconds = profile_of(moe).seconds

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-BF16, F32 = gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.F32
+BF16 = gguf.GGMLQuantizationType.BF16
+F32 = gguf.GGMLQuantizationType.F32
 LAYER_NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",

@@ -8,7 +8,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-BEGIN, END = "<!-- evaluation:begin -->", "<!-- evaluation:end -->"
+BEGIN = "<!-- evaluation:begin -->"
+END = "<!-- evaluation:end -->"
 LOSS_HEADER = "domain | tokens | loss | perplexity | bits per byte | trigram | bigram | unigram"
 SECTION = """
 Seen in training: {tokens_seen:,} tokens in {training_minutes:g} minutes \

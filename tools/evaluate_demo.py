@@ -59,7 +59,8 @@ def validation_windows(
 
 @torch.inference_mode()
 def score(model: Any, windows: np.ndarray) -> Scored:
-    nats, experts = [], []
+    nats = []
+    experts = []
     for first in range(0, len(windows), BATCH):
         batch = torch.from_numpy(windows[first : first + BATCH].astype(np.int64))
         out = model(input_ids=batch[:, :-1], output_router_logits=True, use_cache=False)
@@ -104,7 +105,9 @@ def domain_from_experts(first_DLE: np.ndarray, later: list[np.ndarray]) -> float
 
 def routing_report(experts: dict[str, np.ndarray], num_experts: int) -> dict[str, Any]:
     """Domains against halves of one domain (different documents), neighbours against strangers."""
-    first, later, adjacent = [], [], []
+    first = []
+    later = []
+    adjacent = []
     for chosen_WTLK in experts.values():
         windows, _, layers, top_k = chosen_WTLK.shape
         stretches = chosen_WTLK.reshape(-1, STRETCH, layers, top_k)
@@ -113,7 +116,8 @@ def routing_report(experts: dict[str, np.ndarray], num_experts: int) -> dict[str
         first.append(counts[:half].sum(0))
         later.append(counts[half:])
         adjacent.append(adjacent_overlap(chosen_WTLK))
-    first_DLE, later_DLE = np.stack(first), np.stack([counts.sum(0) for counts in later])
+    first_DLE = np.stack(first)
+    later_DLE = np.stack([counts.sum(0) for counts in later])
     all_DLE = first_DLE + later_DLE
     p, q, use_DLE = (x / x.sum(-1, keepdims=True) for x in (first_DLE, later_DLE, all_DLE))
     divergence_DD = jensen_shannon_bits(p[:, None], q[None]).mean(-1)

@@ -41,8 +41,13 @@ class TensorPlan(NamedTuple):
 def plan(args: argparse.Namespace, num_layers: int) -> Iterator[TensorPlan]:
     """The scale is 1 / sqrt(fan in), and what the residual is given gets 1 / sqrt(layers) of that:
     the states stay near 1 and keep their token's embedding at any depth."""
-    hidden, head, inner = args.hidden, args.head_dim, args.moe_intermediate
-    query, kv, into, added = args.heads * head, args.kv_heads * head, hidden**-0.5, num_layers**-0.5
+    hidden = args.hidden
+    head = args.head_dim
+    inner = args.moe_intermediate
+    query = args.heads * head
+    kv = args.kv_heads * head
+    into = hidden**-0.5
+    added = num_layers**-0.5
     yield TensorPlan("model.embed_tokens.weight", (args.vocab, hidden), 1.0)
     for at in (f"model.layers.{layer_idx}" for layer_idx in range(num_layers)):
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
@@ -65,7 +70,8 @@ def size_of(tensors: Iterable[TensorPlan]) -> int:
 
 
 def layers_for(args: argparse.Namespace) -> int:
-    one_bytes, two_bytes = size_of(plan(args, 1)), size_of(plan(args, 2))
+    one_bytes = size_of(plan(args, 1))
+    two_bytes = size_of(plan(args, 2))
     layers: int = 1 + round((args.gib * GIB - one_bytes) / (two_bytes - one_bytes))
     if layers < 1:
         raise SystemExit(f"one layer makes {one_bytes / GIB:.2f} GiB: raise --gib, lower --experts")
@@ -93,12 +99,14 @@ class Pool:
         if tensor.scale not in self._scaled:
             values = self._normal * tensor.scale if tensor.scale else torch.ones(POOL_LENGTH)
             self._scaled[tensor.scale] = values.bfloat16().view(torch.int16).numpy()
-        start, left = self._num_written * POOL_STEP % POOL_LENGTH, prod(tensor.shape)
+        start = self._num_written * POOL_STEP % POOL_LENGTH
+        left = prod(tensor.shape)
         self._num_written += 1
         while left:
             stretch = self._scaled[tensor.scale][start : start + left]
             file.write(stretch.data)
-            start, left = 0, left - len(stretch)
+            start = 0
+            left = left - len(stretch)
 
 
 def safetensors_header(shard: list[TensorPlan]) -> bytes:
@@ -114,7 +122,8 @@ def safetensors_header(shard: list[TensorPlan]) -> bytes:
 
 
 def write_weights(folder: Path, shards: list[list[TensorPlan]], seed: int) -> None:
-    pool, weight_map = Pool(seed), {}
+    pool = Pool(seed)
+    weight_map = {}
     total_bytes = sum(size_of(shard) for shard in shards)
     with Progress(BarColumn(), DownloadColumn(True), TransferSpeedColumn()) as progress:
         task = progress.add_task("", total=total_bytes)

@@ -33,7 +33,8 @@ def extend(
 ) -> np.ndarray:
     """Probabilities of the n-gram model of `order`, made from those of the order below."""
     grams, counts = np.unique(ngram_keys(stream, order, vocab), return_counts=True)
-    once, twice = (counts == 1).sum(), (counts == 2).sum()
+    once = (counts == 1).sum()
+    twice = (counts == 2).sum()
     discount = once / (once + 2 * twice)  # the usual estimate (Ney, Essen and Kneser, 1994)
     contexts, starts, types = np.unique(grams // vocab, return_index=True, return_counts=True)
     totals = np.add.reduceat(counts, starts)

@@ -173,7 +173,8 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 def build_optimizers(model: Qwen3MoeForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers; AdamW for embedding, routers and norms."""
-    hidden, other = [], []
+    hidden = []
+    other = []
     for name, param in model.named_parameters():
         is_hidden = param.ndim > 1 and "embed" not in name and ".gate.weight" not in name
         (hidden if is_hidden else other).append(param)
@@ -214,14 +215,16 @@ def train(args: argparse.Namespace) -> None:
     model = build_model().to(args.device)
     optimizers = build_optimizers(model)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    step, seconds = 0, 0.0
+    step = 0
+    seconds = 0.0
     checkpoint = args.work_dir / "checkpoint.pt"
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=args.device, weights_only=True)
         model.load_state_dict(state["model"])
         for optimizer, saved_state in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved_state)
-        step, seconds = state["step"], state["seconds"]
+        step = state["step"]
+        seconds = state["seconds"]
     print(
         f"{len(windows):,} windows of {SEQ_LEN} tokens, from step {step}, "
         f"{seconds / 60:.1f} min done",

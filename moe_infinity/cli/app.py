@@ -1,5 +1,7 @@
-"""The command line: run | chat | serve | inspect | pack | trace | simulate. Text goes to stdout,
-progress and logs to stderr; exit codes 0, 1, 2; 130 after Ctrl-C.
+"""The command line: run | chat | serve | inspect | pack | trace | simulate.
+
+Answers go to stdout, progress and logs to stderr. Exit codes: 0 done, 1 an error of ours, 2 wrong
+usage, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def chat(
     static_cache: StaticCache = False,
     **options: Any,
 ) -> None:
-    """Talk to a model or a server; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
+    """Talk to a model or a server. An empty line or Ctrl-D ends the chat, Ctrl-C an answer."""
     if (model is None) == (url is None):
         raise typer.BadParameter("give one of MODEL and --url")
     if url is not None:
@@ -138,7 +140,10 @@ def inspect(
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show layers, experts and bytes of a checkpoint, and what budgets hold. Reads headers only."""
+    """Show layers, experts and bytes of a checkpoint, and how many experts budgets hold.
+
+    Reads headers only.
+    """
     from moe_infinity.inspection import inspect_checkpoint
 
     summary = inspect_checkpoint(model, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -148,17 +153,20 @@ def inspect(
 @app.command()
 def pack(
     model: Model,
-    experts: Annotated[str, typer.Option(help="What to store experts in: int4, int8 or fp8.")],
+    experts: Annotated[str, typer.Option(help="Type to store experts in: int4, int8 or fp8.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
     group_size: Annotated[
-        int, typer.Option(help="int4: columns that share a scale, 32, 64 or 128.")
+        int, typer.Option(help="For int4: how many columns share a scale, 32, 64 or 128.")
     ] = 32,
     rounding: Annotated[
         str, typer.Option(help="search (smaller error) or nearest (faster).")
     ] = "search",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write a checkpoint with its experts in fewer bits. Interrupted, the same command goes on."""
+    """Write a checkpoint with its experts in fewer bits.
+
+    After an interruption, the same command goes on.
+    """
     from moe_infinity.quantize import pack_checkpoint
 
     with Progress(console=stderr, transient=True) as progress:
@@ -183,14 +191,16 @@ def trace(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The .npz to write.")],
     max_new_tokens: MaxNewTokens = 64,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first prompts, at most this many.")
+    ] = None,
     device: Device = "auto",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Record which experts every token of some prompts was routed to, prompt and output."""
+    """Record the experts that each token of prompts and outputs was routed to."""
     from moe_infinity.tracing import read_prompts, record_trace
 
     texts = read_prompts(prompts)[:limit]
@@ -222,36 +232,45 @@ def trace(
 def simulate(
     traces: Annotated[
         list[Path],
-        typer.Argument(help="Traces (.npz), or folders with an experts.npz.", exists=True),
+        typer.Argument(help="Traces (.npz), or folders that contain an experts.npz.", exists=True),
     ],
     policy: Annotated[
         str,
-        typer.Option(help=f"With commas: {', '.join(SIMULATED_POLICIES)}; belady is always there."),
+        typer.Option(
+            help=f"Separated by commas: {', '.join(SIMULATED_POLICIES)}; belady is always added."
+        ),
     ] = "lru,lfu,request-lfu,moe-infinity-v3,activation-aware",
     capacity: Annotated[
-        str, typer.Option(help="With commas: '10%' of all experts, or a number of slots.")
+        str, typer.Option(help="Separated by commas: '10%' of all experts, or a number of slots.")
     ] = "10%,20%,30%",
     prefetch: Annotated[
-        bool, typer.Option("--prefetch", help="Let policies that predict load ahead.")
+        bool, typer.Option("--prefetch", help="Load experts ahead with the policies that predict.")
     ] = False,
-    bandwidth: Annotated[str, typer.Option(help="Of the link that loads experts.")] = "1.2GB/s",
+    bandwidth: Annotated[
+        str, typer.Option(help="Bandwidth of the link that loads experts.")
+    ] = "1.2GB/s",
     expert_bytes: Annotated[str, typer.Option(help="Size of one expert.")] = "13MB",
     compute_us: Annotated[
         float,
-        typer.Option(min=0.001, max=1e9, help="Microseconds from a layer's routing to the next's."),
+        typer.Option(
+            min=0.001, max=1e9, help="Microseconds from the routing of a layer to the next."
+        ),
     ] = 1000.0,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests replayed, not counted.")] = 0,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests to replay first and not count.")] = 0,
     draw: Annotated[
-        int | None, typer.Option(min=1, help="Draw so many requests, in random order.")
+        int | None, typer.Option(min=1, help="Replay this many requests, drawn at random.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of that draw.")] = 0,
-    users: Annotated[int, typer.Option(min=1, help="Interleave the requests of so many.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of that draw.")] = 0,
+    users: Annotated[int, typer.Option(min=1, help="Users whose requests are interleaved.")] = 1,
     without: Annotated[
-        str, typer.Option(help=f"Factors not to predict from, with commas: {', '.join(FACTORS)}.")
+        str,
+        typer.Option(
+            help=f"Factors to leave out of predictions, separated by commas: {', '.join(FACTORS)}."
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Replay recorded routing with other policies and capacities, without the model."""
+    """Replay recorded routing with other policies and capacities. Needs no model."""
     from moe_infinity.simulator.laboratory import Experiment, run_experiment, table_of
 
     experiment = Experiment.from_text(
@@ -275,7 +294,7 @@ def simulate(
 def settings_of(
     max_new_tokens: int, temperature: float, top_p: float, seed: int | None, static_cache: bool
 ) -> dict[str, Any]:
-    """Arguments of generate()."""
+    """Arguments of generate(). Sets the random seeds if there is a seed."""
     if seed is not None:
         from transformers import set_seed
 
@@ -300,7 +319,10 @@ def result_of(stream: Any, moe: Any) -> dict[str, Any]:
 
 
 def _press_again(dropped: Any) -> None:
-    """Ctrl-C in a `__del__`, which Python drops: packages that we import have thousands to run."""
+    """Repeat a Ctrl-C that arrived in a `__del__`, where Python ignores it.
+
+    The packages that we import run thousands of them.
+    """
     if dropped.exc_type is KeyboardInterrupt:
         Timer(0.01, signal.pthread_kill, (main_thread().ident, signal.SIGINT)).start()
     else:
@@ -308,7 +330,7 @@ def _press_again(dropped: Any) -> None:
 
 
 def main() -> None:
-    """Entry point: our errors become one message and exit code 1, wrong usage 2, Ctrl-C 130."""
+    """Run the command line. An error of ours becomes a message on stderr, without a traceback."""
     sys.unraisablehook = _press_again
     try:
         app()
@@ -317,7 +339,7 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    finally:  # torch takes a second to leave and answers a second Ctrl-C with a traceback
+    finally:  # torch takes a second to exit; a second Ctrl-C then gives a traceback
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 
 
 def above_zero(value: float) -> float:
-    """A range that leaves out its lower end, which typer cannot say. NaN is in none."""
+    """The value if it is above 0: typer has no range without its lower end. Refuses NaN too."""
     if not value > 0:
         raise typer.BadParameter(f"{value:g} is not above 0")
     return value
@@ -23,9 +23,7 @@ Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", metav
 ChatModel = Annotated[
     str | None, typer.Argument(help="Checkpoint folder or hub id.", metavar="[MODEL]")
 ]
-Url = Annotated[
-    str | None, typer.Option(help="A server to talk to, instead of loading MODEL here.")
-]
+Url = Annotated[str | None, typer.Option(help="Talk to this server instead of loading MODEL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 Device = Annotated[
     str,
@@ -45,16 +43,21 @@ HostMemory = Annotated[
         "Default: 70% of what is free."
     ),
 ]
-Policy = Annotated[str, typer.Option(help=f"Which expert leaves first: {', '.join(POLICIES)}.")]
+Policy = Annotated[str, typer.Option(help=f"Which expert is evicted first: {', '.join(POLICIES)}.")]
 Prefetch = Annotated[bool, typer.Option("--prefetch", help="Load experts ahead of their layer.")]
 EarlyRouter = Annotated[
     bool, typer.Option("--early-router", help="With --prefetch: ask the next layer's router early.")
 ]
 History = Annotated[
     Path | None,
-    typer.Option(help="File to go on learning from and to write at the end.", dir_okay=False),
+    typer.Option(
+        help="File of what earlier runs learned, read at the start and written at the end.",
+        dir_okay=False,
+    ),
 ]
-Dtype = Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")]
+Dtype = Annotated[
+    str, typer.Option(help="Type of weights: auto (as stored), bfloat16, float16 or float32.")
+]
 ExpertDtype = Annotated[
     str | None,
     typer.Option(help="Pack experts as they are loaded: int4, int8 or fp8. Changes results."),
@@ -70,43 +73,46 @@ StaticCache = Annotated[
     bool,
     typer.Option(
         "--static-cache",
-        help="Keep keys and values in one place: what a CUDA graph of a step needs, with fast.",
+        help="Use a KV cache of fixed size. A step is a CUDA graph only with this and `fast`.",
     ),
 ]
 TrustRemoteCode = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings with it."),
+    typer.Option("--trust-remote-code", help="Run Python code that is part of the checkpoint."),
 ]
 Prompt = Annotated[str, typer.Option("--prompt", "-p", help="Text to continue; '-' reads stdin.")]
-ShowReport = Annotated[bool, typer.Option("--report", help="Print what the cache did, to stderr.")]
-ShowProfile = Annotated[
-    bool, typer.Option("--profile", help="Print where the time went, to stderr.")
+ShowReport = Annotated[
+    bool, typer.Option("--report", help="Print hits, misses and loads of experts to stderr.")
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
+ShowProfile = Annotated[
+    bool, typer.Option("--profile", help="Print the time of each part of a decode step to stderr.")
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
 Temperature = Annotated[
-    float, typer.Option(min=0.0, help="0 takes the likeliest token, above 0 samples.")
+    float, typer.Option(min=0.0, help="0 takes the likeliest token; above 0 samples.")
 ]
 TopP = Annotated[
     float,
     typer.Option(
         max=1.0,
         callback=above_zero,
-        help="Sample from the likeliest tokens of this mass, above 0.",
+        help="Sample from the likeliest tokens whose probabilities sum to this, above 0.",
     ),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed for sampling.")]
 ChatKey = Annotated[
     str | None,
     typer.Option(
-        help="With --url: key to show the server; better given by the environment, which `ps` "
-        "hides.",
+        help="With --url: API key of the server. Better given in the environment, which `ps` "
+        "does not show.",
         envvar="MOE_INFINITY_API_KEY",
     ),
 ]
 ApiKey = Annotated[
     str | None,
     typer.Option(
-        help="Key that requests must bring; better given by the environment, which `ps` hides.",
+        help="Key that requests must send. Better given in the environment, which `ps` does not "
+        "show.",
         envvar="MOE_INFINITY_API_KEY",
     ),
 ]
@@ -125,12 +131,13 @@ def _of_model(
     experts_implementation: Implementation = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """What `with_model_options` adds: options of OffloadConfig, by its names."""
+    """The options that `with_model_options` adds: fields of OffloadConfig, by their names."""
 
 
 def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command of a model that is opened here: what follows its own options comes to it as
-    `**options`, ready for `MoE(...)`.
+    """A command with the options of a model after its own.
+
+    The command receives them as `**options` and passes them to `MoE(...)`.
     """
     own = signature(command, eval_str=True).parameters.values()
     of_model = signature(_of_model, eval_str=True).parameters.values()

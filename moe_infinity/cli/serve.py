@@ -1,4 +1,4 @@
-"""`moe-infinity serve`, and `chat --url`."""
+"""`moe-infinity serve`, and `moe-infinity chat --url`."""
 
 from __future__ import annotations
 
@@ -16,26 +16,34 @@ from moe_infinity.errors import ConfigError
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 OF_CHAT_WITH_SERVER = ("url", "api_key", "max_new_tokens", "temperature", "top_p", "seed")
 
-Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses.")]
+Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes one that is free.")
+]
 ServedName = Annotated[
-    str | None, typer.Option(help="What clients call the model. Default: its name.")
+    str | None,
+    typer.Option(help="Name of the model for clients. Default: its folder's name or hub id."),
 ]
 MaxBatch = Annotated[
-    int, typer.Option(min=1, help="Sequences that decode together; 1: as generate(), bitwise.")
+    int, typer.Option(min=1, help="Sequences that decode together. 1 gives the bits of generate().")
 ]
-MaxQueue = Annotated[int, typer.Option(min=1, help="Sequences that may wait; then 429.")]
+MaxQueue = Annotated[
+    int, typer.Option(min=1, help="Sequences that may wait. More are refused with status 429.")
+]
 MaxContext = Annotated[
-    int | None, typer.Option(min=2, help="Tokens of prompt and answer. Default: the model's.")
+    int | None,
+    typer.Option(min=2, help="The most tokens of prompt and answer. Default: the model's."),
 ]
 AnswerTokens = Annotated[
-    int, typer.Option(min=1, help="Of a chat answer whose request does not say.")
+    int, typer.Option(min=1, help="The most tokens of a chat answer whose request sets no limit.")
 ]
-PrefillChunk = Annotated[int, typer.Option(min=1, help="Tokens of a prompt that others wait for.")]
+PrefillChunk = Annotated[
+    int, typer.Option(min=1, help="Tokens of a prompt that one step computes.")
+]
 Deadline = Annotated[
-    float, typer.Option(min=0.001, help="Seconds a request may take, waiting included.")
+    float, typer.Option(min=0.001, help="Seconds that a request may take, waiting included.")
 ]
-MaxBody = Annotated[int, typer.Option(min=1, help="Bytes of a request.")]
+MaxBody = Annotated[int, typer.Option(min=1, help="The most bytes of a request body.")]
 
 
 @with_model_options
@@ -54,7 +62,7 @@ def serve(
     max_body: MaxBody = 4 << 20,
     **options: Any,
 ) -> None:
-    """Serve a model to several users over OpenAI's API, with a page at /."""
+    """Serve a model to several users with OpenAI's HTTP API, and a page at /."""
     require_extra()
     from moe_infinity.server.sequences import EngineConfig
     from moe_infinity.server.serve import ServeConfig, bound_sockets, serve_model
@@ -71,7 +79,7 @@ def serve(
 
 
 def refuse_model_options(context: typer.Context) -> None:
-    """Raises ConfigError for options of `chat` that are about a model loaded here."""
+    """Raises ConfigError if `chat --url` was given options of a model that is loaded here."""
     given = [
         option.opts[0]
         for option in context.command.params
@@ -94,7 +102,10 @@ def chat_with_server(
     top_p: float,
     seed: int | None,
 ) -> None:
-    """Raises ConfigError without httpx, MoEInfinityError for what the server refuses."""
+    """Talk to a server on the terminal.
+
+    Raises ConfigError if httpx is not installed, MoEInfinityError if the server refuses a request.
+    """
     require_extra(["httpx"])
     from moe_infinity.server.client import ChatClient
 
@@ -102,7 +113,7 @@ def chat_with_server(
 
 
 def require_extra(needs: Sequence[str] = NEEDS) -> None:
-    """Raises ConfigError when what only server and client need is not installed."""
+    """Raises ConfigError if a package that only server and client need is not installed."""
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         raise ConfigError(f"this needs {', '.join(missing)}: pip install 'moe-infinity[serve]'")

@@ -1,4 +1,4 @@
-"""What commands print: answers to stdout, all else to stderr; and a conversation."""
+"""The terminal: answers go to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ stderr = Console(stderr=True, highlight=False, emoji=False)
 
 
 def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]]) -> None:
-    """A conversation on the terminal; `answer` gives pieces of text for the messages so far."""
+    """Hold a conversation. `answer` generates pieces of text from the messages so far."""
     messages: list[dict[str, str]] = []
     for line in user_lines():
         messages.append({"role": "user", "content": line})
@@ -27,7 +27,7 @@ def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]]) -> None:
 
 
 def user_lines() -> Iterator[str]:
-    """Lines typed after a prompt sign, until an empty one or the end of input."""
+    """Lines typed after a prompt sign, until an empty line or the end of input."""
     while True:
         try:
             line = stderr.input("[bold]> [/bold]").strip()
@@ -39,5 +39,6 @@ def user_lines() -> Iterator[str]:
 
 
 def write(text: str) -> None:
+    """Print text to stdout at once."""
     sys.stdout.write(text)
     sys.stdout.flush()

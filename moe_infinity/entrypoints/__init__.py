@@ -1,1 +1,1 @@
-"""Ways in that older scripts know."""
+"""Module names that scripts of the earlier MoE-Infinity use."""

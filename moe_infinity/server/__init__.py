@@ -1,19 +1,26 @@
-"""One offloaded model for several users over HTTP, in the words of OpenAI's API.
+"""A server that offers one model to several users, with OpenAI's HTTP API.
 
-engine.py     the step loop: who waits, who runs, what a step is made of; no HTTP
-sequences.py  what goes into the engine and comes out of it
+Generation, without HTTP:
+
+engine.py     the step loop: which sequences wait, which run, what a step computes
+sequences.py  requests to the engine, its outputs, and a sequence between them
 passes.py     the forward passes
 batch.py      the KV cache of the sequences that decode together
-sampling.py   the next token of one sequence, as its request wants it
+sampling.py   the next token of one sequence
 text.py       tokens to text, piece by piece; stop strings
+
+HTTP:
 
 app.py        the routes
 protocol.py   request bodies
-prompts.py    from a body to requests of the engine
-exchange.py   one generating HTTP request, from the engine's outputs to its answer
+prompts.py    from a request body to requests for the engine
+exchange.py   one HTTP request that generates, from submission to its answer
 answers.py    response bodies, whole or in chunks
-auth.py       keys, sizes, refusals
-metrics.py    what Prometheus and the page are told
+responses.py  OpenAI's Responses API
+auth.py       checks of origin, key and size; refusals
+metrics.py    what /metrics and /stats show
+document.py   what /openapi.json shows
 page.html     the page at /
 serve.py      start, drain, stop
+client.py     the client of `moe-infinity chat --url`
 """

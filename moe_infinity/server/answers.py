@@ -1,4 +1,4 @@
-"""The outputs of the engine as OpenAI's bodies: one at the end, or a stream of chunks.
+"""Answers in OpenAI's form, made of the engine's outputs: one body, or a stream of chunks.
 
 engine's thread --Mailbox--> event loop --> chunks (SSE) or one body
 """
@@ -20,7 +20,10 @@ DONE = "data: [DONE]\n\n"
 
 
 class Mailbox:
-    """Outputs of the choices of one HTTP request, in the order they came."""
+    """Outputs of all choices of one HTTP request, in the order of their delivery.
+
+    The engine's thread delivers; the event loop reads.
+    """
 
     def __init__(self, num_choices: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -28,6 +31,8 @@ class Mailbox:
         self._num_open = num_choices
 
     def deliver_to(self, index: int) -> Deliver:
+        """A function that delivers an output of choice `index` from any thread."""
+
         def deliver(output: Output) -> None:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, output))
@@ -35,7 +40,10 @@ class Mailbox:
         return deliver
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """(choice, output) until every choice has ended. Raises the error of the first to fail."""
+        """(choice, output) until every choice has ended.
+
+        Raises the error of a choice that failed.
+        """
         while self._num_open:
             index, output = await self._queue.get()
             if output.error is not None:
@@ -46,7 +54,7 @@ class Mailbox:
 
 @dataclass(slots=True)
 class Choice:
-    """What became of one choice so far."""
+    """What was generated for one choice so far."""
 
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)
@@ -61,7 +69,7 @@ class Choice:
 
 
 class Answer(ABC):
-    """One HTTP request's answer. Subclasses know the shape of their kind of body."""
+    """The answer to one HTTP request. A subclass defines the fields of one kind of body."""
 
     id_prefix: str
     object: str
@@ -83,9 +91,11 @@ class Answer(ABC):
         }
 
     def add(self, index: int, output: Output) -> None:
+        """Add an output to choice `index`."""
         self._choices[index].add(output)
 
     def usage(self) -> dict[str, int]:
+        """Tokens of prompt and answer so far."""
         generated = sum(choice.num_generated for choice in self._choices)
         return {
             "prompt_tokens": self._prompt_tokens,
@@ -94,6 +104,7 @@ class Answer(ABC):
         }
 
     def body(self) -> dict[str, Any]:
+        """The whole answer, once all outputs are added."""
         choices = [
             {
                 "index": index,
@@ -106,19 +117,21 @@ class Answer(ABC):
         return {**self._head, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def first_chunks(self) -> list[str]:
+        """Events of a stream before any output."""
         return []
 
     def chunk(self, index: int, output: Output) -> str:
-        """Empty if there is nothing to tell."""
+        """The event for one output; empty if the output adds nothing to show."""
         return self._chunk(index, self._delta(output.text), output)
 
     def last_chunks(self) -> list[str]:
+        """Events of a stream after the last output."""
         if not self._wants_usage:
             return [DONE]
         return [self._event({"choices": [], "usage": self.usage()}), DONE]
 
     def error_chunk(self, error: dict[str, Any]) -> str:
-        """The last one of a stream that fails."""
+        """The event that ends a stream with an error."""
         return sse({"error": error})
 
     def _chunk(self, index: int, content: dict[str, Any], output: Output) -> str:
@@ -139,15 +152,15 @@ class Answer(ABC):
 
     @abstractmethod
     def _content(self, text: str) -> dict[str, Any]:
-        """Of a choice that is complete."""
+        """The fields of a complete choice."""
 
     @abstractmethod
     def _delta(self, text: str) -> dict[str, Any]:
-        """What a chunk adds."""
+        """The fields of a choice in a chunk that adds `text`."""
 
     @abstractmethod
     def _shape_logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
-        """Of the tokens of one choice."""
+        """The log-probabilities of tokens of one choice."""
 
 
 class CompletionAnswer(Answer):
@@ -198,11 +211,11 @@ class ChatAnswer(Answer):
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self._text_of(token_id)
-        # Part of a character has no text of its own, and so no bytes that could be told.
+        # A token that is part of a character decodes to U+FFFD, which does not give its bytes.
         as_bytes = None if "�" in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": as_bytes}
 
 
 def sse(payload: dict[str, Any]) -> str:
-    """One event. In ASCII: some clients take the line separators of Unicode for ends of lines."""
+    """A server-sent event. It is ASCII: some clients split lines at Unicode line separators."""
     return f"data: {json.dumps(payload)}\n\n"

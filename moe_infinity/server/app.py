@@ -1,5 +1,7 @@
-"""The routes. Nothing here waits for the model: the engine's thread does the work and posts what
-comes of it to the event loop.
+"""The routes of the HTTP API.
+
+Nothing here waits for the model. The engine's thread generates and posts its outputs to the event
+loop.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
-from moe_infinity.server import auth as gate
+from moe_infinity.server import auth
 from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
 from moe_infinity.server.document import document_of
 from moe_infinity.server.engine import Engine
@@ -54,13 +56,15 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiConfig:
+    """What the routes need to know beside the model."""
+
     model_name: str  # as clients call it
-    api_key: str | None = None
+    api_key: str | None = None  # None: requests need no key
     max_body_bytes: int = 4 << 20
 
 
 def create_app(moe: MoE, engine: Engine, reader: PromptReader, config: ApiConfig) -> FastAPI:
-    """The application; the engine is started and stopped by whoever runs it."""
+    """The ASGI application. The caller starts and stops the engine."""
     api = Api(moe, engine, reader, config)
     app = FastAPI(title="MoE-Infinity", docs_url=None, redoc_url=None, openapi_url=None)
     for path, handler in api.open_routes().items():
@@ -75,11 +79,11 @@ def create_app(moe: MoE, engine: Engine, reader: PromptReader, config: ApiConfig
 async def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path}"
-    return gate.refuse(error.status_code, message).response()
+    return auth.refuse(error.status_code, message).response()
 
 
 class Api:
-    """What the routes share."""
+    """The handlers of all routes, and the objects they share."""
 
     def __init__(self, moe: MoE, engine: Engine, reader: PromptReader, config: ApiConfig) -> None:
         self._moe = moe
@@ -90,7 +94,7 @@ class Api:
         self._created = int(time.time())
 
     def open_routes(self) -> dict[str, Handler]:
-        """Without a key: they tell nothing of what is asked or answered."""
+        """Routes that need no key. They show nothing of requests or answers."""
         return {
             "/": self.page,
             "/health": self.health,
@@ -117,17 +121,20 @@ class Api:
         }
 
     def guarded(self, path: str, handler: Handler) -> Handler:
-        """The key first; what goes wrong becomes an answer, and is counted."""
+        """The handler behind the checks of key and origin.
+
+        Errors become answers of OpenAI's form, and every answer is counted in the metrics.
+        """
 
         async def guarded(request: HttpRequest) -> Response:
             try:
-                gate.refuse_other_sites(request)
-                gate.require_key(request, self._config.api_key)
+                auth.refuse_other_sites(request)
+                auth.require_key(request, self._config.api_key)
                 response = await handler(request)
             except ValidationError as error:
-                response = gate.refused_by_fields(error).response()
+                response = auth.refused_by_fields(error).response()
             except Exception as error:
-                refused = gate.refused_by(error)
+                refused = auth.refused_by(error)
                 if refused.status == 500:
                     logger.exception("%s failed", request.url.path)
                 response = refused.response()
@@ -220,7 +227,7 @@ class Api:
         return JSONResponse({"prompt": text})
 
     async def _read(self, request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
-        raw = await gate.read_body(request, self._config.max_body_bytes)
+        raw = await auth.read_body(request, self._config.max_body_bytes)
         body = kind.model_validate_json(raw)
         model = getattr(body, "model", None)
         if model is not None:
@@ -230,7 +237,7 @@ class Api:
     def _require_model(self, name: str) -> None:
         if name not in (self._config.model_name, self._moe.checkpoint):
             served = self._config.model_name
-            raise gate.refuse(
+            raise auth.refuse(
                 404,
                 f"no model {name!r} here, but {served!r}",
                 param="model",
@@ -252,7 +259,7 @@ class Api:
         )
         try:
             exchange = Exchange(self._engine, self._metrics, answer, requests)
-        except ConfigError as error:  # more sequences than may ever wait
+        except ConfigError as error:  # more sequences than the queue has places
             num_prompts = len(requests) // body.num_choices
             too_many = "prompt" if num_prompts > self._engine.config.max_queue else "n"
             raise BadRequest(str(error), param=too_many) from error

@@ -1,4 +1,7 @@
-"""What every request passes first, and how a refusal is worded: OpenAI's error object."""
+"""The checks that every request passes first: origin, API key and size of the body.
+
+A refusal is OpenAI's error object.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,17 @@ from pydantic import ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 
+from moe_infinity.errors import Cancelled
 from moe_infinity.server.protocol import BadRequest
-from moe_infinity.server.sequences import (
-    DeadlineExceeded,
-    EngineStopped,
-    QueueFull,
-    RequestCancelled,
-)
+from moe_infinity.server.sequences import DeadlineExceeded, EngineStopped, QueueFull
 
-KIND = re.compile(r"(constrained-)?str|.*\[.*")  # of several, as pydantic names it in a place
-RETRY_AFTER_S = 2  # about what one of a batch's answers takes; any number would do
+# In the location of an error, pydantic also names which of several types it tried.
+TRIED_TYPE = re.compile(r"(constrained-)?str|.*\[.*")
+RETRY_AFTER_S = 2  # about the time until a sequence of a batch ends; any number would do
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """An answer with a status other than 200."""
 
     def __init__(self, status: int, error: dict[str, Any], headers: dict[str, str]) -> None:
         super().__init__(error["message"])
@@ -44,12 +44,13 @@ def refuse(
     code: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> Refused:
+    """A refusal with OpenAI's error object; `kind` is its "type". The caller raises it."""
     error = {"message": message, "type": kind, "param": param, "code": code}
     return Refused(status, error, headers or {})
 
 
 def refused_by(error: BaseException) -> Refused:
-    """The answer to an error of a layer below. What we did not expect is not told in detail."""
+    """The answer for an error. The client sees only the class of an unexpected error."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, BadRequest):
@@ -63,16 +64,17 @@ def refused_by(error: BaseException) -> Refused:
         return refuse(503, str(error), kind="server_error", code="stopped")
     if isinstance(error, DeadlineExceeded):
         return refuse(504, str(error), kind="server_error", code="deadline_exceeded")
-    if isinstance(error, RequestCancelled):
+    if isinstance(error, Cancelled):
         return refuse(499, str(error), kind="server_error", code="cancelled")
     what = f"generation failed: {type(error).__name__}"
     return refuse(500, what, kind="server_error", code="internal_error")
 
 
 def refused_by_fields(error: ValidationError) -> Refused:
-    """400, naming the first field that is wrong."""
+    """A refusal with status 400 that names the first wrong field."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    # A field of several kinds has errors as each of them: the kind that was meant got furthest.
+    # A field that allows several types has an error for each. The type that the client meant got
+    # furthest.
     of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
     told = max(of_field, key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
     message = told["msg"]
@@ -83,40 +85,40 @@ def refused_by_fields(error: ValidationError) -> Refused:
     if not told["loc"]:
         return refuse(400, message)
     param, *rest = map(str, told["loc"])
-    place = ".".join([param, *(part for part in rest if not KIND.fullmatch(part))])
+    place = ".".join([param, *(part for part in rest if not TRIED_TYPE.fullmatch(part))])
     return refuse(400, f"{place}: {message}", param=param)
 
 
 def refuse_other_sites(request: HttpRequest) -> None:
-    """A page of another site, open in a browser on this machine, could ask without being able to
-    read the answer. Raises Refused.
+    """Raises Refused for a request that a page of another site sends from a user's browser.
 
-    Browsers mark whom they ask for only where nobody in between can read it: over TLS, and on
-    loopback. Elsewhere there is only the page's origin.
+    Such a page cannot read the answer, but its request would use the model. Browsers name the
+    relation of the sites (Sec-Fetch-Site) only over TLS and on loopback; elsewhere the request
+    has only the page's origin.
     """
     marked = request.headers.get("sec-fetch-site")
-    if marked in ("same-origin", "none"):  # so it stays behind a proxy that asks with another Host
+    if marked in ("same-origin", "none"):  # also behind a proxy that changes Host
         return
     if marked == "cross-site" or not _has_own_origin(request):
         raise refuse(403, "requests from pages of other sites are refused", code="cross_site")
 
 
 def _has_own_origin(request: HttpRequest) -> bool:
-    """True, too, of what is no browser's: it tells no origin."""
+    """Whether the request comes from our own page, or from no browser: then it has no origin."""
     origin = request.headers.get("origin")
     if origin is None:
         return True
-    _, _, place = origin.lower().partition("://")  # nothing of "null"
+    _, _, place = origin.lower().partition("://")  # empty for "null"
     host = request.headers.get("host", "").lower()
-    return bool(place) and place in (host, host.removesuffix(":80"))  # browsers leave out that one
+    return bool(place) and place in (host, host.removesuffix(":80"))  # browsers omit port 80
 
 
 def require_key(request: HttpRequest, api_key: str | None) -> None:
-    """Raises Refused. Compared in constant time."""
+    """Raises Refused (401) without the key. The comparison takes constant time."""
     if api_key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Headers are read as Latin-1: that gives back the bytes that were sent.
+    # Starlette decodes headers as Latin-1; encoding gives back the bytes that were sent.
     is_right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
     if scheme.lower() != "bearer" or not is_right:
         raise refuse(
@@ -128,7 +130,10 @@ def require_key(request: HttpRequest, api_key: str | None) -> None:
 
 
 async def read_body(request: HttpRequest, max_bytes: int) -> bytes:
-    """Raises Refused once there is more than allowed, whatever the header says."""
+    """The body. Raises Refused (413) as soon as it is larger than `max_bytes`.
+
+    Received bytes count, so a wrong Content-Length does not help a client.
+    """
     too_large = refuse(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > max_bytes:

@@ -1,8 +1,8 @@
-"""The KV cache of the sequences that decode together, which they join and leave between steps.
+"""The KV cache of the sequences that decode together. They join and leave it between steps.
 
-Rows are aligned at their ends, as in a batch that was padded on the left: what generate() does with
-one, so every model that takes padded batches takes this. A batch of one has no padding and is what
-generate() makes of a single sequence, to the bit.
+Rows are aligned at their ends, as generate() aligns a batch that is padded on the left. So every
+model that takes padded batches can be served. A batch of one sequence has no padding: its cache has
+the bits that generate() gives a single sequence.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-# Not DynamicIndexedLayer: sparse attention picks its places among those of the padding, too, so a
-# sequence's tokens change with its neighbours (DeepSeek-V3.2 and GLM-5, tiny and random).
+# Not DynamicIndexedLayer: sparse attention also selects positions of the padding, so a sequence's
+# tokens depend on its neighbours (seen with DeepSeek-V3.2 and GLM-5, tiny and random).
 JOINABLE = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -34,18 +34,19 @@ JOINABLE = (
 
 
 def layers_that_cannot_join(config: Any) -> list[str]:
-    """Kinds of cache layer of a model that this module cannot put together."""
+    """Names of the cache layer classes of a model whose caches cannot be joined."""
     layers = DynamicCache(config=config).layers
     return sorted({type(layer).__name__ for layer in layers if type(layer) not in JOINABLE})
 
 
 def has_recurrent_layers(config: Any) -> bool:
+    """Whether a layer of the model keeps a recurrent state instead of keys and values."""
     layers = DynamicCache(config=config).layers
     return any(isinstance(layer, LinearAttentionLayer) for layer in layers)
 
 
 class DecodeBatch:
-    """Caches of B sequences as one, and how long each is."""
+    """The joined caches of B sequences, and the length of each in tokens."""
 
     def __init__(self) -> None:
         self.cache: DynamicCache | None = None
@@ -56,10 +57,11 @@ class DecodeBatch:
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest sequence."""
         return max(self._lengths, default=0)
 
     def join(self, cache: DynamicCache, length: int) -> None:
-        """One more sequence, the last row from now on; its cache becomes part of this one."""
+        """Add a sequence of `length` tokens as the last row."""
         if self.cache is None:
             self.cache = cache
         else:
@@ -69,7 +71,7 @@ class DecodeBatch:
         self._lengths.append(length)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Only these rows go on, in this order; the memory of the others is free."""
+        """Keep only these rows, in this order, and free the memory of the others."""
         self._lengths = [self._lengths[row] for row in rows]
         if self.cache is None or not rows:
             self.cache = None
@@ -79,10 +81,10 @@ class DecodeBatch:
             _keep_rows(layer, rows_B, self.longest)
 
     def inputs(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """What the model is called with for one new token of each sequence."""
+        """Arguments of the model for one new token of each sequence."""
         lengths_B1 = torch.tensor(self._lengths, dtype=torch.long, device="cpu")[:, None]
-        places_T = torch.arange(self.longest + 1, device="cpu")
-        mask_BT = (places_T >= self.longest - lengths_B1).to(torch.long)
+        positions_T = torch.arange(self.longest + 1, device="cpu")
+        mask_BT = (positions_T >= self.longest - lengths_B1).to(torch.long)
         return {
             "input_ids": torch.tensor(token_ids, dtype=torch.long, device="cpu")[:, None],
             "attention_mask": mask_BT,
@@ -91,16 +93,17 @@ class DecodeBatch:
         }
 
     def grow(self) -> None:
-        """A step has added one token to each sequence."""
+        """Count the token that a step has added to each sequence."""
         self._lengths = [length + 1 for length in self._lengths]
 
     def clear(self) -> None:
+        """Remove all sequences."""
         self.cache = None
         self._lengths = []
 
     @property
     def num_bytes(self) -> int:
-        """What the cache takes."""
+        """Memory of the caches."""
         layers = [] if self.cache is None else self.cache.layers
         return sum(t.nbytes for layer in layers for t in _tensors(layer))
 
@@ -111,8 +114,9 @@ def _recurrent_states(layer: Any) -> list[dict[int, Tensor | None]]:
 
 
 def _growing(layer: Any) -> tuple[str, ...]:
-    """Attributes that grow with the sequence; none of a layer without attention, or of one that
-    shares another one's keys and values.
+    """Names of a layer's tensors that grow with the sequence.
+
+    There are none in a layer without attention, or that shares keys and values with another layer.
     """
     is_growing = isinstance(layer, DynamicLayer) and layer.is_initialized
     return ("keys", "values") if is_growing else ()
@@ -125,7 +129,7 @@ def _tensors(layer: Any) -> list[Tensor]:
 
 
 def _width(layer: Any, total: int) -> int:
-    """How many places of a batch of this length the layer keeps."""
+    """How many positions the layer keeps of a batch of `total` positions."""
     if isinstance(layer, DynamicSlidingWindowLayer):
         return min(total, int(layer.sliding_window) - 1)
     return total
@@ -145,7 +149,7 @@ def _join_layer(layer: Any, other: Any, total: int) -> None:
 
 
 def _widened(x_BHTD: Tensor, width: int) -> Tensor:
-    """With zeros before the beginning, where the mask hides them."""
+    """Keys or values with zeros added on the left, where the mask hides them."""
     return pad(x_BHTD, (0, 0, width - x_BHTD.shape[2], 0))
 
 
@@ -158,6 +162,6 @@ def _keep_rows(layer: Any, rows_B: Tensor, total: int) -> None:
     for name in _growing(layer):
         x_BHTD = getattr(layer, name)
         at_end = slice(x_BHTD.shape[2] - width, None)
-        setattr(layer, name, x_BHTD[rows_B, :, at_end])  # a copy: nothing of the others stays
+        setattr(layer, name, x_BHTD[rows_B, :, at_end])  # a copy, so the other rows are freed
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = total

@@ -1,4 +1,4 @@
-"""`moe-infinity chat --url`: a conversation with a server that speaks OpenAI's API."""
+"""The client of `moe-infinity chat --url`: it talks to any server with OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ import httpx
 from moe_infinity.errors import MoEInfinityError
 
 CONNECT_TIMEOUT_S = 10.0
-READ_TIMEOUT_S = 660.0  # of silence; our own server gives up after 600 (--deadline)
-MAX_SHOWN = 200  # of what is no answer
+READ_TIMEOUT_S = 660.0  # without a byte; our own server gives up after 600 s (--deadline)
+MAX_SHOWN = 200  # characters of an unexpected answer in an error
 
 
 @dataclass(frozen=True, slots=True)
 class ChatClient:
-    """A server and how to ask it."""
+    """A server and the settings of every request to it."""
 
-    url: str  # with or without the /v1 at the end
-    api_key: str | None
+    url: str  # with or without /v1 at the end
+    api_key: str | None  # None: none is sent
     max_new_tokens: int
     temperature: float
     top_p: float
     seed: int | None
 
     def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Pieces of the answer. Raises MoEInfinityError with what the server said."""
+        """Pieces of the answer to a conversation.
+
+        Raises MoEInfinityError with the server's message, or if there is no answer.
+        """
         base = self.url.rstrip("/").removesuffix("/v1")
         key = self.api_key
-        headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}  # of any letters
+        headers = (
+            {b"Authorization": f"Bearer {key}".encode()} if key else {}
+        )  # bytes: a key may have any letters
         body: dict[str, Any] = {
             "messages": messages,
             "stream": True,
@@ -68,7 +73,7 @@ def _pieces(response: httpx.Response) -> Iterator[str]:
 
 
 def _text_of(payload: str) -> str:
-    """What an event adds. Raises MoEInfinityError for an error, and for what is no chunk."""
+    """The text of an event. Raises MoEInfinityError for an error or an unknown event."""
     if payload == "[DONE]":
         return ""
     try:
@@ -82,7 +87,7 @@ def _text_of(payload: str) -> str:
 
 
 def _said(body: bytes) -> str:
-    """The message of an error object, or else the beginning of what came."""
+    """The message of an error object, or the beginning of any other body."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -1,5 +1,7 @@
-"""What /openapi.json says. Bodies are the models of protocol.py and responses.py; the routes
-read them themselves, after key and size, so FastAPI would not know of them.
+"""The OpenAPI document at /openapi.json.
+
+FastAPI cannot write it: the routes read their bodies themselves, after the checks of key and size.
+The bodies here are the models of protocol.py and responses.py.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-KEYS = {  # of what a POST answers
+KEYS = {  # fields of the answer to a POST
     "/v1/completions": ("id", "object", "created", "model", "choices", "usage"),
     "/v1/chat/completions": ("id", "object", "created", "model", "choices", "usage"),
     "/v1/responses": ("id", "object", "created_at", "model", "status", "output", "usage"),
@@ -60,6 +62,7 @@ ERROR = {
 
 
 def document_of(model_name: str) -> dict[str, Any]:
+    """The document of a server of one model."""
     models: list[Any] = [(body, "validation") for body in BODIES.values()]
     _, definitions = models_json_schema(models, ref_template=REF)
     schemas: dict[str, Any] = {**definitions["$defs"], "Error": ERROR}

@@ -1,13 +1,15 @@
-"""The step loop: one thread owns the model, requests join and leave between steps.
+"""The step loop of the server: one thread runs the model, requests join and leave between steps.
 
     submit --> waiting --admit--> prefilling --prompt done--> decoding --last token--> gone
                (bounded)  a seat   one chunk of one prompt     all of them, one token each
                                    a step, in order of arrival a step
 
-A step of the engine is a chunk of the oldest prompt alone, then one token of every running
-sequence together: nobody waits for more than a chunk, and nobody is passed by. A *seat* is what the
-recorder and the predictor know a sequence by while its row in the batch changes; so each sequence
-has its own EAM, and the plan of a step is the union over its sequences.
+A step computes one chunk of the oldest prompt, then one token of every decoding sequence. So a
+decoding sequence waits for one chunk at most between two tokens, and prompts keep their order.
+
+A sequence has a seat from its first chunk to its last token, while its row in the batch changes.
+The recorder and the predictor know sequences by their seats: each sequence has its own EAM, and the
+loads of a step are planned for all of its sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_infinity.errors import ConfigError
+from moe_infinity.errors import Cancelled, ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.passes import Passes
@@ -31,7 +33,6 @@ from moe_infinity.server.sequences import (
     EngineStopped,
     QueueFull,
     Request,
-    RequestCancelled,
     Running,
 )
 
@@ -41,38 +42,39 @@ JOIN_TIMEOUT_S = 120.0  # a step may have to wait for a slow disk
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What became of requests, and the work they were, since the engine was made."""
+    """How sequences ended, and how much was computed, since the engine was made."""
 
     finished: int = 0
     cancelled: int = 0
-    expired: int = 0
+    expired: int = 0  # at their deadline
     failed: int = 0
-    refused: int = 0  # the queue was full
+    refused: int = 0  # because the queue was full
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
-    stepping_s: float = 0.0
+    stepping_s: float = 0.0  # in all of these steps
 
 
 class Engine:
-    """Generates for several requests at once. `start()` gives it its thread; tests call `step()`.
+    """Generates for several requests at once.
 
-    Raises UnsupportedModelError for a model that cannot be served, or not in batches.
+    `start()` begins its thread; tests call `step()` instead. Raises UnsupportedModelError for a
+    model that cannot be served, or cannot be served in batches.
     """
 
     def __init__(self, moe: MoE, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.counts = EngineCounts()
-        self.death: BaseException | None = None  # what ended the thread, if it was not close()
+        self.death: BaseException | None = None  # the error that ended the thread
         self._moe = moe
         self._passes = Passes(moe, self.config)
         self._changed = threading.Condition()
-        self._waiting: deque[Running] = deque()  # this and the next two: under the condition
+        self._waiting: deque[Running] = deque()  # guarded by _changed, as the next two
         self._is_draining = False
         self._is_closing = False
         self._free_seats = list(range(self.config.max_batch))[::-1]
         self._prefilling: deque[Running] = deque()
-        self._decoding: list[Running] = []  # row by row of the batch
+        self._decoding: list[Running] = []  # in the order of the batch's rows
         self._batch = DecodeBatch()
         self._step_began: float | None = None
         self._thread: threading.Thread | None = None
@@ -80,8 +82,9 @@ class Engine:
     # called by any thread
 
     def submit(self, requests: Sequence[Request], delivers: Sequence[Deliver]) -> list[Running]:
-        """Let requests wait for their turn, all of them or none. Raises QueueFull, EngineStopped,
-        ConfigError for more than could ever wait.
+        """Queue requests, all of them or none; `delivers` receive their outputs.
+
+        Raises QueueFull, EngineStopped, and ConfigError for more requests than the queue can hold.
         """
         if len(requests) > self.config.max_queue:
             raise ConfigError(
@@ -101,23 +104,24 @@ class Engine:
         return running
 
     def cancel(self, sequences: Sequence[Running]) -> None:
-        """Stop generating these; before the next step they are gone. Again is harmless."""
+        """Stop generating these before the next step. Sequences that have ended are ignored."""
         for sequence in sequences:
             sequence.is_cancelled = True
         with self._changed:
             self._changed.notify()
 
     def start(self) -> None:
+        """Begin the thread that steps."""
         self._thread = threading.Thread(target=self._run, name="moe-infinity-engine", daemon=True)
         self._thread.start()
 
     def drain(self) -> None:
-        """Take no more requests; those that are here go on."""
+        """Refuse new requests and go on with those that were submitted."""
         with self._changed:
             self._is_draining = True
 
     def close(self) -> None:
-        """Stop after the current step; what is not finished fails with EngineStopped."""
+        """Stop after the current step. Unfinished sequences fail with EngineStopped."""
         with self._changed:
             self._is_draining = self._is_closing = True
             self._changed.notify()
@@ -127,27 +131,27 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Its thread runs, be it for what is left."""
+        """Whether the thread runs. It also runs while the engine drains."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def is_ready(self) -> bool:
-        """It takes requests."""
+        """Whether `submit` takes requests."""
         return self.is_alive and not self._is_draining
 
     @property
     def step_age_s(self) -> float:
-        """How long the current step has been running; 0 between steps."""
+        """Seconds since the current step began; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.perf_counter() - began
 
     @property
     def num_sequences(self) -> int:
-        """That have come and not yet gone."""
+        """Sequences that wait, prefill or decode."""
         return len(self._waiting) + self.config.max_batch - len(self._free_seats)
 
     def state(self) -> dict[str, Any]:
-        """How many are where, and the counts."""
+        """Sequences by state, bytes of the KV cache, and the fields of EngineCounts."""
         return {
             "waiting": len(self._waiting),
             "prefilling": len(self._prefilling),
@@ -168,16 +172,16 @@ class Engine:
             self._fail_all(EngineStopped(f"the engine died: {error!r}"))
 
     def _wait_for_work(self) -> bool:
-        """False when there will be none."""
+        """Return True when there is work, False when the engine closes."""
         with self._changed:
             while not (self._waiting or self._prefilling or self._decoding or self._is_closing):
                 self._changed.wait()
             return not self._is_closing
 
     def step(self) -> None:
-        """One chunk of one prompt, then one token of every running sequence."""
+        """Compute one chunk of one prompt, then one token of every decoding sequence."""
         began = self._step_began = time.perf_counter()
-        self._let_go()
+        self._drop_ended()
         self._admit()
         self._prefill()
         self._decode()
@@ -187,15 +191,15 @@ class Engine:
         if not (self._prefilling or self._decoding):
             self.check_invariants()
 
-    def _let_go(self) -> None:
-        """Of those nobody waits for any more, and those who took too long."""
+    def _drop_ended(self) -> None:
+        """End the sequences that were cancelled or have passed their deadline."""
         now = time.monotonic()
         with self._changed:
             everyone = [*self._waiting, *self._prefilling, *self._decoding]
         for sequence in everyone:
             if sequence.is_cancelled:
                 self.counts.cancelled += 1
-                self._leave(sequence, RequestCancelled("the request was cancelled"))
+                self._leave(sequence, Cancelled("the request was cancelled"))
             elif sequence.deadline < now:
                 self.counts.expired += 1
                 allowed = f"{self.config.deadline_s:g} s"
@@ -209,7 +213,7 @@ class Engine:
                 self._prefilling.append(sequence)
 
     def _prefill(self) -> None:
-        """A chunk of the oldest prompt. An error is that request's alone."""
+        """Compute a chunk of the oldest prompt. An error ends that sequence only."""
         if not self._prefilling:
             return
         sequence = self._prefilling[0]
@@ -234,7 +238,10 @@ class Engine:
         self._decoding.append(sequence)
 
     def _decode(self) -> None:
-        """An error of the forward pass is that of all who took part; any other is one request's."""
+        """Compute one token of each decoding sequence.
+
+        An error of the forward pass ends all of them. An error in choosing a token ends one.
+        """
         sequences = self._decoding
         if not sequences:
             return
@@ -264,9 +271,7 @@ class Engine:
         self._leave(sequence, error)
 
     def _leave(self, sequence: Running, error: BaseException | None) -> None:
-        """Wherever the sequence is: its seat and its part of the cache are free before it is told
-        that it has ended.
-        """
+        """Remove a sequence in any state, free its seat and its cache, then deliver its end."""
         with self._changed:
             if sequence in self._waiting:
                 self._waiting.remove(sequence)
@@ -283,7 +288,7 @@ class Engine:
         sequence.end(error)
 
     def _fail_all(self, error: BaseException) -> None:
-        """Whatever state an error left things in."""
+        """End every sequence with an error. The state may be inconsistent after an error."""
         with self._changed:
             everyone = [*self._waiting, *self._prefilling, *self._decoding]
             self._waiting.clear()
@@ -295,7 +300,7 @@ class Engine:
             sequence.end(error)
 
     def check_invariants(self) -> None:
-        """Assert that every seat is taken once or free, and the batch has a row per sequence."""
+        """Assert that each seat is free or taken once, and that each sequence has a row."""
         seated = [s.seat for s in (*self._prefilling, *self._decoding)]
         seats = sorted(seat for seat in (*seated, *self._free_seats) if seat is not None)
         assert seats == list(range(self.config.max_batch)), (seated, self._free_seats)

@@ -1,4 +1,4 @@
-"""One generating HTTP request: its sequences in the engine, its answer, and who waits for it."""
+"""One HTTP request that generates: its sequences in the engine, its answer and its client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from moe_infinity.server import auth as gate
+from moe_infinity.server import auth
 from moe_infinity.server.answers import Answer, Mailbox
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.metrics import Metrics
@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class Exchange:
-    """Raises what `Engine.submit` raises. However it ends, nothing is generated for it after."""
+    """One request from submission to the last byte of its answer.
+
+    The sequences are cancelled when the answer ends, however it ends. Raises what `Engine.submit`
+    raises.
+    """
 
     def __init__(
         self, engine: Engine, metrics: Metrics, answer: Answer, requests: Sequence[Request]
@@ -38,17 +42,20 @@ class Exchange:
         self._engine.cancel(self._running)
 
     def stream(self) -> Response:
-        """Chunks as they come."""
+        """An answer that sends each chunk as soon as it is generated."""
         return ExchangeStream(self)
 
     async def body(self, request: HttpRequest) -> Response:
-        """All at the end, unless the client goes away. Raises the error of a choice."""
+        """The whole answer in one body.
+
+        Raises the error of a choice that failed, and Refused with status 499 if the client leaves.
+        """
         work = asyncio.create_task(self._exhaust())
         watch = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise gate.refuse(499, "the client has gone", code="cancelled")
+                raise auth.refuse(499, "the client has gone", code="cancelled")
             work.result()
         finally:
             for task in (work, watch):
@@ -58,6 +65,7 @@ class Exchange:
         return JSONResponse(self._answer.body())
 
     async def chunks(self) -> AsyncGenerator[str, None]:
+        """Events of a stream, the last of which may be an error."""
         for chunk in self._answer.first_chunks():
             yield chunk
         try:
@@ -66,7 +74,7 @@ class Exchange:
                     if chunk := self._answer.chunk(index, output):
                         yield chunk
         except Exception as error:
-            refused = gate.refused_by(error)
+            refused = auth.refused_by(error)
             if refused.status == 500:
                 logger.exception("a stream failed")
             yield self._answer.error_chunk(refused.error)
@@ -79,7 +87,10 @@ class Exchange:
             pass
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        """Each is added to the answer; times and sizes go to metrics and log."""
+        """(choice, output) as they come. Each is added to the answer before it is yielded.
+
+        At the end the metrics get the times in seconds, and the log gets times and token counts.
+        """
         began = time.monotonic()
         is_first = True
         outcome = "ended early"
@@ -100,7 +111,10 @@ class Exchange:
 
 
 class ExchangeStream(StreamingResponse):
-    """Cancels its exchange even if it ends before its first byte, when no generator has begun."""
+    """A streamed answer that cancels its exchange at the end.
+
+    A generator's own `finally` is not enough: the stream may end before the generator has begun.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -117,5 +131,6 @@ class ExchangeStream(StreamingResponse):
 
 
 async def _gone(request: HttpRequest) -> None:
+    """Return when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

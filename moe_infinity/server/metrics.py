@@ -1,4 +1,4 @@
-"""What Prometheus is told at /metrics, and the page at / through /stats."""
+"""What /metrics shows to Prometheus, and what /stats shows to the page at /."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moe_infinity.server.engine import Engine
 
 PREFIX = "moe_infinity"
 SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
-LETTERS = {-1: " ", 0: ".", 1: "l", 2: "r", 3: "a"}  # of MoE.expert_states()
+LETTERS = {-1: " ", 0: ".", 1: "l", 2: "r", 3: "a"}  # a letter per state of MoE.expert_states()
 
 
 class Metrics:
-    """One registry per server: several may live in a process, as in tests."""
+    """The metrics of one server. Each has its own registry, so a process may have several."""
 
     def __init__(self, moe: MoE, engine: Engine) -> None:
         self.registry = CollectorRegistry()
@@ -43,11 +43,12 @@ class Metrics:
         )
 
     def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class Snapshot(Collector):
-    """Read when asked for, so that steps pay nothing for being counted."""
+    """Counts of engine and cache, read at each scrape: steps do nothing for them."""
 
     def __init__(self, moe: MoE, engine: Engine) -> None:
         self._moe = moe
@@ -59,11 +60,12 @@ class Snapshot(Collector):
 
 
 def engine_metrics(state: dict[str, Any]) -> Iterator[Any]:
+    """Metrics of what `Engine.state()` returned."""
     gauge = GaugeMetricFamily(f"{PREFIX}_sequences", "Sequences now", labels=["state"])
     for name in ("waiting", "prefilling", "decoding"):
         gauge.add_metric([name], state[name])
     yield gauge
-    yield GaugeMetricFamily(f"{PREFIX}_kv_bytes", "Cache of decoding", value=state["kv_bytes"])
+    yield GaugeMetricFamily(f"{PREFIX}_kv_bytes", "KV cache of decoding", value=state["kv_bytes"])
     ended = CounterMetricFamily(f"{PREFIX}_sequences_ended", "By outcome", labels=["outcome"])
     for name in ("finished", "cancelled", "expired", "failed", "refused"):
         ended.add_metric([name], state[name])
@@ -73,10 +75,11 @@ def engine_metrics(state: dict[str, Any]) -> Iterator[Any]:
     tokens.add_metric(["generated"], state["generated_tokens"])
     yield tokens
     yield CounterMetricFamily(f"{PREFIX}_steps", "Steps of the engine", value=state["steps"])
-    yield CounterMetricFamily(f"{PREFIX}_step_seconds", "Time in them", value=state["stepping_s"])
+    yield CounterMetricFamily(f"{PREFIX}_step_seconds", "Time in steps", value=state["stepping_s"])
 
 
 def cache_metrics(report: Any) -> Iterator[Any]:
+    """Metrics of what `MoE.report()` returned."""
     lookups = CounterMetricFamily(
         f"{PREFIX}_expert_lookups", "Activated experts per layer and step", labels=["phase", "kind"]
     )
@@ -93,22 +96,27 @@ def cache_metrics(report: Any) -> Iterator[Any]:
         lookups.add_metric([phase, "miss"], counters.misses)
         read.add_metric([phase], counters.bytes_read)
         stall.add_metric([phase], counters.stall_s)
-    yield from (lookups, read, stall)
+    yield lookups
+    yield read
+    yield stall
     yield CounterMetricFamily(f"{PREFIX}_evictions", "Experts evicted", value=report.evictions)
     experts = GaugeMetricFamily(f"{PREFIX}_tier_experts", "Experts in a tier", labels=["tier"])
     room = GaugeMetricFamily(f"{PREFIX}_tier_capacity", "Experts it can hold", labels=["tier"])
     for tier in report.tiers:
         experts.add_metric([tier.tier], tier.experts)
         room.add_metric([tier.tier], tier.capacity)
-    yield from (experts, room)
+    yield experts
+    yield room
 
 
 def stats_of(moe: MoE, engine: Engine, *, model: str) -> dict[str, Any]:
-    """What the page draws: counts, and one letter per expert, row by row."""
-    rows = ["".join(LETTERS[state] for state in row) for row in moe.expert_states().tolist()]
+    """What the page draws: counts, and per MoE layer a string with one letter per expert."""
+    letters = [
+        "".join(LETTERS[state] for state in states) for states in moe.expert_states().tolist()
+    ]
     return {
         "model": model,
         "engine": engine.state() | {"max_batch": engine.config.max_batch},
         "report": moe.report().as_dict(),
-        "experts": rows,
+        "experts": letters,
     }

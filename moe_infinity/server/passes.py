@@ -1,6 +1,6 @@
-"""The forward passes a served model makes: a chunk of a prompt, or one token of each sequence.
+"""The forward passes of a served model: a chunk of a prompt, or one token of each sequence.
 
-With one seat the model is called with what generate() calls it with, and so the bits are the same.
+With one seat the model gets the same arguments as from generate(), so it gives the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from moe_infinity.server.sequences import EngineConfig, Running
 
 
 class Passes:
-    """Raises UnsupportedModelError for a model that cannot be served, or not in batches."""
+    """Runs the model for the engine.
+
+    Raises UnsupportedModelError for a model that cannot be served, or cannot be served in batches.
+    """
 
     def __init__(self, moe: MoE, config: EngineConfig) -> None:
         self.end_ids = end_ids_of(moe.model)
@@ -31,7 +34,8 @@ class Passes:
         self._num_seats = config.max_batch
         self._accepts = set(inspect.signature(moe.model.forward).parameters)
         self._require_servable()
-        # One seat: in one pass, as generate() does. Recurrent layers begin anew with each chunk.
+        # With one seat a prompt is one pass, as in generate(). Recurrent layers would begin anew
+        # with each chunk.
         is_chunked = config.max_batch > 1 and not has_recurrent_layers(moe.model.config)
         self._chunk = config.prefill_chunk if is_chunked else None
 
@@ -53,7 +57,7 @@ class Passes:
             )
 
     def prefill(self, sequence: Running) -> Tensor:
-        """The next chunk of a prompt; [V] logits of its last token."""
+        """Compute the next chunk of a prompt. Returns [V] float32 logits of its last token."""
         prompt_ids = sequence.request.prompt_ids
         start = sequence.num_prefilled
         end = None if self._chunk is None else start + self._chunk
@@ -72,7 +76,10 @@ class Passes:
         return logits_1V[0]
 
     def decode(self, sequences: Sequence[Running], batch: DecodeBatch) -> Tensor:
-        """One token of each; [B, V] logits. The batch is broken if this raises."""
+        """Compute one token of each sequence. Returns [B, V] float32 logits.
+
+        The caller must clear the batch if this raises.
+        """
         token_ids = [sequence.last_id for sequence in sequences]
         step = self._step(Phase.DECODE, sequences, token_ids, begins=False)
         logits_BV = self._forward(step, batch.inputs(token_ids))
@@ -80,7 +87,7 @@ class Passes:
         return logits_BV
 
     def _forward(self, step: Step, inputs: dict[str, Any]) -> Tensor:
-        """[B, V] float32 logits of the last token, where tokens are chosen: on the CPU."""
+        """[B, V] float32 logits of the last token, on the CPU: there the tokens are chosen."""
         inputs |= {"use_cache": True, "logits_to_keep": 1}
         accepted = {name: value for name, value in inputs.items() if name in self._accepts}
         output = self._moe.forward(step, **accepted)
@@ -90,7 +97,7 @@ class Passes:
     def _step(
         self, phase: Phase, owners: Sequence[Running], token_ids: Sequence[int], *, begins: bool
     ) -> Step:
-        """A step of the model as the recorder knows it; `owners` says whose each token is."""
+        """The step for the recorder. `owners` has the sequence of each token."""
         sequence_T = np.array([owner.seat for owner in owners])
         begins_B = np.zeros(self._num_seats, dtype=bool)
         begins_B[sequence_T] = begins
@@ -105,7 +112,7 @@ class Passes:
 
 
 def end_ids_of(model: Any) -> frozenset[int]:
-    """The tokens that end a sequence."""
+    """Ids of the tokens that end a sequence; none if the model defines none."""
     ends = model.generation_config.eos_token_id
     if ends is None:
         ends = model.config.get_text_config().eos_token_id

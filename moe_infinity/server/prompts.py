@@ -1,5 +1,5 @@
-"""From a body to what the engine takes: prompts to token ids, wishes to sampling, defaults filled
-in, every bound checked.
+"""From a request body to requests for the engine: prompts become token ids, options become
+sampling settings, defaults are filled in and bounds are checked.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ COMPLETION_TOKENS = 16  # when /v1/completions does not say, as in OpenAI's
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Of the server, where a request says nothing."""
+    """What the server uses where a request says nothing."""
 
     max_new_tokens: int  # of a chat answer
     max_context: int  # tokens of prompt and answer together
 
 
 class PromptReader:
-    """The model's tokenizer and chat template. One thread at a time tokenizes."""
+    """Reads request bodies with the model's tokenizer and chat template.
+
+    Safe to call from several threads; one at a time tokenizes.
+    """
 
     def __init__(self, moe: MoE, defaults: Defaults) -> None:
         self.tokenizer = moe.tokenizer
@@ -42,7 +45,10 @@ class PromptReader:
         self._lock = threading.Lock()
 
     def completion(self, body: CompletionBody) -> list[Request]:
-        """A request per prompt and choice, the choices of a prompt side by side."""
+        """A request per prompt and choice; the choices of a prompt are neighbours.
+
+        Raises BadRequest.
+        """
         if not body.prompts:
             raise BadRequest("there is no prompt", param="prompt")
         max_tokens = body.max_tokens or COMPLETION_TOKENS
@@ -53,7 +59,7 @@ class PromptReader:
         ]
 
     def chat(self, body: ChatBody) -> list[Request]:
-        """A request per choice."""
+        """A request per choice. Raises BadRequest."""
         ids = self.chat_ids(body.messages, body.template_tools)
         max_tokens = body.max_completion_tokens or body.max_tokens
         if max_tokens is None:
@@ -62,6 +68,7 @@ class PromptReader:
         return self._requests(ids, body, max_tokens, "messages")
 
     def text_ids(self, text: str) -> list[int]:
+        """The token ids of a text."""
         with self._lock:
             ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
@@ -69,7 +76,10 @@ class PromptReader:
     def chat_ids(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
-        """Raises BadRequest for a model without a template, or messages it does not take."""
+        """The token ids of a conversation, up to where the model answers.
+
+        Raises BadRequest for a model without a chat template, or messages that it does not take.
+        """
         if self.tokenizer.chat_template is None:
             raise BadRequest("this model has no chat template: use /v1/completions", code="no_chat")
         try:
@@ -80,13 +90,14 @@ class PromptReader:
                     add_generation_prompt=True,
                     return_dict=True,
                 )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             message = f"the chat template does not take these messages: {error}"
             raise BadRequest(message, param="messages") from error
         ids: list[int] = encoded["input_ids"]
         return ids
 
     def text_of(self, token_ids: list[int]) -> str:
+        """The text of token ids. Raises BadRequest for an id outside of the vocabulary."""
         self._require_known(token_ids, "tokens")
         text: str = self.tokenizer.decode(token_ids)
         return text
@@ -125,7 +136,7 @@ class PromptReader:
         ]
 
     def _sampling(self, body: GenerationBody, choice: int) -> Sampling:
-        """What the body says, else what the checkpoint says, else temperature 1 and all tokens."""
+        """The body's settings, else the checkpoint's, else temperature 1 without filters."""
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         self._require_known(list(bias), "logit_bias")
         top_k = self._or_default(body.top_k, "top_k", 0)
@@ -151,7 +162,10 @@ class PromptReader:
 
 
 def context_of(moe: MoE, wanted: int | None) -> int:
-    """Tokens of prompt and answer the server takes. Raises CheckpointError if nobody says."""
+    """The most tokens of prompt and answer: `wanted`, but not more than the model was trained for.
+
+    Raises CheckpointError if neither is known.
+    """
     trained = getattr(moe.model.config.get_text_config(), "max_position_embeddings", None)
     if wanted is None and trained is None:
         raise CheckpointError("the model does not say how long a context it takes: --max-context")

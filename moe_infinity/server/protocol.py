@@ -1,8 +1,8 @@
-"""What clients ask, in the words of OpenAI's API: a field is honoured, or refused by its name.
+"""Request bodies of OpenAI's API. Every field has an effect, or is refused with its name.
 
-A field with a single allowed value is one that clients send with its default; any other value of
-it asks for something this server does not do. What is wrong between two fields is a BadRequest,
-which pydantic lets through as it is: an error of its own would name neither.
+Some fields allow a single value: clients send it as their default, and any other value asks for
+what this server cannot do. A conflict of two fields raises BadRequest, because pydantic's own error
+would name neither field.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MAX_LOGPROBS = 20
 
 TokenId = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-# Digits enough for any vocabulary: int() refuses thousands of them, and that would be our error.
+# Nine digits are enough for any vocabulary. int() raises for thousands of digits: status 500.
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class BadRequest(Exception):
-    """A field asks for what cannot be; the answer names it."""
+    """A request that cannot be served as it is. `param` names the field for the client."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -33,6 +33,8 @@ class BadRequest(Exception):
 
 
 class Body(BaseModel):
+    """A JSON object without unknown fields, without conversions, without NaN or infinity."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -41,7 +43,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What both kinds of completion have in common."""
+    """The fields that completions and chat completions share."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -56,7 +58,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenIdText, Bias] | None = None
-    user: str | None = None  # who asks, for the caller's own books; nothing depends on it
+    user: str | None = None  # for the client's own use: it has no effect
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerationBody:
@@ -67,7 +69,7 @@ class GenerationBody(Body):
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """Alternatives to tell beside each token; None: no log-probabilities at all."""
+        """Alternatives to list with each token; None: no log-probabilities at all."""
 
     @property
     def num_choices(self) -> int:
@@ -79,7 +81,7 @@ class GenerationBody(Body):
 
     @property
     def wants_usage(self) -> bool:
-        """As a last chunk of a stream."""
+        """Whether a stream ends with a chunk of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -110,7 +112,7 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """As the chat template gets it; what a template does not know, it passes by."""
+    """A message of a conversation. A chat template ignores the fields that it does not know."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -120,6 +122,7 @@ class Message(Body):
     refusal: str | None = None
 
     def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: `content` is a string."""
         message = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content)
@@ -144,7 +147,7 @@ class ChatBody(GenerationBody):
     store: Literal[False] | None = None
 
     @model_validator(mode="after")
-    def _logprobs_belong_together(self) -> ChatBody:
+    def _fields_agree(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("this needs logprobs=true", param="top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
@@ -167,7 +170,7 @@ class TokenizeBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> TokenizeBody:
+    def _has_one_input(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise BadRequest("give either this or messages", param="prompt")
         return self

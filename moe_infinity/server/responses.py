@@ -1,6 +1,7 @@
-"""OpenAI's Responses API, of text and without memory: a conversation comes whole with each request,
-and nothing is kept for a later one. A request is a chat request in other words; its answer has a
-shape of its own, and its stream is events with names and numbers.
+"""OpenAI's Responses API for text. Each request brings its whole conversation; none is stored.
+
+A request becomes a chat request. Its answer has other fields than a chat answer, and the events of
+its stream have names and sequence numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 class InputPart(Body):
     type: Literal["input_text", "output_text"]
     text: str
-    # An earlier answer may come back as it was given; only its text is read.
+    # A client may send back an earlier answer unchanged; only its text is read.
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
@@ -32,7 +33,7 @@ class InputMessage(Body):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: list[InputPart] | str
-    id: str | None = None  # this and the next: of an earlier answer, as above
+    id: str | None = None  # id, status and phase: of an earlier answer, ignored
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: None = None
 
@@ -67,9 +68,10 @@ class EventOptions(Body):
 
 
 class ResponsesBody(Body):
-    """The list comes before the string: what is wrong in a message is then told of the message."""
+    """The body of /v1/responses."""
 
     model: str | None = None
+    # The list is first: an error in a message then names the message.
     input: Annotated[list[InputMessage], Field(min_length=1)] | str
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -112,8 +114,8 @@ class ResponsesBody(Body):
         }
         return ChatBody.model_validate(chat)
 
-    def told_back(self) -> dict[str, Any]:
-        """What an answer repeats of its request."""
+    def echoed_fields(self) -> dict[str, Any]:
+        """The fields of the request that an answer repeats."""
         return {
             "background": False,
             "instructions": self.instructions,
@@ -133,9 +135,11 @@ class ResponsesBody(Body):
 
 
 class ResponseAnswer(ChatAnswer):
-    """One message with one part of text.
+    """An answer of one message that has one part of text.
 
-    created, in_progress; item added, part added; delta...; text, part, item done; completed
+    The events of a stream: response.created, response.in_progress, output_item.added,
+    content_part.added, output_text.delta for each piece, output_text.done, content_part.done,
+    output_item.done, then response.completed or response.incomplete.
     """
 
     def __init__(
@@ -149,7 +153,7 @@ class ResponseAnswer(ChatAnswer):
     ) -> None:
         super().__init__(requests, model=model, tokenizer=tokenizer, wants_usage=wants_usage)
         sampling = requests[0].sampling
-        self._told_back = asked.told_back() | {
+        self._echoed_fields = asked.echoed_fields() | {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
@@ -203,7 +207,10 @@ class ResponseAnswer(ChatAnswer):
         ]
 
     def error_chunk(self, error: dict[str, Any]) -> str:
-        """Flat as documented, and nested as in every other answer: clients raise on that."""
+        """The event that ends a stream with an error.
+
+        The fields are flat, as documented, and nested, as clients need them to raise an error.
+        """
         told = {key: error[key] for key in ("code", "message", "param")}
         return self._named("error", **told, error=error)
 
@@ -222,7 +229,7 @@ class ResponseAnswer(ChatAnswer):
             "incomplete_details": None,
             "output": [],
             "usage": None,
-            **self._told_back,
+            **self._echoed_fields,
             **rest,
         }
 
@@ -241,7 +248,7 @@ class ResponseAnswer(ChatAnswer):
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         entry = super()._entry(token_id, logprob)
-        return entry | {"bytes": entry["bytes"] or []}  # here, no bytes are an empty list
+        return entry | {"bytes": entry["bytes"] or []}  # this API has no null here
 
     def _of_part(self, kind: str, **rest: Any) -> str:
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}

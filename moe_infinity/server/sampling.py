@@ -1,5 +1,5 @@
-"""The next token of one sequence, as its request wants it: transformers' processors, one generator
-per request. V tokens in the vocabulary.
+"""Chooses the next token of a sequence, with transformers' processors and a random generator per
+request. V tokens in the vocabulary.
 
 The same seed and settings give the tokens that `set_seed(seed)` and `generate()` give.
 """
@@ -22,25 +22,23 @@ from transformers import (
 )
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # ids [1, T], scores [1, V] -> scores [1, V]
-
-
-COLDEST = 1e-28  # dividing logits by less overflows; long before, one token has all the chances
+COLDEST = 1e-28  # dividing logits by less overflows; one token has probability 1 long before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a request wants its tokens chosen. Temperature 0 takes the likeliest."""
+    """How the tokens of a request are chosen. Temperature 0 takes the likeliest."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     min_p: float = 0.0
-    seed: int | None = None  # None: another one each time
+    seed: int | None = None  # None: a random one
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    num_logprobs: int | None = None  # alternatives to tell with each token; None: not even its own
+    num_logprobs: int | None = None  # alternatives per token; None: no log-probabilities at all
 
     @property
     def is_greedy(self) -> bool:
@@ -49,7 +47,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ChosenToken:
-    """One token and how likely the model itself found it, penalties, bias, temperature apart."""
+    """A token and its log-probability before penalties, bias and temperature."""
 
     token_id: int
     logprob: float | None = None
@@ -65,7 +63,7 @@ class Sampler:
     def __init__(self, sampling: Sampling, prompt_ids: Sequence[int]) -> None:
         self._sampling = sampling
         self._generated: dict[int, int] = {}  # token id -> how often
-        self._ids_T: Tensor | None = None  # prompt and output, if a processor looks at them
+        self._ids_T: Tensor | None = None  # prompt and output; None if no processor reads them
         self._generator = torch.Generator()
         if sampling.seed is None:
             self._generator.seed()
@@ -79,7 +77,7 @@ class Sampler:
             self._add_warpers()
 
     def _add_warpers(self) -> None:
-        """In the order in which generate() applies them."""
+        """Add the filters in the order in which generate() applies them."""
         sampling = self._sampling
         if sampling.temperature != 1.0:
             self._add(TemperatureLogitsWarper(sampling.temperature))
@@ -94,7 +92,7 @@ class Sampler:
         self._processors.append(processor)
 
     def choose(self, logits_V: Tensor) -> ChosenToken:
-        """The next token; changes `logits_V`."""
+        """Choose the next token. Changes `logits_V`."""
         logits_V = logits_V.to(dtype=torch.float32)
         logprobs_V = None
         if self._sampling.num_logprobs is not None:
@@ -137,5 +135,5 @@ class Sampler:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; -9999 is what OpenAI's API says for a token that cannot be."""
+    """The log-probability, but at least -9999, as in OpenAI's API: JSON has no infinity."""
     return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0

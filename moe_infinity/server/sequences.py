@@ -1,4 +1,4 @@
-"""What a user of the engine hands in and gets back, and the sequence that is made of it."""
+"""Requests to the engine, its outputs, and the sequence that a request becomes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,25 @@ FinishReason = Literal["stop", "length"]
 
 
 class QueueFull(MoEInfinityError):
-    """As many requests wait as may wait; a later try may succeed."""
+    """The queue has no free place. The client may try again later."""
 
 
 class EngineStopped(MoEInfinityError):
-    """The engine takes no more requests: it drains, was closed, or died."""
+    """The engine takes no more requests: it drains, was closed or has failed."""
 
 
 class DeadlineExceeded(MoEInfinityError):
-    """The request did not finish in the time a request may take."""
-
-
-class RequestCancelled(MoEInfinityError):
-    """Whoever asked for it has gone."""
+    """The request did not finish within `EngineConfig.deadline_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Bounds of the engine. Raises ConfigError."""
+    """Limits of the engine. Raises ConfigError for a value out of range."""
 
     max_batch: int = 8  # sequences that decode together
-    max_queue: int = 64  # sequences that may wait for a place among them
-    deadline_s: float = 600.0  # from arrival to the last token
-    prefill_chunk: int = 512  # tokens of a prompt per step, so that others wait for no more
+    max_queue: int = 64  # sequences that may wait for a seat
+    deadline_s: float = 600.0  # from submission to the last token
+    prefill_chunk: int = 512  # tokens of a prompt per step
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_queue", "prefill_chunk"):
@@ -54,7 +50,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate."""
+    """A sequence to generate."""
 
     prompt_ids: Sequence[int]
     max_new_tokens: int
@@ -64,15 +60,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """A token as a logprob entry shows it."""
+    """A token and where its text begins."""
 
     chosen: ChosenToken
-    offset: int  # in the generated text
+    offset: int  # in characters of the generated text
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a step added to a sequence; the last one says why it ended, or which error ended it."""
+    """What a step added to a sequence. The last output has a finish reason or an error."""
 
     text: str = ""
     tokens: tuple[TokenText, ...] = ()
@@ -89,7 +85,7 @@ Deliver = Callable[[Output], None]  # called by the engine's thread: must neithe
 
 
 class Running:
-    """One sequence, from arrival to its last output."""
+    """A sequence, from its submission to its last output."""
 
     def __init__(
         self, request: Request, deliver: Deliver, *, tokenizer: Any, deadline_s: float
@@ -106,7 +102,8 @@ class Running:
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(request.stop)
         self._num_generated = 0
-        self._decoded = self._shown = 0  # characters
+        self._num_decoded = 0  # characters
+        self._num_shown = 0  # characters
         self._tokens: deque[TokenText] = deque()  # not yet shown
         self._last: Output | None = None
 
@@ -115,8 +112,10 @@ class Running:
         return self.num_prefilled == len(self.request.prompt_ids)
 
     def add(self, logits_V: Tensor, end_ids: frozenset[int]) -> bool:
-        """Choose the next token and deliver what it adds, unless it was the last: then True, and
-        `end()` delivers the rest once nothing is left of the sequence.
+        """Choose the next token and deliver its text. Returns True if it was the last token.
+
+        The last output is not delivered here but by `end()`, after the caller has freed the
+        sequence's seat and cache.
         """
         chosen = self._sampler.choose(logits_V)
         self.last_id = chosen.token_id
@@ -125,9 +124,9 @@ class Running:
             self._finish("stop")
             return True
         if chosen.logprob is not None:
-            self._tokens.append(TokenText(chosen, self._decoded))
+            self._tokens.append(TokenText(chosen, self._num_decoded))
         piece = self._detokenizer.add(chosen.token_id)
-        self._decoded += len(piece)
+        self._num_decoded += len(piece)
         text = self._stops.add(piece)
         if self._stops.has_stopped:
             self._show(text, finish="stop", is_cut=True)
@@ -139,6 +138,7 @@ class Running:
         return False
 
     def end(self, error: BaseException | None = None) -> None:
+        """Deliver the last output: an error, or what `add` kept back."""
         if error is not None:
             self._deliver(Output(num_generated=self._num_generated, error=error))
         else:
@@ -153,11 +153,14 @@ class Running:
             self._show(text + self._stops.finish(), finish=reason)
 
     def _show(self, text: str, finish: FinishReason | None = None, *, is_cut: bool = False) -> None:
-        """Deliver text, and the tokens that begin in it; after it, at the end."""
-        self._shown += len(text)
+        """Deliver text and the tokens that begin in it. The end delivers all tokens left.
+
+        `is_cut`: a stop string cut the text, so tokens that begin after the cut are left out.
+        """
+        self._num_shown += len(text)
         tokens: list[TokenText] = []
         is_all = finish is not None and not is_cut
-        while self._tokens and (is_all or self._tokens[0].offset < self._shown):
+        while self._tokens and (is_all or self._tokens[0].offset < self._num_shown):
             tokens.append(self._tokens.popleft())
         output = Output(text, tuple(tokens), self._num_generated, finish)
         if finish:

@@ -1,6 +1,7 @@
-"""Start, drain, stop: a model, its engine and the HTTP server around it.
+"""Runs the server: starts engine and HTTP server, drains and stops them.
 
-SIGTERM or Ctrl-C: no more requests are taken, those that run are finished. A second one stops them.
+After SIGTERM or Ctrl-C the server refuses new requests and finishes those it has. A second signal
+stops these too.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from moe_infinity.server.engine import Engine
 from moe_infinity.server.prompts import Defaults, PromptReader, context_of
 from moe_infinity.server.sequences import EngineConfig
 
-# The engine's thread computes in Python between torch's calls. Waiting for its turn at the usual
-# 5 ms, several times per request, the event loop answered /health late.
+# The engine's thread runs Python between torch's calls. With Python's 5 ms the event loop waited
+# several times per request and answered /health late.
 SWITCH_INTERVAL_S = 0.001
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 logger = logging.getLogger(__name__)
-uvicorn_logger = logging.getLogger("uvicorn.error")  # what says that it has started
+uvicorn_logger = logging.getLogger("uvicorn.error")  # logs that the server has started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """What `moe-infinity serve` is told beside the model's options."""
+    """Options of `moe-infinity serve` that are not the model's. Raises ConfigError."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = None  # None: requests need no key
     model_name: str | None = None  # None: the folder's name, or the hub id
     max_context: int | None = None  # None: what the model was trained for
     max_new_tokens: int = 512  # of a chat answer whose request does not say
@@ -53,14 +54,17 @@ class ServeConfig:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, but that a second SIGTERM stops too, and none kills before the model is closed."""
+    """uvicorn's server with our signals: the first drains, the second stops.
+
+    No signal ends the process before the model is closed.
+    """
 
     def __init__(self, config: uvicorn.Config, *, on_exit: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_exit = on_exit
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """uvicorn tells the address only of what it bound itself."""
+        """Start, and log the address: uvicorn logs only addresses that it bound itself."""
         await super().startup(sockets)
         for listener in (sockets or [])[:1]:
             address = address_of(self.config.host, listener.getsockname()[1])
@@ -73,22 +77,25 @@ class Server(uvicorn.Server):
 
 
 def name_of(checkpoint: str) -> str:
-    """A hub id as it is; of a folder its name, since clients need not know where it lies."""
+    """What clients call a checkpoint: its hub id, or a folder's name without its path."""
     path = Path(checkpoint)
     return path.resolve().name if path.exists() else checkpoint
 
 
 def address_of(host: str, port: int) -> str:
+    """HOST:PORT as in a URL, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @contextmanager
 def bound_sockets(config: ServeConfig) -> Iterator[list[socket]]:
-    """Bound before a model is loaded, so that a taken port is known at once; until the server
-    listens, connections are refused. Closed at the end. Raises ConfigError.
+    """Sockets bound to host and port, closed at the end. Raises ConfigError.
+
+    They are bound before the model is loaded, so that a taken port is an error at once. They refuse
+    connections until the server listens.
     """
     with ExitStack() as stack:
-        with _told(config):
+        with _explaining(config):
             sockets = asyncio.run(_bind(config.host, config.port))
         for listener in sockets:
             stack.enter_context(listener)
@@ -96,24 +103,27 @@ def bound_sockets(config: ServeConfig) -> Iterator[list[socket]]:
 
 
 async def _bind(host: str, port: int) -> list[socket]:
-    """Every address of `host`, as uvicorn would bind it."""
+    """A bound socket for every address of `host`, as uvicorn binds them."""
     loop = asyncio.get_running_loop()
     async with await loop.create_server(asyncio.Protocol, host, port, start_serving=False) as bound:
-        return [listener.dup() for listener in bound.sockets]  # theirs end with the loop
+        return [listener.dup() for listener in bound.sockets]  # the originals close with the loop
 
 
 @contextmanager
-def _told(config: ServeConfig) -> Iterator[None]:
+def _explaining(config: ServeConfig) -> Iterator[None]:
+    """Raise errors of sockets as ConfigError that names the address."""
     try:
         yield
-    except (OSError, UnicodeError) as error:  # a host whose name cannot be one is the latter
+    except (OSError, UnicodeError) as error:  # UnicodeError: an impossible host name
         address = address_of(config.host, config.port)
         raise ConfigError(f"cannot listen on {address}: {error}") from error
 
 
 def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
-    """Serve on bound sockets until told to stop. Raises MoEInfinityError for a model that cannot be
-    served, ConfigError when another process listens where we are bound, too.
+    """Serve on bound sockets until a signal stops the server.
+
+    Raises MoEInfinityError for a model that cannot be served, and ConfigError if another process
+    listens on the address.
     """
     engine = Engine(moe, config.engine)
     defaults = Defaults(config.max_new_tokens, context_of(moe, config.max_context))
@@ -135,7 +145,7 @@ def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
         lifespan="off",
     )
     server = Server(settings, on_exit=engine.drain)
-    with _told(config):
+    with _explaining(config):
         for listener in sockets:
             listener.listen()
     engine.start()

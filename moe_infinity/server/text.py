@@ -1,7 +1,6 @@
-"""Tokens to text, piece by piece: no piece ends within a character, none shows part of a stop
-string.
+"""Tokens to text, piece by piece. A piece ends with a whole character and shows no stop string.
 
-    token ids --Detokenizer--> text as it is certain --StopStrings--> text that may be shown
+token ids --Detokenizer--> certain text --StopStrings--> text that may be shown
 """
 
 from __future__ import annotations
@@ -13,18 +12,20 @@ UNFINISHED = "�"  # what a tokenizer decodes part of a character to
 
 
 class Detokenizer:
-    """Decodes a growing list of ids. Text is certain once what follows cannot change it, so a token
-    is decoded together with those before it, back to the last certain place.
+    """Decodes token ids one by one, into the text that a decoding of all of them gives.
+
+    Text is certain once later tokens cannot change it. Each token is decoded together with those
+    since the last certain piece.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # ids of the last certain piece, and those after it
-        self._certain = 0  # how many of them are certain
-        self._text = ""  # of those
+        self._window: list[int] = []  # ids of the last certain piece and after it
+        self._certain = 0  # how many of these ids are certain
+        self._text = ""  # of the certain ids
 
     def add(self, token_id: int) -> str:
-        """The text that became certain."""
+        """Add a token. Returns the text that became certain, which may be empty."""
         self._window.append(token_id)
         text = self._decode(self._window)
         if len(text) <= len(self._text) or text.endswith(UNFINISHED):
@@ -36,7 +37,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What is left, certain or not."""
+        """The text that is left when no more tokens come."""
         return self._decode(self._window)[len(self._text) :]
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -47,7 +48,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string; keeps back what may be the beginning of one."""
+    """Passes text on up to the first stop string. Keeps back what may be the start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -55,7 +56,7 @@ class StopStrings:
         self.has_stopped = False
 
     def add(self, text: str) -> str:
-        """The text that may be shown."""
+        """Add text. Returns the text that may be shown."""
         text = self._kept + text
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if found:
@@ -67,12 +68,13 @@ class StopStrings:
         return text[:end]
 
     def finish(self) -> str:
-        """No more text comes: what was kept back began no stop string."""
-        kept, self._kept = self._kept, ""
+        """The text kept back, when no more text comes."""
+        kept = self._kept
+        self._kept = ""
         return kept
 
     def _num_suspicious(self, text: str) -> int:
-        """Characters at the end that a stop string begins with, the most."""
+        """The length of the longest end of `text` that a stop string begins with."""
         longest = max(map(len, self._stops), default=1) - 1
         for num in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-num:]) for stop in self._stops):

@@ -16,7 +16,9 @@ from moe_infinity.cli import app as cli
 from tests.cuda.fast_device import on_device
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
-NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
+NUM_ROWS = 3
+NUM_EXPERTS = 8
+TOP_K = 2
 BYTES_PER_EXPERT = 3 * 32 * 16 * 2
 PROMPT = "w5 w6 w9 w100 w31"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}w77"
@@ -197,7 +199,8 @@ def test_trace_writes_routing_in_the_shared_format(command, tiny_checkpoint, pro
     outcome = command(*trace_args(tiny_checkpoint, prompts, out))
     assert (outcome.code, outcome.out) == (0, "")
     with np.load(out) as trace:
-        experts, offsets = trace["experts"], trace["offsets"]
+        experts = trace["experts"]
+        offsets = trace["offsets"]
     lengths = [5 + 15, 2 + 15]  # the last token written is never routed
     assert (experts.dtype, experts.shape) == (np.uint8, (sum(lengths), NUM_ROWS, TOP_K))
     assert (offsets.dtype, offsets.tolist()) == (np.int64, [0, lengths[0], sum(lengths)])
@@ -233,7 +236,8 @@ def test_a_trace_is_the_routing_of_stock_transformers(
 def test_a_bad_prompt_file_is_named_and_no_trace_is_written(
     command, tiny_checkpoint, tmp_path, lines, said
 ):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.npz"
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.npz"
     prompts.write_bytes(lines)
     outcome = command(*trace_args(tiny_checkpoint, prompts, out))
     assert (outcome.code, outcome.out) == (1, "")

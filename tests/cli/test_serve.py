@@ -63,10 +63,11 @@ def test_options_of_a_model_are_refused_with_a_server(command, options, named):
 
 def test_chat_and_serve_each_say_what_their_key_is_for(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    shown, wanted = command("chat", "--help").out, command("serve", "--help").out
-    assert "key to show the server" in " ".join(shown.split())
-    assert "Key that requests must bring" not in shown
-    assert "Key that requests must bring" in " ".join(wanted.split())
+    shown = command("chat", "--help").out
+    wanted = command("serve", "--help").out
+    assert "API key of the server" in " ".join(shown.split())
+    assert "Key that requests must send" not in shown
+    assert "Key that requests must send" in " ".join(wanted.split())
 
 
 def test_a_server_that_is_not_there_is_an_error_with_its_address(command):

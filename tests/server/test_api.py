@@ -18,7 +18,8 @@ from tests.server.serving import serving
 
 pytestmark = pytest.mark.arithmetic
 
-PROMPT, PROMPT_IDS = "w5 w6 w9 w100 w31", [5, 6, 9, 100, 31]
+PROMPT = "w5 w6 w9 w100 w31"
+PROMPT_IDS = [5, 6, 9, 100, 31]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}
 
 
@@ -201,7 +202,8 @@ def test_tools_reach_the_template_unless_the_choice_is_none(client):
 
 
 def test_a_model_without_a_template_says_so(moe, tiny_checkpoint):
-    template, moe.tokenizer.chat_template = moe.tokenizer.chat_template, None
+    template = moe.tokenizer.chat_template
+    moe.tokenizer.chat_template = None
     try:
         with (
             serving(moe) as server,

@@ -27,7 +27,8 @@ class Scripted:
 
 @contextmanager
 def scripted(answer: bytes, *, is_silent: bool = False) -> Iterator[Scripted]:
-    script, may_end = Scripted(), threading.Event()
+    script = Scripted()
+    may_end = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

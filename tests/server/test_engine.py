@@ -10,14 +10,9 @@ import torch
 from transformers import set_seed
 
 from moe_infinity import MoE
-from moe_infinity.errors import CheckpointError, ConfigError
+from moe_infinity.errors import Cancelled, CheckpointError, ConfigError
 from moe_infinity.server.sampling import Sampling
-from moe_infinity.server.sequences import (
-    DeadlineExceeded,
-    EngineStopped,
-    QueueFull,
-    RequestCancelled,
-)
+from moe_infinity.server.sequences import DeadlineExceeded, EngineStopped, QueueFull
 from tests.closeness import routing_margins
 from tests.server.driving import (
     GREEDY,
@@ -55,7 +50,8 @@ def test_without_batching_logits_are_those_of_generate_to_the_bit(moe):
         input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=12,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    engine, seen = make_engine(moe, max_batch=1), []
+    engine = make_engine(moe, max_batch=1)
+    seen = []
     passes: Any = engine._passes
     forward = passes._forward
 
@@ -205,9 +201,11 @@ def test_a_step_looks_up_the_union_of_its_sequences_once(moe):
         Client(engine, prompt, max_new_tokens=50)
     for _ in range(4):
         engine.step()
-    before, eams_before = moe.report().decode, moe.request_eams()
+    before = moe.report().decode
+    eams_before = moe.request_eams()
     engine.step()
-    after, eams = moe.report().decode, moe.request_eams()
+    after = moe.report().decode
+    eams = moe.request_eams()
     used = [now.decode - then.decode for now, then in zip(eams, eams_before, strict=True)]
     assert [int(u.sum()) for u in used] == [6, 6, 6, 0]  # 3 rows of 2 experts per sequence
     assert after.lookups - before.lookups == (sum(used) > 0).sum() < 18
@@ -266,7 +264,7 @@ def test_a_cancelled_request_is_gone_within_one_step(moe, num_steps):
         engine.step()
     engine.cancel([client.running])
     engine.step()
-    assert isinstance(client.error, RequestCancelled)
+    assert isinstance(client.error, Cancelled)
     assert engine._batch.num_bytes == 0
     assert engine.state()["waiting"] + engine.state()["decoding"] == 0
     engine.check_invariants()
@@ -296,7 +294,8 @@ def test_a_request_past_its_deadline_ends_with_an_error(moe):
 
 def test_an_error_of_one_request_is_its_own(moe):
     engine = make_engine(moe, max_batch=3)
-    good, bad = Client(engine, PROMPTS[0]), Client(engine, PROMPTS[1])
+    good = Client(engine, PROMPTS[0])
+    bad = Client(engine, PROMPTS[1])
     bad.running._sampler.choose = None  # type: ignore[method-assign,assignment]
     run_all(engine, good, bad)
     assert isinstance(bad.error, TypeError)

@@ -42,8 +42,10 @@ def test_a_sequence_has_the_same_tokens_alone_and_among_others(name, tmp_path):
     tiny.tiny_model(architecture).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     with MoE(tmp_path, host_memory="50%", dtype="float32") as moe:
-        alone, together = make_engine(moe, max_batch=1), make_engine(moe, max_batch=3)
-        singles, clients = [], []
+        alone = make_engine(moe, max_batch=1)
+        together = make_engine(moe, max_batch=3)
+        singles = []
+        clients = []
         for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
             singles.append(Client(alone, prompt, max_new_tokens=length))
             clients.append(Client(together, prompt, max_new_tokens=length))

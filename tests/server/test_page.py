@@ -65,7 +65,8 @@ def served() -> Iterator[Serving]:
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     """Pages that must not complain on their console, but of an answer the test expects."""
-    contexts, complaints = [], []
+    contexts = []
+    complaints = []
 
     def open_page(url: str, *, may_say: str = "nothing", **options: Any) -> Any:
         contexts.append(browser.new_context(**options))
@@ -132,7 +133,8 @@ def test_the_heat_map_and_the_numbers_follow_a_request(served, open_page):
     page = open_page(served.url, may_say="willReadFrequently")  # that is our reading of the map
     wait_for_state(page, "live")
     states = served.moe.expert_states()
-    before, numbers = page.evaluate(CELLS), page.evaluate(NUMBERS)
+    before = page.evaluate(CELLS)
+    numbers = page.evaluate(NUMBERS)
     assert (len(before), len(before[0])) == tuple(states.shape)
     body = {"prompt": "Once upon a time", "max_tokens": 150, "logit_bias": {"0": -100}}
     page.evaluate(

@@ -15,7 +15,8 @@ from tests.server.serving import serving
 
 pytestmark = pytest.mark.arithmetic
 
-PROMPT, PROMPT_IDS = "w5 w6 w9 w100 w31", [5, 6, 9, 100, 31]
+PROMPT = "w5 w6 w9 w100 w31"
+PROMPT_IDS = [5, 6, 9, 100, 31]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
 BEGINNING = [
     "response.created",
@@ -66,7 +67,8 @@ def test_an_answer_is_the_chat_answer_in_other_words(client, ended):
     assert (answer.error, answer.incomplete_details) == (None, None)
     assert (answer.metadata, answer.store, answer.user) == ({"a": "b"}, False, "u")
     assert (answer.temperature, answer.top_p, answer.max_output_tokens) == (0, 1, 12)
-    usage, num_tokens = answer.usage, len(ended.split()) + 1  # the end token counts
+    usage = answer.usage
+    num_tokens = len(ended.split()) + 1  # the end token counts
     assert (usage.input_tokens, usage.output_tokens) == (6, num_tokens)
     assert usage.total_tokens == 6 + num_tokens
     assert answer.id.startswith("resp_")

@@ -40,7 +40,8 @@ def test_no_piece_of_a_text_ends_within_a_character(text):
 def test_text_is_cut_at_the_first_stop_however_it_comes(text, stops, cuts):
     found = [text.index(stop) for stop in stops if stop in text]
     stopping = StopStrings(stops)
-    shown, start = "", 0
+    shown = ""
+    start = 0
     for end in [*sorted(cuts), len(text)]:
         shown += stopping.add(text[start:end])
         start = max(start, end)

@@ -1,1 +1,1 @@
-"""The server, where it used to be started from."""
+"""The server, under the name it had in the earlier MoE-Infinity."""

@@ -1,0 +1,32 @@
+"""The kernels of experts inside a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+from moe_infinity.kernels.cuda import experts as triton_experts
+from tests.kernels.cuda.test_triton_experts import DEVICE, Experts, inputs, routing
+
+pytestmark = [pytest.mark.arithmetic, pytest.mark.triton]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_a_captured_layer_follows_what_changes_around_it():
+    experts = Experts("bf16", 256, 128, num=6)
+    slots = experts.slots.cuda()
+    x, pointers = inputs("bf16", 2, 256).cuda(), torch.zeros(2, 3, dtype=torch.int64).cuda()
+    weights = torch.zeros(2, 3).cuda()
+    triton_experts.slot_moe(experts.mlp, x, pointers, weights)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = triton_experts.slot_moe(experts.mlp, x, pointers, weights)
+    for _ in range(3):
+        index, new_weights = routing(2, 3, 6)
+        x.copy_(inputs("bf16", 2, 256))
+        pointers.copy_(slots.data_ptr() + index * slots.shape[1])
+        weights.copy_(new_weights)
+        graph.replay()
+        assert experts.largest_error(found.cpu(), x.cpu(), index, new_weights) < 1
