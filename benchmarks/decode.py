@@ -4,11 +4,13 @@
         --heads 32 --head-dim 128 --tokenizer models/demo                            # 8.6 GB
     python benchmarks/decode.py runs/big --limit 2GiB --host-memory 900MiB
 
-Real text is fed token by token (teacher-forced: every cell decodes the same tokens), each cell in a
-process of its own, under a memory limit if one is given, the files out of the page cache. Cells
-alternate over the rounds. Beside tokens per second stands the bound of a decoder that waits for
-nothing but the bytes it missed: bytes read per token over the disk's bandwidth for random reads of
-one expert, measured in the same run.
+The model reads real text token by token, so every cell decodes the same tokens (teacher-forced).
+Each cell runs in its own process, under the memory limit if there is one, with the files dropped
+from the page cache. Cells alternate over the rounds.
+
+The bound beside the tokens per second is that of a decoder that waits only for the bytes it reads:
+the disk's bandwidth over the bytes read per token. The bandwidth is measured in the same run, with
+random reads of the size of one expert.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ NUM_PROMPT = 32  # a longer one warms up: 600 tokens activate every expert of a 
 def decode(
     model: str, num_tokens: int, options: dict[str, Any], num_prompt: int = NUM_PROMPT
 ) -> dict[str, Any]:
-    """One cell, in its own process."""
+    """Decode one cell; runs in its own process."""
     import torch
     from transformers import DynamicCache
 

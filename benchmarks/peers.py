@@ -1,13 +1,14 @@
-"""The same weights, text, threads and memory limit through us and through what people would use
-instead.
+"""How fast do llama.cpp and accelerate decode the same weights and text under the same limit?
 
     python tools/convert_to_gguf.py runs/big runs/big.gguf          # needs gguf
     python benchmarks/peers.py runs/big --gguf runs/big.gguf --limit 4GiB --host-memory 2.6GiB
 
-llama.cpp (llama-cpp-python) maps its file; transformers with accelerate keeps what fits under
---host-memory on the CPU and the rest in a folder on disk (--accelerate FOLDER, as large as the
-model; made in a first run without a limit). Real text is fed token by token, each cell in a process
-of its own under the limit, files out of the page cache, cells in alternation, medians.
+llama.cpp (llama-cpp-python) maps its file. transformers with accelerate keeps as many weights as
+--host-memory allows in memory, and the rest in a folder on disk: --accelerate FOLDER, as large as
+the model, made by a first run without a limit.
+
+The models read real text token by token. Each cell runs in its own process under the limit, with
+the files dropped from the page cache. Cells alternate, and the medians are printed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def token_ids(model: str, num_tokens: int) -> list[int]:
 
 
 def timed(ids: list[int], num_prompt: int, feed: Callable[[list[int]], object]) -> dict[str, Any]:
-    """The prompt at once, then token by token."""
+    """The times of feeding a prompt at once, then the other tokens one by one."""
     started = time.perf_counter()
     feed(ids[:num_prompt])
     times = [time.perf_counter()]

@@ -1,19 +1,21 @@
-"""Does the server keep its promises under load, and what does batching bring?
+"""Is every answer of the server right under load, and what does batching gain?
 
     python benchmarks/serve_load.py [--seconds 60] [--arrivals FILE.csv] [--host-memory 50%]
                                     [--kills 30] [--rounds 3] [--experts-implementation auto]
 
-A server process with a model in float32 (what neighbours change is then far from a tie, so that
-every greedy answer must be, word for word, the one given to the same prompt alone):
+A server process serves a model in float32. There the other sequences of a batch change logits by
+less than the distance of any tie, so each greedy answer must equal the answer to that prompt alone.
 
-1. 16 clients ask with random gaps, some stream; one request in five is dropped in midstream, one in
-   twenty has a bad body. Looked at: answers, /health meanwhile, the server's memory and files.
-2. Client processes get SIGKILL in midstream, four at a time. Looked at: what is left behind.
-3. Tokens per second, all experts resident, decoding one sequence at a time and eight together; by
-   the clock and by the CPU time of the server, which other work on the machine disturbs less.
+1. 16 clients send requests with random gaps, and some stream. One request in five is dropped in
+   midstream; one in twenty has a bad body. Checked: the answers, the delay of /health, the server's
+   memory and open files.
+2. Client processes get SIGKILL in midstream, four at a time. Checked: what stays in the server.
+3. Tokens per second with all experts resident, decoding one sequence at a time and eight together.
+   They are given per second, and per second of the server's CPU time, which other work on the
+   machine disturbs less.
 
-0 for seconds, kills or rounds leaves that part out. The last line is JSON; exit code 1 if an answer
-was wrong or anything was left behind.
+With 0 for seconds, kills or rounds that part is left out. The last line is JSON. The exit code is 1
+if an answer was wrong or anything stayed in the server.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ BAD_BODIES: list[dict[str, Any]] = [
 
 
 class Server:
-    """A server process and what the kernel says of it."""
+    """A server process, with its memory, files and CPU time from /proc."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
         self.process = process
@@ -135,7 +137,7 @@ def answers_alone(server: Server, max_tokens: int) -> dict[str, str]:
 
 
 class Load:
-    """16 clients for some seconds."""
+    """Clients that send requests and compare the answers with the expected ones."""
 
     def __init__(self, server: Server, expected: dict[str, str], gaps: list[float]) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -203,7 +205,7 @@ class Load:
 
 
 class Watch(threading.Thread):
-    """Asks for /health and looks at the process, a few times a second."""
+    """Samples the delay of /health and the process ten times a second."""
 
     def __init__(self, server: Server) -> None:
         super().__init__()
@@ -240,7 +242,7 @@ class Watch(threading.Thread):
 
 
 def gaps_of(arrivals: Path | None) -> list[float]:
-    """Seconds between two requests of a client: recorded ones scaled to a mean of half a second."""
+    """Seconds between requests of a client, recorded or random, scaled to a mean of 0.5 s."""
     gaps = [random.Random(1).expovariate(1.0) for _ in range(1000)]
     if arrivals is not None:
         with arrivals.open() as file:
@@ -293,7 +295,7 @@ def kill_clients(server: Server, num_kills: int) -> dict[str, Any]:
 def tokens_per_second(
     model: Path, max_batch: int, seconds: float, implementation: str
 ) -> dict[str, float]:
-    """Eight clients that always have a request running."""
+    """Generated tokens per second while eight clients always have a request running."""
     options = ["--host-memory", "100%", "--max-batch", str(max_batch)]
     options += ["--experts-implementation", implementation]
     with serving(model, *options) as server:

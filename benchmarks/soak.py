@@ -4,11 +4,11 @@
         --heads 32 --head-dim 128 --tokenizer models/demo                            # 8.6 GB
     python benchmarks/soak.py runs/big --limit 2GiB --host-memory 900MiB
 
-The model runs in a memory control group of its own, its files out of the page cache. All along, the
-group is sampled: what is charged to it, memory of programs, page cache, swap. The kernel drops page
-cache to keep a group below its limit, so the peak of all that is charged says little where it is
-near the limit; `held` is what cannot be dropped, and `limit_met` how often the limit was run into.
-Without --host-memory the budget is the automatic one.
+The model runs in its own memory control group; its files are dropped from the page cache first. The
+group is sampled five times a second: all memory charged to it, anonymous memory, page cache, swap.
+The kernel drops page cache to keep a group below its limit, so the peak of all charged memory may
+be the limit itself. `held` is the memory that cannot be dropped; `limit_met` is how often the group
+reached its limit. Without --host-memory the budget is the automatic one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRINT_S = 10.0
 
 
 def generate(model: str, num_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-    """In the control group."""
+    """Generate text; runs in the control group."""
     from moe_infinity import MoE
 
     with MoE(model, **options) as moe:
@@ -51,18 +51,21 @@ def generate(model: str, num_tokens: int, options: dict[str, Any]) -> dict[str, 
 
 
 def numbers_in(file: Path) -> dict[str, int]:
-    """Of lines "name number", or of one that is a number; empty if there is no such file."""
+    """The numbers of a file by their names: its lines are "name number", or one is a number.
+
+    Empty if there is no such file.
+    """
     lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
     return {words[0] if len(words) == 2 else "": int(words[-1]) for words in lines}
 
 
 def first_of(group: Path, *names: str) -> int | None:
-    """The number in the first of these files that there is: the versions differ in names."""
+    """The number in the first of these files that exists: names differ between versions."""
     return next((numbers_in(group / name)[""] for name in names if (group / name).exists()), None)
 
 
 def sample(group: Path) -> dict[str, int]:
-    """Bytes charged to the group now, in version 2 or 1 of the interface."""
+    """Bytes charged to the group now, by kind."""
     stat = numbers_in(group / "memory.stat")
     stat |= {name[6:]: count for name, count in stat.items() if name.startswith("total_")}
     charged = first_of(group, "memory.current", "memory.usage_in_bytes") or 0
@@ -77,14 +80,14 @@ def sample(group: Path) -> dict[str, int]:
 
 
 def events(group: Path) -> dict[str, int]:
-    """How often the limit was met, and what became of it."""
+    """How often the group reached its limit, and how many processes were killed for it."""
     found = numbers_in(group / "memory.events") or numbers_in(group / "memory.oom_control")
     met = found.get("max", first_of(group, "memory.failcnt"))
     return {"limit_met": met or 0, "oom_kills": found.get("oom_kill", 0)}
 
 
 def watch(process: Any, group: Path) -> dict[str, int]:
-    """The peaks until the process ends; prints a sample now and then."""
+    """The peaks of all samples until the process ends. Prints a sample every 10 s."""
     peaks: dict[str, int] = {}
     started = last_line = time.monotonic()
     while process.poll() is None:

@@ -3,9 +3,9 @@
     moe-infinity serve MODEL &        # one whose chat template knows tools, such as Qwen3
     python examples/agent.py "What is 17 times 23?" [URL]
 
-The server hands tools and tool messages to the chat template and gives back text; how a model
-writes a call is its own. Here: Qwen's way, a JSON object between <tool_call> tags. A model that
-calls nothing, as the bundled one, just answers.
+The server passes tools and tool messages to the chat template and returns text. Models write calls
+in different ways; this reads Qwen's, a JSON object between <tool_call> tags. A model that calls no
+tool, like the bundled one, just answers.
 """
 
 import ast
@@ -42,7 +42,7 @@ OPERATORS = {
 
 
 def calculate(expression: str) -> float:
-    """Numbers and + - * / only: what a model writes is not run as code."""
+    """The value of numbers with + - * / only: a model's text is never run as code."""
 
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float):

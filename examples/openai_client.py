@@ -1,4 +1,4 @@
-"""The `openai` package with a server of ours.
+"""The `openai` package as a client of `moe-infinity serve`.
 
 moe-infinity serve models/demo &
 pip install openai

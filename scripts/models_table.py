@@ -2,8 +2,8 @@
 
     python -m scripts.models_table [--check]
 
-With --check nothing is written; exit 1 if the page is not what the sweep finds. A page made with
-another version of transformers is out of date.
+With --check nothing is written, and the exit code is 1 if the page differs from what the sweep
+finds. A page made with another version of transformers is out of date.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ fake device and on torch's meta device, not on a GPU: *one graph*, with
 
 
 def sweep() -> list[tuple[Row, str]]:
-    """All rows, by model type, with how decode steps run on a GPU."""
+    """The rows of the table by model type, each with how its decode steps run on a GPU."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -74,7 +74,7 @@ def as_markdown(rows: list[tuple[Row, str]]) -> str:
 
 
 def summary(rows: list[tuple[Row, str]]) -> str:
-    """One line, for the README."""
+    """One line for the README: how many architectures are supported."""
     generating = [row for row, _ in rows if row.result != "not generating"]
     num_graphs = sum(steps == GRAPH for _, steps in rows)
     supported = [row for row in generating if row.is_supported]

@@ -1,10 +1,9 @@
-"""Write a Qwen3-MoE checkpoint as GGUF, bfloat16 as it is, for llama.cpp to be measured on the same
-weights.
+"""Write a Qwen3-MoE checkpoint as GGUF, so that llama.cpp can be measured with the same weights.
 
     python tools/convert_to_gguf.py MODEL OUT.gguf          # needs the gguf package
 
-One tensor at a time is in memory: the experts of a layer. The file has no tokenizer; token ids go
-in and out.
+bfloat16 stays bfloat16. One tensor at a time is in memory, at most all experts of a layer. The file
+has no tokenizer: llama.cpp gets and returns token ids.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 class Target(NamedTuple):
-    """A tensor of the GGUF file and the tensors of the checkpoint it is made of."""
+    """A tensor of the GGUF file, and the tensors of the checkpoint that it is made of."""
 
     name: str
     sources: list[str]  # one, or one per expert
@@ -52,7 +51,7 @@ def targets(config: dict[str, Any]) -> Iterator[Target]:
 
 
 class Checkpoint:
-    """Tensors by name from all shards."""
+    """The tensors of all shards of a checkpoint, by name."""
 
     def __init__(self, folder: Path) -> None:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -69,7 +68,7 @@ class Checkpoint:
 
 
 def is_float32(target: Target, shape: tuple[int, ...]) -> bool:
-    """What llama.cpp computes in float32: norms and routers."""
+    """Whether llama.cpp wants a tensor in float32: norms and routers."""
     return len(shape) == 1 or "ffn_gate_inp" in target.name
 
 

@@ -1,12 +1,12 @@
-"""Say how good the demo model is, and whether its routing means something.
+"""Measure the loss of the demo model, and whether its routing depends on the text's domain.
 
     corpus/<domain>/valid.jsonl -> windows of 513 tokens -> loss, n-gram bounds, experts per token
                                 -> evaluation.json, expert_use.png, the tables of README.md
 
     python tools/evaluate_demo.py --model models/demo --out models/demo --tokens-seen N --minutes M
 
-Everything is measured on the same tokens: model and n-grams predict tokens 2 to 513 of each window,
-from that window alone. The n-grams have counted the training split of all domains.
+Model and n-grams predict the same tokens, 2 to 513 of each window, from that window alone. The
+n-grams are counted in the training split of all domains.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROMPTS = {
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What one pass over the windows of a domain gives."""
+    """Losses and routing of one pass over the windows of a domain."""
 
     nats_WT: np.ndarray  # of the model, per predicted token
     experts_WTLK: np.ndarray  # chosen when the token before it was read
@@ -48,7 +48,7 @@ class Scored:
 def validation_windows(
     tokenizer: Any, corpus: Path, tokens_per_domain: int
 ) -> dict[str, np.ndarray]:
-    """Evenly spaced over the whole split, so that no single book speaks for its domain."""
+    """Windows of each domain, evenly spaced over its split, so that many documents count."""
     chosen = {}
     for domain, texts in documents(corpus, "valid").items():
         windows = packed_windows(tokenizer, {domain: texts})
@@ -104,7 +104,7 @@ def domain_from_experts(first_DLE: np.ndarray, later: list[np.ndarray]) -> float
 
 
 def routing_report(experts: dict[str, np.ndarray], num_experts: int) -> dict[str, Any]:
-    """Domains against halves of one domain (different documents), neighbours against strangers."""
+    """How experts differ between domains, between halves of a domain, and between tokens."""
     first = []
     later = []
     adjacent = []
@@ -144,7 +144,7 @@ def routing_report(experts: dict[str, np.ndarray], num_experts: int) -> dict[str
 
 
 def most_specialised(use_DLE: np.ndarray, domains: list[str], top: int = 8) -> list[dict[str, Any]]:
-    """Experts with the largest part of their use in one domain, all domains weighing the same."""
+    """Experts with the largest share of their use in one domain. All domains weigh the same."""
     part_DLE = use_DLE / use_DLE.sum(0).clip(min=1e-9)
     busy_LE = use_DLE.mean(0) >= 0.5 / use_DLE.shape[2]  # rare experts are specialised by accident
     part_LE = np.where(busy_LE, part_DLE.max(0), 0)
@@ -181,7 +181,7 @@ def quality(
     bounds: dict[str, dict[str, float]],
     bytes_of_token: np.ndarray,
 ) -> dict[str, dict[str, float]]:
-    """Domain -> its losses; the row `all` weighs every token the same."""
+    """Losses by domain; in `all` every token weighs the same."""
     rows: dict[str, dict[str, float]] = {}
     for domain, part in scored.items():
         num_bytes = int(bytes_of_token[windows[domain][:, 1:]].sum())
@@ -199,13 +199,13 @@ def quality(
 
 
 def bytes_per_token(tokenizer: Any) -> np.ndarray:
-    """Byte-level BPE writes one letter per byte; special tokens stand for no text."""
+    """Bytes of text per token id: byte-level BPE has one letter per byte, special tokens none."""
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     return np.array([0 if t in tokenizer.all_special_tokens else len(t) for t in tokens])
 
 
 def rounded(value: Any) -> Any:
-    """Floats to five digits after the point, wherever they are."""
+    """The value with all floats in it rounded to five decimals."""
     if isinstance(value, dict):
         return {key: rounded(x) for key, x in value.items()}
     if isinstance(value, list):

@@ -1,12 +1,12 @@
-"""Write a random Qwen3-MoE checkpoint of any size, laid out as on the hub, with little memory.
+"""Write a random Qwen3-MoE checkpoint of any size with little memory, laid out as on the hub.
 
     sizes -> plan (name, shape, scale of every tensor) -> shards, index, configs -> OUT
 
     python tools/make_random_checkpoint.py OUT --gib 6 --tokenizer models/demo
 
-Every tensor is a stretch of one pool of normal numbers, starting somewhere else: no two experts are
-equal, and the disk sets the speed. Routing is decisive and depends on the text, but it knows no
-topics: only equal tokens are routed alike, which is the hard case for a cache.
+Each tensor is a stretch of one pool of normal numbers with its own start. So no two experts are
+equal, and the disk limits the speed. The router separates experts clearly, and equal tokens are
+routed alike, but not tokens of one topic: that is the hard case for a cache.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ class TensorPlan(NamedTuple):
 
 
 def plan(args: argparse.Namespace, num_layers: int) -> Iterator[TensorPlan]:
-    """The scale is 1 / sqrt(fan in), and what the residual is given gets 1 / sqrt(layers) of that:
-    the states stay near 1 and keep their token's embedding at any depth."""
+    """All tensors of the checkpoint.
+
+    The scale is 1 / sqrt(fan in); of tensors that add to the residual, 1 / sqrt(layers) of that. So
+    hidden states stay near 1 and keep their token's embedding at any depth.
+    """
     hidden = args.hidden
     head = args.head_dim
     inner = args.moe_intermediate
@@ -88,7 +91,7 @@ def into_shards(tensors: list[TensorPlan], shard_bytes: float) -> list[list[Tens
 
 
 class Pool:
-    """Normal numbers in bf16, kept once per scale (a handful of scales, 8 MiB each)."""
+    """Normal numbers in bfloat16, kept once per scale: a few scales of 8 MiB each."""
 
     def __init__(self, seed: int) -> None:
         self._normal = torch.randn(POOL_LENGTH, generator=torch.Generator().manual_seed(seed))
@@ -110,7 +113,7 @@ class Pool:
 
 
 def safetensors_header(shard: list[TensorPlan]) -> bytes:
-    """Length, then JSON, padded so that the tensors start at a multiple of 8."""
+    """The header: its length, then JSON padded so that tensors start at a multiple of 8."""
     header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     offsets = [0, 0]
     for tensor in shard:
@@ -140,7 +143,7 @@ def write_weights(folder: Path, shards: list[list[TensorPlan]], seed: int) -> No
 
 
 def write_configs(folder: Path, args: argparse.Namespace, num_layers: int) -> None:
-    """By hand, with the names that Qwen3-MoE checkpoints on the hub use."""
+    """Write the config files with the field names of Qwen3-MoE checkpoints on the hub."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
         "torch_dtype": "bfloat16", "vocab_size": args.vocab, "tie_word_embeddings": False,
@@ -171,7 +174,7 @@ def check(args: argparse.Namespace, needed_bytes: int) -> None:
 
 
 def make(args: argparse.Namespace) -> None:
-    """Written beside OUT and renamed at the end, so that OUT is whole or not there."""
+    """Write the checkpoint beside OUT and rename it, so that OUT is complete or missing."""
     num_layers = args.layers or layers_for(args)
     tensors = list(plan(args, num_layers))
     check(args, size_of(tensors))

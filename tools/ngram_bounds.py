@@ -1,9 +1,9 @@
-"""What counting alone reaches: the loss of n-gram models, as a bound for the demo model.
+"""The loss of n-gram models, which the demo model should beat.
 
     train stream -> unigram (add-one) -> bigram -> trigram, each interpolated with the one below
 
-Absolute discounting: every n-gram that was seen gives up `discount` counts, shared out as the lower
-order says. Counts are sorted arrays of keys, so 20 million tokens take seconds.
+Absolute discounting: each n-gram that was seen loses `discount` counts, distributed as the
+lower order predicts. Counts are sorted arrays of keys, so 20 million tokens take seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def ngram_keys(tokens: np.ndarray, order: int, vocab: int) -> np.ndarray:
-    """Every `order` neighbours along the last axis as one number."""
+    """A number for each run of `order` tokens along the last axis."""
     count = tokens.shape[-1] - order + 1
     keys = np.zeros((*tokens.shape[:-1], count), dtype=np.int64)
     for i in range(order):
@@ -23,7 +23,7 @@ def ngram_keys(tokens: np.ndarray, order: int, vocab: int) -> np.ndarray:
 
 
 def found(table: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """`values` of the `keys` that the sorted `table` holds, 0 for the others."""
+    """The values of `keys` that are in the sorted `table`; 0 for the others."""
     at = np.searchsorted(table, keys).clip(max=len(table) - 1)
     return np.where(table[at] == keys, values[at], 0)
 

@@ -1,4 +1,4 @@
-"""Train the bundled demo model: a small Qwen3-MoE whose routing means something.
+"""Train the bundled demo model: a small Qwen3-MoE whose routing depends on the text.
 
     corpus/<domain>/train.jsonl -> BPE tokenizer -> packed windows of 513 tokens
                                 -> Muon and AdamW -> models/demo
@@ -6,9 +6,8 @@
     python tools/train_demo.py --minutes 100 --work-dir runs/demo  # again: resumes
     python tools/train_demo.py --export models/demo --work-dir runs/demo
 
-The length of a run is given in minutes of training time, and the learning rate follows that clock
-(warm-up, flat, linear decay), so the script ends well on any machine. A resumed run with more
-minutes goes on where it was.
+A run takes a number of minutes of training time, and the learning rate follows that time (warm-up,
+flat, linear decay): so training is complete on any machine. The same command resumes a run.
 """
 
 from __future__ import annotations
@@ -92,9 +91,7 @@ def train_tokenizer(texts: dict[str, list[str]]) -> PreTrainedTokenizerFast:
 
 
 def packed_windows(tokenizer: PreTrainedTokenizerFast, texts: dict[str, list[str]]) -> np.ndarray:
-    """Every document followed by end-of-text, all domains cut into windows: uint16 [windows,
-    SEQ_LEN + 1].
-    """
+    """All documents, each followed by end-of-text, as uint16 windows [windows, SEQ_LEN + 1]."""
     windows = []
     for group in texts.values():
         stream: list[int] = []
@@ -106,8 +103,9 @@ def packed_windows(tokenizer: PreTrainedTokenizerFast, texts: dict[str, list[str
 
 
 def sorted_experts(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
-    """Tokens sorted by expert, one matmul per expert. `unbind` keeps the backward pass free of
-    full-size zeros.
+    """The experts' output, with tokens sorted by expert and one matmul per expert.
+
+    With `unbind` the backward pass makes no full-size zeros.
     """
     order = top_k_index_TK.flatten().argsort(stable=True)
     token = order // top_k_index_TK.shape[1]
@@ -124,7 +122,7 @@ def sorted_experts(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK:
 
 
 def balance_loss(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
-    """Switch-style balance loss, one layer at a time, so that no layer can hide behind another."""
+    """The mean of each layer's Switch-style balance loss, so that every layer is balanced."""
     losses = []
     for logits in router_logits:
         probs = logits.float().softmax(-1)
@@ -141,8 +139,7 @@ def learning_rate_factor(progress: float) -> float:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is made orthogonal, matrix by matrix (K. Jordan, 2024: Newton-Schulz).
 
-    For hidden matrices only, stacks of them [E, rows, columns] included, which torch's own Muon
-    does not take.
+    For hidden matrices and stacks of them [E, rows, columns]; torch's own Muon takes no stacks.
     """
 
     def __init__(self, params: list[Tensor], lr: float, momentum: float = 0.95) -> None:
@@ -160,7 +157,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """[..., rows, columns] -> nearly the closest matrix whose singular values are all 1."""
+    """Nearly the closest matrix [..., rows, columns] whose singular values are all 1."""
     a, b, c = 3.4445, -4.7750, 2.0315  # the quintic of the source above
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if is_tall else matrix
@@ -197,7 +194,7 @@ def build_model() -> Qwen3MoeForCausalLM:
 
 
 def prepare(args: argparse.Namespace) -> np.ndarray:
-    """Tokenizer and packed windows, made once and kept in the work folder."""
+    """The packed windows. Made once, with the tokenizer, and kept in the work folder."""
     packed = args.work_dir / "train.npy"
     if not packed.exists():
         texts = documents(args.corpus, "train")
@@ -272,7 +269,7 @@ def save_checkpoint(
     step: int,
     seconds: float,
 ) -> None:
-    """Written beside and renamed, so that a kill in the middle leaves the last one whole."""
+    """Write a checkpoint beside the last one and rename it, so that a kill leaves one complete."""
     partial = path.with_suffix(".partial")
     state = {
         "model": model.state_dict(),
@@ -285,7 +282,7 @@ def save_checkpoint(
 
 
 def export(args: argparse.Namespace) -> None:
-    """The last checkpoint in bf16, as a normal Hugging Face folder."""
+    """Write the last checkpoint in bfloat16 as a Hugging Face folder."""
     state = torch.load(args.work_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     model = build_model()
     model.load_state_dict(state["model"])

@@ -16,7 +16,7 @@ from moe_infinity.cli import app as cli
 from tests.cuda.fast_device import on_device
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
-NUM_ROWS = 3
+NUM_MOE_LAYERS = 3
 NUM_EXPERTS = 8
 TOP_K = 2
 BYTES_PER_EXPERT = 3 * 32 * 16 * 2
@@ -140,10 +140,10 @@ def test_inspect_json_tells_layers_experts_and_bytes(command, tiny_checkpoint):
     outcome = command("inspect", tiny_checkpoint, "--json")
     summary = json.loads(outcome.out)
     assert outcome.code == 0
-    assert (summary["moe_layers"], summary["experts_per_layer"]) == (NUM_ROWS, NUM_EXPERTS)
+    assert (summary["moe_layers"], summary["experts_per_layer"]) == (NUM_MOE_LAYERS, NUM_EXPERTS)
     assert summary["top_k"] == TOP_K
     assert summary["bytes_per_expert"] == BYTES_PER_EXPERT
-    assert summary["expert_bytes"] == NUM_ROWS * NUM_EXPERTS * BYTES_PER_EXPERT
+    assert summary["expert_bytes"] == NUM_MOE_LAYERS * NUM_EXPERTS * BYTES_PER_EXPERT
     file_bytes = (tiny_checkpoint / "model.safetensors").stat().st_size
     parts = ("expert_bytes", "dense_bytes", "header_bytes")
     assert sum(summary[part] for part in parts) == file_bytes
@@ -202,7 +202,7 @@ def test_trace_writes_routing_in_the_shared_format(command, tiny_checkpoint, pro
         experts = trace["experts"]
         offsets = trace["offsets"]
     lengths = [5 + 15, 2 + 15]  # the last token written is never routed
-    assert (experts.dtype, experts.shape) == (np.uint8, (sum(lengths), NUM_ROWS, TOP_K))
+    assert (experts.dtype, experts.shape) == (np.uint8, (sum(lengths), NUM_MOE_LAYERS, TOP_K))
     assert (offsets.dtype, offsets.tolist()) == (np.int64, [0, lengths[0], sum(lengths)])
     assert experts.max() < NUM_EXPERTS
     assert outcome.said("2 sequences")

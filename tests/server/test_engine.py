@@ -207,7 +207,7 @@ def test_a_step_looks_up_the_union_of_its_sequences_once(moe):
     after = moe.report().decode
     eams = moe.request_eams()
     used = [now.decode - then.decode for now, then in zip(eams, eams_before, strict=True)]
-    assert [int(u.sum()) for u in used] == [6, 6, 6, 0]  # 3 rows of 2 experts per sequence
+    assert [int(u.sum()) for u in used] == [6, 6, 6, 0]  # 3 MoE layers, 2 experts each
     assert after.lookups - before.lookups == (sum(used) > 0).sum() < 18
     assert after.tokens - before.tokens == 3
     states = moe.expert_states()
