@@ -221,7 +221,10 @@ def test_a_wrong_key_and_another_model_are_refused(moe, server, client):
 def test_a_full_queue_and_a_client_that_goes_away(moe, server):
     with serving(moe, max_batch=1, max_queue=1) as busy, busy.client() as client:
         long = {"max_output_tokens": 400, "stream": True}
-        streams = [ask(client, **long) for _ in range(2)]
+        streams = [ask(client, **long)]
+        busy.wait_until(lambda: busy.engine.state()["decoding"] == 1)
+        streams.append(ask(client, **long))
+        busy.wait_until(lambda: busy.engine.state()["waiting"] == 1)
         with pytest.raises(openai.RateLimitError) as refused:
             ask(client)
         assert refused.value.response.headers["retry-after"]
