@@ -48,6 +48,7 @@ class ExpertEngine:
     ) -> None:
         self.path = path
         self.bookkeeping = bookkeeping
+        self.recorder: Recorder = bookkeeping.recorder
         self.device_steps = device_steps
         self.experts = experts
         self.stored_expert_bytes = stored_expert_bytes
@@ -60,10 +61,6 @@ class ExpertEngine:
     def tiers(self) -> Sequence[SlotTier]:
         """The one that computes first."""
         return self.bookkeeping.tiers
-
-    @property
-    def recorder(self) -> Recorder:
-        return self.bookkeeping.recorder
 
     @property
     def predictor(self) -> Predictor | None:
