@@ -75,7 +75,7 @@ def test_an_unknown_option_is_named_with_those_that_exist(given):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("policy", "mru"), ("policy", None), ("policy", 3), ("policy", ["lru"]),
+        ("policy", "no-such-policy"), ("policy", None), ("policy", 3), ("policy", ["lru"]),
         ("dtype", "int8"), ("dtype", None), ("experts_implementation", "batched"),
         ("host_memory", "lots"), ("host_memory", True), ("host_memory", -5), ("host_memory", [1]),
         ("device", "gpu"), ("device", "cuda:"), ("device", None), ("device", 0),
@@ -95,8 +95,8 @@ def test_a_bad_value_is_refused_where_the_option_is_made(name, value):
 
 
 def test_a_bad_choice_is_answered_with_the_choices():
-    with pytest.raises(ConfigError, match=r"'mru'.*lru.*lfu"):
-        options(policy="mru")
+    with pytest.raises(ConfigError, match=r"'no-such-policy'.*lru.*lfu"):
+        options(policy="no-such-policy")
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -108,7 +108,7 @@ def test_a_baseline_of_the_simulator_is_refused_with_the_policies_of_the_engine(
 @pytest.mark.parametrize(
     "bad",
     [
-        {"policy": "mru"}, {"policy": "neighbor"}, {"policy": "lru", "prefetch": True},
+        {"policy": "no-such-policy"}, {"policy": "neighbor"}, {"policy": "lru", "prefetch": True},
         {"early_router": True}, {"policy": "lru", "history": "file.npz"}, {"without": ["tokens"]},
         {"dtype": "int8"}, {"polcy": "lru"},
     ],

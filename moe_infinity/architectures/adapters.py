@@ -59,7 +59,7 @@ class ParameterLocation:
 
 @dataclass(slots=True)
 class ExpertsModule:
-    """The experts of one MoE row."""
+    """The experts of one MoE layer."""
 
     name: str  # full name in the model, e.g. "model.layers.3.mlp.experts"
     module: nn.Module
@@ -78,7 +78,7 @@ class ExpertsModule:
 class Adapter:
     """For the classes of the interface, and what all others share."""
 
-    # Whose order the sum over a token's experts has: eager's, or grouped_mm's; None: as configured.
+    # In which order a token's experts are summed, see engine/exact.py; None: as configured.
     is_eager: bool | None = None
     weighs_input = False  # the routing weight scales what goes into an expert, not what comes out
     is_block = False  # the module routes, too
@@ -143,7 +143,9 @@ def _shape_of_one(param: Tensor, location: ParameterLocation) -> tuple[int, ...]
 
 
 class Outside(Adapter):
-    """A class outside the interface whose experts are gate and up, an activation, and down."""
+    """Outside the interface: gate and up, an activation, and down. The class has `num_experts`,
+    `act_fn`, parameters stacked over experts, and is called with (x_TD, index_TK, weights_TK).
+    """
 
     is_eager = True
     gate_up = "gate_up_proj"
@@ -261,8 +263,8 @@ class JetMoe(Outside):
 
 
 class Llama4(Outside):
-    """The block itself, as its experts module is called with every token for every expert, most of
-    them scaled by zero. Ours are called with the tokens routed to them."""
+    """The block itself: its experts module is called with every token for every expert, ours only
+    with the tokens routed to them."""
 
     is_block = True
     is_eager = False
@@ -352,8 +354,7 @@ class OneModuleEach(Adapter):
 
 
 class SwitchTransformers(OneModuleEach):
-    """Called with the top-1 one-hot, [T, 1, E]; all zeros for a token beyond the capacity of its
-    expert (transformers 5.23)."""
+    """Called with the top-1 one-hot, [T, 1, E]; zeros beyond an expert's capacity (5.23)."""
 
     def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
         def forward(x_TD: Tensor, chosen_T1E: Tensor, weights_T1: Tensor) -> Tensor:
@@ -364,9 +365,8 @@ class SwitchTransformers(OneModuleEach):
 
 
 class NllbMoe(OneModuleEach):
-    """As the model was published and as transformers 4 ran it: a token goes to every expert whose
-    probability is not zero. transformers 5 (up to 5.23 at least) reads the one-hot of the first
-    choice as expert ids, so that of all experts only 0 and 1 ever run."""
+    """As published, and as transformers 4 ran it: a token goes to every expert whose probability is
+    not zero. transformers 5 (5.23 at least) takes a one-hot for ids: only experts 0 and 1 run."""
 
     def computation(self, module: Any) -> Callable[..., Tensor]:
         run = super().computation(module)
@@ -386,7 +386,7 @@ class NllbMoe(OneModuleEach):
         row.module.forward = forward
 
 
-# Classes outside the interface.
+# By class name: classes outside the interface.
 ADAPTERS: dict[str, Adapter] = {
     "AriaExperts": Aria(),
     "DbrxExperts": Dbrx(),

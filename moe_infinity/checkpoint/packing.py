@@ -30,7 +30,7 @@ PartShapes = dict[str, Shape]  # by role, without the expert dimension
 class PartFormat:
     """One of the stored tensors that stand for a weight."""
 
-    role: str  # its field in WeightLayout
+    role: str  # its field in WeightLayout: values, scale, zeros or groups
     suffix: str  # of its name
     dtypes: frozenset[str]  # it may be stored in
     is_optional: bool = False

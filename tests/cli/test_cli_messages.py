@@ -38,7 +38,7 @@ def test_wrong_usage_is_code_2_with_a_message_on_stderr(command, tiny_checkpoint
         (["--host-memory", "1"], "holds no expert"),
         (["--host-memory", "lots"], "'lots' is not a size"),
         (["--host-memory", "4000TiB"], "machine"),
-        (["--policy", "mru"], "'mru'"),
+        (["--policy", "no-such-policy"], "'no-such-policy'"),
         (["--dtype", "int3"], "'int3'"),
         (["--experts-implementation", "magic"], "'magic'"),
     ],

@@ -77,8 +77,8 @@ def test_what_is_no_capacity_is_named(capacity):
 
 
 def test_an_unknown_policy_is_answered_by_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown policy 'mru'") as error:
-        experiment("lru,mru")
+    with pytest.raises(ConfigError, match="unknown policy 'no-such-policy'") as error:
+        experiment("lru,no-such-policy")
     for name in (*SIMULATED_POLICIES, "belady", "clairvoyant"):
         assert name in str(error.value)
 

@@ -70,7 +70,10 @@ def test_simulate_passes_every_option_on(command, folder):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--policy", "mru"], "unknown policy 'mru', expected some of: activation-aware, lru"),
+        (
+            ["--policy", "no-such-policy"],
+            "unknown policy 'no-such-policy', expected some of: activation-aware, lru",
+        ),
         (["--without", "luck"], "unknown factor 'luck'"),
         (["--capacity", "150%"], "capacity 150% is 27 of 18 experts"),
         (["--capacity", "much"], "'much' is not a capacity"),
