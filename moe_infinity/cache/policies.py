@@ -49,7 +49,7 @@ class Lru(EvictionPolicy):
         self._clock = 0
 
     def begin_step(self, step: Step) -> None:
-        """Steps and requests make no difference here."""
+        """Nothing changes: this policy counts no steps and no requests."""
 
     def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         self._clock += 1
@@ -66,7 +66,7 @@ class Lfu(EvictionPolicy):
         self._uses = np.zeros((num_layers, num_experts))
 
     def begin_step(self, step: Step) -> None:
-        """Steps and requests make no difference here."""
+        """Nothing changes: this policy counts no steps and no requests."""
 
     def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         self._uses[moe_layer_idx, experts] += 1
@@ -97,7 +97,7 @@ class RequestLfu(Lru):
             self._uses[moe_layer_idx, experts] += 1
 
     def scores(self) -> Scores:
-        """Recency is a fraction in [0, 1): it decides between equal uses only."""
+        """Uses, plus recency as a fraction in [0, 1) that decides between equal uses."""
         scores: Scores = self._uses + self._last_use / (self._clock + 1)
         return scores
 

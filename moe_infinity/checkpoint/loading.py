@@ -92,8 +92,8 @@ def load_without_experts(
 ) -> LoadedModel:
     """The model of a folder or hub id with dense weights on `device` and experts on disk.
 
-    `prepare` hears the plan, and the bytes of the dense weights in memory, before these are read;
-    it may give another plan. Raises UnsupportedModelError, CheckpointError.
+    Before dense weights are read, `prepare` is called with the plan and the bytes that they will
+    take in memory. The plan that it returns is used. Raises UnsupportedModelError, CheckpointError.
     """
     kind = find_kind(checkpoint, trust_remote_code=trust_remote_code)
     if Path(checkpoint).is_dir():

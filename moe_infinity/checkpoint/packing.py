@@ -87,7 +87,9 @@ class WeightFormat:
         return tensor.name.removesuffix(first.suffix)
 
     def assemble(self, base: str, tensors: Mapping[str, StoredTensor]) -> PackedTensor:
-        """Raises CheckpointError if a part is missing or does not fit."""
+        """The weight that the parts called `base...` stand for. Raises CheckpointError if one is
+        missing or does not fit.
+        """
         name = base + self.weight_suffix
         found = []
         for part in self.parts:

@@ -34,7 +34,7 @@ class Event(Protocol):
     """A point on a stream, like torch's events: over when all work before it has finished."""
 
     def query(self) -> bool:
-        """Whether it is over."""
+        """Whether all work before the event has finished. Does not wait."""
 
     def synchronize(self) -> None:
         """Make the calling thread wait until it is over."""

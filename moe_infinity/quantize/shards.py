@@ -133,7 +133,7 @@ def index_of(shards: list[Shard]) -> bytes:
 
 @dataclass(slots=True)
 class ShardJob:
-    """A checkpoint to write. Equal `identity`, equal bytes."""
+    """A checkpoint to write. Two jobs of equal `identity` write the same bytes."""
 
     folder: Path  # is made, last of all
     identity: dict[str, Any]  # JSON: the command and what it reads

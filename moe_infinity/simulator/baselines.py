@@ -79,7 +79,7 @@ class TokenCounts(EvictionPolicy):
         self._scores = np.zeros((num_layers, num_experts))
 
     def begin_step(self, step: Step) -> None:
-        """Steps and requests make no difference here."""
+        """Nothing changes: this policy counts no steps and no requests."""
 
     def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
         self._counts[moe_layer_idx, experts] += counts

@@ -291,7 +291,7 @@ class SharedCall:
         self._error: BaseException | None = None  # of a helper
 
     def run(self, num_threads: int) -> None:
-        """Returns when all is computed, by helpers, too, if they come before it is."""
+        """Compute the job and return when it is done. Helper threads that are free take part."""
         try:
             worker()  # compiled once, not by every helper
             if num_threads > 1:
