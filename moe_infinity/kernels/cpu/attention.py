@@ -15,12 +15,12 @@ Legend: B sequences, H heads, G heads of keys and values, N tokens of the cache,
 from __future__ import annotations
 
 import math
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from moe_infinity.checkpoint.layout import KINDS
 from moe_infinity.kernels import host_float32
+from moe_infinity.kernels.cpu.compiler import machine_code
 from moe_infinity.kernels.cpu.loaders import LOADERS
 from moe_infinity.kernels.cpu.rows import row_function
 from moe_infinity.kernels.cpu.steps import arguments_for, arranged, loop_for
@@ -107,10 +108,6 @@ def attention(kind: str, num_vectors: int) -> Any:
     sequence, head or token to the next.
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def weigh(_: Any, scores: Any, steps: Any, rows: Any, row: Any, count: Any, out: Any) -> Any:
-        return types.void(*[types.int64] * 6), partial(_emit_weigh, kind, num_vectors)
-
     # fmt: off
     def attend_all(  # type: ignore[no-untyped-def]
         one, two, arguments, x, x_bytes,
@@ -134,12 +131,24 @@ def attention(kind: str, num_vectors: int) -> Any:
                     put_float(at, i, float_at(at, i) + float_at(added, i))
             values = value + seq * value_seq + group * value_head
             to = out + 4 * LANES * num_vectors * row
-            weigh(at, score_row // (4 * LANES), values, value_row, num_tokens, to)
+            _weigh(kind, num_vectors, at, score_row // (4 * LANES), values, value_row, num_tokens, to)
 
-    return njit(types.void(*[types.int64] * 22), nogil=True)(attend_all)
+    attend_all.__name__ = attend_all.__qualname__ = f"attend_{kind}_{num_vectors}"
+    return machine_code(types.void(*[types.int64] * 22))(attend_all)
 
 
-def _emit_weigh(kind: str, num_vectors: int, context: Any, b: Any, _: Any, args: Any) -> Any:
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _weigh(
+    _: Any, kind: Any, num_vectors: Any, scores: Any, steps: Any, rows: Any, row: Any, count: Any,
+    out: Any,
+) -> Any:  # fmt: skip
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        return _emit_weigh(kind.literal_value, num_vectors.literal_value, context, b, args[2:])
+
+    return types.void(kind, num_vectors, *[types.int64] * 6), emit
+
+
+def _emit_weigh(kind: str, num_vectors: int, context: Any, b: Any, args: Any) -> Any:
     """out = the sum of rows, weighted by the softmax of scores, which become exponentials."""
     scores, num_steps, rows, row_bytes, num_rows, out = args
     largest = cgutils.alloca_once_value(b, all_lanes(F32, -math.inf))

@@ -9,14 +9,15 @@ steps.py says what a step is and how x lies, loaders.py how values are read.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-from numba import cfunc, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from moe_infinity.checkpoint.layout import WORDS
+from moe_infinity.kernels.cpu.compiler import c_function
 from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments
 from moe_infinity.kernels.cpu.vectors import (
     F32,
@@ -46,20 +47,33 @@ def row_function(loop: InnerLoop) -> Any:
     """A C function for rows [first, last); its `address` takes first, last, x, out, the address of
     KernelArguments in memory, and what to add to their addresses.
     """
-    signature = types.void(*[types.int64] * 6)
+    kind, num_vectors, num_scales = loop.kind, loop.num_vectors, loop.num_scales
+    scale, has_zeros, num_tokens = loop.scale or "", int(loop.has_zeros), loop.num_tokens
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def rows(_: Any, first: Any, last: Any, x: Any, out: Any, told: Any, slot: Any) -> Any:
-        return signature, partial(_emit_rows_of_slot, loop)
-
-    @cfunc(signature)  # type: ignore[untyped-decorator]
+    @c_function(types.void(*[types.int64] * 6), "rows_" + "_".join(map(str, loop)))
     def function(first: int, last: int, x: int, out: int, told: int, slot: int) -> None:
-        rows(first, last, x, out, told, slot)
+        _rows(kind, num_vectors, num_scales, scale, has_zeros, num_tokens,
+              first, last, x, out, told, slot)  # fmt: skip
 
     return function
 
 
-def _emit_rows_of_slot(loop: InnerLoop, context: Any, b: Any, _: Any, args: Any) -> Any:
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _rows(
+    _: Any, kind: Any, num_vectors: Any, num_scales: Any, scale: Any, has_zeros: Any,
+    num_tokens: Any, first: Any, last: Any, x: Any, out: Any, told: Any, slot: Any,
+) -> Any:  # fmt: skip
+    literals = kind, num_vectors, num_scales, scale, has_zeros, num_tokens
+    loop = InnerLoop(*(each.literal_value for each in literals))
+    loop = loop._replace(scale=loop.scale or None, has_zeros=bool(loop.has_zeros))
+
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        return _emit_rows_of_slot(loop, context, b, args[len(literals) :])
+
+    return types.void(*literals, *[types.int64] * 6), emit
+
+
+def _emit_rows_of_slot(loop: InnerLoop, context: Any, b: Any, args: Any) -> Any:
     first, last, x, out, told, slot = args
     places = [b.inttoptr(b.add(told, I64(8 * k)), I64.as_pointer()) for k in range(NUM_ARGUMENTS)]
     a = KernelArguments(*map(b.load, places))

@@ -14,12 +14,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import types
 from numpy.typing import NDArray
 
 from moe_infinity.checkpoint.layout import WORDS, Block
 from moe_infinity.experts import DTYPE_BYTES
 from moe_infinity.kernels import host_float32
+from moe_infinity.kernels.cpu.compiler import machine_code, named
 from moe_infinity.kernels.cpu.loaders import LOADERS, ValueLoader
 from moe_infinity.kernels.cpu.vectors import LANES, float_at, put_float
 from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
@@ -191,7 +192,7 @@ def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
     return out
 
 
-@njit(nogil=True)
+@machine_code(types.void(*[types.int64] * 4, named(Arrangement)))
 def arrange(x, x_bytes, out, num_rows, places):  # type: ignore[no-untyped-def]
     """Rows at the address x, so many bytes apart, to the address out."""
     weights_of_step = places.num_vectors - places.has_sum

@@ -27,6 +27,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from moe_infinity.kernels.activation import FUNCTIONS
+from moe_infinity.kernels.cpu.compiler import machine_code, named
 from moe_infinity.kernels.cpu.steps import Arrangement, arrange
 from moe_infinity.kernels.cpu.vectors import (
     I64,
@@ -123,12 +124,8 @@ def call_rows(
 @cache
 def worker() -> Any:
     """_work, compiled."""
-    ints = types.int64, types.int64
-    tuples = [
-        types.NamedUniTuple(types.int64, len(kind._fields), kind)
-        for kind in (Weights, Arrangement, KernelJob)
-    ]
-    return njit(types.int64(*tuples, *ints), nogil=True)(_work)
+    tuples = map(named, (Weights, Arrangement, KernelJob))
+    return machine_code(types.int64(*tuples, types.int64, types.int64))(_work)
 
 
 def _work(weights, places, job, item, waits_for_all):  # type: ignore[no-untyped-def]
@@ -255,7 +252,7 @@ def _activated(x, function, alpha):  # type: ignore[no-untyped-def]
     return max(x, np.float32(0)) ** 2
 
 
-@njit(types.void(*[types.int64] * 7), nogil=True)
+@machine_code(types.void(*[types.int64] * 7))
 def add_weighted(rows, width, places, weights, top_k, total, num_tokens):  # type: ignore[no-untyped-def]
     """Rows at `places` [T, K], times `weights` [T, K], onto `total` [T, D]: addresses."""
     for pair in range(num_tokens * top_k):

@@ -1,0 +1,108 @@
+"""Compiles the kernels of the CPU, and keeps what was compiled on disk for the next start.
+
+A folder in the user's cache has the kernels of one state of this package, one version of numba and
+one kind of processor. numba writes each file under another name first and then renames it, and a
+file holds one kernel: so several processes may compile at once. Where nothing can be written,
+kernels are compiled at each start, and a warning says so once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import llvmlite
+import numba
+import platformdirs
+from llvmlite import binding as llvm
+from numba import cfunc, njit, types
+
+PACKAGE = Path(__file__).resolve().parents[2]
+UNUSED_S = 30 * 24 * 3600  # a folder of another version that nobody opened for so long is deleted
+
+logger = logging.getLogger(__name__)
+_lock = RLock()  # numba has one cache folder for all threads
+
+
+def machine_code(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a function of addresses and integers that runs without the GIL."""
+    return lambda function: _compiled(njit, function, signature, nogil=True)
+
+
+def c_function(signature: Any, name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a function whose `address` other machine code calls. No two have one name."""
+
+    def compile_named(function: Callable[..., Any]) -> Any:
+        function.__name__ = function.__qualname__ = name  # the name of its file
+        return _compiled(cfunc, function, signature)
+
+    return compile_named
+
+
+def named(kind: Any) -> Any:
+    """numba's type of a NamedTuple of integers."""
+    return types.NamedUniTuple(types.int64, len(kind._fields), kind)
+
+
+def _compiled(compile_: Any, function: Any, signature: Any, **options: Any) -> Any:
+    with _lock:
+        folder = cache_folder()
+        if folder is None:
+            return compile_(signature, **options)(function)
+        stock_folder = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(folder)
+        try:
+            return compile_(signature, cache=True, **options)(function)
+        except Exception as error:  # a full disk, a damaged file: whatever pickle makes of it
+            _warn(folder, error)
+        finally:
+            numba.config.CACHE_DIR = stock_folder
+        return compile_(signature, **options)(function)
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept; None if nothing can be written there."""
+    folder = platformdirs.user_cache_path("moe-infinity") / "kernels" / _version()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "last-use").touch()
+        _delete_unused(folder.parent)
+    except OSError as error:
+        _warn(folder, error)
+        return None
+    return folder
+
+
+def _version() -> str:
+    """Of all that machine code depends on."""
+    told = hashlib.sha256()
+    for text in (numba.__version__, llvmlite.__version__, llvm.get_host_cpu_name()):
+        told.update(text.encode())
+    told.update(llvm.get_host_cpu_features().flatten().encode())
+    for file in sorted(PACKAGE.glob("kernels/**/*.py")):
+        told.update(file.read_bytes())
+    return told.hexdigest()[:16]
+
+
+def _delete_unused(folder: Path) -> None:
+    for mark in folder.glob("*/last-use"):
+        if time.time() - mark.stat().st_mtime > UNUSED_S:
+            shutil.rmtree(mark.parent, ignore_errors=True)
+
+
+@cache
+def _warn_once(folder: Path) -> None:
+    logger.warning("%s: compiled kernels cannot be kept, so each start compiles them", folder)
+
+
+def _warn(folder: Path, error: Exception) -> None:
+    _warn_once(folder)
+    logger.info("%s: %s", folder, error)
