@@ -17,10 +17,10 @@ from typing import Any
 from moe_infinity.errors import ConfigError
 from moe_infinity.sizes import parse_size
 
-# The last two are those of transformers whose arithmetic we reproduce bit for bit. "fast" is our
-# own kernels, summing in float32, for experts and, in steps of few tokens, for what surrounds them.
-# "auto" is "fast" for packed weights, and "grouped_mm" for others.
-EXPERTS_IMPLEMENTATIONS = ("auto", "fast", "grouped_mm", "eager")
+# "auto" is our own kernels wherever they know the weights, summing in float32; "fast" is the same,
+# and an error where a GPU cannot use them. The other two are those of transformers, bit for bit.
+EXACT_IMPLEMENTATIONS = ("grouped_mm", "eager")
+EXPERTS_IMPLEMENTATIONS = ("auto", "fast", *EXACT_IMPLEMENTATIONS)
 EXPERT_DTYPES = ("int4", "int8", "fp8")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -45,6 +45,7 @@ class OffloadConfig:
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
     expert_dtype: str | None = None  # pack experts into one of EXPERT_DTYPES as they are loaded
+    exact: bool = False  # the bits of transformers, more slowly; short for "grouped_mm" below
     experts_implementation: str = "auto"  # how experts compute, see EXPERTS_IMPLEMENTATIONS
     trust_remote_code: bool = False  # run Python code that the checkpoint brings with it
     num_read_threads: int = 4  # experts read at once, and threads that share their bytes
@@ -55,13 +56,15 @@ class OffloadConfig:
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
         if not isinstance(self.history, str | Path | None):
             raise ConfigError(f"history must be a file name, got {self.history!r}")
-        for name in ("prefetch", "early_router", "trust_remote_code"):
+        for name in ("prefetch", "early_router", "exact", "trust_remote_code"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
             raise ConfigError(
                 f"unknown device {self.device!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:1'"
             )
+        if self.exact and self.experts_implementation == "fast":
+            raise ConfigError("exact is for the bits of transformers, which 'fast' does not give")
         for size in (self.host_memory, self.device_memory):
             if size is not None:
                 parse_size(size, whole_bytes=0)
@@ -70,6 +73,11 @@ class OffloadConfig:
         threads = self.num_read_threads
         if type(threads) is not int or threads < 1:
             raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether results have the bits of transformers."""
+        return self.exact or self.experts_implementation in EXACT_IMPLEMENTATIONS
 
     def _require_one_of(self, name: str, allowed: tuple[str | None, ...]) -> None:
         value = getattr(self, name)

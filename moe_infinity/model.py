@@ -115,9 +115,7 @@ class MoE:
                 self._graphed = GraphedStep(self.model, self.engine.device_steps)
             experts_backend.attach(self.model, plan.layers, self.engine, early_router)
             self._steps = StepReader(self.model, self.engine)
-            self._small_batches = self._device.small_batch_steps(
-                self.model, is_packed=plan.packing is not None
-            )
+            self._small_batches = self._device.small_batch_steps(self.model)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -62,11 +62,16 @@ ExpertDtype = Annotated[
     str | None,
     typer.Option(help="Pack experts as they are loaded: int4, int8 or fp8. Changes results."),
 ]
+Exact = Annotated[
+    bool,
+    typer.Option("--exact", help="Compute with the bits of transformers, more slowly."),
+]
 Implementation = Annotated[
     str,
     typer.Option(
         "--experts-implementation",
-        help="How experts compute: auto, fast, or exactly as grouped_mm or eager.",
+        help="How experts compute: auto and fast: our kernels; grouped_mm or eager: as those of "
+        "transformers, bit for bit.",
     ),
 ]
 StaticCache = Annotated[
@@ -128,6 +133,7 @@ def _of_model(
     history: History = None,
     dtype: Dtype = "auto",
     expert_dtype: ExpertDtype = None,
+    exact: Exact = False,
     experts_implementation: Implementation = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:

@@ -19,6 +19,7 @@ from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.engine.layer import LayerPath
+from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.device_mover import DeviceMover
@@ -101,7 +102,13 @@ def _layer_path(
     """How a layer runs in the tier that computes."""
     tier = bookkeeping.tiers[0]
     computers = [
-        LayerComputer(layer, recipes, tier.slots, config.experts_implementation)
+        LayerComputer(
+            layer,
+            recipes,
+            tier.slots,
+            is_exact=config.is_exact,
+            is_eager=config.experts_implementation == "eager",
+        )
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     ]
     prefetcher = None
@@ -121,9 +128,9 @@ def _device_steps(
     model: PreTrainedModel, plan: Plan, config: OffloadConfig, bookkeeping: Bookkeeping
 ) -> DeviceSteps | None:
     """What decides steps of few tokens on the device; None: the host decides every step. Raises
-    ConfigError.
+    ConfigError where "fast" asks for it and it cannot be.
     """
-    if config.experts_implementation != "fast" or len(bookkeeping.tiers) == 1:
+    if config.is_exact or len(bookkeeping.tiers) == 1:
         return None
     mlps = [slot_layer(*pair) for pair in zip(plan.layers, plan.recipes, strict=True)]
     known = [mlp for mlp in mlps if mlp is not None]
@@ -133,7 +140,12 @@ def _device_steps(
         "experts that no kernel of ours reads": len(known) < len(mlps),
     }
     found = " and ".join(reason for reason, is_so in reasons.items() if is_so)
-    if found:
-        logger.warning("with %s the host decides in every step, without CUDA graphs", found)
-        return None
-    return DeviceSteps(bookkeeping, known)
+    try:
+        if not found:
+            return DeviceSteps(bookkeeping, known)
+    except ConfigError as error:
+        if config.experts_implementation == "fast":
+            raise
+        found = str(error)
+    logger.warning("with %s the host decides in every step, without CUDA graphs", found)
+    return None

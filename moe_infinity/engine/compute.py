@@ -20,7 +20,6 @@ from moe_infinity.engine.expert_kernels import fused_layer
 from moe_infinity.engine.fused import FUSED_ROWS, PACKED_ROWS, FusedBackend
 from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import ExpertKey
-from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.memory.host import Slots
 
 
@@ -53,11 +52,12 @@ class LayerComputer:
         layer: ExpertsModule,
         recipes: LayerRecipes,
         slots: Slots,
-        experts_implementation: str,
+        *,
+        is_exact: bool,  # with the bits of transformers
+        is_eager: bool,  # those of its eager implementation; a class may know only one
     ) -> None:
-        is_eager = layer.adapter.is_eager
-        if is_eager is None:
-            is_eager = experts_implementation == "eager"
+        if layer.adapter.is_eager is not None:
+            is_eager = layer.adapter.is_eager
         self._slots = slots
         self._exact = ExactBackend(
             recipes.computing(layer.compute),
@@ -65,19 +65,13 @@ class LayerComputer:
             is_eager=is_eager,
             weighs_input=layer.adapter.weighs_input,
         )
-        self._fused = self._fused_backend(layer, recipes, experts_implementation)
+        self._fused = None if is_exact else self._fused_backend(layer, recipes)
         read, other = ("read by kernels", "unpacked") if recipes.is_packed else ("fast", "exact")
         self.how = other if self._fused is None else read
 
-    def _fused_backend(
-        self, layer: ExpertsModule, recipes: LayerRecipes, experts_implementation: str
-    ) -> FusedBackend | None:
-        """None if its bits are not wanted, or no kernel reads these experts."""
-        # With weights as they are, the bits would not be those of transformers.
-        is_wanted = experts_implementation == "fast" or (
-            experts_implementation == "auto" and recipes.is_packed
-        )
-        if not is_wanted or not has_packed_kernels() or self._slots.device.type != "cpu":
+    def _fused_backend(self, layer: ExpertsModule, recipes: LayerRecipes) -> FusedBackend | None:
+        """None if no kernel of the CPU reads these experts."""
+        if self._slots.device.type != "cpu":
             return None
         experts = fused_layer(layer, recipes)
         if experts is None:

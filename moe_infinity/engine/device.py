@@ -12,7 +12,6 @@ from moe_infinity.checkpoint.packed_on_load import packed_on_load
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError, OutOfMemory
-from moe_infinity.kernels import has_packed_kernels
 from moe_infinity.memory.cuda import CudaDevice, open_cuda_device
 from moe_infinity.memory.device import (
     SLOT_ALIGNMENT,
@@ -37,8 +36,6 @@ class ComputeDevice:
                 "device_memory needs a CUDA device, torch finds none\nhint: use host_memory"
             )
         self.device = torch.device("cpu") if self._link is None else self._link.device
-        if config.experts_implementation == "fast" and not (self._link or has_packed_kernels()):
-            raise ConfigError("'fast' on a CPU needs numba\nhint: pip install 'moe-infinity[cpu]'")
         self.slots: DeviceSlots | None = None  # of a GPU, once the plan is known
 
     def prepare(self, plan: Plan, dense_bytes: int) -> Plan:
@@ -63,13 +60,11 @@ class ComputeDevice:
         )
         return DeviceSlots(link, num_slots, slot_bytes)
 
-    def small_batch_steps(self, model: Any, *, is_packed: bool) -> SmallBatchSteps | None:
-        """On a CPU, if the bits are not those of transformers anyway."""
-        implementation = self._config.experts_implementation
-        is_free = implementation == "fast" or (implementation == "auto" and is_packed)
-        if not (is_free and self.device.type == "cpu" and has_packed_kernels()):
+    def small_batch_steps(self, model: Any) -> SmallBatchSteps | None:
+        """On a CPU, if the bits need not be those of transformers."""
+        if self._config.is_exact or self.device.type != "cpu":
             return None
-        from moe_infinity.architectures.small_batch import SmallBatchSteps  # needs numba
+        from moe_infinity.architectures.small_batch import SmallBatchSteps  # imports numba
 
         return SmallBatchSteps(model)
 

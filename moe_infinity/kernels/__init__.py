@@ -10,11 +10,6 @@ def host_float32(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def has_packed_kernels() -> bool:
-    """Whether kernels of the CPU can be imported: numba is optional."""
-    return find_spec("numba") is not None
-
-
 def has_triton_kernels() -> bool:
     """Whether triton_*.py can be imported: triton comes with torch's CUDA builds for Linux."""
     return find_spec("triton") is not None

@@ -131,7 +131,8 @@ def attention(kind: str, num_vectors: int) -> Any:
                     put_float(at, i, float_at(at, i) + float_at(added, i))
             values = value + seq * value_seq + group * value_head
             to = out + 4 * LANES * num_vectors * row
-            _weigh(kind, num_vectors, at, score_row // (4 * LANES), values, value_row, num_tokens, to)
+            num_steps = score_row // (4 * LANES)
+            _weigh(kind, num_vectors, at, num_steps, values, value_row, num_tokens, to)
 
     attend_all.__name__ = attend_all.__qualname__ = f"attend_{kind}_{num_vectors}"
     return machine_code(types.void(*[types.int64] * 22))(attend_all)

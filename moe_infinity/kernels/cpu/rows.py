@@ -47,8 +47,12 @@ def row_function(loop: InnerLoop) -> Any:
     """A C function for rows [first, last); its `address` takes first, last, x, out, the address of
     KernelArguments in memory, and what to add to their addresses.
     """
-    kind, num_vectors, num_scales = loop.kind, loop.num_vectors, loop.num_scales
-    scale, has_zeros, num_tokens = loop.scale or "", int(loop.has_zeros), loop.num_tokens
+    kind = loop.kind  # constants of the compiled code
+    num_vectors = loop.num_vectors
+    num_scales = loop.num_scales
+    scale = loop.scale or ""
+    has_zeros = int(loop.has_zeros)
+    num_tokens = loop.num_tokens
 
     @c_function(types.void(*[types.int64] * 6), "rows_" + "_".join(map(str, loop)))
     def function(first: int, last: int, x: int, out: int, told: int, slot: int) -> None:
