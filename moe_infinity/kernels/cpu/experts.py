@@ -43,7 +43,7 @@ from moe_infinity.kernels.cpu.steps import (
 )
 from moe_infinity.kernels.cpu.threads import num_threads
 from moe_infinity.kernels.cpu.words import BLOCK_ROWS
-from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, SharedCall, Weights, job_for
+from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, Weights, run_job
 
 BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
 MAX_STEPS = 1 << 16  # of a row, for which KernelArguments.inverse divides exactly
@@ -171,7 +171,7 @@ class FusedExperts:
         self._numbers = np.array(numbers, np.float32)
         self.up_bytes = -(-4 * up.num_rows // 64) * 64  # so that no vector crosses a cache line
         self.row_bytes = self.up_bytes + down.places.row_bytes
-        self.weights = Weights(
+        weights = Weights(
             up_blocks=up.blocks.ctypes.data,
             num_up=len(up.blocks),
             down_blocks=down.blocks.ctypes.data,
@@ -187,6 +187,8 @@ class FusedExperts:
             down_bias=biases[1].offset if biases else NO_BIAS,
             bias=BIASES.index(biases[0].dtype) if biases else 0,
         )
+        self.weights = array("q", weights)
+        self.hidden_places = array("q", down.places)
         self(host_float32(0, down.num_rows), [0], [])  # compiles
 
     def __call__(
@@ -230,19 +232,19 @@ class Rows:
         """Fill `out_PD` from starts[i] to stops[i] for the expert whose slot begins at
         addresses[i], where it has to stay until this returns.
         """
-        job, ints = job_for(
+        run_job(
+            self._experts.weights,
+            self._experts.hidden_places,
             starts,
             stops,
             addresses,
+            num_threads=num_threads(),
             x=self._scratch.data_ptr(),
             x_is_shared=int(self._is_shared),
             up=self._up_at,
             hidden=self._hidden_at,
             out=self.out_PD.data_ptr(),
         )
-        experts = self._experts
-        buffers = ints, self._scratch, self.out_PD
-        SharedCall(experts.weights, experts.down.places, job, buffers).run(num_threads())
 
     def sum(self, place_P: array[int], weights_TK: Tensor) -> Tensor:
         """[T, D]: each token's weighted rows, in the order of k; its pairs are told by their rows,

@@ -6,6 +6,7 @@ Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,7 @@ from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu.experts import Product
 from moe_infinity.kernels.cpu.steps import arrange
 from moe_infinity.kernels.cpu.threads import num_threads
-from moe_infinity.kernels.cpu.work import SharedCall, Weights, job_for
+from moe_infinity.kernels.cpu.work import Weights, run_job
 
 MIN_SHARED_BYTES = 2 << 20  # smaller ones are read before a second thread has woken up
 
@@ -42,11 +43,13 @@ class FusedLinear:
         self.weights = weights
         self._places = product.places
         self._product = product  # keeps what `_told` points to
-        self._told = Weights(
+        weights_of = Weights(
             up_blocks=product.blocks.ctypes.data,
             num_up=len(product.blocks),
             up_bytes=4 * product.num_rows,
         )
+        self._told = array("q", weights_of)
+        self._unused = array("q", product.places)  # there is no second product
         num_bytes = sum(weight.numel() * weight.itemsize for weight in weights)
         self._is_shared = num_bytes >= MIN_SHARED_BYTES
 
@@ -56,16 +59,17 @@ class FusedLinear:
         arranged = torch.empty(len(x) * self._places.row_bytes, dtype=torch.uint8, device="cpu")
         arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), self._places)
         out_TR = host_float32(len(x), self._product.num_rows)
-        job, ints = job_for(  # one "expert" has all rows; addresses of weights are absolute
+        run_job(  # one "expert" has all rows; addresses of weights are absolute
+            self._told,
+            self._unused,
             [0],
             [len(x)],
             [0],
+            num_threads=num_threads() if self._is_shared else 1,
             x=arranged.data_ptr(),
             x_is_shared=0,
             up=out_TR.data_ptr(),
             hidden=0,
             out=0,
         )
-        call = SharedCall(self._told, self._places, job, (ints, arranged, out_TR))
-        call.run(num_threads() if self._is_shared else 1)
         return out_TR
