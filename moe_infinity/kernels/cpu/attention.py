@@ -132,14 +132,14 @@ def attention(kind: str, num_vectors: int) -> Any:
             values = value + seq * value_seq + group * value_head
             to = out + 4 * LANES * num_vectors * row
             num_steps = score_row // (4 * LANES)
-            _weigh(kind, num_vectors, at, num_steps, values, value_row, num_tokens, to)
+            weigh(kind, num_vectors, at, num_steps, values, value_row, num_tokens, to)
 
     attend_all.__name__ = attend_all.__qualname__ = f"attend_{kind}_{num_vectors}"
     return machine_code(types.void(*[types.int64] * 22))(attend_all)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def _weigh(
+def weigh(
     _: Any, kind: Any, num_vectors: Any, scores: Any, steps: Any, rows: Any, row: Any, count: Any,
     out: Any,
 ) -> Any:  # fmt: skip

@@ -23,8 +23,10 @@ from moe_infinity.kernels.cpu.work import Weights, run_job
 MIN_SHARED_BYTES = 2 << 20  # smaller ones are read before a second thread has woken up
 
 
-def fused_linear(weights: Sequence[Tensor]) -> FusedLinear | None:
-    """For weights [R, C] of equal C that are given one input. None: kernels do not read them."""
+def product_of(weights: Sequence[Tensor]) -> Product | None:
+    """Weights [R, C] of equal C, one below the other, where they lie. None: kernels do not read
+    them.
+    """
     layouts = []
     for weight in weights:
         if weight.dim() != 2 or not weight.is_contiguous() or not weight.is_cpu:
@@ -32,7 +34,12 @@ def fused_linear(weights: Sequence[Tensor]) -> FusedLinear | None:
         dtype = str(weight.dtype).removeprefix("torch.")
         address = weight.data_ptr()  # in the place of an offset, from a slot that begins at 0
         layouts.append(WeightLayout.plain(ParamSpec("", tuple(weight.shape), dtype, address)))
-    product = Product.of(layouts)
+    return Product.of(layouts)
+
+
+def fused_linear(weights: Sequence[Tensor]) -> FusedLinear | None:
+    """For weights that are given one input. None: kernels do not read them."""
+    product = product_of(weights)
     return None if product is None else FusedLinear([w.detach() for w in weights], product)
 
 

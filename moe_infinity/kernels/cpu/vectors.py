@@ -175,5 +175,30 @@ def put_float(_: Any, address: Any, index: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64, types.float32), emit
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def put_half(_: Any, address: Any, index: Any, value: Any) -> Any:
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        b.store(b.fptrunc(args[2], ir.HalfType()), _element(b, args, ir.HalfType()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def put_bfloat(_: Any, address: Any, index: Any, value: Any) -> Any:
+    """To the nearest, of two the even one. No number stays none."""
+
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        bits = b.bitcast(args[2], I32)
+        top = b.lshr(bits, I32(16))
+        rounded = b.lshr(b.add(bits, b.add(I32(0x7FFF), b.and_(top, I32(1)))), I32(16))
+        is_number = b.fcmp_ordered("ord", args[2], args[2])
+        kept = b.select(is_number, rounded, b.or_(top, I32(0x40)))
+        b.store(b.trunc(kept, I16), _element(b, args, I16))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), emit
+
+
 def _element(b: Any, args: Any, kind: Any) -> Any:
     return b.gep(b.inttoptr(args[0], kind.as_pointer()), [args[1]])

@@ -33,7 +33,9 @@ from moe_infinity.kernels.cpu.vectors import (
     float_at,
     half_at,
     int_at,
+    put_bfloat,
     put_float,
+    put_half,
 )
 
 SILU, GELU, GELU_TANH = map(FUNCTIONS.index, ("silu", "gelu", "gelu_tanh"))
@@ -116,11 +118,8 @@ _job_at = reader_of(KernelJob)
 
 
 @njit(nogil=True)
-def _multiply(job, block, expert, x, x_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
-    """A block of rows of a weight with all rows of x that are routed to the expert."""
-    p = int_at(job.starts, expert)
-    stop = int_at(job.stops, expert)
-    slot = int_at(job.slots, expert)
+def multiply(block, slot, p, stop, x, x_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
+    """A block of rows of a weight that lies in this slot with rows of x, from p to stop."""
     of_one = int_at(block, 0)
     of_two = int_at(block, 1)
     told = int_at(block, 2)
@@ -144,14 +143,26 @@ def _add_bias(weights, job, block, expert):  # type: ignore[no-untyped-def]
     for p in range(int_at(job.starts, expert), int_at(job.stops, expert)):
         row = job.out + p * weights.out_bytes
         for r in range(int_at(block, 3), int_at(block, 4)):
-            put_float(row, r, float_at(row, r) + _bias_at(bias, r, weights.bias))
+            put_float(row, r, float_at(row, r) + value_at(bias, r, weights.bias))
 
 
 @njit(nogil=True)
-def _bias_at(at, index, kind):  # type: ignore[no-untyped-def]
-    if kind == 0:
+def value_at(at, index, dtype):  # type: ignore[no-untyped-def]
+    """A number, whose dtype is this one of BIASES, in float32."""
+    if dtype == 0:
         return float_at(at, index)
-    return bfloat_at(at, index) if kind == 1 else half_at(at, index)
+    return bfloat_at(at, index) if dtype == 1 else half_at(at, index)
+
+
+@njit(nogil=True)
+def put_number(at, index, value, dtype):  # type: ignore[no-untyped-def]
+    """Rounded to this dtype of BIASES."""
+    if dtype == 0:
+        put_float(at, index, value)
+    elif dtype == 1:
+        put_bfloat(at, index, value)
+    else:
+        put_half(at, index, value)
 
 
 @njit(nogil=True)
@@ -171,13 +182,13 @@ def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
             i = f * weights.gate_step
             gate = float_at(row, i)
             if weights.up_bias != NO_BIAS:
-                gate += _bias_at(bias, i, weights.bias)
+                gate += value_at(bias, i, weights.bias)
             value = _activated(min(gate, limit), weights.function, alpha)
             if weights.is_gated:
                 i += weights.first_up
                 up = float_at(row, i)
                 if weights.up_bias != NO_BIAS:
-                    up += _bias_at(bias, i, weights.bias)
+                    up += value_at(bias, i, weights.bias)
                 value *= max(min(up, limit), -limit) + shift
             put_float(row, f, value)
     arrange(at, weights.up_bytes, hidden, stop - first, places)
@@ -225,7 +236,10 @@ def experts(call: int) -> None:
             counter = job.state + 8 * (OF_EXPERTS + LINE * expert)
             block = weights.up_blocks + 8 * BLOCK * (item % weights.num_up)
             x_bytes = 0 if job.x_is_shared else int_at(block, 6)
-            _multiply(job, block, expert, job.x, x_bytes, job.up, weights.up_bytes)
+            slot = int_at(job.slots, expert)
+            p = int_at(job.starts, expert)
+            stop = int_at(job.stops, expert)
+            multiply(block, slot, p, stop, job.x, x_bytes, job.up, weights.up_bytes)
             if fetch_add(counter, 1) == weights.num_up - 1 and weights.num_down:
                 _activate(weights, places, job, expert)
                 fetch_add(counter + 8, 1)
@@ -233,7 +247,11 @@ def experts(call: int) -> None:
             expert = (item - ups) // weights.num_down
             wait_for(job.state + 8 * (OF_EXPERTS + LINE * expert + 1), 1, job.yield_)
             block = weights.down_blocks + 8 * BLOCK * ((item - ups) % weights.num_down)
-            _multiply(job, block, expert, job.hidden, int_at(block, 6), job.out, weights.out_bytes)
+            slot = int_at(job.slots, expert)
+            p = int_at(job.starts, expert)
+            stop = int_at(job.stops, expert)
+            x_bytes = int_at(block, 6)
+            multiply(block, slot, p, stop, job.hidden, x_bytes, job.out, weights.out_bytes)
             if weights.down_bias != NO_BIAS:
                 _add_bias(weights, job, block, expert)
         fetch_add(job.state + 8 * DONE, 1)
