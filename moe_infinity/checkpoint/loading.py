@@ -33,6 +33,7 @@ from moe_infinity.checkpoint.plan import Plan, plan_experts
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import parts_of
 from moe_infinity.errors import CheckpointError
+from moe_infinity.memory.pages import HUGE_PAGE_BYTES, huge_pages
 
 CPU = torch.device("cpu")
 STORED_NAMES = {name: stored for stored, (name, _) in STORED_DTYPES.items()}
@@ -67,7 +68,11 @@ class StoredSlice:
         return parts[""][index]
 
     def _read(self, tensor: StoredTensor) -> Tensor:
-        raw = torch.empty(tensor.extent.num_bytes, dtype=torch.uint8, device="cpu")
+        num_bytes = tensor.extent.num_bytes
+        if num_bytes >= HUGE_PAGE_BYTES:  # small pages: 38 GB/s of products with one row, huge: 43
+            raw = torch.frombuffer(huge_pages(num_bytes), dtype=torch.uint8)
+        else:
+            raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self._reader.read_into(tensor.extent, raw.numpy().data)
         return raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
 
