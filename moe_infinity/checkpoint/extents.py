@@ -13,6 +13,7 @@ STORED_DTYPES = {
     "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8), "U16": ("uint16", 16),
     "U32": ("uint32", 32), "U64": ("uint64", 64),
 }  # fmt: skip
+STORED_NAMES = {name: stored for stored, (name, _) in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

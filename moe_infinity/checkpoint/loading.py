@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.extents import STORED_DTYPES, StoredTensor
+from moe_infinity.checkpoint.extents import STORED_NAMES, StoredTensor
 from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
 from moe_infinity.checkpoint.kind import Kind, find_kind
 from moe_infinity.checkpoint.packing import PackedTensor
@@ -35,7 +35,6 @@ from moe_infinity.checkpoint.recipe import parts_of
 from moe_infinity.errors import CheckpointError
 
 CPU = torch.device("cpu")
-STORED_NAMES = {name: stored for stored, (name, _) in STORED_DTYPES.items()}
 
 
 @dataclass(slots=True)
