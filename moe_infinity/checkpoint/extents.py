@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Name in the header -> (torch's name, bits per element)
 STORED_DTYPES = {
@@ -44,3 +45,13 @@ class StoredTensor:
     def dtype(self) -> str:
         """torch's name of the dtype, e.g. "bfloat16"."""
         return STORED_DTYPES[self.stored_dtype][0]
+
+    @property
+    def parts(self) -> tuple[tuple[str, StoredTensor], ...]:
+        """Like those of a PackedTensor: the one tensor that stands for the weight."""
+        return (("", self),)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Weights of one kind differ in nothing but their values."""
+        return self.stored_dtype, self.shape

@@ -91,7 +91,7 @@ def _check(file: Path, name: Any, tensor: Any, storages: dict[int, Extent]) -> S
     if start not in storages:
         raise CheckpointError(f"{file}: the bytes of tensor {name} are not in it")
     storage = storages[start]
-    skipped = tensor.storage_offset() * tensor.element_size()
+    skipped = int(tensor.storage_offset()) * tensor.element_size()
     room = min(storage.num_bytes, file.stat().st_size - storage.offset)
     if skipped + tensor.nbytes > room:
         raise CheckpointError(
