@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
-from moe_infinity.checkpoint.chunks import BounceBuffer, Chunk, Job, Piece, chunks_of
+from moe_infinity.checkpoint.chunks import BounceBuffer, Chunk, Piece, chunks_of
 from moe_infinity.checkpoint.extents import Extent
 from moe_infinity.checkpoint.files import OpenFile
 from moe_infinity.errors import CheckpointError
@@ -90,18 +91,29 @@ class Reader:
                     self._no_urgent.notify_all()
 
     def _read_all(self, chunks: list[Chunk]) -> None:
-        """By all read threads together, in the order of calls."""
-        job = Job(chunks, self._read_chunk)
+        """By all read threads together, which take the chunks one by one, in the order of calls."""
+        waiting = iter(chunks)  # gives each chunk to one thread
+
+        def work() -> None:
+            for chunk in waiting:
+                self._read_chunk(chunk)
+
+        if len(chunks) < 2:
+            work()
+            return
+        helpers: list[Future[None]] = [Future() for _ in chunks[: self._num_threads]]
         try:
-            if len(chunks) > 1:
-                for _ in range(min(self._num_threads, len(chunks))):
-                    self._started().submit(job.work)
-            else:
-                job.work()
+            for helper in helpers:
+                self._started().submit(work, helper)
+            wait(helpers, return_when=FIRST_COMPLETED)  # none is before all chunks are taken
         except RuntimeError:  # no thread can be started, or `close` came between
-            job.work()
+            work()
         finally:
-            job.finish()
+            list(waiting)  # after an error or Ctrl-C the rest is not read
+            begun = [helper for helper in helpers if not helper.cancel()]
+            wait(begun)
+        for helper in begun:
+            helper.result()
 
     def _started(self) -> ReadThreads:
         with self._lock:
