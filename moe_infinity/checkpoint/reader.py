@@ -124,18 +124,19 @@ class Reader:
     def _read_chunk(self, chunk: Chunk) -> None:
         done = 0
         try:
-            with self._opened(chunk.file) as file:
-                done = file.read_direct(chunk, self._bounce_buffer())
-                while done < chunk.num_bytes:  # the rest of a short read, or all of it
-                    count = file.read_cached(chunk, done)
-                    if count == 0:
-                        raise CheckpointError(
-                            f"{chunk.file}: ends before byte {chunk.offset + done}, "
-                            f"{chunk.num_bytes - done} more expected: was it changed while in use?"
-                        )
-                    done += count
+            file = self._opened(chunk.file)
+            done = file.read_direct(chunk, self._bounce_buffer())
+            while done < chunk.num_bytes:  # the rest of a short read, or all of it
+                count = file.read_cached(chunk, done)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{chunk.file}: ends before byte {chunk.offset + done}, "
+                        f"{chunk.num_bytes - done} more expected: was it changed while in use?"
+                    )
+                done += count
         except OSError as error:
-            self._open_anew(chunk.file)
+            with self._lock:  # the next read opens it anew: it may be replaced by a whole one
+                self._files.pop(chunk.file, None)
             if isinstance(error, CheckpointError):
                 raise
             where = f"{chunk.file}: cannot be read at byte {chunk.offset + done}"
@@ -148,25 +149,11 @@ class Reader:
         buffer: BounceBuffer = self._thread.bounce_buffer
         return buffer
 
-    @contextmanager
-    def _opened(self, path: Path) -> Iterator[OpenFile]:
+    def _opened(self, path: Path) -> OpenFile:
         with self._lock:
             if path not in self._files:
                 self._files[path] = OpenFile(path)
-            file = self._files[path]
-            file.num_users += 1
-        try:
-            yield file
-        finally:
-            with self._lock:
-                file.num_users -= 1
-                file.close_if_unused()
-
-    def _open_anew(self, path: Path) -> None:
-        """After an error: the file may be replaced by a whole one of its name."""
-        with self._lock:
-            if path in self._files:
-                self._files.pop(path).retire()
+            return self._files[path]
 
     def close(self) -> None:
         """Wait a while for reads to end, and close all files, those still read once they are not.
@@ -177,6 +164,4 @@ class Reader:
         if ended is not None:
             threads.close(ended)
         with self._lock:
-            for file in self._files.values():
-                file.retire()
             self._files.clear()
