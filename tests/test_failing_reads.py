@@ -210,6 +210,7 @@ def test_a_command_ends_where_the_disk_hangs(tiny_checkpoint):
 
 
 LEFT_OPEN = """
+from concurrent.futures import Future
 from threading import Event
 from time import monotonic
 import torch
@@ -225,7 +226,7 @@ def read():
     print("read")
 
 threads = ReadThreads(1, "test")
-threads.submit(read)
+threads.submit(read, Future())
 started.wait()
 print("done")
 """

@@ -18,13 +18,11 @@ REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # how a file system says that it ha
 
 
 class OpenFile:
-    """Two descriptors of one file. Raises OSError."""
+    """Two descriptors of one file, closed when nobody has it any more. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        self.num_users = 0
-        self._is_retired = False
         opened = ExitStack()
-        self._close = weakref.finalize(self, opened.close)  # once, if only when nobody has us
+        weakref.finalize(self, opened.close)
         self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         opened.callback(os.close, self._cached)
         self._is_small = os.fstat(self._cached).st_size < SMALL_FILE_BYTES
@@ -36,7 +34,6 @@ class OpenFile:
                 opened.callback(os.close, self._direct)
             except OSError as error:
                 if error.errno not in REFUSALS:
-                    self._close()
                     raise
 
     def read_direct(self, chunk: Chunk, buffer: BounceBuffer) -> int:
@@ -62,12 +59,3 @@ class OpenFile:
         if sys.platform == "linux" and not self._is_small:  # leave others their part of the cache
             os.posix_fadvise(self._cached, chunk.offset, chunk.num_bytes, os.POSIX_FADV_DONTNEED)
         return count
-
-    def retire(self) -> None:
-        """Close once nobody reads any more."""
-        self._is_retired = True
-        self.close_if_unused()
-
-    def close_if_unused(self) -> None:
-        if self._is_retired and self.num_users == 0:
-            self._close()

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 
 from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.cache.residency import ResidencyTable
@@ -71,17 +72,8 @@ class Mover:
 
     def _submit(self, pool: ReadThreads, read: Read, key: ExpertKey, slot: int) -> None:
         """Begin a read. Its future is stored first: an interrupted `submit` may have begun it."""
-        future = self._loading[key] = Future()
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    read(key, slot)
-                    future.set_result(None)
-                except BaseException as error:
-                    future.set_exception(error)
-
-        pool.submit(run)
+        self._loading[key] = Future()
+        pool.submit(partial(read, key, slot), self._loading[key])
 
     def _read_timed(self, key: ExpertKey, slot_id: int) -> None:
         started = time.perf_counter()

@@ -57,7 +57,7 @@ def load_bytes(b: Any, num_vectors: int, at: Any) -> list[Any]:
 
 @pytest.fixture
 def toy(monkeypatch):
-    monkeypatch.setitem(formats.FORMATS, "toy", lambda config: (TOY,))
+    monkeypatch.setitem(formats.FORMATS, "toy", formats.Method("bytes", lambda config: (TOY,)))
     monkeypatch.setitem(loaders.LOADERS, "toy", loaders.ValueLoader(8, (8, 4, 2), load_bytes))
 
 

@@ -1,4 +1,4 @@
-"""Prefetches in the mover never stand before a demand load and never end in a wrong state."""
+"""A prefetch in the mover never delays a demand load and never ends in a wrong state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Bench:
             self.arrived[key].set()
 
     def load_ahead(self, *keys: ExpertKey) -> None:
-        """Until the first of them is being read."""
+        """Prefetch experts, and wait until the first of them is being read."""
         self.mover.load_ahead({key: self.table.begin_prefetch(key) for key in keys})
         assert self.begun[keys[0]].wait(10)
 

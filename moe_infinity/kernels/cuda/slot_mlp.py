@@ -39,6 +39,7 @@ class Matrix:
 
     weight: WeightLayout
     num_rows: int
+    block: Block  # rows and columns of the weight that share a scale; all of it without scales
     first_row: int = 0  # of the weight: row 0
     row_step: int = 1  # and how far it is to row 1; 2 where gate and up alternate
     bias: ParamSpec | None = None
@@ -57,11 +58,6 @@ class Matrix:
         is_plain = self.weight.scale is None
         lies_transposed = self.weight.is_transposed if is_plain else self.kind in WORDS
         return self.weight.shape[0] if lies_transposed else 1
-
-    @property
-    def block(self) -> Block:
-        """Rows and columns of the weight that share a scale; all of it without scales."""
-        return block_of(self.weight) or (self.weight.shape[0], self.num_columns)
 
     @property
     def block_rows(self) -> int:
@@ -194,15 +190,16 @@ def slot_mlp(
 
 def _matrix(weight: WeightLayout) -> Matrix | None:
     """All rows of a weight; None if kernels cannot read it."""
-    matrix = Matrix(weight, weight.shape[0])
     if weight.kind not in LOADED or not weight.is_stored_in(8 * LOAD_BYTES // LOADED[weight.kind]):
         return None
     if any(part.offset % LOAD_BYTES for part in weight.parts.values()):
         return None
+    rows, columns = weight.shape
     if weight.scale is None:
-        return matrix
+        return Matrix(weight, rows, block=(rows, columns))
     block = block_of(weight)
-    if block is None or (weight.kind == "int8" and block != (1, weight.shape[1])):
+    if block is None or (weight.kind == "int8" and block != (1, columns)):
         return None
-    has_words = gcd(matrix.chunk, weight.shape[1]) % matrix.per_word == 0 or weight.kind in WORDS
+    matrix = Matrix(weight, rows, block)
+    has_words = gcd(matrix.chunk, columns) % matrix.per_word == 0 or weight.kind in WORDS
     return matrix if has_words else None
