@@ -95,10 +95,7 @@ class Disk:
     def _opened(self, *, is_direct: bool) -> list[tuple[FileIO, int]]:
         flags = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
         opener = partial(self._open, flags)
-        return [
-            (open(file, "rb", 0, opener=opener), size)
-            for file, size in self.files.items()
-        ]
+        return [(open(file, "rb", 0, opener=opener), size) for file, size in self.files.items()]
 
     def _buffer(self) -> mmap:
         buffer = mmap(-1, self._block_bytes)

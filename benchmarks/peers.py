@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -98,11 +99,12 @@ class Results:
 
     def of(self, cell: Cell) -> list[dict[str, Any]]:
         """By round."""
-        found: list[dict[str, Any]] = self.found["cells"].setdefault(cell.key, [])
+        found: list[dict[str, Any]] = self.found["cells"].get(cell.key, [])
         return found
 
-    def write(self) -> None:
-        """At once: a run that is cut leaves the file before, or the file after."""
+    def add(self, cell: Cell, result: dict[str, Any]) -> None:
+        """And write at once: a run that is cut leaves the file before, or the file after."""
+        self.found["cells"].setdefault(cell.key, []).append(result)
         temporary = self._file.with_name(self._file.name + ".partial")
         temporary.write_text(json.dumps(self.found, indent=1))
         temporary.replace(self._file)
@@ -132,7 +134,13 @@ def make_files(model: Path, form: Format, llama_python: str) -> None:
 
 def call(*command: str) -> None:
     print("$", *command, file=sys.stderr)
-    subprocess.run(command, check=True)
+    if status := subprocess.run(command).returncode:
+        raise SystemExit(f"exit status {status}")
+
+
+def require_llama_cpp(python: str) -> None:
+    if subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode:
+        raise SystemExit(f"{python} cannot import llama_cpp: name one that can as --llama-python")
 
 
 def read_into_page_cache(path: Path) -> None:
@@ -172,6 +180,14 @@ def about(model: Path, config: dict[str, Any], ids: list[int]) -> dict[str, Any]
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def busy_s() -> float:
+    """Seconds in which cores worked, those of our own processes left out, since some moment."""
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+    busy = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return busy - sum(usage.ru_utime + usage.ru_stime for usage in own)
 
 
 def products_per_s(dtype: torch.dtype) -> float:
@@ -227,6 +243,7 @@ class Run:
         formats = dict.fromkeys(cell.form for cells in self._rounds for cell in cells)
         if not formats:
             raise SystemExit("no row has such a name; names are 'bf16 cold 32', '4-bit warm', ...")
+        require_llama_cpp(self._python)
         for form in formats:
             make_files(self._model, form, self._python)
             self._measure_sizes(form)
@@ -278,8 +295,7 @@ class Run:
             self._results.found["rates"].append(asdict(rates_now(self._model)))
         for cell in cells:
             result = self._run_cell(cell)
-            self._results.of(cell).append(result)
-            self._results.write()
+            self._results.add(cell, result)
             said = result.get("failed", "done")
             took = f"{result['wall_s']:.0f} s"
             print(f"round {round_idx + 1}, {cell.key}: {said} in {took}", file=sys.stderr)
@@ -295,15 +311,18 @@ class Run:
         limit = cell.scenario.limit
         limit_bytes = parse_size(limit, whole_bytes=0) if limit else None
         if cell.system == LLAMA_CPP:
-            # Repacked weights are a copy that no limit can take back: the process would be killed.
-            options = {"gguf": str(path), "threads": num_cores(), "repack": limit is None}
+            # Repacked weights are a copy in memory that cannot be dropped as the file can.
+            repack = limit_bytes is None or path.stat().st_size < limit_bytes
+            options = {"gguf": str(path), "threads": num_cores(), "repack": repack}
             asked, python = {"runner": "llama.cpp", "options": options}, self._python
         else:
             options = {"model": str(path), "options": cell.options}
             asked, python = {"runner": "ours", "options": options}, sys.executable
         asked |= {"prompts": cell.scenario.prompts, "ids": self._ids}
+        began = busy_s(), time.perf_counter()
         result = run_limited(CELL, asked, limit_bytes, python)
-        return result | {"wall_s": time.perf_counter() - started}
+        busy, took = busy_s() - began[0], time.perf_counter() - began[1]
+        return result | {"others_cores": busy / took, "wall_s": time.perf_counter() - started}
 
 
 def main() -> None:
@@ -333,4 +352,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command goes on from here") from None

@@ -150,9 +150,9 @@ def sizes_of_gguf(file: Path, config: dict[str, Any]) -> Sizes:
 
 def flops(config: dict[str, Any], num_tokens: int) -> float:
     """Of a prompt: products with the weights of every token, attention, logits of the last."""
-    hidden, head_bytes = config["hidden_size"], config["head_dim"]
-    query = config["num_attention_heads"] * head_bytes
-    kv = config["num_key_value_heads"] * head_bytes
+    hidden, head = config["hidden_size"], config["head_dim"]
+    query = config["num_attention_heads"] * head
+    kv = config["num_key_value_heads"] * head
     experts = 3 * config["num_experts_per_tok"] * config["moe_intermediate_size"]
     weights = hidden * (2 * query + 2 * kv + config["num_experts"] + experts)
     attention = query * num_tokens  # queries and values, half of them masked

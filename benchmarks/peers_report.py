@@ -1,4 +1,4 @@
-"""The report of peers.py: conditions, tables of medians, ratios and bounds, a plot of the ratios."""
+"""The report of peers.py: conditions, tables of medians, ratios and bounds, and a plot."""
 
 from __future__ import annotations
 
@@ -34,27 +34,28 @@ NEW_PAGE = f"""# Performance
 # for issue 23 on the same shape of model. llama.cpp does not ship it, and it is not run here.
 HINTED = {"4GiB": 4.25 / 0.65, "2GiB": 2.18 / 0.37}
 HOW = f"""\
-Every value comes from a process of its own, which gets the same token ids as all others: a prompt
-at once, then {NUM_DECODED} tokens one by one. Values are medians over the rounds, with the smallest
-and the largest. A ratio says how many times as fast as llama.cpp; it compares processes of one
-round, which ran one after the other.
+Every value comes from a process of its own. All processes get the same token ids: a prompt at once,
+then {NUM_DECODED} tokens one by one. Values are medians over the rounds, with the smallest and the
+largest. A ratio says how many times as fast as llama.cpp. It compares two processes of one round,
+which ran one shortly after the other.
 
-- *first token*: seconds from the start of loading to the logits of the prompt, packages imported and
-  kernels compiled before. *cold*: all files out of the page cache. *cached*: the files read once
-  before.
-- *warm*: of a later prompt of other text in the same process, after one of {WARM[0].num_tokens:,}
-  tokens.
-- *decode*: tokens per second after a prompt; *first prompt*: right after the first one of the
-  process; *limit*: in a memory cgroup, page cache included, files cold, after 32 tokens;
-  *{NUM_SEQUENCES} sequences*: of different text, together in one forward pass.
+- *first token*: seconds from the start of loading to the logits of the prompt. Packages were
+  imported before, and an earlier process compiled the kernels. *Cold*: no file is in the page
+  cache. *Cached*: the files were read once before.
+- *warm*: a later prompt of the same process, of other text, after one of
+  {WARM[0].num_tokens:,} tokens.
+- *decode*: tokens per second after a prompt. *First prompt*: that of a process, files cached.
+  *Limit*: in a memory cgroup that counts the page cache, files cold, after 32 tokens.
+  *{NUM_SEQUENCES} sequences*: of different text, in one forward pass.
 - *bound*: bytes that must be read over the rate of reading them. Cold they come from the disk, at
-  the higher of its rates; else from memory. A prompt's is the time of its matrix products at
-  torch's rate if that is longer. Under a limit: the bytes that this system did read per token over
-  the disk's random rate.
-- llama.cpp: its own defaults (file mapped, flash attention where it helps, batches of {BATCH:,}
-  tokens in passes of {MICRO_BATCH}), as many threads as cores. Under a limit weights are not
-  repacked, because the copy would not fit. 8-bit is our int8 against q8_0, 4-bit our int4 in groups
-  of 32 against q4_0; llama.cpp's files have dense weights quantized, too, ours have them in bf16."""
+  the higher of its two rates, else from memory. For a prompt, it is the time of its matrix products
+  at torch's rate if that is longer. Under a limit, it is the disk's random rate over the bytes that
+  this system did read for each token.
+- llama.cpp has its own defaults: the file is mapped, flash attention is on where it helps, batches
+  have {BATCH:,} tokens and passes {MICRO_BATCH}. It has as many threads as there are cores. Weights
+  are not repacked if its file is larger than the limit, because the process would be killed.
+- 8-bit is our int8 against q8_0; 4-bit is our int4 in groups of 32 against q4_0. llama.cpp's files
+  have the dense weights quantized, too; ours have them in bf16."""
 
 
 def number(value: float | None) -> str:
@@ -159,6 +160,8 @@ def conditions(found: Found) -> list[str]:
         f"{machine['memory_bytes'] / 2**30:.0f} GiB of memory.",
         f"Rounds: {max(map(len, found.results['cells'].values()))}.",
     ]
+    others = [each["others_cores"] for system in SYSTEMS for each in found.all_of(system)]
+    lines.append(f"Other programs used {spread(others)} of its cores meanwhile.")
     for system in SYSTEMS:
         told = [each["about"] for each in found.all_of(system)]
         lines += [f"{system}: {text}." for text in dict.fromkeys(told)]
