@@ -229,26 +229,35 @@ def plot(results: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     found = Found(results)
-    titles = [row.title.rpartition(",")[0] for row in rows(found.limits)]
+    measured = list(results["sizes"])
+    shown = [
+        row for row in rows(found.limits) if any(found.ratios(form, row, OURS) for form in measured)
+    ]
     pyplot.rcParams.update({"font.size": 9, "svg.hashsalt": "peers", "svg.fonttype": "none"})
+    size = (4 + 3 * len(measured), 0.28 * len(shown) + 1.5)
     figure, panels = pyplot.subplots(
-        1, len(FORMATS), sharey=True, figsize=(12, 0.28 * len(titles) + 1.5), layout="constrained"
+        1,
+        len(measured),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        figsize=size,
+        layout="constrained",
     )
-    for form, axes in zip(FORMATS, panels, strict=True):
+    for form, axes in zip(measured, panels[0], strict=True):
         for system, offset, colour in ((OURS, -0.15, "tab:blue"), (EXACT, 0.15, "tab:orange")):
-            for at, row in enumerate(rows(found.limits)):
-                if values := found.ratios(form.name, row, system):
+            axes.plot([], [], "o", color=colour, markersize=4, label=system)
+            for at, row in enumerate(shown):
+                if values := found.ratios(form, row, system):
                     middle = median(values)
                     bars = [[middle - min(values)], [max(values) - middle]]
-                    label = system if at == 0 else None
-                    axes.errorbar(
-                        middle, at + offset, xerr=bars, fmt="o", color=colour, markersize=4,
-                        label=label,
-                    )  # fmt: skip
+                    style = {"fmt": "o", "color": colour, "markersize": 4}
+                    axes.errorbar(middle, at + offset, xerr=bars, **style)
         axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set(xscale="log", title=form.name, xlabel="times as fast as llama.cpp")
+        axes.set(xscale="log", title=form, xlabel="times as fast as llama.cpp")
         axes.grid(axis="x", alpha=0.3)
-    panels[0].set_yticks(range(len(titles)), titles)
-    panels[0].invert_yaxis()
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    panels[0, 0].set_yticks(range(len(shown)), [row.title.rpartition(",")[0] for row in shown])
+    panels[0, 0].invert_yaxis()
+    legend = panels[0, 0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=2)
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

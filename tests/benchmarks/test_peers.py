@@ -128,7 +128,9 @@ def test_a_page_without_the_marks_is_left_alone(modules, tmp_path):
 def test_the_plot_is_drawn(modules, tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     modules.peers_report.plot(stored(modules), tmp_path / "peers.svg")
-    assert "4-bit" in (tmp_path / "peers.svg").read_text()
+    drawn = (tmp_path / "peers.svg").read_text()
+    assert "decode, limit 4GiB" in drawn
+    assert "4-bit" not in drawn  # nobody measured it
 
 
 def test_flops_count_weights_attention_and_the_last_logits(modules):
