@@ -76,6 +76,7 @@ class DecoderLayer:
         index = getattr(self._attention, "layer_idx", None)
         known = (
             x.shape[1] == 1
+            and x.is_contiguous()
             and len(x) <= MOST_SEQUENCES
             and x.dtype == self._dtype
             and not torch.is_grad_enabled()

@@ -96,7 +96,8 @@ class Siblings:
         out = self._waiting.pop(linear)
         if linear.bias is not None:
             out = out + linear.bias
-        return out.to(x.dtype).view(*rows, -1)
+        # Without gaps, whether computed alone or together: torch's activations round by that.
+        return out.to(x.dtype).contiguous().view(*rows, -1)
 
     def _multiply(self, linear: nn.Linear, x: Tensor) -> dict[nn.Linear, Tensor]:
         """In float32, by layer of its group; empty if kernels do not read its weight."""

@@ -169,9 +169,9 @@ class DecoderAttention:
         mask_BN: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, D] -> the residual and its norm, [B, D] each, and the router's logits, float32
-        [B, E], of which there are none without a router. `angles` are the cosine and sine of each pair of columns, float32 [B or 1, pairs].
-        The new token's keys and values go to the last place of `keys` [B, G, N, d] and `values`
-        [B, G, N, v]. The mask is float32.
+        [B, E], of which there are none without a router. `angles` are the cosine and sine of each
+        pair of columns, float32 [B or 1, pairs]. The new token's keys and values go to the last
+        place of `keys` [B, G, N, d] and `values` [B, G, N, v]. The mask is float32.
         """
         num_seqs = len(x_BD)
         num_tokens = keys.shape[2]
