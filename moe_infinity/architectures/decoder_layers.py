@@ -51,8 +51,12 @@ class DecoderLayer:
         self._norms = getattr(layer, NORM), getattr(layer, RESIDUAL_NORM)
         self._dtype = attention.out.dtype
         self._kernel = DecoderAttention(attention, self._dtype)
-        self._weights = [*self._attention.parameters(), *(norm.weight for norm in self._norms)]
-        self._addresses = [weight.data_ptr() for weight in self._weights]
+        modules = [*self._attention.modules(), *self._norms]
+        self._weights = [
+            (module._parameters, name, weight.data_ptr())
+            for module in modules
+            for name, weight in module.named_parameters(recurse=False)
+        ]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the stock method."""
@@ -85,7 +89,7 @@ class DecoderLayer:
             and index < len(cache.layers)
             and all(kwargs[name] is None or kwargs[name] is False for name in kwargs.keys() - KNOWN)
             and not self._is_watched()
-            and [weight.data_ptr() for weight in self._weights] == self._addresses
+            and self._is_current()
         )
         if not known:
             return None
@@ -95,6 +99,13 @@ class DecoderLayer:
         mask = kwargs.get("attention_mask")
         fits = mask is None or mask.shape == (len(x), 1, 1, cache_layer.keys.shape[2] + 1)
         return cache_layer if fits and cache_layer.keys.dtype == x.dtype else None
+
+    def _is_current(self) -> bool:
+        """Whether the weights are still those that the kernel reads."""
+        return all(
+            (weight := parameters[name]) is not None and weight.data_ptr() == address
+            for parameters, name, address in self._weights
+        )
 
     def _is_watched(self) -> bool:
         """Whether somebody wants to see what the modules inside are called with."""
