@@ -84,7 +84,7 @@ def generate_with(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def chosen_by_routers(model: Any, input_ids: torch.Tensor) -> np.ndarray:
-    """[2, sequences, MoE rows, experts]: how often the stock routers chose each expert in prefill
+    """[2, sequences, MoE layers, experts]: how often the stock routers chose each expert in prefill
     and in decode."""
     gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
     counts = np.zeros((2, len(input_ids), len(gates), 8), dtype=np.int64)

@@ -212,11 +212,11 @@ def test_published_sizes_are_described(layers, num_experts):
     config = transformers.GptOssConfig(num_hidden_layers=layers, num_local_experts=num_experts)
     plan = plan_of(config)
     assert (len(plan.layers), plan.top_k) == (layers, 4)
-    for row, recipes in zip(plan.layers, plan.recipes, strict=True):
-        mlp = slot_layer(row, recipes)
+    for layer, recipes in zip(plan.layers, plan.recipes, strict=True):
+        mlp = slot_layer(layer, recipes)
         assert mlp is not None
         assert mlp.up is not None
-        assert fused_layer(row, recipes) is not None
+        assert fused_layer(layer, recipes) is not None
         assert mlp.activation == Activation("silu", alpha=1.5, shift=1.0, limit=6.0)  # the module's
         assert (mlp.gate.first_row, mlp.up.first_row, mlp.gate.row_step) == (0, 1, 2)
         for matrix in (mlp.gate, mlp.up, mlp.down):

@@ -82,7 +82,7 @@ class LayerCall(NamedTuple):
     blocks: int  # of the first product; see work.Weights
     num_blocks: int
     bias: int  # [H * d + G * d + G * v]; 0: none
-    sinks: int  # [H]: scores of nothing; 0: none
+    sinks: int  # [H]: attention sinks, scores without a value; 0: none
     out_blocks: int
     num_out_blocks: int
     out_bias: int  # [D]; 0: none
@@ -91,7 +91,7 @@ class LayerCall(NamedTuple):
     out_places: int
     one: int  # functions that multiply keys with one query, and with two
     two: int
-    told: int  # KernelArguments of keys
+    key_arguments: int  # KernelArguments of keys
     # of the call
     num_seqs: int  # B
     num_tokens: int  # N
@@ -109,7 +109,7 @@ class LayerCall(NamedTuple):
     value_row: int
     mask: int  # [B, N], added to scores; 0: none
     mask_bytes: int
-    # memory for what is between
+    # scratch memory
     hidden: int  # [B, D]
     arranged: int  # the widest of what the products get
     heads: int  # [B, H * d + G * d + G * v]
@@ -196,7 +196,7 @@ def _begin(call):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _keep(call, at, count, to):  # type: ignore[no-untyped-def]
-    """In the cache, which has the dtype of x."""
+    """Write to the cache, which has the dtype of x."""
     for i in range(count):
         put_number(to, i, float_at(at, i), call.dtype)
 
@@ -218,7 +218,7 @@ def _make_head(call, at, seq, is_query, norm, eps, scale_of_all, head):  # type:
 
 @njit(nogil=True)
 def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
-    """Of one head of keys: its queries arranged, its key and value in the cache."""
+    """For one head of keys: arrange its queries, write its key and value to the cache."""
     num_heads = call.num_groups * call.per_group
     columns = (num_heads + call.num_groups) * call.head_width + call.num_groups * call.value_width
     row = call.heads + 4 * columns * seq
@@ -261,7 +261,9 @@ def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _score(call, seq, group):  # type: ignore[no-untyped-def]
-    """Of the queries of one head of keys, with all keys. Gives the vectors of a query's scores."""
+    """The scores of the queries that share one head of keys. Returns how many vectors the scores of
+    one query take.
+    """
     num_heads = call.num_groups * call.per_group
     places = _places_at(call.query_places)
     query_bytes = places.num_steps * places.num_vectors * LANES * 4
@@ -275,7 +277,7 @@ def _score(call, seq, group):  # type: ignore[no-untyped-def]
         if in_group % 2 == 0:  # two at once
             function = call.two if in_group + 1 < call.per_group else call.one
             query = call.queries + query_bytes * row
-            call_rows(function, 0, call.num_tokens, query, at, call.told, keys)
+            call_rows(function, 0, call.num_tokens, query, at, call.key_arguments, keys)
         if call.mask:
             _add(at, call.mask + call.mask_bytes * seq, call.num_tokens)
         if call.sinks:
@@ -425,7 +427,7 @@ class DecoderAttention:
             array("q", places)
             for places in (first.places, arrangement_for(loop, head_width), last.places)
         ]
-        self._told = array("q", [0] * len(KernelArguments._fields))
+        self._key_arguments = array("q", [0] * len(KernelArguments._fields))
         self._arguments = arguments_for(loop, (1, head_width), (1, head_width), 1)
         self._heads = num_heads, head_width, value_width, layer.num_groups
         query_bytes = arrangement_for(loop, head_width).row_bytes
@@ -471,7 +473,7 @@ class DecoderAttention:
             "out_places": self._places[2].buffer_info()[0],
             "one": one,
             "two": two,
-            "told": self._told.buffer_info()[0],
+            "key_arguments": self._key_arguments.buffer_info()[0],
         }
         self._fixed = LayerCall(**zeros | fixed)
         self._function = layer_function(str(kind), value_width // LANES).address
@@ -511,7 +513,7 @@ class DecoderAttention:
         size = keys.itemsize
         key_seq, key_head, key_row, _ = keys.stride()
         value_seq, value_head, value_row, _ = values.stride()
-        self._told[:] = array(
+        self._key_arguments[:] = array(
             "q", self._arguments._replace(row_bytes=size * key_row, out_bytes=score_bytes)
         )
         state = self._state
