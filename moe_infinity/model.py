@@ -192,7 +192,7 @@ class MoE:
 
     @property
     def num_experts(self) -> int:
-        """Routed experts per MoE row, the most of any row."""
+        """Routed experts per MoE layer, the most of any layer."""
         return self.engine.recorder.num_experts
 
     @contextmanager
@@ -241,7 +241,7 @@ class MoE:
         )
 
     def expert_states(self) -> NDArray[np.int8]:
-        """[MoE rows, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
+        """[MoE layers, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
         loading, 2 resident, 3 resident and activated by the last step.
         """
         bookkeeping = self.engine.bookkeeping
