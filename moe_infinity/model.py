@@ -191,6 +191,13 @@ class MoE:
             return copy.deepcopy(self.engine.recorder.request_eams())
 
     @property
+    def has_cuda_graph(self) -> bool:
+        """Whether decode steps of the last request run as a CUDA graph: on a GPU, with
+        experts_implementation="fast" and a static cache, from its third decode step on.
+        """
+        return self._graphed is not None and self._graphed.has_graph
+
+    @property
     def num_experts(self) -> int:
         """Routed experts per MoE layer, the most of any layer."""
         return self.engine.recorder.num_experts

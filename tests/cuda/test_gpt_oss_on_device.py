@@ -268,7 +268,7 @@ def test_tritons_kernel_agrees_with_its_reference_on_a_layer(folder):
         greedy(moe, LONG_PROMPT)
         steps = moe.engine.device_steps
         assert steps is not None
-        (mlp, *_), slots = steps.layers._mlps, moe.engine.tiers[0].slots
+        (mlp, *_), slots = steps.layers.mlps, moe.engine.tiers[0].slots
         resident = sorted(moe.engine.tiers[0].table.resident_slots().items())
         at = [slots.address_of(slot) for key, slot in resident if key.moe_layer_idx == 0][:TOP_K]
         x_TD, weights_TK = 8 * torch.randn(1, 64), torch.rand(1, TOP_K)
