@@ -200,17 +200,17 @@ Routing = list[list[np.ndarray]]
 
 @pytest.fixture
 def stock_routing(stock_model: Any) -> Iterator[Routing]:
-    """What the stock routers choose while this is alive: for each step, for each MoE row, the
+    """What the stock routers choose while this is alive: for each step, for each MoE layer, the
     expert ids [tokens, k] of all sequences one after the other, padding included."""
     routing: Routing = []
-    rows = [layer.mlp.gate for layer in stock_model.model.layers]
+    routers = [layer.mlp.gate for layer in stock_model.model.layers]
 
     def watch(router: Any, args: Any, output: Any) -> None:
-        if router is rows[0]:
+        if router is routers[0]:
             routing.append([])
         routing[-1].append(output[2].numpy())
 
-    handles = [row.register_forward_hook(watch) for row in rows]
+    handles = [router.register_forward_hook(watch) for router in routers]
     yield routing
     for handle in handles:
         handle.remove()

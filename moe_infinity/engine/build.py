@@ -64,7 +64,7 @@ def build_engine(
 def _bookkeeping(
     plan: Plan, loader: ExpertLoader, config: OffloadConfig, device_slots: DeviceSlots | None
 ) -> Bookkeeping:
-    """The tiers, and everyone who keeps account of what happens in them."""
+    """The tiers, and the bookkeeping of what happens in them."""
     num_experts = max(layer.num_experts for layer in plan.layers)
     keys = [
         [ExpertKey(moe_layer_idx, expert_idx) for expert_idx in range(layer.num_experts)]

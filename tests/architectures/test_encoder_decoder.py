@@ -66,7 +66,7 @@ def routers_of(model: Any) -> list[Any]:
 
 
 def chosen_by_routers(model: Any) -> np.ndarray:
-    """[2, sequences, MoE rows, experts]: how often the stock routers chose each expert in prefill
+    """[2, sequences, MoE layers, experts]: how often the stock routers chose each expert in prefill
     and in decode. What the decoder begins with belongs to the prompt."""
     counts = np.zeros((2, len(PROMPT), 4, 8), dtype=np.int64)
     num_calls = [0] * 4

@@ -84,7 +84,7 @@ def generate_with(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def chosen_by_routers(model: Any, input_ids: torch.Tensor) -> np.ndarray:
-    """[2, sequences, MoE rows, experts]: how often the stock routers chose each expert in prefill
+    """[2, sequences, MoE layers, experts]: how often the stock routers chose each expert in prefill
     and in decode."""
     gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
     counts = np.zeros((2, len(input_ids), len(gates), 8), dtype=np.int64)
@@ -208,7 +208,7 @@ def test_the_eam_of_each_sequence_counts_what_the_routers_chose(
     name, checkpoint, stock, num_sequences
 ):
     expected = chosen_by_routers(stock, PROMPT[:num_sequences])
-    assert expected.shape == (2, num_sequences, MODELS[name].num_rows, 8)
+    assert expected.shape == (2, num_sequences, MODELS[name].num_moe_layers, 8)
     with open_moe(checkpoint) as moe:
         generate_with(moe, PROMPT[:num_sequences])
         eams = moe.request_eams()
@@ -229,7 +229,7 @@ def test_an_expert_called_without_tokens_is_not_looked_up(name, checkpoint):
     assert prefill.hits + prefill.late_hits + prefill.misses == (prefill_eam > 0).sum()
     assert prefill.misses > 0
     lookups = decode.hits + decode.late_hits + decode.misses
-    assert lookups == NUM_STEPS * MODELS[name].num_rows * MODELS[name].top_k
+    assert lookups == NUM_STEPS * MODELS[name].num_moe_layers * MODELS[name].top_k
 
 
 def test_a_recording_has_every_token_the_eam_counts(name, checkpoint):
@@ -240,11 +240,11 @@ def test_a_recording_has_every_token_the_eam_counts(name, checkpoint):
         eams = moe.request_eams()
     assert len(recorded) == 2
     for trace, eam in zip(recorded, eams, strict=True):
-        num_tokens = 13 + NUM_STEPS
-        assert trace.experts_TLK.shape == (num_tokens, MODELS[name].num_rows, MODELS[name].top_k)
-        for row in range(MODELS[name].num_rows):
-            counts = np.bincount(trace.experts_TLK[:, row].ravel(), minlength=8)
-            assert (counts == (eam.prefill + eam.decode)[row]).all()
+        shape = 13 + NUM_STEPS, MODELS[name].num_moe_layers, MODELS[name].top_k
+        assert trace.experts_TLK.shape == shape
+        for moe_layer_idx in range(MODELS[name].num_moe_layers):
+            counts = np.bincount(trace.experts_TLK[:, moe_layer_idx].ravel(), minlength=8)
+            assert (counts == (eam.prefill + eam.decode)[moe_layer_idx]).all()
 
 
 # whose code is run
@@ -272,7 +272,7 @@ def test_code_of_a_folder_is_not_run_unless_asked_for(
 
 def test_a_trusted_folder_can_be_inspected(name, checkpoint):
     found = inspect_checkpoint(str(checkpoint), trust_remote_code=True)
-    assert (found.moe_layers, found.experts_per_layer) == (MODELS[name].num_rows, 8)
+    assert (found.moe_layers, found.experts_per_layer) == (MODELS[name].num_moe_layers, 8)
     stored = load_file(checkpoint / "model.safetensors")
     num_bytes = sum(t.nbytes for key, t in stored.items() if ".experts." in key)
     assert found.expert_bytes == num_bytes

@@ -25,7 +25,7 @@ from llvmlite import binding as llvm
 from numba import cfunc, njit, types
 
 PACKAGE = Path(__file__).resolve().parents[2]
-UNUSED_S = 30 * 24 * 3600  # a folder of another version that nobody opened for so long is deleted
+UNUSED_S = 30 * 24 * 3600  # a folder of another version that was not used for so long is deleted
 
 logger = logging.getLogger(__name__)
 _lock = RLock()  # numba has one cache folder for all threads
@@ -37,7 +37,7 @@ def machine_code(signature: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def c_function(signature: Any, name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: a function whose `address` other machine code calls. No two have one name."""
+    """Decorator: a function whose `address` other machine code calls. Names must differ."""
 
     def compile_named(function: Callable[..., Any]) -> Any:
         function.__name__ = function.__qualname__ = name  # the name of its file
@@ -82,14 +82,14 @@ def cache_folder() -> Path | None:
 
 
 def _version() -> str:
-    """Of all that machine code depends on."""
-    told = hashlib.sha256()
+    """A hash of all that machine code depends on."""
+    digest = hashlib.sha256()
     for text in (numba.__version__, llvmlite.__version__, llvm.get_host_cpu_name()):
-        told.update(text.encode())
-    told.update(llvm.get_host_cpu_features().flatten().encode())
+        digest.update(text.encode())
+    digest.update(llvm.get_host_cpu_features().flatten().encode())
     for file in sorted(PACKAGE.glob("kernels/**/*.py")):
-        told.update(file.read_bytes())
-    return told.hexdigest()[:16]
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _delete_unused(folder: Path) -> None:

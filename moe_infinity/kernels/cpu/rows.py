@@ -1,10 +1,10 @@
-"""The inner loop of weights for experts.py, as vector instructions; of those
-that lie column by column it is in words.py. LLVM finds worse ones by itself: with sums
-across lanes at every group, or scales spread in memory.
+"""The inner loop over a weight that is stored row by row, as vector instructions; words.py has that
+of the other kinds. Left to vectorize a plain loop, LLVM makes slower ones: with sums across lanes
+at every group, or scales spread in memory.
 
     for each row    for each step of 64 bytes or so    values x x, times scale, onto 16 sums
 
-steps.py says what a step is and how x lies, loaders.py how values are read.
+steps.py says what a step is and how x is arranged, loaders.py how values are read.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from moe_infinity.kernels.cpu.vectors import (
 )  # fmt: skip
 from moe_infinity.kernels.cpu.words import STORED, emit_words, scales_of
 
-# Ahead, of nibbles: 13 GB/s instead of 7 to 12, one thread. All others come faster if nothing but
-# the machine itself prefetches: int8 24 GB/s instead of 15, bf16 23 instead of 15.
+# How far ahead nibbles are prefetched: 13 GB/s instead of 7 to 12, one thread. Other kinds are read
+# faster with the hardware prefetcher alone: int8 24 GB/s instead of 15, bf16 23 instead of 15.
 PREFETCH_BYTES = 1024
 NUM_ARGUMENTS = len(KernelArguments._fields)
 
 
 @cache
 def row_function(loop: InnerLoop) -> Any:
-    """A C function for rows [first, last); its `address` takes first, last, x, out, the address of
-    KernelArguments in memory, and what to add to their addresses.
+    """A C function for rows [first, last). It takes first, last, the addresses of x, of out and of
+    KernelArguments, and that of the slot, from which the weight's parts are counted.
     """
     kind = loop.kind  # constants of the compiled code
     num_vectors = loop.num_vectors
@@ -55,9 +55,9 @@ def row_function(loop: InnerLoop) -> Any:
     num_tokens = loop.num_tokens
 
     @c_function(types.void(*[types.int64] * 6), "rows_" + "_".join(map(str, loop)))
-    def function(first: int, last: int, x: int, out: int, told: int, slot: int) -> None:
+    def function(first: int, last: int, x: int, out: int, arguments: int, slot: int) -> None:
         _rows(kind, num_vectors, num_scales, scale, has_zeros, num_tokens,
-              first, last, x, out, told, slot)  # fmt: skip
+              first, last, x, out, arguments, slot)  # fmt: skip
 
     return function
 
@@ -65,7 +65,7 @@ def row_function(loop: InnerLoop) -> Any:
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _rows(
     _: Any, kind: Any, num_vectors: Any, num_scales: Any, scale: Any, has_zeros: Any,
-    num_tokens: Any, first: Any, last: Any, x: Any, out: Any, told: Any, slot: Any,
+    num_tokens: Any, first: Any, last: Any, x: Any, out: Any, arguments: Any, slot: Any,
 ) -> Any:  # fmt: skip
     literals = kind, num_vectors, num_scales, scale, has_zeros, num_tokens
     loop = InnerLoop(*(each.literal_value for each in literals))
@@ -78,9 +78,9 @@ def _rows(
 
 
 def _emit_rows_of_slot(loop: InnerLoop, context: Any, b: Any, args: Any) -> Any:
-    first, last, x, out, told, slot = args
-    places = [b.inttoptr(b.add(told, I64(8 * k)), I64.as_pointer()) for k in range(NUM_ARGUMENTS)]
-    a = KernelArguments(*map(b.load, places))
+    first, last, x, out, arguments, slot = args
+    at = [b.add(arguments, I64(8 * k)) for k in range(NUM_ARGUMENTS)]
+    a = KernelArguments(*(b.load(b.inttoptr(address, I64.as_pointer())) for address in at))
     a = a._replace(
         weight=b.add(a.weight, slot), scales=b.add(a.scales, slot), zeros=b.add(a.zeros, slot)
     )
@@ -130,7 +130,9 @@ def _values(
 
 
 def _dot(b: Any, values: list[Any], x: list[Any]) -> Any:
-    """The products of a loop, in two chains; a vector of x too many has those of the zeros."""
+    """The sum of the products of a step, in two chains. If x has one vector more than there are
+    values, it is what the zeros add to that sum.
+    """
     parts = [FLOATS(None), x[-1] if len(x) > len(values) else FLOATS(None)]
     for k, value in enumerate(values):
         parts[k % 2] = fma(b, value, x[k], parts[k % 2])
@@ -145,7 +147,9 @@ def _scales(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: An
 
 
 def _zeros(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> list[Any]:
-    """Those of a step in one vector, if any are stored: word [row / 8, group], nibble row % 8."""
+    """The zeros of a step in one vector, if any are stored: in word [row / 8, group], nibble
+    row % 8.
+    """
     if not loop.has_zeros:
         return []
     num_groups = b.add(a.last_scale, I64(loop.num_scales))
