@@ -44,7 +44,13 @@ HostMemory = Annotated[
     ),
 ]
 Policy = Annotated[str, typer.Option(help=f"Which expert is evicted first: {', '.join(POLICIES)}.")]
-Prefetch = Annotated[bool, typer.Option("--prefetch", help="Load experts ahead of their layer.")]
+Prefetch = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefetch/--no-prefetch",
+        help="Load experts ahead of their layer; without either, as long as it pays.",
+    ),
+]
 EarlyRouter = Annotated[
     bool, typer.Option("--early-router", help="With --prefetch: ask the next layer's router early.")
 ]
@@ -128,7 +134,7 @@ def _of_model(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
-    prefetch: Prefetch = False,
+    prefetch: Prefetch = None,
     early_router: EarlyRouter = False,
     history: History = None,
     dtype: Dtype = "auto",

@@ -25,6 +25,7 @@ from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.predict.predictor import Predictor
+from moe_infinity.predict.payoff import PayOff
 from moe_infinity.predict.prefetcher import Prefetcher
 
 logger = logging.getLogger(__name__)
@@ -112,8 +113,12 @@ def _layer_path(
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     ]
     prefetcher = None
-    if config.prefetch:
-        prefetcher = Prefetcher(tier.table, tier.policy, tier.mover, bookkeeping.exists_LE)
+    is_tried = config.prefetch is None and len(bookkeeping.tiers) == 1  # a GPU decides by itself
+    if config.prefetch or (is_tried and config.policy == ACTIVATION_AWARE):
+        pay_off = PayOff() if is_tried else None
+        prefetcher = Prefetcher(
+            tier.table, tier.policy, tier.mover, bookkeeping.exists_LE, pay_off=pay_off
+        )
     return LayerPath(
         tier=tier,
         computers=computers,
@@ -135,7 +140,7 @@ def _device_steps(
     mlps = [slot_layer(*pair) for pair in zip(plan.layers, plan.recipes, strict=True)]
     known = [mlp for mlp in mlps if mlp is not None]
     reasons = {
-        "prefetch": config.prefetch,
+        "prefetch": bool(config.prefetch),
         "an encoder": model.config.is_encoder_decoder,
         "experts that no kernel of ours reads": len(known) < len(mlps),
     }

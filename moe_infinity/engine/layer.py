@@ -120,6 +120,7 @@ class LayerPath:
     def begin_decode(self, ongoing: OngoingStep) -> None:
         """Before the first layer of a decode step: its experts may be predicted already."""
         if self._prefetcher is not None:
+            self._prefetcher.begin_decode()
             self._prefetcher.begin_layer(ongoing.step.phase, self._books.counters)
             self.prefetch(ongoing)
 
