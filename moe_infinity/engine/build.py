@@ -128,7 +128,7 @@ def _device_steps(
     model: PreTrainedModel, plan: Plan, config: OffloadConfig, bookkeeping: Bookkeeping
 ) -> DeviceSteps | None:
     """What decides steps of few tokens on the device; None: the host decides every step. Raises
-    ConfigError where "fast" asks for it and it cannot be.
+    ConfigError for "fast" without kernels or with too little host memory.
     """
     if config.is_exact or len(bookkeeping.tiers) == 1:
         return None
@@ -140,12 +140,13 @@ def _device_steps(
         "experts that no kernel of ours reads": len(known) < len(mlps),
     }
     found = " and ".join(reason for reason, is_so in reasons.items() if is_so)
+    is_required = config.experts_implementation == "fast"
     try:
         if not found:
-            return DeviceSteps(bookkeeping, known)
+            return DeviceSteps(bookkeeping, known, is_required=is_required)
     except ConfigError as error:
-        if config.experts_implementation == "fast":
+        if is_required:
             raise
-        found = str(error)
-    logger.warning("with %s the host decides in every step, without CUDA graphs", found)
+        found = str(error).splitlines()[0]
+    logger.warning("the host decides in every step, without CUDA graphs: %s", found)
     return None
