@@ -36,6 +36,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from moe_infinity import MoE
 from moe_infinity.cli import app as cli
 from tests import other_machine, safetensors_file
 
@@ -58,7 +59,10 @@ def pytest_report_header() -> list[str]:
     return [f"tests/server left out: not installed: {', '.join(ABSENT)}"] if ABSENT else []
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled kernels are kept for the next run, all workers together, apart from the user's."""
+    assert config.cache is not None
+    os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user-cache"))
     if os.environ["TRITON_INTERPRET"] == "0" and not torch.cuda.is_available():
         from tests.kernels.cuda.compiled import use_absent_gpu
 
@@ -193,6 +197,15 @@ def bytes_read_by_kernel() -> Callable[[], int]:
 def stock_model(tiny_checkpoint: Path) -> Any:
     """`tiny_checkpoint` as stock transformers runs it: what our results are compared with."""
     return AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype="auto")
+
+
+@pytest.fixture
+def resident_model(tiny_checkpoint: Path) -> Iterator[MoE]:
+    """`tiny_checkpoint` with all experts in memory: what runs with fewer, faults and interruptions
+    are compared with.
+    """
+    with MoE(tiny_checkpoint, device="cpu", host_memory="100%") as moe:
+        yield moe
 
 
 Routing = list[list[np.ndarray]]

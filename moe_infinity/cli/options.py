@@ -76,15 +76,15 @@ Implementation = Annotated[
     str,
     typer.Option(
         "--experts-implementation",
-        help="How experts compute: auto and fast: our kernels; grouped_mm or eager: as those of "
-        "transformers, bit for bit.",
+        help="How experts compute. auto: our kernels; fast: the same, or an error where a GPU "
+        "cannot use them; grouped_mm, eager: as transformers' of that name, bit for bit.",
     ),
 ]
 StaticCache = Annotated[
     bool,
     typer.Option(
         "--static-cache",
-        help="Use a KV cache of fixed size. A step is a CUDA graph only with this and `fast`.",
+        help="Use a KV cache of fixed size. On a GPU a step is a CUDA graph only with this.",
     ),
 ]
 TrustRemoteCode = Annotated[

@@ -24,8 +24,8 @@ from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.tiers import make_tiers
-from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.payoff import PayOff
+from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.prefetcher import Prefetcher
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def _device_steps(
     model: PreTrainedModel, plan: Plan, config: OffloadConfig, bookkeeping: Bookkeeping
 ) -> DeviceSteps | None:
     """What decides steps of few tokens on the device; None: the host decides every step. Raises
-    ConfigError where "fast" asks for it and it cannot be.
+    ConfigError for "fast" without kernels or with too little host memory.
     """
     if config.is_exact or len(bookkeeping.tiers) == 1:
         return None
@@ -145,12 +145,13 @@ def _device_steps(
         "experts that no kernel of ours reads": len(known) < len(mlps),
     }
     found = " and ".join(reason for reason, is_so in reasons.items() if is_so)
+    is_required = config.experts_implementation == "fast"
     try:
         if not found:
-            return DeviceSteps(bookkeeping, known)
+            return DeviceSteps(bookkeeping, known, is_required=is_required)
     except ConfigError as error:
-        if config.experts_implementation == "fast":
+        if is_required:
             raise
-        found = str(error)
-    logger.warning("with %s the host decides in every step, without CUDA graphs", found)
+        found = str(error).splitlines()[0]
+    logger.warning("the host decides in every step, without CUDA graphs: %s", found)
     return None

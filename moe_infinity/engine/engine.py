@@ -4,7 +4,7 @@
                                ──moe_layer───> engine/layer.py, once for each MoE layer
                                ──leave_step──> if the pass did not end
 
-With a GPU and experts_implementation="fast" a decode step of few tokens is the device's
+With a GPU and without exact=True a decode step of few tokens is the device's
 (cuda/device_steps.py), and the engine only keeps account of it.
 """
 

@@ -71,7 +71,7 @@ class Watched:
 @contextmanager
 def watched(folder: Path) -> Iterator[tuple[MoE, list[Watched]]]:
     """The checkpoint with few slots, and its recipes by MoE layer."""
-    with MoE(folder, host_memory=BUDGET) as moe:
+    with MoE(folder, host_memory=BUDGET, exact=True) as moe:
         recipes = moe.engine.loader.recipes
         layers = [Watched(of_layer) for of_layer in recipes]
         recipes[:] = layers  # type: ignore[assignment]

@@ -54,7 +54,10 @@ def row_function(loop: InnerLoop) -> Any:
     has_zeros = int(loop.has_zeros)
     num_tokens = loop.num_tokens
 
-    @c_function(types.void(*[types.int64] * 6), "rows_" + "_".join(map(str, loop)))
+    name = "rows_" + "_".join(map(str, loop))
+    is_kept = loop.loader.load.__module__.startswith("moe_infinity.")
+
+    @c_function(types.void(*[types.int64] * 6), name, is_kept=is_kept)
     def function(first: int, last: int, x: int, out: int, arguments: int, slot: int) -> None:
         _rows(kind, num_vectors, num_scales, scale, has_zeros, num_tokens,
               first, last, x, out, arguments, slot)  # fmt: skip
