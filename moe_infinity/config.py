@@ -38,8 +38,8 @@ class OffloadConfig:
     # For expert slots on the GPU, as host_memory; None: most of what is free beside dense weights.
     device_memory: int | str | None = None
     policy: str = "activation-aware"  # which expert leaves first, one of cache.policies.POLICIES
-    # Load experts ahead of their layer, with a policy that predicts; None: as long as it pays, which
-    # is measured.
+    # Load experts ahead of their layer, with a policy that predicts; None: as long as it pays,
+    # which is measured.
     prefetch: bool | None = None
     # Ask the next layer's router early; more exact prefetch, more to compute.
     early_router: bool = False

@@ -1,5 +1,5 @@
-"""What surrounds the experts in a decode step on a CPU, computed by kernels made for few tokens. Not
-with exact=True, since the bits are not those of transformers.
+"""What surrounds the experts in a decode step on a CPU, computed by kernels made for few tokens.
+Not with exact=True, since the bits are not those of transformers.
 
     linear layers   kernels/cpu/linear.py
     attention       kernels/cpu/attention.py

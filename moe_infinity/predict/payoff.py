@@ -1,7 +1,7 @@
 """Whether prefetch pays on this machine, for this model and this text: measured now and then, as a
 disk, a processor or a prediction that is not good enough makes it cost more than it saves.
 
-    decode steps   32 without | 4 without, 4 with, 4 with, 4 without | 256 as was faster | 16 of a ...
+    decode steps   32 without | 4 without, 8 with, 4 without | 256 as was faster | 16 of a trial ...
 
 The four blocks of a trial stand so that a cache which fills up meanwhile favours neither side. The
 first step of a block is not counted: what it waits for was decided by the block before.
