@@ -100,7 +100,9 @@ class Siblings:
         return out.to(x.dtype).contiguous().view(*rows, -1)
 
     def _multiply(self, linear: nn.Linear, x: Tensor) -> dict[nn.Linear, Tensor]:
-        """In float32, by layer of its group; empty if kernels do not read its weight."""
+        """The products of x with each layer of the group that `linear` is in, float32. Empty if
+        kernels do not read the weight.
+        """
         group = self._groups.get(linear)
         if group is None or not group.is_current:
             group = self._groups[linear] = LinearGroup([linear])

@@ -103,7 +103,7 @@ class Packed(NamedTuple):
 
 
 def pack(weight_RC: Tensor, precision: Precision, *, is_searched: bool) -> Packed:
-    """[R, C]. `precision` has to have a group size for C columns."""
+    """Quantize a weight [R, C]. `precision` has to have a group size for C columns."""
     num_rows, num_columns = weight_RC.shape
     group_size = precision.group_of(num_columns)
     assert group_size is not None, (precision, num_columns)

@@ -1,14 +1,16 @@
-"""The MLPs of all activated experts of one layer in one call, from the slots they lie in: for the
-few rows of a decode step, where calls from Python would cost more than they compute.
+"""The MLPs of all activated experts of one layer in one call, read from their slots. Made for the
+few rows of a decode step, where one call for each expert would take longer than its arithmetic.
 
     FusedExperts(inputs, starts, addresses)
-      up      x times gate and up     float32    blocks of rows of all experts, handed out to
-      act     activation.py           float32    torch's number of threads; work.py
+      up      x times gate and up     float32
+      act     activation.py           float32
       down    hidden times down       float32
       ->      rounded once, to the dtype of the inputs
 
-reference.expert_mlp rounds to the model's dtype after each of the three; this does not. What a row
-gives depends on nothing but the row and its expert: not on the threads, the other rows or experts.
+Threads share the blocks of rows of all experts (work.py); there are as many as torch has.
+
+reference.expert_mlp rounds to the model's dtype after each of the three steps; this does not. The
+result of a row depends on the row and its expert alone, not on threads, other rows or experts.
 
 Legend: P rows of all experts, sorted by expert, D model width, F expert width, R rows (outputs), C
 columns (inputs) of a weight.
