@@ -61,8 +61,7 @@ def pytest_report_header() -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compiled kernels are kept for the next run, all workers together, apart from the user's."""
-    assert config.cache is not None
-    os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user-cache"))
+    os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "user-cache")
     if os.environ["TRITON_INTERPRET"] == "0" and not torch.cuda.is_available():
         from tests.kernels.cuda.compiled import use_absent_gpu
 

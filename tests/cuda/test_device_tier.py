@@ -144,7 +144,7 @@ def test_batches_sampling_and_chunks_of_a_prompt_are_as_ever(tiny_checkpoint, st
 
 def test_packed_experts_are_copied_as_they_are_stored(tiny_checkpoint):
     """Both unpack them as they compute."""
-    options = {"expert_dtype": "int8", "exact": True}
+    options: dict[str, Any] = {"expert_dtype": "int8", "exact": True}
     with MoE(tiny_checkpoint, **options) as moe:
         tokens = greedy(moe)
     with (

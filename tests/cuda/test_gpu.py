@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -159,7 +161,7 @@ def test_a_device_without_memory_left_is_answered_with_the_numbers(tiny_checkpoi
 
 
 def test_packed_experts_are_unpacked_on_the_device(tiny_checkpoint):
-    options = {"device": "cuda", "expert_dtype": "int8", "exact": True}
+    options: dict[str, Any] = {"device": "cuda", "expert_dtype": "int8", "exact": True}
     with MoE(tiny_checkpoint, device_memory="100%", **options) as moe:
         tokens = greedy(moe)
     with MoE(tiny_checkpoint, device_memory="20%", **options) as moe:

@@ -1,6 +1,7 @@
-"""Compiled kernels are kept for the next process; what is wrong with the place is a warning at most.
+"""Compiled kernels are kept for the next process. What is wrong with the place is a warning at
+most.
 
-A process of its own is simulated by forgetting what the compiler remembers, where that is enough.
+Where that is enough, a process of its own is simulated: the compiler forgets its folder.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from moe_infinity.kernels.cpu import compiler
 ROOT = Path(__file__).resolve().parents[3]
 WARNING = "compiled kernels cannot be kept"
 SIGNATURE = types.int64(types.int64)
-PROGRAM = "from tests.kernels.cpu import test_compiler; test_compiler.print_loaded()"
+PROGRAM = """
+from tests.kernels.cpu.test_compiler import add_two, num_loaded
+print(num_loaded(add_two()))
+"""
 
 
 def add_two(*, is_kept: bool = True) -> tuple[Any, Any]:
     """Two kernels, made anew."""
 
     @compiler.machine_code(SIGNATURE)
-    def add_two(x):  # type: ignore[no-untyped-def]
+    def add_two(x):
         return x + 2
 
     @compiler.c_function(SIGNATURE, "add_two_in_c", is_kept=is_kept)
@@ -45,10 +49,6 @@ def num_loaded(kernels: tuple[Any, Any]) -> int:
     """How many of them were not compiled."""
     machine_code, c_function = kernels
     return sum(machine_code.stats.cache_hits.values()) + int(c_function.cache_hits)
-
-
-def print_loaded() -> None:
-    print(num_loaded(add_two()))
 
 
 def forget() -> None:
@@ -72,7 +72,7 @@ def kept_files(home: Path) -> list[Path]:
 def test_tests_leave_the_users_cache_folder_alone(pytestconfig):
     folder = compiler.cache_folder()
     assert folder is not None
-    assert folder.is_relative_to(pytestconfig.cache.mkdir("user-cache"))
+    assert folder.is_relative_to(pytestconfig.rootpath / ".pytest_cache")
 
 
 def test_two_processes_may_compile_at_once_and_the_next_one_compiles_nothing(home):
@@ -168,6 +168,6 @@ def test_a_folder_that_another_process_deletes_first_is_no_matter(home, monkeypa
         return 0.0
 
     forget()
-    monkeypatch.setattr(compiler.time, "time", deleting)
+    monkeypatch.setattr(time, "time", deleting)
     assert compiler.cache_folder() == folder
     assert WARNING not in caplog.text
