@@ -89,8 +89,7 @@ class LayerCall(NamedTuple):
     x_places: int  # of Arrangements: of x, of a query, of what goes into the last product
     query_places: int
     out_places: int
-    one: int  # functions that multiply keys with one query, and with two
-    two: int
+    score: int  # function that multiplies keys with queries
     told: int  # KernelArguments of keys
     # of the call
     num_seqs: int  # B
@@ -268,14 +267,13 @@ def _score(call, seq, group):  # type: ignore[no-untyped-def]
     keys = call.key + call.key_seq * seq + call.key_head * group
     count = call.num_tokens + (1 if call.sinks else 0)
     num_vectors = -(-count // LANES)
+    first = seq * num_heads + group * call.per_group
+    queries = call.queries + query_bytes * first
+    at = call.scores + call.score_bytes * first
+    call_rows(call.score, 0, call.num_tokens, queries, call.per_group, at, call.told, keys)
     for in_group in range(call.per_group):
         head = group * call.per_group + in_group
-        row = seq * num_heads + head
-        at = call.scores + call.score_bytes * row
-        if in_group % 2 == 0:  # two at once
-            function = call.two if in_group + 1 < call.per_group else call.one
-            query = call.queries + query_bytes * row
-            call_rows(function, 0, call.num_tokens, query, at, call.told, keys)
+        at = call.scores + call.score_bytes * (seq * num_heads + head)
         if call.mask:
             _add(at, call.mask + call.mask_bytes * seq, call.num_tokens)
         if call.sinks:
@@ -322,7 +320,7 @@ def layer_function(kind: str, num_vectors: int) -> Any:
         item = _take(state, 1)
         while item < call.num_blocks:
             block = call.blocks + 8 * BLOCK * item
-            x_bytes = int_at(block, 6)
+            x_bytes = int_at(block, 5)
             multiply(block, 0, 0, call.num_seqs, call.arranged, x_bytes, call.heads, 4 * columns)
             _count(state, 1)
             item = _take(state, 1)
@@ -358,7 +356,7 @@ def layer_function(kind: str, num_vectors: int) -> Any:
         item = _take(state, 4)
         while item < call.num_out_blocks:
             block = call.out_blocks + 8 * BLOCK * item
-            x_bytes = int_at(block, 6)
+            x_bytes = int_at(block, 5)
             multiply(block, 0, 0, call.num_seqs, call.arranged, x_bytes, call.out, 4 * call.width)
             _count(state, 4)
             item = _take(state, 4)
@@ -439,7 +437,6 @@ class DecoderAttention:
             4 * num_heads * value_width,
             4 * self._width,
         )
-        one, two = (row_function(loop._replace(num_tokens=n)).address for n in (1, 2))
         eps = layer.norm_eps, layer.query_norm_eps, layer.key_norm_eps, layer.residual_norm_eps
         zeros = dict.fromkeys(LayerCall._fields, 0)
         bias = None if layer.biases is None else torch.cat(layer.biases)
@@ -469,8 +466,7 @@ class DecoderAttention:
             "x_places": self._places[0].buffer_info()[0],
             "query_places": self._places[1].buffer_info()[0],
             "out_places": self._places[2].buffer_info()[0],
-            "one": one,
-            "two": two,
+            "score": row_function(loop).address,
             "told": self._told.buffer_info()[0],
         }
         self._fixed = LayerCall(**zeros | fixed)
