@@ -58,7 +58,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor | None:
     """[B, H, 1, d], [B, G, N, d], [B, G, N, dv] -> [B, H, dv]. The mask is added, or says where to
-    look if it is bool; [B or 1, H or 1, 1, N]. None: not for these shapes, dtypes or devices.
+    look if it is bool; [B or 1, H or 1, 1, N]. None: for these, somebody else.
     """
     num_seqs, num_groups, num_tokens, width = key.shape
     value_width = value.shape[3]
@@ -77,10 +77,9 @@ def attend(
     bias = None if mask is None else _bias(mask).expand(num_seqs, num_heads, 1, num_tokens)
     arguments = arguments_for(loop, (num_tokens, width), (1, width), 1)
     arguments = arguments._replace(row_bytes=key.stride(2) * key.itemsize, out_bytes=4 * in_row)
-    packed: NDArray[np.int64] = np.array(arguments, np.int64)
-    one, two = (row_function(loop._replace(num_tokens=n)).address for n in (1, 2))
+    told: NDArray[np.int64] = np.array(arguments, np.int64)
     attention(str(kind), value_width // LANES)(
-        one, two, packed.ctypes.data, x.ctypes.data, arguments.x_bytes,
+        row_function(loop).address, told.ctypes.data, x.ctypes.data, arguments.x_bytes,
         key.data_ptr(), *_bytes(key)[:2], value.data_ptr(), *_bytes(value),
         *((0, 0, 0) if bias is None else (bias.data_ptr(), *_bytes(bias)[:2])),
         scores.data_ptr(), 4 * in_row, out.data_ptr(),
@@ -96,7 +95,7 @@ def _bytes(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def _bias(mask: Tensor) -> Tensor:
-    """The mask as float32 to add to scores."""
+    """As numbers to add."""
     if mask.dtype == torch.bool:
         return host_float32(*mask.shape).zero_().masked_fill_(~mask, -torch.inf)
     return mask.to(torch.float32).contiguous()
@@ -104,13 +103,13 @@ def _bias(mask: Tensor) -> Tensor:
 
 @cache
 def attention(kind: str, num_vectors: int) -> Any:
-    """Machine code for a cache of this kind whose values are `num_vectors` vectors wide. Its
-    arguments are addresses, and strides in bytes from one sequence, head or token to the next.
+    """Machine code for values of so many vectors. It is told addresses, and the bytes from one
+    sequence, head or token to the next.
     """
 
     # fmt: off
     def attend_all(  # type: ignore[no-untyped-def]
-        one, two, arguments, x, x_bytes,
+        score, arguments, x, x_bytes,
         key, key_seq, key_head, value, value_seq, value_head, value_row,
         bias, bias_seq, bias_head, scores, score_row, out,
         num_seqs, num_heads, per_group, num_tokens,
@@ -119,12 +118,11 @@ def attention(kind: str, num_vectors: int) -> Any:
             seq = row // num_heads
             head = row % num_heads
             group = head // per_group
-            of_group = head % per_group
             at = scores + score_row * row
-            if of_group % 2 == 0:  # two queries of a group at once
-                function = two if of_group + 1 < per_group else one
+            if head % per_group == 0:  # all queries of a group at once
                 keys = key + seq * key_seq + group * key_head
-                call_rows(function, 0, num_tokens, x + row * x_bytes, at, arguments, keys)
+                queries = x + row * x_bytes
+                call_rows(score, 0, num_tokens, queries, per_group, at, arguments, keys)
             if bias:
                 added = bias + seq * bias_seq + head * bias_head
                 for i in range(num_tokens):
@@ -135,7 +133,7 @@ def attention(kind: str, num_vectors: int) -> Any:
             weigh(kind, num_vectors, at, num_steps, values, value_row, num_tokens, to)
 
     attend_all.__name__ = attend_all.__qualname__ = f"attend_{kind}_{num_vectors}"
-    return machine_code(types.void(*[types.int64] * 22))(attend_all)
+    return machine_code(types.void(*[types.int64] * 21))(attend_all)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -150,14 +148,14 @@ def weigh(
 
 
 def _emit_weigh(kind: str, num_vectors: int, context: Any, b: Any, args: Any) -> Any:
-    """out = the sum of rows, weighted by the softmax of scores. Overwrites scores."""
+    """out = the sum of rows, weighted by the softmax of scores, which become exponentials."""
     scores, num_steps, rows, row_bytes, num_rows, out = args
     largest = cgutils.alloca_once_value(b, all_lanes(F32, -math.inf))
     total = cgutils.alloca_once_value(b, FLOATS(None))
     with cgutils.for_range(b, num_steps, intp=I64) as loop:
         found = load(b, b.add(scores, b.mul(loop.index, I64(4 * LANES))), 0, F32)
         b.store(larger(b, found, b.load(largest)), largest)
-    # where all is masked, the largest is -inf, which must not be subtracted
+    # where all is masked, the largest is no number to subtract
     peak = larger(b, repeated(b, largest_of_lanes(b, b.load(largest))), all_lanes(F32, -FINITE))
     with cgutils.for_range(b, num_steps, intp=I64) as loop:
         at = b.add(scores, b.mul(loop.index, I64(4 * LANES)))

@@ -113,7 +113,6 @@ class DecoderAttention:
         numbers = torch.tensor([*eps, layer.scale], dtype=torch.float32, device="cpu")
         bias = None if layer.biases is None else torch.cat(layer.biases)
         router = products.router
-        one, two = (row_function(products.keys._replace(num_tokens=n)).address for n in (1, 2))
         return LayerCall(**dict.fromkeys(LayerCall._fields, 0))._replace(
             yield_=yield_address(),
             dtype=BIASES.index(str(self._dtype).removeprefix("torch.")),
@@ -144,8 +143,7 @@ class DecoderAttention:
             query_places=self._arranged(products.query_places),
             out_places=self._arranged(products.last.places),
             router_places=0 if router is None else self._arranged(router.places),
-            one=one,
-            two=two,
+            score=row_function(products.keys).address,
             told=self._told.buffer_info()[0],
         )
 

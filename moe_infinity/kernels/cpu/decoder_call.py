@@ -80,8 +80,7 @@ class LayerCall(NamedTuple):
     query_places: int
     out_places: int
     router_places: int
-    one: int  # functions that multiply keys with one query, and with two
-    two: int
+    score: int  # function that multiplies keys with queries
     told: int  # KernelArguments of keys
     # of the call
     num_seqs: int  # B
@@ -260,14 +259,13 @@ def _score(call, seq, group):  # type: ignore[no-untyped-def]
     keys = call.key + call.key_seq * seq + call.key_head * group
     count = call.num_tokens + (1 if call.sinks else 0)
     num_vectors = -(-count // LANES)
+    first = seq * num_heads + group * call.per_group
+    queries = call.queries + query_bytes * first
+    at = call.scores + call.score_bytes * first
+    call_rows(call.score, 0, call.num_tokens, queries, call.per_group, at, call.told, keys)
     for in_group in range(call.per_group):
         head = group * call.per_group + in_group
-        row = seq * num_heads + head
-        at = call.scores + call.score_bytes * row
-        if in_group % 2 == 0:  # two at once
-            function = call.two if in_group + 1 < call.per_group else call.one
-            query = call.queries + query_bytes * row
-            call_rows(function, 0, call.num_tokens, query, at, call.told, keys)
+        at = call.scores + call.score_bytes * (seq * num_heads + head)
         if call.mask:
             _add(at, call.mask + call.mask_bytes * seq, call.num_tokens)
         if call.sinks:
@@ -304,7 +302,7 @@ def _product(call, stage, blocks, num_blocks, out, num_columns):  # type: ignore
     item = _take(call.state, stage)
     while item < num_blocks:
         block = blocks + 8 * BLOCK * item
-        x_bytes = int_at(block, 6)
+        x_bytes = int_at(block, 5)
         multiply(block, 0, 0, call.num_seqs, call.arranged, x_bytes, out, 4 * num_columns)
         _count(call.state, stage)
         item = _take(call.state, stage)

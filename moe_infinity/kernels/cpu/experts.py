@@ -48,6 +48,7 @@ from moe_infinity.kernels.cpu.words import BLOCK_ROWS
 from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, Weights, run_job
 
 BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
+SPARE_BYTES = 128  # behind the outputs of up, of which vectors are read
 MAX_STEPS = 1 << 16  # of a row, for which KernelArguments.inverse divides exactly
 
 
@@ -132,14 +133,14 @@ class Product:
         offset = 0
         for weight, loop, row in zip(weights, loops, arguments, strict=True):
             row[:] = _arguments(weight, loop)._replace(out_bytes=4 * num_rows)
-            functions = [row_function(loop._replace(num_tokens=n)).address for n in (1, 2)]
+            function = row_function(loop).address
             unit = BLOCK_ROWS.get(weight.kind, 1)
             row_bytes = weight.values.num_bytes // weight.shape[0]
             at_once = max(1, BLOCK_BYTES // (row_bytes * unit)) * unit
             for first in range(0, weight.shape[0], at_once):
                 last = min(first + at_once, weight.shape[0])
                 at = row.ctypes.data
-                blocks.append((*functions, at, first, last, offset, places.row_bytes))
+                blocks.append((function, at, first, last, offset, places.row_bytes))
             offset += 4 * weight.shape[0]
         return cls(num_rows, num_columns, places, arguments, np.array(blocks, np.int64))
 
@@ -221,7 +222,9 @@ class Rows:
         self._is_shared = num_x < num_rows
         # arranged x, and of each row what comes out of up and what goes into down
         self._scratch = torch.empty(
-            num_x * places.row_bytes + num_rows * experts.row_bytes, dtype=torch.uint8, device="cpu"
+            num_x * places.row_bytes + num_rows * experts.row_bytes + SPARE_BYTES,
+            dtype=torch.uint8,
+            device="cpu",
         )
         self._up_at = self._scratch.data_ptr() + num_x * places.row_bytes
         self._hidden_at = self._up_at + num_rows * experts.up_bytes

@@ -14,7 +14,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from moe_infinity.checkpoint.layout import WORDS, Block
@@ -22,7 +25,18 @@ from moe_infinity.experts import DTYPE_BYTES
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu.compiler import machine_code, named
 from moe_infinity.kernels.cpu.loaders import LOADERS, ValueLoader
-from moe_infinity.kernels.cpu.vectors import LANES, float_at, put_float
+from moe_infinity.kernels.cpu.vectors import (
+    F32,
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    load,
+    put_float,
+    repeated,
+    store,
+    vector_of,
+)
 from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
 
 NIBBLE_UNITS = np.array([*(16.0**-k for k in range(NIBBLES - 1)), 1.0], np.float32)
@@ -36,7 +50,6 @@ class InnerLoop(NamedTuple):
     num_scales: int  # loaded at a step: more than one where groups are shorter than a step
     scale: str | None  # a float of 2 or 4 bytes, or uint8 for an exponent; None: no scales
     has_zeros: bool
-    num_tokens: int
 
     @property
     def loader(self) -> ValueLoader:
@@ -59,6 +72,13 @@ class InnerLoop(NamedTuple):
     def num_x(self) -> int:
         """Vectors of x at a step, perhaps with their sum."""
         return self.num_vectors + self.loader.subtracts_zero
+
+
+class Tile(NamedTuple):
+    """Products that are summed at once, in registers."""
+
+    num_rows: int
+    num_tokens: int
 
 
 class KernelArguments(NamedTuple):
@@ -93,7 +113,7 @@ def loop_for(
     if num_vectors is None:
         return None
     num_scales = max(1, num_vectors * LANES // group) if num_groups > 1 else 1
-    return InnerLoop(kind, num_vectors, num_scales, scale, has_zeros, 1)
+    return InnerLoop(kind, num_vectors, num_scales, scale, has_zeros)
 
 
 def _num_vectors(kind: str, num_columns: int, num_groups: int, group: int) -> int | None:
@@ -192,6 +212,55 @@ def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
     return out
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _arrange_lanes(
+    _: Any, x: Any, first: Any, step: Any, counted: Any, factors: Any, out: Any
+) -> Any:
+    """16 columns times 16 factors."""
+
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        x, first, step, counted, factors, out = args
+        lanes = _columns(b, x, first, step, counted)
+        store(b, b.fmul(lanes, load(b, factors, 0, F32)), out)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _subtract_lanes(
+    _: Any, x: Any, first: Any, step: Any, counted: Any, times: Any, total: Any
+) -> Any:
+    """So many times 16 columns, from 16 sums."""
+
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        x, first, step, counted, times, total = args
+        product = b.fmul(repeated(b, b.sitofp(times, F32)), _columns(b, x, first, step, counted))
+        store(b, b.fsub(load(b, total, 0, F32), product), total)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), emit
+
+
+def _columns(b: Any, x: Any, first: Any, step: Any, counted: Any) -> Any:
+    """Of a row, every `step`-th from `first`; 0 in place of those before `counted`."""
+    found = cgutils.alloca_once(b, FLOATS)
+    at = b.add(x, b.mul(first, I64(4)))
+    with b.if_else(b.icmp_signed("==", step, I64(1))) as (is_dense, is_sparse):
+        with is_dense:
+            b.store(load(b, at, 0, F32), found)
+        with is_sparse:
+            lanes = FLOATS(None)
+            for lane in range(LANES):
+                pointer = b.inttoptr(b.add(at, b.mul(step, I64(4 * lane))), F32.as_pointer())
+                lanes = b.insert_element(lanes, b.load(pointer), I32(lane))
+            b.store(lanes, found)
+    counts = ir.Constant(vector_of(I64), [*range(LANES)])
+    columns = b.add(b.mul(counts, repeated(b, step)), repeated(b, first))
+    is_new = b.icmp_signed(">=", columns, repeated(b, counted))
+    return b.select(is_new, b.load(found), FLOATS(None))
+
+
 @machine_code(types.void(*[types.int64] * 4, named(Arrangement)))
 def arrange(x, x_bytes, out, num_rows, places):  # type: ignore[no-untyped-def]
     """Arrange `num_rows` rows of x, `x_bytes` apart, at the address `out`."""
@@ -202,18 +271,16 @@ def arrange(x, x_bytes, out, num_rows, places):  # type: ignore[no-untyped-def]
             counted = step * width
             start = min(counted, places.num_columns - width)
             sums = out + weights_of_step * LANES * 4
-            for lane in range(places.has_sum * LANES):
-                put_float(sums, lane, np.float32(0))
+            if places.has_sum:
+                for lane in range(LANES):
+                    put_float(sums, lane, np.float32(0))
             for k in range(weights_of_step):
                 place = k % places.per_lane
                 first = start + (k - place) * LANES + place
-                for lane in range(LANES):
-                    column = first + lane * places.per_lane
-                    value = float_at(x, column) if column >= counted else np.float32(0)
-                    factor = float_at(places.factors, k * LANES + lane)
-                    put_float(out, k * LANES + lane, value * factor)
-                    if places.has_sum:
-                        total = float_at(sums, lane) - np.float32(places.zero) * value
-                        put_float(sums, lane, total)
+                factors = places.factors + 4 * LANES * k
+                to = out + 4 * LANES * k
+                _arrange_lanes(x, first, places.per_lane, counted, factors, to)
+                if places.has_sum:
+                    _subtract_lanes(x, first, places.per_lane, counted, places.zero, sums)
             out += places.num_vectors * LANES * 4
         x += x_bytes

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from moe_infinity.kernels.cpu.steps import NIBBLE_UNITS, InnerLoop, KernelArguments
+from moe_infinity.kernels.cpu.steps import NIBBLE_UNITS, InnerLoop, KernelArguments, Tile
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,
@@ -45,8 +45,9 @@ STORED = {4: F32, 2: I16, 1: I8}  # scales, by their bytes
 
 
 def emit_words(
-    loop: InnerLoop, b: Any, first: Any, last: Any, x: Any, out: Any, a: KernelArguments
-) -> None:
+    loop: InnerLoop, tile: Tile, b: Any, first: Any, last: Any, x: Any, out: Any,
+    a: KernelArguments,
+) -> None:  # fmt: skip
     """out[t, rows] = the sum over groups of scale x (nibbles x x[t] - zero x sum of x[t]). The last
     block may begin before `first`; it computes the same numbers again for those rows.
     """
@@ -56,7 +57,7 @@ def emit_words(
     num_lines = I64(loop.num_columns // per_line)
     count = block_rows // LANES
     totals, parts = (
-        [[cgutils.alloca_once(b, FLOATS) for _ in range(count)] for _ in range(loop.num_tokens)]
+        [[cgutils.alloca_once(b, FLOATS) for _ in range(count)] for _ in range(tile.num_tokens)]
         for _ in range(2)
     )
     with cgutils.for_range_slice(b, first, last, I64(block_rows), intp=I64) as (row, _):
@@ -97,7 +98,7 @@ def _add_line(
     num_vectors = 1 if kind == "awq" else BLOCK_ROWS[kind] // LANES
     for v in range(num_vectors):
         prefetch(b, b.add(at, I64(4 * LANES * (num_vectors + v))))
-        nibbles = nibbles_of(b, load(b, at, 4 * LANES * v, I32))
+        nibbles = [*nibbles_of(b, load(b, at, 4 * LANES * v, I32))]
         x_at = x
         for of_token in parts:
             for k, nibble in enumerate(nibbles):
@@ -144,7 +145,7 @@ def _zeros(b: Any, kind: str, a: KernelArguments, first: Any) -> list[Any]:
     """For each vector of sums; of awq with the same factors as those."""
     at = b.add(a.zeros, b.lshr(first, I64(1)))  # 8 rows are 4 bytes
     if kind == "awq":
-        return nibbles_of(b, load(b, at, 0, I32))
+        return [*nibbles_of(b, load(b, at, 0, I32))]
     shifts = ir.Constant(vector_of(I32), [4 * (lane % NIBBLES) for lane in range(LANES)])
     vectors = []
     for v in range(BLOCK_ROWS[kind] // LANES):

@@ -1,28 +1,26 @@
-"""The work of one call of experts.py, in machine code that all threads of a team run at once.
+"""The work of one call of experts.py, in machine code that all threads of a team enter at once.
 
     items    expert 0: blocks of up, expert 1: ..., then expert 0: blocks of down, expert 1: ...
 
-A free thread takes the next item. The thread that finishes an expert's last block of up also
-computes the input of its down. Usually that is done before the first block of its down is taken.
+Whoever is free takes the next item. Who finishes the last block of up of an expert computes what
+goes into its down; by the time that its blocks are taken this has happened, as a rule.
 
 Legend: P rows of all experts, sorted by expert, F expert width.
 """
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moe_infinity.kernels.activation import FUNCTIONS
 from moe_infinity.kernels.cpu import team
+from moe_infinity.kernels.cpu.activations import activate_lanes
 from moe_infinity.kernels.cpu.compiler import c_function, machine_code, named
 from moe_infinity.kernels.cpu.steps import Arrangement, arrange
 from moe_infinity.kernels.cpu.team import LINE, fetch_add, wait_for, yield_address
@@ -38,20 +36,18 @@ from moe_infinity.kernels.cpu.vectors import (
     put_half,
 )
 
-SILU, GELU, GELU_TANH = map(FUNCTIONS.index, ("silu", "gelu", "gelu_tanh"))
 BIASES = ("float32", "bfloat16", "float16")
 NO_BIAS = -1
 NEXT = 0
 DONE = LINE
 OF_EXPERTS = 2 * LINE  # in KernelJob.state
-BLOCK = 7  # int64s; see Weights
+BLOCK = 6  # int64s; see Weights
 
 
 class Weights(NamedTuple):
-    """Where things are in a slot, the same for all experts: integers, for numba. A block is seven
-    numbers: the addresses of a function for one row of x, of one for two, and of KernelArguments;
-    its first row, and one more than its last; its offset in a row of out; the bytes of a row of x.
-    A single product has an up and nothing else.
+    """Where things lie in a slot, the same for all experts: integers, for numba. Blocks are six:
+    addresses of a row function and KernelArguments; first and last row; offset in a row of out and
+    bytes of a row of x. A single product is up without anything else.
     """
 
     up_blocks: int  # address
@@ -88,14 +84,15 @@ class KernelJob(NamedTuple):
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_rows(
-    _: Any, function: Any, first: Any, last: Any, x: Any, out: Any, arguments: Any, slot: Any
-) -> Any:
+    _: Any, function: Any, first: Any, last: Any, x: Any, num_tokens: Any, out: Any, told: Any,
+    slot: Any,
+) -> Any:  # fmt: skip
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 6)
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 7)
         b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7), emit
+    return types.void(*[types.int64] * 8), emit
 
 
 def reader_of(kind: Any) -> Any:
@@ -120,36 +117,26 @@ _job_at = reader_of(KernelJob)
 
 @njit(nogil=True)
 def multiply(block, slot, p, stop, x, x_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
-    """Multiply a block of rows of a weight in this slot by rows of x, from p to stop."""
-    of_one = int_at(block, 0)
-    of_two = int_at(block, 1)
-    arguments = int_at(block, 2)
-    first = int_at(block, 3)
-    last = int_at(block, 4)
-    while p < stop:
-        function = of_one
-        num_tokens = 1
-        if p + 1 < stop:
-            function = of_two
-            num_tokens = 2
-        out_at = out + p * out_bytes + int_at(block, 5)
-        call_rows(function, first, last, x + p * x_bytes, out_at, arguments, slot)
-        p += num_tokens
+    """A block of rows of a weight that lies in this slot with rows of x, from p to stop."""
+    x += p * x_bytes
+    out += p * out_bytes + int_at(block, 4)
+    first = int_at(block, 2)
+    last = int_at(block, 3)
+    call_rows(int_at(block, 0), first, last, x, stop - p, out, int_at(block, 1), slot)
 
 
 @njit(nogil=True)
-def _add_bias(weights, job, block, expert):  # type: ignore[no-untyped-def]
-    """Add down's bias to what a block gave."""
-    bias = int_at(job.slots, expert) + weights.down_bias
-    for p in range(int_at(job.starts, expert), int_at(job.stops, expert)):
-        row = job.out + p * weights.out_bytes
-        for r in range(int_at(block, 3), int_at(block, 4)):
-            put_float(row, r, float_at(row, r) + value_at(bias, r, weights.bias))
+def _add_bias(rows, row_bytes, num_rows, bias, dtype, first, last):  # type: ignore[no-untyped-def]
+    """To outputs from first to last of so many rows."""
+    for p in range(num_rows):
+        row = rows + p * row_bytes
+        for r in range(first, last):
+            put_float(row, r, float_at(row, r) + value_at(bias, r, dtype))
 
 
 @njit(nogil=True)
 def value_at(at, index, dtype):  # type: ignore[no-untyped-def]
-    """In float32, from an array whose dtype is number `dtype` of BIASES."""
+    """A number, whose dtype is this one of BIASES, in float32."""
     if dtype == 0:
         return float_at(at, index)
     return bfloat_at(at, index) if dtype == 1 else half_at(at, index)
@@ -157,7 +144,7 @@ def value_at(at, index, dtype):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def put_number(at, index, value, dtype):  # type: ignore[no-untyped-def]
-    """Rounded to dtype number `dtype` of BIASES."""
+    """Rounded to this dtype of BIASES."""
     if dtype == 0:
         put_float(at, index, value)
     elif dtype == 1:
@@ -168,50 +155,29 @@ def put_number(at, index, value, dtype):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
-    """The input of down, for an expert whose up is complete."""
+    """What goes into down, of an expert whose up is complete."""
     first = int_at(job.starts, expert)
-    stop = int_at(job.stops, expert)
+    num_rows = int_at(job.stops, expert) - first
     at = job.up + first * weights.up_bytes
     hidden = job.hidden + first * places.num_steps * places.num_vectors * LANES * 4
-    alpha = float_at(weights.numbers, 0)
-    shift = float_at(weights.numbers, 1)
-    limit = float_at(weights.numbers, 2)
-    bias = int_at(job.slots, expert) + weights.up_bias
-    for p in range(stop - first):
+    if weights.up_bias != NO_BIAS:
+        bias = int_at(job.slots, expert) + weights.up_bias
+        num_up = weights.up_bytes // 4
+        _add_bias(at, weights.up_bytes, num_rows, bias, weights.bias, 0, num_up)
+    up = weights.first_up if weights.is_gated else 0
+    width = places.num_columns
+    for p in range(num_rows):
         row = at + p * weights.up_bytes
-        for f in range(places.num_columns):
-            i = f * weights.gate_step
-            gate = float_at(row, i)
-            if weights.up_bias != NO_BIAS:
-                gate += value_at(bias, i, weights.bias)
-            value = _activated(min(gate, limit), weights.function, alpha)
-            if weights.is_gated:
-                i += weights.first_up
-                up = float_at(row, i)
-                if weights.up_bias != NO_BIAS:
-                    up += value_at(bias, i, weights.bias)
-                value *= max(min(up, limit), -limit) + shift
-            put_float(row, f, value)
-    arrange(at, weights.up_bytes, hidden, stop - first, places)
-
-
-@njit(nogil=True)
-def _activated(x, function, alpha):  # type: ignore[no-untyped-def]
-    one = np.float32(1)
-    half = np.float32(0.5)
-    if function == SILU:
-        return x / (one + math.exp(-alpha * x))
-    if function == GELU:
-        return half * x * (one + math.erf(x * np.float32(math.sqrt(0.5))))
-    if function == GELU_TANH:
-        inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
-        return half * x * (one + math.tanh(inner))
-    return max(x, np.float32(0)) ** 2
+        for f in range(0, width, LANES):
+            activate_lanes(
+                row, f, width - f, up, weights.gate_step, weights.function, weights.numbers
+            )
+    arrange(at, weights.up_bytes, hidden, num_rows, places)
 
 
 @machine_code(types.void(*[types.int64] * 7))
 def add_weighted(rows, width, places, weights, top_k, total, num_tokens):  # type: ignore[no-untyped-def]
-    """Add rows at `places` [T, K], times `weights` [T, K], to `total` [T, D]: addresses."""
+    """Rows at `places` [T, K], times `weights` [T, K], onto `total` [T, D]: addresses."""
     for pair in range(num_tokens * top_k):
         row = rows + 4 * width * int_at(places, pair)
         weight = float_at(weights, pair)
@@ -222,8 +188,8 @@ def add_weighted(rows, width, places, weights, top_k, total, num_tokens):  # typ
 
 @c_function(types.void(types.int64), "experts")
 def experts(call: int) -> None:
-    """Take items until none is left, and wait until all are done. At the address `call` are the
-    addresses of Weights and of an Arrangement, then a KernelJob.
+    """Take items until none is left, and wait until all are done. `call` is where the addresses of
+    Weights and of an Arrangement are, and then a KernelJob.
     """
     weights = _weights_at(int_at(call, 0))
     places = _places_at(int_at(call, 1))
@@ -236,7 +202,7 @@ def experts(call: int) -> None:
             expert = item // weights.num_up
             counter = job.state + 8 * (OF_EXPERTS + LINE * expert)
             block = weights.up_blocks + 8 * BLOCK * (item % weights.num_up)
-            x_bytes = 0 if job.x_is_shared else int_at(block, 6)
+            x_bytes = 0 if job.x_is_shared else int_at(block, 5)
             slot = int_at(job.slots, expert)
             p = int_at(job.starts, expert)
             stop = int_at(job.stops, expert)
@@ -251,10 +217,14 @@ def experts(call: int) -> None:
             slot = int_at(job.slots, expert)
             p = int_at(job.starts, expert)
             stop = int_at(job.stops, expert)
-            x_bytes = int_at(block, 6)
+            x_bytes = int_at(block, 5)
             multiply(block, slot, p, stop, job.hidden, x_bytes, job.out, weights.out_bytes)
             if weights.down_bias != NO_BIAS:
-                _add_bias(weights, job, block, expert)
+                bias = slot + weights.down_bias
+                at = job.out + p * weights.out_bytes
+                first = int_at(block, 2)
+                last = int_at(block, 3)
+                _add_bias(at, weights.out_bytes, stop - p, bias, weights.bias, first, last)
         fetch_add(job.state + 8 * DONE, 1)
         item = fetch_add(job.state + 8 * NEXT, 1)
     wait_for(job.state + 8 * DONE, num_items, job.yield_)
@@ -270,8 +240,8 @@ def run_job(
     num_threads: int,
     **rest: int,
 ) -> None:
-    """Compute a job. `rest` are the fields of KernelJob from `x` to `out`. The memory at their
-    addresses has to stay until this returns.
+    """Compute a job: `rest` are the other fields of KernelJob but the first. What it has addresses
+    of has to stay until this returns.
     """
     num_experts = len(slots)
     num_state = OF_EXPERTS + LINE * num_experts
