@@ -115,7 +115,7 @@ class MoE:
                 self._graphed = GraphedStep(self.model, self.engine.device_steps)
             experts_backend.attach(self.model, plan.layers, self.engine, early_router)
             self._steps = StepReader(self.model, self.engine)
-            self._small_batches = self._device.small_batch_steps(self.model)
+            self._small_batches = self._device.small_batch_steps(self.model, early_router)
 
     @cached_property
     def tokenizer(self) -> Any:

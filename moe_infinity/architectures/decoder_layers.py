@@ -29,6 +29,7 @@ from moe_infinity.architectures.decoder_parts import (
     router_of,
 )
 from moe_infinity.architectures.decoder_trial import find_attention
+from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.kernels.cpu.decoder import Attention, DecoderAttention
 
 MOST_SEQUENCES = 64  # of a step
@@ -40,8 +41,14 @@ KNOWN = SERVED | {"position_ids", "use_cache", "cache_position"}
 class DecoderLayer:
     """In place of the forward method of one decoder layer."""
 
-    def __init__(self, layer: nn.Module, attention: Attention, angles: Angles) -> None:
-        self._layer = layer
+    def __init__(
+        self,
+        layer: nn.Module,
+        attention: Attention,
+        angles: Angles,
+        early_router: EarlyRouter | None,
+    ) -> None:
+        self._early_router = early_router
         self._attention = getattr(layer, ATTENTION)
         self._feed_forward = feed_forward(layer)
         self._stock: Callable[..., Any] = layer.forward
@@ -69,6 +76,8 @@ class DecoderLayer:
             hidden_states[:, 0], self._angles.of(kwargs["position_embeddings"]), keys, values, mask
         )
         growing_cache.take(cache_layer)
+        if self._early_router is not None:
+            self._early_router.note_residual(residual_BD[:, None])
         if self._router is not None:
             self._router.expect(normed_BD, logits_BE)
         out = self._feed_forward(normed_BD[:, None])
@@ -110,9 +119,14 @@ class DecoderLayer:
     def _is_watched(self) -> bool:
         """Whether somebody wants to see what the modules inside are called with."""
         return any(
-            module._forward_hooks or module._forward_pre_hooks
+            module._forward_hooks
+            or any(self._is_others(hook) for hook in module._forward_pre_hooks.values())
             for module in (self._attention, *self._norms)
         )
+
+    def _is_others(self, hook: Any) -> bool:
+        """Whether a hook is not the early router's, which is told of the residual as it is."""
+        return self._early_router is None or getattr(hook, "__self__", 0) is not self._early_router
 
 
 class KnownLogits:
@@ -194,7 +208,7 @@ class Angles:
         return self._numbers
 
 
-def use_kernels(model: nn.Module) -> None:
+def use_kernels(model: nn.Module, early_router: EarlyRouter | None) -> None:
     """Replace the forward methods of the decoder layers of a model that the kernel can compute."""
     rotations = [m for m in model.modules() if hasattr(m, "inv_freq") and not list(m.children())]
     found: dict[Any, Attention | None] = {}
@@ -211,4 +225,4 @@ def use_kernels(model: nn.Module) -> None:
             num_pairs = example.rotated // 2
             own = described(layer, example.rotated, example.pairs)
             of_step = angles.setdefault(num_pairs, Angles(num_pairs))
-            vars(layer)["forward"] = DecoderLayer(layer, own, of_step).forward
+            vars(layer)["forward"] = DecoderLayer(layer, own, of_step, early_router).forward

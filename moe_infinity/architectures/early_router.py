@@ -67,13 +67,17 @@ class EarlyRouter:
             self._has_reached_end |= moe_layer_idx == len(self._blocks) - 1
             if norm is not None and len(inputs) == 1 and moe_layer_idx not in self._norms:
                 self._norms[moe_layer_idx] = norm[0]
-                norm[0].register_forward_pre_hook(self._note_residual)
+                norm[0].register_forward_pre_hook(self._note_input)
 
         return find
 
-    def _note_residual(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
+    def _note_input(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
         if not self.is_asking and args:
             self._residual = args[0]
+
+    def note_residual(self, residual: Tensor) -> None:
+        """What the norm before a block would be given, if a kernel computes that norm."""
+        self._residual = residual
 
     def begin_step(self) -> None:
         """A forward pass begins. After one that reached the last layer the search is over."""

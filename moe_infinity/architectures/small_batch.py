@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_infinity.architectures.decoder_layers import use_kernels
+from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.engine.fused import FUSED_ROWS
 from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.linear import fused_linear
@@ -33,8 +34,8 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 class SmallBatchSteps:
     """Lets kernels of ours compute the steps of few tokens of a model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        use_kernels(model)
+    def __init__(self, model: nn.Module, early_router: EarlyRouter | None) -> None:
+        use_kernels(model, early_router)
         for module in model.modules():
             siblings = Siblings()
             for child in module.children():

@@ -22,6 +22,7 @@ from moe_infinity.memory.device import (
 from moe_infinity.memory.host import format_bytes
 
 if TYPE_CHECKING:
+    from moe_infinity.architectures.early_router import EarlyRouter
     from moe_infinity.architectures.small_batch import SmallBatchSteps
 
 
@@ -60,13 +61,15 @@ class ComputeDevice:
         )
         return DeviceSlots(cuda_device, num_slots, slot_bytes)
 
-    def small_batch_steps(self, model: Any) -> SmallBatchSteps | None:
+    def small_batch_steps(
+        self, model: Any, early_router: EarlyRouter | None
+    ) -> SmallBatchSteps | None:
         """On a CPU, if the bits need not be those of transformers."""
         if self._config.is_exact or self.device.type != "cpu":
             return None
         from moe_infinity.architectures.small_batch import SmallBatchSteps  # imports numba
 
-        return SmallBatchSteps(model)
+        return SmallBatchSteps(model, early_router)
 
     def move(self, value: Any) -> Any:
         """An argument of the model: a tensor goes where the model computes."""

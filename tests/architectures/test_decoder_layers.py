@@ -216,4 +216,4 @@ def test_a_layer_that_computes_a_little_otherwise_is_left_alone(tmp_path):
     other = copy.deepcopy(layer)
     other.self_attn.q_norm.forward = lambda x: x
     assert find_attention(other, model.model.rotary_emb) is None
-    decoder_layers.use_kernels(Scaled(layer))
+    decoder_layers.use_kernels(Scaled(layer), None)
