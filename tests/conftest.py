@@ -6,7 +6,10 @@ wrong or missing expert changes the output.
 
 from __future__ import annotations
 
+import gc
 import os
+
+gc.disable()  # until all is imported: it looks at millions of objects, and none of them goes
 
 import torch
 
@@ -66,6 +69,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.kernels.cuda.compiled import use_absent_gpu
 
         use_absent_gpu(int(os.environ.get("CAPABILITY", "80")))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
