@@ -6,7 +6,10 @@ wrong or missing expert changes the output.
 
 from __future__ import annotations
 
+import gc
 import os
+
+gc.disable()  # until all is imported: it looks at millions of objects, and none of them goes
 
 import torch
 
@@ -19,6 +22,7 @@ import logging
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from math import prod
@@ -68,24 +72,31 @@ def pytest_configure(config: pytest.Config) -> None:
         use_absent_gpu(int(os.environ.get("CAPABILITY", "80")))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `grid` the combinations on every second or third diagonal stay fast: each
-    value of each parameter is among them. Of a test marked `sample(n)` every n-th set of parameters
-    stays fast.
+    leave_diagonals_fast(marked("grid", items))
+    leave_samples_fast(marked("sample", items))
+
+
+def marked(name: str, items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """Those with this marker that are not slow, by test function."""
+    found: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker(name) and not item.get_closest_marker("slow"):
+            found.setdefault(item.function, []).append(item)  # type: ignore[attr-defined]
+    return list(found.values())
+
+
+def leave_diagonals_fast(grids: list[list[pytest.Item]]) -> None:
+    """The combinations on every second or third diagonal: each value of each parameter is among
+    them.
     """
-    num_seen: dict[object, int] = {}
-    for item in items:
-        if marker := item.get_closest_marker("sample"):
-            function = item.function  # type: ignore[attr-defined]
-            place = num_seen[function] = num_seen.get(function, -1) + 1
-            if place % marker.args[0]:
-                item.add_marker(pytest.mark.slow)
-    grids: dict[object, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("grid"):
-            grids.setdefault(item.function, []).append(item)  # type: ignore[attr-defined]
-    for grid in grids.values():
+    for grid in grids:
         numbers: dict[str, dict[str, int]] = {}  # of each parameter's values
         diagonals = []
         for item in grid:
@@ -102,6 +113,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 fast |= {(name, repr(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
         every = {(name, value) for name, known in numbers.items() for value in known}
         assert fast == every, (grid[0].nodeid, every - fast)
+
+
+def leave_samples_fast(tests: list[list[pytest.Item]]) -> None:
+    """Of sample(n) every n-th set of parameters. The tests of a file begin with different ones, so
+    that together they see most values.
+    """
+    num_seen: Counter[Path] = Counter()  # tests by file
+    for test in tests:
+        marker = test[0].get_closest_marker("sample")
+        assert marker is not None
+        (n,) = marker.args
+        first = num_seen[test[0].path] % min(n, len(test))
+        num_seen[test[0].path] += 1
+        for place, item in enumerate(test):
+            if place % n != first:
+                item.add_marker(pytest.mark.slow)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -22,7 +22,7 @@ from tests.architectures.encoder_decoders import (
     save_bin,
 )
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

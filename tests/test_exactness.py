@@ -20,7 +20,7 @@ from moe_infinity.cache.policies import POLICIES
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.inspection import inspect_checkpoint
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 PROMPT = torch.tensor([[3, 17, 5, 9, 40, 2, 77, 31]])
 

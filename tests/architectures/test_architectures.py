@@ -13,7 +13,7 @@ import transformers
 from moe_infinity import MoE, UnsupportedModelError
 from moe_infinity.architectures.experts_backend import EngineLayer
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -145,7 +145,7 @@ def test_a_block_asked_with_its_own_residual_answers_with_its_routing(checkpoint
     assert answers == [True] * 4 * num_moe_layers
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_asking_early_changes_no_token(checkpoint):
     with MoE(checkpoint, host_memory="50%") as moe:
         expected = prefill_and_generate(moe.model)

@@ -24,7 +24,7 @@ from tests.architectures.encoder_decoders import (
 )
 from tests.closeness import distance
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 NUM_STEPS = 19  # decode steps of 20 tokens
 # Of the largest logit. The loop that stands for stock's NLLB-MoE is code of this test, with other

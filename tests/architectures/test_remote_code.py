@@ -18,7 +18,7 @@ from moe_infinity import ConfigError, MoE, UnsupportedModelError
 from moe_infinity.inspection import inspect_checkpoint
 from tests.remote_code.checkpoints import MODELS, save_remote_code_model
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 BUDGETS = ["6.3%", "50%", "100%"]  # the first is one slot: 16 or 24 experts in all
 PROMPT = torch.arange(3, 3 + 26).view(2, 13) * 4 % 128  # two sequences
@@ -122,6 +122,7 @@ def test_stock_depends_on_the_prompt_and_uses_many_experts(stock):
     assert ((counts.sum(axis=(0, 1)) > 0).sum(axis=1) >= 6).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.grid
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_prefill_and_greedy_tokens_are_bitwise_those_of_stock(checkpoint, stock, num_sequences):

@@ -20,7 +20,7 @@ from moe_infinity.memory.device_mover import DeviceMover
 from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.on_device import LONG_PROMPT, assert_same_tokens, greedy
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
 
 
 @pytest.fixture(scope="module")

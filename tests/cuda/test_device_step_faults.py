@@ -308,7 +308,7 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
         del stopped
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(
     ("owner", "name"),

@@ -28,7 +28,7 @@ from tests.cuda.on_device import (
     greedy,
 )
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 
 @pytest.fixture(scope="module")

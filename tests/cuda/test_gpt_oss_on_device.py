@@ -74,7 +74,7 @@ def expected(folder, cache):
         return greedy(moe, **cache), greedy(moe, LONG_PROMPT, **cache)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("host_memory", ["50%", "100%"])  # 8, 16 experts
 @pytest.mark.parametrize("device_memory", ["7%", "40%"])  # 1, 6
 def test_no_budget_changes_a_token(folder, expected, computed, device_memory, host_memory, cache):

@@ -23,7 +23,7 @@ from tests.cuda.fast_device import CACHES, STATIC, bring_every_expert, on_device
 from tests.cuda.on_device import PROMPT, assert_same_tokens, greedy
 from tests.cuda.recorded_graph import record_graphs, tokens_without_graph
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 NUM_LAYERS = 3
 

@@ -138,6 +138,8 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(2)
+@pytest.mark.grid
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

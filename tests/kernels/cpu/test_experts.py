@@ -19,7 +19,7 @@ from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
 from tests.kernels.stored_weights import StoredExperts
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 KINDS = [
