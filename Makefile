@@ -11,6 +11,9 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
+# Else every process of the tests compiles all of them anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-rounding test-compiled check bench format clean
 

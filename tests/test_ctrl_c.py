@@ -22,7 +22,7 @@ import torch
 from moe_infinity import MoE
 from tests.disk import Disk, Read
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.sample(2)]
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 INPUTS = {"input_ids": torch.tensor([[5, 6, 9]]), "attention_mask": torch.ones(1, 3).long()}
 FOR_LONG = {"do_sample": False, "max_new_tokens": 480}  # a second or more: no test waits for it

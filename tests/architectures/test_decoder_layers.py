@@ -19,7 +19,7 @@ from moe_infinity.architectures import decoder_layers, growing_cache
 from moe_infinity.architectures.decoder_trial import find_attention
 from moe_infinity.kernels.cpu.decoder import DecoderAttention
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,

@@ -219,7 +219,7 @@ def test_small_and_large_x_are_rounded_no_more_than_others(kind, scale):
     assert experts.largest_error(found, x, index, weights) < 1
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (8, 1), (1, 8), (3, 5), (8, 8)])
 def test_any_number_of_tokens_and_experts(kernels, num_tokens, top_k):
@@ -266,8 +266,9 @@ def test_weights_of_the_routing_may_scale_what_goes_in(kernels, act):
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     "kind",
-    ["bf16", "int4 32", "fp8 blocks", "int8", "mxfp4", "bf16 transposed", "gptq 32 any", "awq 32"],
-)
+    ["bf16", "int4 32", "fp8 blocks", "int8", "mxfp4", "bf16 transposed", "gptq 32 any",
+     pytest.param("awq 32", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_the_tolerance_rejects_what_is_wrong(kernels, kind):
     experts = Experts(kind, 64, 64, splits=True)
     x, (index, weights) = inputs(kind, 2, 64), routing(2, 3)
