@@ -16,7 +16,7 @@ from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.fast_device import CACHES, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 BUDGETS = {"device_memory": "30%", "host_memory": "50%"}
 EXACT = {"exact": True}
@@ -34,7 +34,7 @@ def tokens(moe: MoE, **cache: Any) -> list[Any]:
     return [greedy(moe, prompt, **cache).tolist() for prompt in (PROMPT, LONG_PROMPT)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "options",
     [{}, {"expert_dtype": "int8"}, {"expert_dtype": "int4"}, EXACT],
@@ -49,7 +49,7 @@ def test_the_default_dtype_changes_nothing_on_a_cpu(tiny_checkpoint, set_dtype, 
         assert tokens(moe) == expected
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("cache", CACHES)
 def test_the_default_dtype_changes_nothing_on_a_device(tiny_checkpoint, set_dtype, cache):
     with on_device(tiny_checkpoint, "30%", "40%") as moe:

@@ -32,7 +32,7 @@ from tests.cuda.fast_device import (
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, SOME_POLICIES, assert_same_tokens, greedy
 from tests.server.driving import Client, generated, make_engine, run_all
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.cuda.on_device import LONG_PROMPT, PROMPT
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 PROMPTS = {
     "short": (PROMPT, torch.ones_like(PROMPT)),

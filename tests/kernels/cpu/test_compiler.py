@@ -75,6 +75,7 @@ def test_tests_leave_the_users_cache_folder_alone(pytestconfig):
     assert folder.is_relative_to(pytestconfig.rootpath / ".pytest_cache")
 
 
+@pytest.mark.slow
 def test_two_processes_may_compile_at_once_and_the_next_one_compiles_nothing(home):
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen(
