@@ -36,6 +36,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from moe_infinity import OffloadConfig
 from moe_infinity.cli import app as cli
 from tests import other_machine, safetensors_file
 
@@ -139,6 +140,12 @@ def only_gpu_tests_use_a_gpu(
     """
     if not any(map(request.node.get_closest_marker, ("gpu", "triton"))):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a test asks for it: many count hits, misses and bytes."""
+    monkeypatch.setitem(OffloadConfig.__init__.__kwdefaults__, "preload", "off")
 
 
 @pytest.fixture(scope="session")

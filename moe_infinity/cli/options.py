@@ -48,6 +48,13 @@ Prefetch = Annotated[bool, typer.Option("--prefetch", help="Load experts ahead o
 EarlyRouter = Annotated[
     bool, typer.Option("--early-router", help="With --prefetch: ask the next layer's router early.")
 ]
+Preload = Annotated[
+    str,
+    typer.Option(
+        help="Fill free memory with experts: idle (in the background), wait (before the first "
+        "token) or off."
+    ),
+]
 History = Annotated[
     Path | None,
     typer.Option(
@@ -130,6 +137,7 @@ def _of_model(
     policy: Policy = ACTIVATION_AWARE,
     prefetch: Prefetch = False,
     early_router: EarlyRouter = False,
+    preload: Preload = "idle",
     history: History = None,
     dtype: Dtype = "auto",
     expert_dtype: ExpertDtype = None,

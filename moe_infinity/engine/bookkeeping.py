@@ -94,3 +94,8 @@ class Bookkeeping:
         """So many experts of a layer are read from disk for the step that began last."""
         counters = self.counters.of(self.recorder.step.phase)
         counters.bytes_read += num_read * self._layer_bytes[moe_layer_idx]
+
+    def note_preload(self, key: ExpertKey) -> None:
+        """This expert is read from disk into a slot that was free."""
+        self.counters.preload.experts += 1
+        self.counters.preload.bytes_read += self._layer_bytes[key.moe_layer_idx]

@@ -39,6 +39,12 @@ def all_files_are_large(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK_BYTES)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_cached(monkeypatch):
+    """The files were just written; test_cached_reads.py is about what is cached."""
+    monkeypatch.setattr(files.OpenFile, "read_if_cached", lambda file, chunk: False)
+
+
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "shard.safetensors"
@@ -54,9 +60,9 @@ def of_direct(monkeypatch, act):
     """`act(buffers, offset)` in the place of every direct read; None means: as usual."""
     preadv = os.preadv
 
-    def patched(descriptor, buffers, offset):
+    def patched(descriptor, buffers, offset, *flags):
         found = act(buffers, offset) if is_direct(descriptor) else None
-        return preadv(descriptor, buffers, offset) if found is None else found
+        return preadv(descriptor, buffers, offset, *flags) if found is None else found
 
     monkeypatch.setattr(os, "preadv", patched)
 
@@ -125,9 +131,9 @@ def test_a_disk_error_names_file_and_byte_and_is_not_for_ever(reader, file, monk
 def test_a_direct_read_that_gives_few_bytes_is_completed(reader, file, monkeypatch, num_bytes):
     preadv = os.preadv
 
-    def patched(descriptor, buffers, offset):
+    def patched(descriptor, buffers, offset, *flags):
         if not is_direct(descriptor):
-            return preadv(descriptor, buffers, offset)
+            return preadv(descriptor, buffers, offset, *flags)
         few = CONTENT[offset : offset + num_bytes]
         buffers[0][: len(few)] = few
         return len(few)
