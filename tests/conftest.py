@@ -145,7 +145,9 @@ def only_gpu_tests_use_a_gpu(
 @pytest.fixture(autouse=True)
 def nothing_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a test asks for it: many count hits, misses and bytes."""
-    monkeypatch.setitem(OffloadConfig.__init__.__kwdefaults__, "preload", "off")
+    defaults = OffloadConfig.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "preload", "off")
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ class OpenFile:
         self._is_small = os.fstat(self._cached).st_size < SMALL_FILE_BYTES
         self._direct: int | None = None
         self._is_refused = False
-        self._may_ask = sys.platform == "linux" and not self._is_small  # what is cached
+        self._may_ask = True  # what is cached
         if sys.platform == "linux" and not self._is_small:
             try:
                 self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -45,8 +45,12 @@ class OpenFile:
                     raise
 
     def read_if_cached(self, chunk: Chunk) -> bool:
-        """Copy the chunk from the page cache if all of it is there. Reads nothing from the disk."""
-        if not self._may_ask:
+        """Copy the chunk from the page cache if all of it is there. Reads nothing from the disk.
+
+        Only of files that are read past the cache else: where we read through it ourselves, what
+        the kernel read ahead for us would count as cached, and stay.
+        """
+        if not self._may_ask or self._direct is None or self._is_refused:
             return False
         try:
             if not is_cached(self._cached, chunk.offset, chunk.num_bytes):

@@ -269,3 +269,29 @@ def test_a_read_that_gives_way_goes_on_when_the_others_are_done(reader, file, mo
         assert urgent.result() == CONTENT[81920 : 81920 + 2 * CHUNK_BYTES]
         assert late.result() == CONTENT[: 3 * CHUNK_BYTES]
     assert order.index(8192) > order.index(90112), "one chunk had begun, the next one waited"
+
+
+def test_a_read_that_gives_way_goes_first_once_somebody_waits_for_it(reader, file, monkeypatch):
+    """The others may go on for as long as a prompt."""
+    is_wanted, others_may_end = threading.Event(), threading.Event()
+
+    def act(buffers, offset):
+        if offset == 81920:
+            assert others_may_end.wait(10)
+
+    of_direct(monkeypatch, act)
+
+    def ahead() -> bytes:
+        with reader.giving_way(until=is_wanted.is_set):
+            return read(reader, file, 0, 3 * CHUNK_BYTES)
+
+    with ThreadPoolExecutor(2) as pool:
+        urgent = pool.submit(read, reader, file, 10 * CHUNK_BYTES, 100)
+        late = pool.submit(ahead)
+        while not reader._num_urgent:
+            pass
+        threading.Timer(0.1, is_wanted.set).start()
+        assert late.result(10) == CONTENT[: 3 * CHUNK_BYTES]
+        assert not urgent.done()
+        others_may_end.set()
+        assert urgent.result() == CONTENT[81920:82020]
