@@ -22,6 +22,7 @@ from moe_infinity.sizes import parse_size
 EXACT_IMPLEMENTATIONS = ("grouped_mm", "eager")
 EXPERTS_IMPLEMENTATIONS = ("auto", "fast", *EXACT_IMPLEMENTATIONS)
 EXPERT_DTYPES = ("int4", "int8", "fp8")
+PRELOADS = ("off", "idle", "wait")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -43,6 +44,9 @@ class OffloadConfig:
     prefetch: bool | None = None
     # Ask the next layer's router early; more exact prefetch, more to compute.
     early_router: bool = False
+    # "idle": while slots are free, read experts that no layer has asked for; "wait": and fill all
+    # slots before the first token; "off": read only what a layer asks for, or `prefetch` predicts.
+    preload: str = "idle"
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
@@ -55,6 +59,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("expert_dtype", (None, *EXPERT_DTYPES))
+        self._require_one_of("preload", PRELOADS)
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
         if not isinstance(self.history, str | Path | None):
             raise ConfigError(f"history must be a file name, got {self.history!r}")

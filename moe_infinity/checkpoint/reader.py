@@ -1,7 +1,8 @@
 """Reads from checkpoint files into the memory that wants the bytes: positional, past the page cache
 where the file system allows it, many at a time.
 
-    pieces --chunks.py--> chunks --read threads--> in place          memory and file aligned alike
+    pieces --chunks.py--> chunks --read threads--> page cache        what it has
+                                                   in place          memory and file aligned alike
                                                    bounce buffer     everything else
                                                    page cache        small files, O_DIRECT refused
 
@@ -13,7 +14,7 @@ or a file that vanished is a CheckpointError that names file and offset; the rea
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from moe_infinity.memory.threads import ReadThreads
 # In random reads of 9.4 MB experts through bounce buffers, 1, 2, 4 and 8 threads reached 0.5, 0.8,
 # 0.9 and 1.0 GB/s, of 2.5 MB ones 0.7, 0.8, 0.9 and 0.9 (2 cores, a virtual disk of 1.0-1.7 GB/s).
 NUM_READ_THREADS = 4
+GLANCE_S = 0.02  # how often a read that gives way looks whether somebody waits for it by now
 
 
 class Reader:
@@ -54,29 +56,35 @@ class Reader:
         their file are read as one. Raises CheckpointError.
         """
         chunks = chunks_of(pieces)
-        if self._gives_way:
-            for chunk in chunks:
-                with self._no_urgent:
-                    self._no_urgent.wait_for(lambda: self._num_urgent == 0)
-                self._read_chunk(chunk)
-        else:
+        num_read = 0
+        while num_read < len(chunks) and self._gives_way():
+            self._read_chunk(chunks[num_read])
+            num_read += 1
+        if num_read < len(chunks):
             with self._urgently():
-                self._read_all(chunks)
+                self._read_all(chunks[num_read:])
         with self._lock:
             self.bytes_read += sum(chunk.num_bytes for chunk in chunks)
 
     @contextmanager
-    def giving_way(self) -> Iterator[None]:
-        """Reads of this thread let those of the others go first, before every chunk."""
-        self._thread.gives_way = True
+    def giving_way(self, until: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Reads of this thread let those of the others go first, before every chunk, until somebody
+        waits for them, as `until` says.
+        """
+        self._thread.until = until
         try:
             yield
         finally:
-            self._thread.gives_way = False
+            self._thread.until = None
 
-    @property
     def _gives_way(self) -> bool:
-        return getattr(self._thread, "gives_way", False)
+        """Whether this thread gives way still. Waits until it has to no more, or its turn comes."""
+        until: Callable[[], bool] | None = getattr(self._thread, "until", None)
+        while until is not None and not until():
+            with self._no_urgent:
+                if self._no_urgent.wait_for(lambda: self._num_urgent == 0, timeout=GLANCE_S):
+                    return True
+        return False
 
     @contextmanager
     def _urgently(self) -> Iterator[None]:
@@ -125,6 +133,8 @@ class Reader:
         done = 0
         try:
             file = self._opened(chunk.file)
+            if file.read_if_cached(chunk):
+                return
             done = file.read_direct(chunk, self._bounce_buffer())
             while done < chunk.num_bytes:  # the rest of a short read, or all of it
                 count = file.read_cached(chunk, done)

@@ -19,7 +19,7 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
-from moe_infinity.cli.opening import open_model
+from moe_infinity.cli.opening import open_model, show_preload
 from moe_infinity.cli.options import (
     AsJson,
     ChatKey,
@@ -78,6 +78,7 @@ def run(
 
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_model(model, **options) as moe:
+        show_preload(moe)
         stream = moe.stream(
             text, **settings_of(max_new_tokens, temperature, top_p, seed, static_cache)
         )
@@ -118,6 +119,7 @@ def chat(
         return
     assert model is not None
     with open_model(model, **options) as moe:
+        show_preload(moe)
         if moe.tokenizer.chat_template is None:
             raise MoEInfinityError(f"{model} has no chat template; use `moe-infinity run`")
         settings = settings_of(max_new_tokens, temperature, top_p, seed, static_cache)

@@ -54,6 +54,13 @@ Prefetch = Annotated[
 EarlyRouter = Annotated[
     bool, typer.Option("--early-router", help="With --prefetch: ask the next layer's router early.")
 ]
+Preload = Annotated[
+    str,
+    typer.Option(
+        help="Fill free memory with experts: idle (in the background), wait (before the first "
+        "token) or off."
+    ),
+]
 History = Annotated[
     Path | None,
     typer.Option(
@@ -136,6 +143,7 @@ def _of_model(
     policy: Policy = ACTIVATION_AWARE,
     prefetch: Prefetch = None,
     early_router: EarlyRouter = False,
+    preload: Preload = "idle",
     history: History = None,
     dtype: Dtype = "auto",
     expert_dtype: ExpertDtype = None,

@@ -95,3 +95,8 @@ class Bookkeeping:
         """The step that began last reads `num_read` experts of this layer from disk."""
         counters = self.counters.of(self.recorder.step.phase)
         counters.bytes_read += num_read * self._layer_bytes[moe_layer_idx]
+
+    def note_preload(self, key: ExpertKey) -> None:
+        """This expert is read from disk into a slot that was free."""
+        self.counters.preload.experts += 1
+        self.counters.preload.bytes_read += self._layer_bytes[key.moe_layer_idx]

@@ -19,10 +19,11 @@ from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.engine.layer import LayerPath
+from moe_infinity.engine.preloader import Preloader
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
-from moe_infinity.memory.device_mover import DeviceMover
+from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.predict.payoff import PayOff
 from moe_infinity.predict.predictor import Predictor
@@ -57,6 +58,7 @@ def build_engine(
         bookkeeping=bookkeeping,
         loader=loader,
         device_steps=device_steps,
+        preloader=_preloader(config, bookkeeping, loader),
         experts=experts,
         stored_expert_bytes=sum(stored.values()),
     )
@@ -87,6 +89,7 @@ def _bookkeeping(
             chances=predictor,
         ),
         fills=(loader.read, loader.read_ahead),
+        in_file_order=loader.in_file_order,
     )
     return Bookkeeping(
         tiers=tiers,
@@ -112,6 +115,7 @@ def _layer_path(
         )
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     ]
+    is_on_cpu = isinstance(tier.mover, Mover)
     prefetcher = None
     is_tried = config.prefetch is None and len(bookkeeping.tiers) == 1  # a GPU decides by itself
     if config.prefetch or (is_tried and config.policy == ACTIVATION_AWARE):
@@ -125,8 +129,22 @@ def _layer_path(
         bookkeeping=bookkeeping,
         prefetcher=prefetcher,
         early_router=early_router,
-        stream=tier.mover.stream if isinstance(tier.mover, DeviceMover) else None,
+        stream=None if is_on_cpu and config.preload == "off" else tier.mover.stream,
+        streams_while_computing=is_on_cpu,
     )
+
+
+def _preloader(
+    config: OffloadConfig, bookkeeping: Bookkeeping, loader: ExpertLoader
+) -> Preloader | None:
+    """None with a GPU, where steps that the device decides and copies share the slots of HOST."""
+    if len(bookkeeping.tiers) == 1:
+        return Preloader(bookkeeping, loader.in_file_order)
+    if config.preload == "wait":
+        logger.warning(
+            "preload='wait' is for experts that compute on the CPU: nothing is preloaded"
+        )
+    return None
 
 
 def _device_steps(

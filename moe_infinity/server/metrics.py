@@ -96,6 +96,7 @@ def cache_metrics(report: Any) -> Iterator[Any]:
         lookups.add_metric([phase, "miss"], counters.misses)
         read.add_metric([phase], counters.bytes_read)
         stall.add_metric([phase], counters.stall_s)
+    read.add_metric(["preload"], report.preload.bytes_read)
     yield lookups
     yield read
     yield stall
