@@ -64,15 +64,13 @@ def serve(
 ) -> None:
     """Serve a model to several users with OpenAI's HTTP API, and a page at /."""
     require_extra()
-    from moe_infinity.server.sequences import EngineConfig
-    from moe_infinity.server.serve import ServeConfig, bound_sockets, serve_model
+    from moe_infinity.server.config import ServeConfig
+    from moe_infinity.server.serve import bound_sockets, serve_model
 
-    engine = EngineConfig(
-        max_batch=max_batch, max_queue=max_queue, prefill_chunk=prefill_chunk, deadline_s=deadline
-    )
     config = ServeConfig(
-        host=host, port=port, api_key=api_key, model_name=served_name, max_context=max_context,
-        max_new_tokens=max_new_tokens, max_body_bytes=max_body, engine=engine,
+        host=host, port=port, api_key=api_key, model_name=served_name, max_batch=max_batch,
+        max_queue=max_queue, max_context=max_context, max_new_tokens=max_new_tokens,
+        prefill_chunk=prefill_chunk, deadline_s=deadline, max_body_bytes=max_body,
     )  # fmt: skip
     with bound_sockets(config) as sockets, open_model(model, **options) as moe:
         serve_model(moe, config, sockets)

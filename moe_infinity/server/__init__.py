@@ -17,10 +17,11 @@ prompts.py    from a request body to requests for the engine
 exchange.py   one HTTP request that generates, from submission to its answer
 answers.py    response bodies, whole or in chunks
 responses.py  OpenAI's Responses API
-auth.py       checks of origin, key and size; refusals
+auth.py       checks of origin, key and size
+refusals.py   errors as answers
 metrics.py    what /metrics and /stats show
-document.py   what /openapi.json shows
 page.html     the page at /
+config.py     options of the server
 serve.py      start, drain, stop
 client.py     the client of `moe-infinity chat --url`
 """

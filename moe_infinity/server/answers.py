@@ -1,55 +1,19 @@
-"""Answers in OpenAI's form, made of the engine's outputs: one body, or a stream of chunks.
-
-engine's thread --Mailbox--> event loop --> chunks (SSE) or one body
-"""
+"""Answers in OpenAI's form, made of the engine's outputs: one body, or a stream of chunks."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_infinity.server.sequences import Deliver, Output, Request, TokenText
+from moe_infinity.server.refusals import ErrorBody, ErrorObject
+from moe_infinity.server.sequences import Output, Request, TokenText
 
 DONE = "data: [DONE]\n\n"
-
-
-class Mailbox:
-    """Outputs of all choices of one HTTP request, in the order of their delivery.
-
-    The engine's thread delivers; the event loop reads.
-    """
-
-    def __init__(self, num_choices: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
-        self._num_open = num_choices
-
-    def deliver_to(self, index: int) -> Deliver:
-        """A function that delivers an output of choice `index` from any thread."""
-
-        def deliver(output: Output) -> None:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, output))
-
-        return deliver
-
-    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """(choice, output) until every choice has ended.
-
-        Raises the error of a choice that failed.
-        """
-        while self._num_open:
-            index, output = await self._queue.get()
-            if output.error is not None:
-                raise output.error
-            self._num_open -= output.is_last
-            yield index, output
 
 
 @dataclass(slots=True)
@@ -130,9 +94,9 @@ class Answer(ABC):
             return [DONE]
         return [self._event({"choices": [], "usage": self.usage()}), DONE]
 
-    def error_chunk(self, error: dict[str, Any]) -> str:
+    def error_chunk(self, error: ErrorObject) -> str:
         """The event that ends a stream with an error."""
-        return sse({"error": error})
+        return sse(ErrorBody(error=error).model_dump())
 
     def _chunk(self, index: int, content: dict[str, Any], output: Output) -> str:
         logprobs = self._logprobs(output.tokens) if output.tokens else None

@@ -8,36 +8,37 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from fastapi import FastAPI
-from pydantic import BaseModel, ValidationError
+from fastapi import APIRouter, FastAPI, Security
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
+from moe_infinity import __version__
 from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server import auth
 from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
-from moe_infinity.server.document import document_of
+from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange
 from moe_infinity.server.metrics import Metrics, stats_of
 from moe_infinity.server.prompts import PromptReader
 from moe_infinity.server.protocol import (
-    BadRequest,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
 )
+from moe_infinity.server.refusals import BadRequest, ErrorBody, Refused, refused_by
 from moe_infinity.server.responses import ResponseAnswer, ResponsesBody
 from moe_infinity.server.sequences import Request
 
@@ -50,28 +51,27 @@ SAFE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; img-src data:",
 }
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
-Handler = Callable[[HttpRequest], Awaitable[Response]]
+Responses = dict[int | str, dict[str, Any]]
+# What /openapi.json says of answers.
+REFUSALS: Responses = {
+    "4XX": {"model": ErrorBody, "description": "refused; `param` names the field that is wrong"},
+    "5XX": {"model": ErrorBody, "description": "stopping, too late, or generation failed"},
+}
+STREAM: Responses = {200: {"content": {"text/event-stream": {}}}}
+NOT_HEALTHY: Responses = {503: {"description": "no"}}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiConfig:
-    """What the routes need to know beside the model."""
+def create_app(moe: MoE, engine: Engine, config: ServeConfig) -> FastAPI:
+    """The ASGI application. The caller starts and stops the engine.
 
-    model_name: str  # as clients call it
-    api_key: str | None = None  # None: requests need no key
-    max_body_bytes: int = 4 << 20
-
-
-def create_app(moe: MoE, engine: Engine, reader: PromptReader, config: ApiConfig) -> FastAPI:
-    """The ASGI application. The caller starts and stops the engine."""
-    api = Api(moe, engine, reader, config)
-    app = FastAPI(title="MoE-Infinity", docs_url=None, redoc_url=None, openapi_url=None)
-    for path, handler in api.open_routes().items():
-        app.add_route(path, handler, methods=["GET"])
-    for method, routes in (("GET", api.get_routes()), ("POST", api.post_routes())):
-        for path, handler in routes.items():
-            app.add_route(path, api.guarded(path, handler), methods=[method])
+    Raises CheckpointError if neither the model nor `config` limits the context.
+    """
+    app = FastAPI(
+        title="MoE-Infinity", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    app.state.api = api = Api(moe, engine, config)
+    app.include_router(api.open_router())
+    app.include_router(api.router())
     app.add_exception_handler(HTTPException, _http_error)
     return app
 
@@ -79,170 +79,167 @@ def create_app(moe: MoE, engine: Engine, reader: PromptReader, config: ApiConfig
 async def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path}"
-    return auth.refuse(error.status_code, message).response()
+    return Refused(error.status_code, message).response()
+
+
+class GuardedRoute(APIRoute):
+    """A route behind the checks of key and origin.
+
+    Errors become answers of OpenAI's form, and every answer is counted in the metrics.
+    """
+
+    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def guarded(request: HttpRequest) -> Response:
+            api: Api = request.app.state.api
+            try:
+                auth.refuse_other_sites(request)
+                auth.require_key(request, api.config.api_key)
+                response = await handle(auth.JsonRequest(request, api.config.max_body_bytes))
+            except Exception as error:
+                refused = refused_by(error)
+                if refused.status_code == 500:
+                    logger.exception("%s failed", request.url.path)
+                response = refused.response()
+            api.metrics.responses.labels(self.path, response.status_code).inc()
+            return response
+
+        return guarded
 
 
 class Api:
     """The handlers of all routes, and the objects they share."""
 
-    def __init__(self, moe: MoE, engine: Engine, reader: PromptReader, config: ApiConfig) -> None:
+    def __init__(self, moe: MoE, engine: Engine, config: ServeConfig) -> None:
+        self.config = config
+        self.metrics = Metrics(moe, engine)
         self._moe = moe
         self._engine = engine
-        self._reader = reader
-        self._config = config
-        self._metrics = Metrics(moe, engine)
+        self._reader = PromptReader(moe, config)
+        self._model_name = config.model_name or name_of(moe.checkpoint)
         self._created = int(time.time())
 
-    def open_routes(self) -> dict[str, Handler]:
+    def open_router(self) -> APIRouter:
         """Routes that need no key. They show nothing of requests or answers."""
-        return {
-            "/": self.page,
-            "/health": self.health,
-            "/health/live": self.live,
-            "/health/ready": self.ready,
-        }
+        router = APIRouter()
+        add_get(router, "/", self.page, include_in_schema=False)
+        add_get(router, "/health", self.health, responses=NOT_HEALTHY)
+        add_get(router, "/health/live", self.live, responses=NOT_HEALTHY)
+        add_get(router, "/health/ready", self.ready, responses=NOT_HEALTHY)
+        return router
 
-    def get_routes(self) -> dict[str, Handler]:
-        return {
-            "/metrics": self.metrics,
-            "/openapi.json": self.document,
-            "/stats": self.stats,
-            "/v1/models": self.models,
-            "/v1/models/{name:path}": self.model,
-        }
-
-    def post_routes(self) -> dict[str, Handler]:
-        return {
-            "/v1/completions": self.completions,
-            "/v1/chat/completions": self.chat_completions,
-            "/v1/responses": self.responses,
-            "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize,
-        }
-
-    def guarded(self, path: str, handler: Handler) -> Handler:
-        """The handler behind the checks of key and origin.
-
-        Errors become answers of OpenAI's form, and every answer is counted in the metrics.
-        """
-
-        async def guarded(request: HttpRequest) -> Response:
-            try:
-                auth.refuse_other_sites(request)
-                auth.require_key(request, self._config.api_key)
-                response = await handler(request)
-            except ValidationError as error:
-                response = auth.refused_by_fields(error).response()
-            except Exception as error:
-                refused = auth.refused_by(error)
-                if refused.status == 500:
-                    logger.exception("%s failed", request.url.path)
-                response = refused.response()
-            self._metrics.responses.labels(path, response.status_code).inc()
-            return response
-
-        return guarded
+    def router(self) -> APIRouter:
+        """All other routes."""
+        key = Security(HTTPBearer(auto_error=False))  # for the document: GuardedRoute checks it
+        router = APIRouter(route_class=GuardedRoute, responses=REFUSALS, dependencies=[key])
+        add_get(router, "/metrics", self.show_metrics, response_class=PlainTextResponse)
+        add_get(router, "/openapi.json", self.document, include_in_schema=False)
+        add_get(router, "/stats", self.stats)
+        add_get(router, "/v1/models", self.models)
+        add_get(router, "/v1/models/{name:path}", self.model)
+        add_post = partial(router.add_api_route, methods=["POST"])
+        add_post("/v1/completions", self.completions, responses=STREAM)
+        add_post("/v1/chat/completions", self.chat_completions, responses=STREAM)
+        add_post("/v1/responses", self.responses, responses=STREAM)
+        add_post("/tokenize", self.tokenize)
+        add_post("/detokenize", self.detokenize)
+        return router
 
     # about the server
 
-    async def page(self, request: HttpRequest) -> Response:
+    async def page(self) -> Response:
         return HTMLResponse(PAGE.read_text("utf-8"), headers=SAFE_HEADERS)
 
-    async def live(self, request: HttpRequest) -> Response:
+    async def live(self) -> Response:
+        """Whether the engine's thread runs."""
         is_live = self._engine.is_alive
         return JSONResponse({"live": is_live}, 200 if is_live else 503)
 
-    async def ready(self, request: HttpRequest) -> Response:
+    async def ready(self) -> Response:
+        """Whether the engine takes requests."""
         is_ready = self._engine.is_ready
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
-    async def health(self, request: HttpRequest) -> Response:
+    async def health(self) -> Response:
+        """Both, and why the engine stopped. 200 if it takes requests."""
         engine = self._engine
-        body: dict[str, Any] = {
-            "live": engine.is_alive,
-            "ready": engine.is_ready,
-            "step_s": engine.step_age_s,
-        }
+        body: dict[str, Any] = {"live": engine.is_alive, "ready": engine.is_ready}
         if engine.death is not None:
             body["error"] = f"the engine died: {type(engine.death).__name__}"
         return JSONResponse(body, 200 if engine.is_ready else 503)
 
-    async def metrics(self, request: HttpRequest) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+    async def show_metrics(self) -> Response:
+        """Metrics for Prometheus."""
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def stats(self, request: HttpRequest) -> Response:
-        return JSONResponse(stats_of(self._moe, self._engine, model=self._config.model_name))
+    async def stats(self) -> Response:
+        """What the page draws."""
+        return JSONResponse(stats_of(self._moe, self._engine, model=self._model_name))
 
     async def document(self, request: HttpRequest) -> Response:
-        return JSONResponse(document_of(self._config.model_name))
+        return JSONResponse(request.app.openapi())
 
-    async def models(self, request: HttpRequest) -> Response:
+    async def models(self) -> Response:
+        """The one model."""
         return JSONResponse({"object": "list", "data": [self._model_card()]})
 
-    async def model(self, request: HttpRequest) -> Response:
-        self._require_model(request.path_params["name"])
+    async def model(self, name: str) -> Response:
+        """Its name and context."""
+        self._require_model(name)
         return JSONResponse(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
-        card = {"id": self._config.model_name, "object": "model", "created": self._created}
-        return card | {
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._created,
             "owned_by": "moe-infinity",
-            "max_model_len": self._reader.defaults.max_context,
+            "max_model_len": self._reader.max_context,
         }
 
     # generating
 
-    async def completions(self, request: HttpRequest) -> Response:
-        body = await self._read(request, CompletionBody)
+    async def completions(self, request: HttpRequest, body: CompletionBody) -> Response:
+        """Continue prompts."""
+        self._require_model(body.model)
         requests = await run_in_threadpool(self._reader.completion, body)
         return await self._generate(request, body, requests, CompletionAnswer)
 
-    async def chat_completions(self, request: HttpRequest) -> Response:
-        body = await self._read(request, ChatBody)
+    async def chat_completions(self, request: HttpRequest, body: ChatBody) -> Response:
+        """Answer a conversation."""
+        self._require_model(body.model)
         requests = await run_in_threadpool(self._reader.chat, body)
         return await self._generate(request, body, requests, ChatAnswer)
 
-    async def responses(self, request: HttpRequest) -> Response:
-        asked = await self._read(request, ResponsesBody)
-        body = asked.for_chat()
-        try:
-            requests = await run_in_threadpool(self._reader.chat, body)
-        except BadRequest as error:
-            error.param = "input" if error.param == "messages" else error.param
-            raise
-        return await self._generate(request, body, requests, partial(ResponseAnswer, asked=asked))
+    async def responses(self, request: HttpRequest, body: ResponsesBody) -> Response:
+        """Answer a conversation; nothing is kept."""
+        self._require_model(body.model)
+        chat = body.for_chat()
+        requests = await run_in_threadpool(self._reader.chat, chat, "input")
+        return await self._generate(request, chat, requests, partial(ResponseAnswer, asked=body))
 
-    async def tokenize(self, request: HttpRequest) -> Response:
-        body = await self._read(request, TokenizeBody)
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """Token ids of a text or of a conversation."""
+        self._require_model(body.model)
         if body.messages is not None:
             ids = await run_in_threadpool(self._reader.chat_ids, body.messages)
         else:
             ids = await run_in_threadpool(self._reader.text_ids, body.prompt or "")
-        max_context = self._reader.defaults.max_context
+        max_context = self._reader.max_context
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": max_context})
 
-    async def detokenize(self, request: HttpRequest) -> Response:
-        body = await self._read(request, DetokenizeBody)
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """The text of token ids."""
+        self._require_model(body.model)
         text = await run_in_threadpool(self._reader.text_of, body.tokens)
         return JSONResponse({"prompt": text})
 
-    async def _read(self, request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
-        raw = await auth.read_body(request, self._config.max_body_bytes)
-        body = kind.model_validate_json(raw)
-        model = getattr(body, "model", None)
-        if model is not None:
-            self._require_model(model)
-        return body
-
-    def _require_model(self, name: str) -> None:
-        if name not in (self._config.model_name, self._moe.checkpoint):
-            served = self._config.model_name
-            raise auth.refuse(
-                404,
-                f"no model {name!r} here, but {served!r}",
-                param="model",
-                code="model_not_found",
-            )
+    def _require_model(self, name: str | None) -> None:
+        """Raises Refused (404) if a request names another model."""
+        if name not in (None, self._model_name, self._moe.checkpoint):
+            message = f"no model {name!r} here, but {self._model_name!r}"
+            raise Refused(404, message, param="model", code="model_not_found")
 
     async def _generate(
         self,
@@ -253,14 +250,26 @@ class Api:
     ) -> Response:
         answer = answer_to(
             requests,
-            model=self._config.model_name,
+            model=self._model_name,
             tokenizer=self._reader.tokenizer,
             wants_usage=body.wants_usage,
         )
         try:
-            exchange = Exchange(self._engine, self._metrics, answer, requests)
+            exchange = Exchange(self._engine, self.metrics, answer, requests)
         except ConfigError as error:  # more sequences than the queue has places
             num_prompts = len(requests) // body.num_choices
-            too_many = "prompt" if num_prompts > self._engine.config.max_queue else "n"
+            too_many = "prompt" if num_prompts > self.config.max_queue else "n"
             raise BadRequest(str(error), param=too_many) from error
         return exchange.stream() if body.stream else await exchange.body(request)
+
+
+def add_get(router: APIRouter, path: str, handler: Callable[..., Any], **described: Any) -> None:
+    """Add a route for GET, and for HEAD, which the document leaves out."""
+    router.add_api_route(path, handler, **described)
+    router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
+
+
+def name_of(checkpoint: str) -> str:
+    """What clients call a checkpoint: its hub id, or a folder's name without its path."""
+    path = Path(checkpoint)
+    return path.resolve().name if path.exists() else checkpoint

@@ -25,11 +25,11 @@ from typing import Any
 from moe_infinity.errors import Cancelled, ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch
+from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.passes import Passes
 from moe_infinity.server.sequences import (
     DeadlineExceeded,
     Deliver,
-    EngineConfig,
     EngineStopped,
     QueueFull,
     Request,
@@ -63,8 +63,8 @@ class Engine:
     model that cannot be served, or cannot be served in batches.
     """
 
-    def __init__(self, moe: MoE, config: EngineConfig | None = None) -> None:
-        self.config = config or EngineConfig()
+    def __init__(self, moe: MoE, config: ServeConfig) -> None:
+        self.config = config
         self.counts = EngineCounts()
         self.death: BaseException | None = None  # the error that ended the thread
         self._moe = moe
@@ -77,7 +77,6 @@ class Engine:
         self._prefilling: deque[Running] = deque()
         self._decoding: list[Running] = []  # in the order of the batch's rows
         self._batch = DecodeBatch()
-        self._step_began: float | None = None
         self._thread: threading.Thread | None = None
 
     # called by any thread
@@ -141,12 +140,6 @@ class Engine:
         return self.is_alive and not self._is_draining and self._moe.is_ready
 
     @property
-    def step_age_s(self) -> float:
-        """Seconds since the current step began; 0 between steps."""
-        began = self._step_began
-        return 0.0 if began is None else time.perf_counter() - began
-
-    @property
     def num_sequences(self) -> int:
         """Sequences that wait, prefill or decode."""
         return len(self._waiting) + self.config.max_batch - len(self._free_seats)
@@ -183,12 +176,11 @@ class Engine:
 
     def step(self) -> None:
         """Compute one chunk of one prompt, then one token of every decoding sequence."""
-        began = self._step_began = time.perf_counter()
+        began = time.perf_counter()
         self._drop_ended()
         self._admit()
         self._prefill()
         self._decode()
-        self._step_began = None
         self.counts.steps += 1
         self.counts.stepping_s += time.perf_counter() - began
         if not (self._prefilling or self._decoding):

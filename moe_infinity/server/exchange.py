@@ -1,4 +1,7 @@
-"""One HTTP request that generates: its sequences in the engine, its answer and its client."""
+"""One HTTP request that generates: its sequences in the engine, its answer and its client.
+
+engine's thread --queue--> event loop --> one body, or chunks of a stream
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from moe_infinity.server import auth
-from moe_infinity.server.answers import Answer, Mailbox
+from moe_infinity.server.answers import Answer
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.metrics import Metrics
-from moe_infinity.server.sequences import Output, Request
+from moe_infinity.server.refusals import Refused, refused_by
+from moe_infinity.server.sequences import Deliver, Output, Request
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +37,19 @@ class Exchange:
         self._engine = engine
         self._metrics = metrics
         self._answer = answer
-        self._mailbox = Mailbox(len(requests))
-        delivers = [self._mailbox.deliver_to(index) for index in range(len(requests))]
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+        delivers = [self._deliver_to(choice) for choice in range(len(requests))]
         self._running = engine.submit(requests, delivers)
+
+    def _deliver_to(self, choice: int) -> Deliver:
+        """A function that puts an output of this choice into the queue, from any thread."""
+
+        def deliver(output: Output) -> None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, (choice, output))
+
+        return deliver
 
     def cancel(self) -> None:
         self._engine.cancel(self._running)
@@ -55,7 +68,7 @@ class Exchange:
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise auth.refuse(499, "the client has gone", code="cancelled")
+                raise Refused(499, "the client has gone", code="cancelled")
             work.result()
         finally:
             for task in (work, watch):
@@ -70,12 +83,12 @@ class Exchange:
             yield chunk
         try:
             async with aclosing(self._outputs()) as outputs:
-                async for index, output in outputs:
-                    if chunk := self._answer.chunk(index, output):
+                async for choice, output in outputs:
+                    if chunk := self._answer.chunk(choice, output):
                         yield chunk
         except Exception as error:
-            refused = auth.refused_by(error)
-            if refused.status == 500:
+            refused = refused_by(error)
+            if refused.status_code == 500:
                 logger.exception("a stream failed")
             yield self._answer.error_chunk(refused.error)
             return
@@ -87,20 +100,26 @@ class Exchange:
             pass
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        """(choice, output) as they come. Each is added to the answer before it is yielded.
+        """(choice, output) as they come, until every choice has ended.
 
-        At the end the metrics get the times in seconds, and the log gets times and token counts.
+        Each is added to the answer before it is yielded. At the end the metrics get the times in
+        seconds, and the log gets times and token counts. Raises the error of a choice that failed.
         """
         began = time.monotonic()
         is_first = True
+        num_open = len(self._running)
         outcome = "ended early"
         try:
-            async for index, output in self._mailbox.outputs():
+            while num_open:
+                choice, output = await self._queue.get()
+                if output.error is not None:
+                    raise output.error
                 if is_first:
                     is_first = False
                     self._metrics.ttft_s.observe(time.monotonic() - began)
-                self._answer.add(index, output)
-                yield index, output
+                num_open -= output.is_last
+                self._answer.add(choice, output)
+                yield choice, output
             outcome = "done"
         finally:
             seconds = time.monotonic() - began

@@ -19,7 +19,8 @@ from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import Phase, Step
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch, has_recurrent_layers, layers_that_cannot_join
-from moe_infinity.server.sequences import EngineConfig, Running
+from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.sequences import Running
 
 
 class Passes:
@@ -28,7 +29,7 @@ class Passes:
     Raises UnsupportedModelError for a model that cannot be served, or cannot be served in batches.
     """
 
-    def __init__(self, moe: MoE, config: EngineConfig) -> None:
+    def __init__(self, moe: MoE, config: ServeConfig) -> None:
         self.end_ids = end_ids_of(moe.model)
         self._moe = moe
         self._num_seats = config.max_batch

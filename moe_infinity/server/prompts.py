@@ -5,30 +5,17 @@ sampling settings, defaults are filled in and bounds are checked.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
-from moe_infinity.server.protocol import (
-    BadRequest,
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-    Message,
-)
+from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.protocol import ChatBody, CompletionBody, GenerationBody, Message
+from moe_infinity.server.refusals import BadRequest
 from moe_infinity.server.sampling import Sampling
 from moe_infinity.server.sequences import Request
 
 COMPLETION_TOKENS = 16  # when /v1/completions does not say, as in OpenAI's
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """What the server uses where a request says nothing."""
-
-    max_new_tokens: int  # of a chat answer
-    max_context: int  # tokens of prompt and answer together
 
 
 class PromptReader:
@@ -37,9 +24,10 @@ class PromptReader:
     Safe to call from several threads; one at a time tokenizes.
     """
 
-    def __init__(self, moe: MoE, defaults: Defaults) -> None:
+    def __init__(self, moe: MoE, config: ServeConfig) -> None:
         self.tokenizer = moe.tokenizer
-        self.defaults = defaults
+        self.max_context = context_of(moe, config.max_context)  # tokens of prompt and answer
+        self._max_new_tokens = config.max_new_tokens
         self._generation_config = moe.model.generation_config
         self._vocab_size = moe.model.config.get_text_config().vocab_size
         self._lock = threading.Lock()
@@ -58,14 +46,14 @@ class PromptReader:
             for request in self._requests(self._ids_of(prompt), body, max_tokens, "prompt")
         ]
 
-    def chat(self, body: ChatBody) -> list[Request]:
-        """A request per choice. Raises BadRequest."""
-        ids = self.chat_ids(body.messages, body.template_tools)
+    def chat(self, body: ChatBody, param: str = "messages") -> list[Request]:
+        """A request per choice. Raises BadRequest; `param` is what the client calls messages."""
+        ids = self.chat_ids(body.messages, body.template_tools, param)
         max_tokens = body.max_completion_tokens or body.max_tokens
         if max_tokens is None:
-            room = max(self.defaults.max_context - len(ids), 1)
-            max_tokens = min(self.defaults.max_new_tokens, room)
-        return self._requests(ids, body, max_tokens, "messages")
+            room = max(self.max_context - len(ids), 1)
+            max_tokens = min(self._max_new_tokens, room)
+        return self._requests(ids, body, max_tokens, param)
 
     def text_ids(self, text: str) -> list[int]:
         """The token ids of a text."""
@@ -74,7 +62,10 @@ class PromptReader:
         return ids
 
     def chat_ids(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        param: str = "messages",
     ) -> list[int]:
         """The token ids of a conversation, up to where the model answers.
 
@@ -92,7 +83,7 @@ class PromptReader:
                 )
         except Exception as error:  # a template may raise anything
             message = f"the chat template does not take these messages: {error}"
-            raise BadRequest(message, param="messages") from error
+            raise BadRequest(message, param=param) from error
         ids: list[int] = encoded["input_ids"]
         return ids
 
@@ -118,10 +109,10 @@ class PromptReader:
     ) -> list[Request]:
         if not ids:
             raise BadRequest("the prompt is empty: there is nothing to continue", param=param)
-        if len(ids) + max_tokens > self.defaults.max_context:
+        if len(ids) + max_tokens > self.max_context:
             raise BadRequest(
                 f"{len(ids)} tokens of prompt and {max_tokens} of answer are more than "
-                f"the {self.defaults.max_context} this server takes",
+                f"the {self.max_context} this server takes",
                 param=param,
                 code="context_length_exceeded",
             )

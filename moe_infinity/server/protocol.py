@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from moe_infinity.server.refusals import BadRequest
+
 MAX_STOPS = 16
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
@@ -21,15 +23,6 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 # Nine digits are enough for any vocabulary. int() raises for thousands of digits: status 500.
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-
-
-class BadRequest(Exception):
-    """A request that cannot be served as it is. `param` names the field for the client."""
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
 
 
 class Body(BaseModel):
@@ -130,7 +123,7 @@ class Message(Body):
         return message
 
 
-class ResponseFormat(Body):
+class TextFormat(Body):
     type: Literal["text"]
 
 
@@ -141,7 +134,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moe_infinity.server.answers import ChatAnswer
-from moe_infinity.server.protocol import MAX_LOGPROBS, Body, ChatBody, Message
+from moe_infinity.server.protocol import MAX_LOGPROBS, Body, ChatBody, Message, TextFormat
+from moe_infinity.server.refusals import ErrorObject
 from moe_infinity.server.sequences import Output, Request, TokenText
 
 MetadataKey = Annotated[str, Field(max_length=64)]
@@ -53,10 +54,6 @@ class FunctionTool(Body):
     def for_chat(self) -> dict[str, Any]:
         function = self.model_dump(exclude={"type", "strict"}, exclude_none=True)
         return {"type": "function", "function": {"parameters": {}} | function}
-
-
-class TextFormat(Body):
-    type: Literal["text"]
 
 
 class TextConfig(Body):
@@ -143,15 +140,9 @@ class ResponseAnswer(ChatAnswer):
     """
 
     def __init__(
-        self,
-        requests: Sequence[Request],
-        *,
-        model: str,
-        tokenizer: Any,
-        wants_usage: bool,
-        asked: ResponsesBody,
+        self, requests: Sequence[Request], *, asked: ResponsesBody, **settings: Any
     ) -> None:
-        super().__init__(requests, model=model, tokenizer=tokenizer, wants_usage=wants_usage)
+        super().__init__(requests, **settings)
         sampling = requests[0].sampling
         self._echoed_fields = asked.echoed_fields() | {
             "temperature": sampling.temperature,
@@ -206,13 +197,13 @@ class ResponseAnswer(ChatAnswer):
             self._named(f"response.{body['status']}", response=body),
         ]
 
-    def error_chunk(self, error: dict[str, Any]) -> str:
+    def error_chunk(self, error: ErrorObject) -> str:
         """The event that ends a stream with an error.
 
         The fields are flat, as documented, and nested, as clients need them to raise an error.
         """
-        told = {key: error[key] for key in ("code", "message", "param")}
-        return self._named("error", **told, error=error)
+        told = error.model_dump(include={"code", "message", "param"})
+        return self._named("error", **told, error=error.model_dump())
 
     @property
     def _status(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from moe_infinity.errors import ConfigError, MoEInfinityError
+from moe_infinity.errors import MoEInfinityError
 from moe_infinity.server.sampling import ChosenToken, Sampler, Sampling
 from moe_infinity.server.text import Detokenizer, StopStrings
 
@@ -27,25 +27,7 @@ class EngineStopped(MoEInfinityError):
 
 
 class DeadlineExceeded(MoEInfinityError):
-    """The request did not finish within `EngineConfig.deadline_s`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Limits of the engine. Raises ConfigError for a value out of range."""
-
-    max_batch: int = 8  # sequences that decode together
-    max_queue: int = 64  # sequences that may wait for a seat
-    deadline_s: float = 600.0  # from submission to the last token
-    prefill_chunk: int = 512  # tokens of a prompt per step
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch", "max_queue", "prefill_chunk"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} must be a whole number above 0, got {value!r}")
-        if not self.deadline_s > 0:
-            raise ConfigError(f"deadline_s must be above 0, got {self.deadline_s!r}")
+    """The request did not finish within `ServeConfig.deadline_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

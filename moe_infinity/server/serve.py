@@ -11,8 +11,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from socket import socket
 from types import FrameType
 
@@ -20,10 +18,9 @@ import uvicorn
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
-from moe_infinity.server.app import ApiConfig, create_app
+from moe_infinity.server.app import create_app
+from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
-from moe_infinity.server.prompts import Defaults, PromptReader, context_of
-from moe_infinity.server.sequences import EngineConfig
 
 # The engine's thread runs Python between torch's calls. With Python's 5 ms the event loop waited
 # several times per request and answered /health late.
@@ -31,26 +28,6 @@ SWITCH_INTERVAL_S = 0.001
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 logger = logging.getLogger(__name__)
 uvicorn_logger = logging.getLogger("uvicorn.error")  # logs that the server has started
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
-    """Options of `moe-infinity serve` that are not the model's. Raises ConfigError."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None  # None: requests need no key
-    model_name: str | None = None  # None: the folder's name, or the hub id
-    max_context: int | None = None  # None: what the model was trained for
-    max_new_tokens: int = 512  # of a chat answer whose request does not say
-    max_body_bytes: int = 4 << 20
-    engine: EngineConfig = EngineConfig()
-
-    def __post_init__(self) -> None:
-        if self.api_key is not None and not self.api_key.strip():
-            raise ConfigError("the API key is empty")
-        if self.max_body_bytes < 1 or self.max_new_tokens < 1:
-            raise ConfigError("max_body_bytes and max_new_tokens must be above 0")
 
 
 class Server(uvicorn.Server):
@@ -74,12 +51,6 @@ class Server(uvicorn.Server):
         self.force_exit = self.should_exit
         self.should_exit = True
         self._on_exit()
-
-
-def name_of(checkpoint: str) -> str:
-    """What clients call a checkpoint: its hub id, or a folder's name without its path."""
-    path = Path(checkpoint)
-    return path.resolve().name if path.exists() else checkpoint
 
 
 def address_of(host: str, port: int) -> str:
@@ -125,14 +96,8 @@ def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
     Raises MoEInfinityError for a model that cannot be served, and ConfigError if another process
     listens on the address.
     """
-    engine = Engine(moe, config.engine)
-    defaults = Defaults(config.max_new_tokens, context_of(moe, config.max_context))
-    api_config = ApiConfig(
-        model_name=config.model_name or name_of(moe.checkpoint),
-        api_key=config.api_key,
-        max_body_bytes=config.max_body_bytes,
-    )
-    app = create_app(moe, engine, PromptReader(moe, defaults), api_config)
+    engine = Engine(moe, config)
+    app = create_app(moe, engine, config)
     if config.host not in LOOPBACK and config.api_key is None:
         logger.warning("anyone who reaches %s can use this model: no API key", config.host)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -11,8 +11,8 @@ import pytest
 
 from moe_infinity.cli import serve as serving_command
 from moe_infinity.errors import ConfigError
-from moe_infinity.server.sequences import EngineConfig
-from moe_infinity.server.serve import ServeConfig, bound_sockets
+from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.serve import bound_sockets
 
 
 def test_the_package_and_its_commands_need_nothing_of_the_server():
@@ -81,7 +81,7 @@ def test_a_server_that_is_not_there_is_an_error_with_its_address(command):
 )
 def test_impossible_bounds_are_refused_by_name(bounds):
     with pytest.raises(ConfigError, match=next(iter(bounds))):
-        EngineConfig(**bounds)
+        ServeConfig(**bounds)
 
 
 def test_what_cannot_be_served_is_said_before_the_first_request(command, tiny_checkpoint):

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from moe_infinity import MoE
+from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.sampling import Sampling
-from moe_infinity.server.sequences import EngineConfig, Output, Request, Running
+from moe_infinity.server.sequences import Output, Request, Running
 from tests.closeness import margin
 
 GREEDY = Sampling(temperature=0.0)
@@ -69,7 +70,7 @@ def assert_same_answer(client: Client, alone: Client) -> None:
 
 
 def make_engine(moe: MoE, **bounds: Any) -> Engine:
-    return Engine(moe, EngineConfig(**bounds))
+    return Engine(moe, ServeConfig(**bounds))
 
 
 def run_all(engine: Engine, *clients: Client) -> None:

@@ -13,10 +13,9 @@ import openai
 import uvicorn
 
 from moe_infinity import MoE
-from moe_infinity.server.app import ApiConfig, create_app
+from moe_infinity.server.app import create_app
+from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
-from moe_infinity.server.prompts import Defaults, PromptReader, context_of
-from moe_infinity.server.sequences import EngineConfig
 from moe_infinity.server.serve import Server
 
 
@@ -41,20 +40,12 @@ class Serving:
 
 
 @contextmanager
-def serving(
-    moe: MoE,
-    *,
-    model_name: str = "tiny",
-    max_new_tokens: int = 64,
-    max_context: int | None = None,
-    api_key: str | None = None,
-    max_body_bytes: int = 1 << 20,
-    **bounds: Any,
-) -> Iterator[Serving]:
-    engine = Engine(moe, EngineConfig(**bounds))
-    reader = PromptReader(moe, Defaults(max_new_tokens, context_of(moe, max_context)))
-    config = ApiConfig(model_name=model_name, api_key=api_key, max_body_bytes=max_body_bytes)
-    app = create_app(moe, engine, reader, config)
+def serving(moe: MoE, **options: Any) -> Iterator[Serving]:
+    """A server with these fields of ServeConfig."""
+    defaults: dict[str, Any] = {"model_name": "tiny", "max_new_tokens": 64}
+    config = ServeConfig(**(defaults | options))
+    engine = Engine(moe, config)
+    app = create_app(moe, engine, config)
     settings = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
     server = Server(settings, on_exit=engine.drain)
     thread = threading.Thread(target=server.run)

@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.server.serve import ServeConfig, bound_sockets, serve_model
+from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.serve import bound_sockets, serve_model
 
 
 def test_a_bound_port_refuses_connections_until_there_is_someone_to_answer():

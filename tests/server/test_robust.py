@@ -180,6 +180,7 @@ def test_logs_have_sizes_and_no_prompts(server, caplog):
 def test_health_tells_live_and_ready_apart(moe):
     with serving(moe) as server:
         assert httpx.get(f"{server.url}/health").json()["ready"] is True
+        assert httpx.head(f"{server.url}/health").status_code == 200
         server.engine.drain()
         assert httpx.get(f"{server.url}/health/live").status_code == 200
         assert httpx.get(f"{server.url}/health/ready").status_code == 503
