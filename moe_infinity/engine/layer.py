@@ -55,7 +55,7 @@ class LayerPath:
         bookkeeping: Bookkeeping,
         prefetcher: Prefetcher | None,
         early_router: EarlyRouter | None,
-        # Begins to load experts that a long prompt will need next, and returns those it began. None:
+        # Begins to load experts that a long prompt will need next; returns those it began. None:
         # they are loaded when their layer asks for them.
         stream: Callable[[Sequence[ExpertKey]], Sequence[ExpertKey]] | None,
         streams_while_computing: bool,  # and not only when a layer has computed
