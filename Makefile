@@ -11,6 +11,9 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
+# Else every process of the tests compiles all of them anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-rounding test-compiled check bench format clean
 
@@ -20,15 +23,15 @@ help: ## list these targets
 demo: $(INSTALLED) ## generate text with the bundled model, a quarter of its experts in memory
 	$(BIN)/moe-infinity run models/demo -p "$(PROMPT)" --max-new-tokens 64 --temperature 0.8 --top-p 0.9 --seed 0 --host-memory 25% --report
 
-# Coverage is for the parts without torch, by their own tests: it would slow down the others.
 test: export HF_HUB_OFFLINE = 1
-test: $(INSTALLED) ## the coverage gate of the parts without torch, then all other fast tests
-	$(BIN)/python -m pytest -m $(FAST) $(BOOKKEEPING) --cov --cov-report=
-	$(BIN)/python -m coverage report --fail-under=100
-	$(BIN)/python -m pytest -n 2 -m $(FAST) tests $(BOOKKEEPING:%=--ignore=%)
+test: $(INSTALLED) ## fast tests
+	$(BIN)/python -m pytest -n 2 -m $(FAST)
 
-test-all: $(INSTALLED) ## every test that needs no GPU
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+# Coverage is for the parts without torch, by their own tests: it would slow down the others.
+test-all: $(INSTALLED) ## every test that needs no GPU, and the coverage gate of the parts without torch
+	$(BIN)/python -m pytest -m "not gpu" $(BOOKKEEPING) --cov --cov-report=
+	$(BIN)/python -m coverage report --fail-under=100
+	$(BIN)/python -m pytest -n 2 -m "not gpu" tests $(BOOKKEEPING:%=--ignore=%)
 
 # Each has other last bits than the machine it runs on; those by number are in tests/other_machine.py.
 ROUNDINGS ?= ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 OTHER_ROUNDING=1 OTHER_ROUNDING=2

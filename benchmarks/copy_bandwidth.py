@@ -11,6 +11,7 @@ turn, several times; medians count. CPU time tells what a read takes from comput
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from io import FileIO
 from mmap import PAGESIZE, mmap
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from limits import drop_from_page_cache
 
 CELL_S = 1.0  # how long one measurement runs
 WARM_BYTES = 256 << 20
+SEQUENTIAL_BYTES = 1 << 20  # of one read in file order
 NUM_SLOTS = 16
 
 Work = Callable[[random.Random], int]  # does something and gives the bytes of it
@@ -58,16 +61,10 @@ class Disk:
 
     def reads(self, *, is_direct: bool, within_bytes: int | None = None) -> Work:
         """Of the first bytes of the first file if `within_bytes` is given."""
-        flags = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
-        opener = partial(self._open, flags)
-        files = [
-            (open(file, "rb", 0, opener=opener), size)  # noqa: SIM115  (until the work is over)
-            for file, size in self.files.items()
-        ]
+        files = self._opened(is_direct=is_direct)
         if within_bytes is not None:
             files = [(files[0][0], within_bytes)]
-        buffer = mmap(-1, self._block_bytes)
-        buffer.write(bytes(self._block_bytes))  # fault it in
+        buffer = self._buffer()
 
         def read(rng: random.Random) -> int:
             file, size = rng.choice(files)
@@ -75,6 +72,35 @@ class Disk:
             return os.preadv(file.fileno(), [buffer], at)
 
         return read
+
+    def reads_in_order(self) -> Callable[[], Work]:
+        """Makes the work of threads that share the files' blocks, one after another."""
+        places = itertools.cycle(
+            (file, at)
+            for file, size in self._opened(is_direct=True)
+            for at in range(0, size - self._block_bytes + 1, self._block_bytes)
+        )
+
+        def make_work() -> Work:
+            buffer = self._buffer()
+
+            def read(_: random.Random) -> int:
+                file, at = next(places)  # safe among threads
+                return os.preadv(file.fileno(), [buffer], at)
+
+            return read
+
+        return make_work
+
+    def _opened(self, *, is_direct: bool) -> list[tuple[FileIO, int]]:
+        flags = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
+        opener = partial(self._open, flags)
+        return [(open(file, "rb", 0, opener=opener), size) for file, size in self.files.items()]
+
+    def _buffer(self) -> mmap:
+        buffer = mmap(-1, self._block_bytes)
+        buffer.write(bytes(self._block_bytes))  # fault it in
+        return buffer
 
     @staticmethod
     def _open(flags: int, file: str, _: int) -> int:
@@ -84,6 +110,16 @@ class Disk:
 def disk_bandwidth(folder: Path, block_bytes: int, num_threads: int = 4) -> float:
     """Bytes per second of random reads past the page cache."""
     return rate(partial(Disk(folder, block_bytes).reads, is_direct=True), num_threads)[0] * 1e9
+
+
+def sequential_bandwidth(folder: Path, num_threads: int = 4) -> float:
+    """Bytes per second of reads past the page cache in the order of the files."""
+    return rate(Disk(folder, SEQUENTIAL_BYTES).reads_in_order(), num_threads)[0] * 1e9
+
+
+def memory_bandwidth(num_threads: int) -> float:
+    """Bytes per second that threads read together."""
+    return rate(partial(memory_work, is_copy=False), num_threads)[0] * 1e9
 
 
 def memory_work(*, is_copy: bool, num_bytes: int = 64 << 20) -> Work:

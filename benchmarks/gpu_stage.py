@@ -1,7 +1,7 @@
-"""The rows of gpu_check.py as they come, and the time that is left for more.
+"""Runs the stages of gpu_check.py within a time limit and writes down each value as it comes.
 
-Every stage is a process of its own: after an illegal access CUDA answers nothing more to the
-process that made it, and a kernel that never ends has to be left.
+Every stage has its own process: after an illegal access CUDA refuses all further calls of that
+process, and a kernel that never ends can only be killed with its process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ END_S = 30.0  # of a process that is over or was killed: what it page-locked tak
 
 
 def has_gpu() -> bool:
-    """Asked by a process of its own: none that has asked CUDA can be forked."""
+    """Whether torch finds a CUDA device. Another process looks: one that has initialized CUDA
+    cannot be forked.
+    """
     process = FORK.Process(target=_end_with_0_if_there_is_one)
     process.start()
     process.join(END_S)
@@ -44,7 +46,7 @@ def _end_with_0_if_there_is_one() -> None:
 
 
 def stages_done(rows: list[dict[str, Any]]) -> set[str]:
-    """Those that were over, but for what every machine has to do again."""
+    """Names of the stages that ended well, without those that every machine has to repeat."""
     is_over = [row for row in rows if row["name"] == ENDED and isinstance(row["value"], float)]
     done = {row["stage"] for row in is_over} - {"machine", "link"}
     return {name for name in done if not name.endswith(": write")}
@@ -52,14 +54,14 @@ def stages_done(rows: list[dict[str, Any]]) -> set[str]:
 
 @dataclass
 class Found:
-    """What one stage tells the next ones."""
+    """Results of one stage that later stages need."""
 
     h2d_gbps: float | None = None
     resident_tokens: dict[str, list[int]] = field(default_factory=dict)  # by shape
 
 
 class Check:
-    """Rows, and the time that is left for more."""
+    """Measured values, one row each, and the time that is left for further stages."""
 
     def __init__(
         self,
@@ -71,8 +73,8 @@ class Check:
         whole: str | None = None,
         resumed: Path | None = None,
     ) -> None:
-        """`resumed`: what an earlier run of the same kind wrote. What it has done is not repeated,
-        and the rest of its rows stay until their stage runs.
+        """`resumed` is the file that an earlier run of the same kind wrote. Stages that ended well
+        in it are not repeated; the rows of other stages stay until the stage runs again.
         """
         self.is_fake, self.traces = is_fake, traces
         self._kind = {"is_fake": is_fake, "whole": whole}
@@ -103,7 +105,9 @@ class Check:
     def add(
         self, name: str, value: float | bool | str, unit: str = "", **more: float | str | None
     ) -> None:
-        """A measured value; `ceiling` in the same unit, and the conditions."""
+        """Write down a measured value. `more` may have the best possible value as `ceiling`, in the
+        same unit, and the conditions.
+        """
         row: dict[str, Any] = {"stage": self._stage, "name": name, "value": value, "unit": unit}
         row |= more
         ceiling = more.get("ceiling")
@@ -119,16 +123,16 @@ class Check:
         print("  ".join(f"{key}={row[key]}" for key in list(row)[1:]), flush=True)
 
     def link_ms(self, megabytes: float) -> float:
-        """What the link takes for them, by its bandwidth as measured first."""
+        """Milliseconds that a copy to the GPU takes at the bandwidth that was measured first."""
         assert self.found.h2d_gbps is not None
         return megabytes / self.found.h2d_gbps
 
     def is_done(self, name: str) -> bool:
-        """By an earlier run."""
+        """Whether an earlier run ended this stage well."""
         return name in self._done
 
     def stage(self, name: str, needs_s: float, run: Callable[[], None]) -> None:
-        """Run it, if it is not done and will be over in time; keep what is known so far."""
+        """Run a stage unless it is done or would take too long; keep what is known so far."""
         if self.is_done(name):
             return
         started = time.perf_counter()
@@ -145,19 +149,19 @@ class Check:
             self.add(ENDED, time.perf_counter() - started, "s")
 
     def leave_out(self, name: str, why: str) -> None:
-        """Unless an earlier run got something of it."""
+        """Note why a stage did not run, unless an earlier run has values of it."""
         if not any(row["stage"] == name for row in self.rows):
             self._stage = name
             self.add(ENDED, f"left out: {why}")
 
     def _run_apart(self, run: Callable[[], None], limit_s: float) -> str | None:
-        """Add the rows of a process that runs it. Gives what went wrong."""
+        """Run a stage in a process and add its rows. Returns what went wrong, or None."""
         listen, tell = FORK.Pipe(duplex=False)
         process = FORK.Process(target=self._run_here, args=(run, tell), daemon=True)
         process.start()
         tell.close()
         try:
-            failed = self._hear(listen, process.is_alive, limit_s)
+            failed = self._receive(listen, process.is_alive, limit_s)
         except (EOFError, OSError):  # in the middle of a row
             process.join(END_S)
             failed = f"its process ended with {process.exitcode}"
@@ -167,8 +171,12 @@ class Check:
         process.join(END_S)
         return failed
 
-    def _hear(self, listen: Connection, is_alive: Callable[[], bool], limit_s: float) -> str | None:
-        """Raises EOFError if the process died; a child of its own may hold the pipe open."""
+    def _receive(
+        self, listen: Connection, is_alive: Callable[[], bool], limit_s: float
+    ) -> str | None:
+        """Add the rows that a process sends until it has ended. Raises EOFError if it died; a child
+        of that process may still hold the pipe open.
+        """
         ends_at = time.perf_counter() + limit_s
         while (left_s := ends_at - time.perf_counter()) > 0:
             was_alive = is_alive()
@@ -194,7 +202,9 @@ class Check:
         tell.send((self.found, failed))
 
     def write(self) -> None:
-        """All at once, so that a full disk or the end of us leaves what was there before."""
+        """Write the rows to a new file that replaces the old one. A full disk or the end of this
+        process leaves the old one as it was.
+        """
         told = {"kind": self._kind, "resident_tokens": self.found.resident_tokens}
         text = json.dumps(told | {"rows": self.rows}, indent=1) + "\n"
         unfinished = self._file.with_suffix(".tmp")
@@ -206,7 +216,7 @@ class Check:
 
     @contextmanager
     def model(self, folder: Path, **options: Any) -> Iterator[MoE]:
-        """With a device, true or fake."""
+        """A model on the GPU, or on a fake device."""
         gc.collect()  # what an earlier one leaves, on the device too
         fake = fake_device(FakeCudaDevice(clock=RealClock())) if self.is_fake else nullcontext()
         with fake, MoE(folder, device="auto" if self.is_fake else "cuda", **options) as moe:
@@ -217,7 +227,7 @@ class Check:
             torch.cuda.synchronize()
 
     def seconds(self, run: Callable[[], Any], *, rounds: int = 5) -> float:
-        """Median, after one round to warm up."""
+        """Median of `rounds` runs, after one to warm up."""
         times = []
         for _ in range(rounds + 1):
             self.synchronize()

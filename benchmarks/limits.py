@@ -37,14 +37,16 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def start(file: str, cell: dict[str, Any], group: Path | None) -> subprocess.Popen[str]:
-    """`file --cell JSON` in a process of its own, in a memory group if one is given."""
+def start(
+    file: str, cell: dict[str, Any], group: Path | None, python: str = sys.executable
+) -> subprocess.Popen[str]:
+    """`python file --cell JSON` in a process of its own, in a memory group if one is given."""
 
     def join() -> None:
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    command = [sys.executable, file, "--cell", json.dumps(cell)]
+    command = [python, file, "--cell", json.dumps(cell)]
     return subprocess.Popen(command, preexec_fn=join, stdout=subprocess.PIPE, text=True)
 
 
@@ -57,12 +59,14 @@ def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     return result
 
 
-def run_limited(file: str, cell: dict[str, Any], limit_bytes: int | None) -> dict[str, Any]:
-    """What `file --cell JSON` prints last, run under this limit if there is one."""
+def run_limited(
+    file: str, cell: dict[str, Any], limit_bytes: int | None, python: str = sys.executable
+) -> dict[str, Any]:
+    """What `python file --cell JSON` prints last, run under this limit if there is one."""
     if limit_bytes is None:
-        return result_of(start(file, cell, None))
+        return result_of(start(file, cell, None, python))
     with memory_cgroup(limit_bytes) as group:
-        return result_of(start(file, cell, group))
+        return result_of(start(file, cell, group, python))
 
 
 def drop_from_page_cache(path: Path) -> None:

@@ -94,7 +94,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_model(Path(folder), **shape)
-        with MoE(folder, host_memory="100%", policy=policy) as moe, torch.no_grad():
+        with MoE(folder, host_memory="100%", policy=policy, preload="off") as moe, torch.no_grad():
             times = measure(moe, **shape)
     own, layer = sorted(times["own"]), sorted(times["layer"])
     row = {

@@ -33,7 +33,7 @@ def turn_off(moe: MoE) -> None:
 def hit_rates(
     args: argparse.Namespace, prompts: list[str], share: str, policy: str, *, is_on: bool
 ) -> dict[str, Any]:
-    with MoE(args.model, host_memory=share, policy=policy) as moe:
+    with MoE(args.model, host_memory=share, policy=policy, preload="off") as moe:
         if not is_on:
             turn_off(moe)
         for prompt in prompts:

@@ -22,6 +22,7 @@ from moe_infinity.sizes import parse_size
 EXACT_IMPLEMENTATIONS = ("grouped_mm", "eager")
 EXPERTS_IMPLEMENTATIONS = ("auto", "fast", *EXACT_IMPLEMENTATIONS)
 EXPERT_DTYPES = ("int4", "int8", "fp8")
+PRELOADS = ("off", "idle", "wait")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -38,9 +39,14 @@ class OffloadConfig:
     # For expert slots on the GPU, as host_memory; None: most of what is free beside dense weights.
     device_memory: int | str | None = None
     policy: str = "activation-aware"  # which expert leaves first, one of cache.policies.POLICIES
-    prefetch: bool = False  # load experts ahead of their layer; needs a policy that predicts
+    # Load experts ahead of their layer, with a policy that predicts; None: as long as it pays,
+    # which is measured.
+    prefetch: bool | None = None
     # Ask the next layer's router early; more exact prefetch, more to compute.
     early_router: bool = False
+    # "idle": while slots are free, read experts that no layer has asked for; "wait": and fill all
+    # slots before the first token; "off": read only what a layer asks for, or `prefetch` predicts.
+    preload: str = "idle"
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
@@ -53,10 +59,13 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("expert_dtype", (None, *EXPERT_DTYPES))
+        self._require_one_of("preload", PRELOADS)
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
         if not isinstance(self.history, str | Path | None):
             raise ConfigError(f"history must be a file name, got {self.history!r}")
-        for name in ("prefetch", "early_router", "exact", "trust_remote_code"):
+        if self.prefetch not in (None, False, True):
+            raise ConfigError(f"prefetch must be None, True or False, got {self.prefetch!r}")
+        for name in ("early_router", "exact", "trust_remote_code"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -39,6 +40,7 @@ from moe_infinity.cuda.graphed_step import GraphedStep
 from moe_infinity.engine.build import build_engine
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.errors import (
+    Cancelled,
     CheckpointError,
     ClosedError,
     ConfigError,
@@ -53,6 +55,8 @@ from moe_infinity.predict.options import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.streaming import TextStream
+
+GLANCE_S = 0.05  # between looks at whether experts are preloaded
 
 
 class MoE:
@@ -115,7 +119,9 @@ class MoE:
                 self._graphed = GraphedStep(self.model, self.engine.device_steps)
             experts_backend.attach(self.model, plan.layers, self.engine, early_router)
             self._steps = StepReader(self.model, self.engine)
-            self._small_batches = self._device.small_batch_steps(self.model)
+            self._small_batches = self._device.small_batch_steps(self.model, early_router)
+            if self.config.preload != "off":
+                self.engine.start_preloading()
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -136,6 +142,7 @@ class MoE:
     def _generate(self, cancelled: threading.Event | None, *args: Any, **kwargs: Any) -> Any:
         with self._lock, self._device.explaining():
             self._require_open()
+            self._await_preload(cancelled)
             args = tuple(map(self._device.move, args))
             kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
             if self._device.slots is not None:
@@ -158,11 +165,38 @@ class MoE:
         """
         with self._lock, torch.no_grad(), self._device.explaining():
             self._require_open()
+            self._await_preload(None)
             self._steps.named = step
             try:
                 return self.model(**{k: self._device.move(v) for k, v in inputs.items()})
             finally:
                 self._steps.named = None
+
+    @property
+    def is_ready(self) -> bool:
+        """False as long as `preload="wait"` delays the first token."""
+        return self.config.preload != "wait" or self.engine.is_preloaded
+
+    def preload(self, on_experts: Callable[[int, int], None] | None = None) -> None:
+        """Fill the free slots of host memory with experts, and wait for it. `on_experts` gets how
+        many slots are taken, and how many there are.
+        """
+        with self._lock:
+            self._require_open()
+            self.engine.recover()
+            self.engine.start_preloading()
+        slots = self.engine.tiers[-1]
+        while not self.engine.is_preloaded:
+            if on_experts is not None:
+                on_experts(len(slots.table), slots.slots.num_slots)
+            time.sleep(GLANCE_S)
+
+    def _await_preload(self, cancelled: threading.Event | None) -> None:
+        """Raises Cancelled if nobody waits for an answer any more."""
+        while not self.is_ready:
+            if cancelled is not None and cancelled.is_set():
+                raise Cancelled("generation was stopped before its prompt")
+            time.sleep(GLANCE_S)
 
     def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
         """Generate from text, or from what the tokenizer returned with return_tensors="pt"; iterate
@@ -191,8 +225,15 @@ class MoE:
             return copy.deepcopy(self.engine.recorder.request_eams())
 
     @property
+    def has_cuda_graph(self) -> bool:
+        """Whether decode steps of the last request run as a CUDA graph: on a GPU, with
+        experts_implementation="fast" and a static cache, from its third decode step on.
+        """
+        return self._graphed is not None and self._graphed.has_graph
+
+    @property
     def num_experts(self) -> int:
-        """Routed experts per MoE row, the most of any row."""
+        """Routed experts per MoE layer, the most of any layer."""
         return self.engine.recorder.num_experts
 
     @contextmanager
@@ -236,12 +277,13 @@ class MoE:
             decode=counters.decode,
             startup_bytes_read=self._startup_bytes_read,
             prefetches=copy.copy(table.prefetches),
+            preload=counters.preload,
             evictions=table.evictions,
             tiers=(*tiers, disk),
         )
 
     def expert_states(self) -> NDArray[np.int8]:
-        """[MoE rows, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
+        """[MoE layers, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
         loading, 2 resident, 3 resident and activated by the last step.
         """
         bookkeeping = self.engine.bookkeeping

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_infinity.cache.counters import PhaseCounters, PrefetchCounters
+from moe_infinity.cache.counters import PhaseCounters, PrefetchCounters, PreloadCounters
 from moe_infinity.memory.host import format_bytes
 
 
@@ -29,13 +29,14 @@ class Report:
     decode: PhaseCounters
     startup_bytes_read: int  # headers and dense weights
     prefetches: PrefetchCounters
+    preload: PreloadCounters
     evictions: int
     tiers: tuple[TierOccupancy, ...]
 
     @property
     def bytes_read(self) -> int:
         """Expert bytes read from disk."""
-        return self.prefill.bytes_read + self.decode.bytes_read
+        return self.prefill.bytes_read + self.decode.bytes_read + self.preload.bytes_read
 
     @property
     def stall_s(self) -> float:
@@ -53,6 +54,7 @@ class Report:
             "stall_s": self.stall_s,
             "prefetch": self.prefetches.as_dict()
             | {"coverage": self.prefetches.coverage(self.decode.misses)},
+            "preload": asdict(self.preload),
             "evictions": self.evictions,
             "tiers": {
                 t.tier: {
@@ -86,6 +88,11 @@ class Report:
             lines.append(
                 f"prefetch  {ahead.begun:,} loads: {ahead.useful:,} useful, {ahead.late:,} late, "
                 f"{ahead.wasted:,} wasted"
+            )
+        if self.preload.experts:
+            lines.append(
+                f"preload   {self.preload.experts:,} experts, "
+                f"{format_bytes(self.preload.bytes_read)}, into free memory"
             )
         lines.append(
             f"experts {self.experts}; policy {self.policy}, {self.evictions:,} evictions, "

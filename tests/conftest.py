@@ -6,7 +6,10 @@ wrong or missing expert changes the output.
 
 from __future__ import annotations
 
+import gc
 import os
+
+gc.disable()  # until all is imported: it looks at millions of objects, and none of them goes
 
 import torch
 
@@ -19,6 +22,7 @@ import logging
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from math import prod
@@ -36,6 +40,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from moe_infinity import MoE, OffloadConfig
 from moe_infinity.cli import app as cli
 from tests import other_machine, safetensors_file
 
@@ -58,31 +63,40 @@ def pytest_report_header() -> list[str]:
     return [f"tests/server left out: not installed: {', '.join(ABSENT)}"] if ABSENT else []
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled kernels are kept for the next run, all workers together, apart from the user's."""
+    os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "user-cache")
     if os.environ["TRITON_INTERPRET"] == "0" and not torch.cuda.is_available():
         from tests.kernels.cuda.compiled import use_absent_gpu
 
         use_absent_gpu(int(os.environ.get("CAPABILITY", "80")))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `grid` the combinations on every second or third diagonal stay fast: each
-    value of each parameter is among them. Of a test marked `sample(n)` every n-th set of parameters
-    stays fast.
+    leave_diagonals_fast(marked("grid", items))
+    leave_samples_fast(marked("sample", items))
+
+
+def marked(name: str, items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """Those with this marker that are not slow, by test function."""
+    found: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker(name) and not item.get_closest_marker("slow"):
+            found.setdefault(item.function, []).append(item)  # type: ignore[attr-defined]
+    return list(found.values())
+
+
+def leave_diagonals_fast(grids: list[list[pytest.Item]]) -> None:
+    """The combinations on every second or third diagonal: each value of each parameter is among
+    them.
     """
-    num_seen: dict[object, int] = {}
-    for item in items:
-        if marker := item.get_closest_marker("sample"):
-            function = item.function  # type: ignore[attr-defined]
-            place = num_seen[function] = num_seen.get(function, -1) + 1
-            if place % marker.args[0]:
-                item.add_marker(pytest.mark.slow)
-    grids: dict[object, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("grid"):
-            grids.setdefault(item.function, []).append(item)  # type: ignore[attr-defined]
-    for grid in grids.values():
+    for grid in grids:
         numbers: dict[str, dict[str, int]] = {}  # of each parameter's values
         diagonals = []
         for item in grid:
@@ -99,6 +113,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 fast |= {(name, repr(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
         every = {(name, value) for name, known in numbers.items() for value in known}
         assert fast == every, (grid[0].nodeid, every - fast)
+
+
+def leave_samples_fast(tests: list[list[pytest.Item]]) -> None:
+    """Of sample(n) every n-th set of parameters. The tests of a file begin with different ones, so
+    that together they see most values.
+    """
+    num_seen: Counter[Path] = Counter()  # tests by file
+    for test in tests:
+        marker = test[0].get_closest_marker("sample")
+        assert marker is not None
+        (n,) = marker.args
+        first = num_seen[test[0].path] % min(n, len(test))
+        num_seen[test[0].path] += 1
+        for place, item in enumerate(test):
+            if place % n != first:
+                item.add_marker(pytest.mark.slow)
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -139,6 +169,14 @@ def only_gpu_tests_use_a_gpu(
     """
     if not any(map(request.node.get_closest_marker, ("gpu", "triton"))):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a test asks for it: many count hits, misses and bytes."""
+    defaults = OffloadConfig.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "preload", "off")
 
 
 @pytest.fixture(scope="session")
@@ -195,22 +233,31 @@ def stock_model(tiny_checkpoint: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype="auto")
 
 
+@pytest.fixture
+def resident_model(tiny_checkpoint: Path) -> Iterator[MoE]:
+    """`tiny_checkpoint` with all experts in memory: what runs with fewer, faults and interruptions
+    are compared with.
+    """
+    with MoE(tiny_checkpoint, device="cpu", host_memory="100%") as moe:
+        yield moe
+
+
 Routing = list[list[np.ndarray]]
 
 
 @pytest.fixture
 def stock_routing(stock_model: Any) -> Iterator[Routing]:
-    """What the stock routers choose while this is alive: for each step, for each MoE row, the
+    """What the stock routers choose while this is alive: for each step, for each MoE layer, the
     expert ids [tokens, k] of all sequences one after the other, padding included."""
     routing: Routing = []
-    rows = [layer.mlp.gate for layer in stock_model.model.layers]
+    routers = [layer.mlp.gate for layer in stock_model.model.layers]
 
     def watch(router: Any, args: Any, output: Any) -> None:
-        if router is rows[0]:
+        if router is routers[0]:
             routing.append([])
         routing[-1].append(output[2].numpy())
 
-    handles = [row.register_forward_hook(watch) for row in rows]
+    handles = [router.register_forward_hook(watch) for router in routers]
     yield routing
     for handle in handles:
         handle.remove()

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from moe_infinity.checkpoint import files
+
 
 class Read(NamedTuple):
     is_ahead: bool  # by the thread that prefetches
@@ -27,6 +29,7 @@ class Disk:
         self._preadv = os.preadv
         self._numbers = {is_ahead: itertools.count() for is_ahead in (False, True)}
         monkeypatch.setattr(os, "preadv", self._read)
+        monkeypatch.setattr(files, "is_cached", lambda *where: False)  # all reads are the disk's
 
     def fail(self, which: Callable[[Read], bool]) -> None:
         """These reads end in an error of the disk."""

@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from moe_infinity import MoE
+from moe_infinity.engine import layer
 from tests.disk import Disk, Read
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.sample(2)]
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 INPUTS = {"input_ids": torch.tensor([[5, 6, 9]]), "attention_mask": torch.ones(1, 3).long()}
 FOR_LONG = {"do_sample": False, "max_new_tokens": 480}  # a second or more: no test waits for it
@@ -144,6 +145,45 @@ def test_a_stream_ends_in_the_middle_of_its_prompt(moe, disk, expected):
         list(stream)
     assert stream.token_ids == []
     assert "moe-infinity-generate" not in [thread.name for thread in threading.enumerate()]
+    disk.act = lambda read: None
+    assert tokens_of(moe) == expected
+
+
+def test_a_stream_ends_between_two_experts_of_its_prompt(moe, monkeypatch, expected):
+    """A layer of a long prompt may take seconds."""
+    monkeypatch.setattr(layer, "STOPPABLE_ROWS", 1)
+    stream = moe.stream({"input_ids": torch.arange(3, 99)[None]}, **FOR_LONG)
+    computers = {id(computer): computer for computer in moe.engine.path.computers}.values()
+    computed: list[int] = []
+    for computer in computers:
+        run = computer.run
+
+        def running(work: Any, keys: Any, slot_ids: Any, run: Any = run) -> None:
+            computed.append(len(keys))
+            stream._cancelled.set()
+            run(work, keys, slot_ids)
+
+        monkeypatch.setattr(computer, "run", running)
+    assert list(stream) == []
+    assert computed == [1]
+    monkeypatch.undo()
+    assert tokens_of(moe) == expected
+
+
+def test_a_stream_ends_while_it_waits_for_an_expert_of_its_prompt(moe, disk, expected):
+    """Without waiting for the disk."""
+    stream = moe.stream(INPUTS, **FOR_LONG)
+    go_on = threading.Event()
+
+    def act(read: Read) -> None:
+        stream._cancelled.set()
+        assert go_on.wait(20)
+
+    disk.act = act
+    began = time.monotonic()
+    assert list(stream) == []
+    assert time.monotonic() - began < 5
+    go_on.set()
     disk.act = lambda read: None
     assert tokens_of(moe) == expected
 

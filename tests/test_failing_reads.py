@@ -24,7 +24,7 @@ from moe_infinity.memory import mover as mover_module
 from moe_infinity.memory import threads as threads_module
 from tests.disk import Disk, Read
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.sample(2)]
 INPUTS = {"input_ids": torch.tensor([[5, 6, 9]]), "attention_mask": torch.ones(1, 3).long()}
 
 
@@ -210,6 +210,7 @@ def test_a_command_ends_where_the_disk_hangs(tiny_checkpoint):
 
 
 LEFT_OPEN = """
+from concurrent.futures import Future
 from threading import Event
 from time import monotonic
 import torch
@@ -225,7 +226,7 @@ def read():
     print("read")
 
 threads = ReadThreads(1, "test")
-threads.submit(read)
+threads.submit(read, Future())
 started.wait()
 print("done")
 """

@@ -117,6 +117,7 @@ def test_a_block_size_that_the_scales_contradict_is_refused(tmp_path):
 def archive(file: Path, data: bytes, **more: bytes) -> Path:
     with zipfile.ZipFile(file, "w") as out:
         out.writestr("a/data.pkl", data)
+        out.writestr("a/version", b"3")
         for name, content in more.items():
             out.writestr(f"a/{name}", content)
     return file
@@ -169,6 +170,6 @@ def test_a_long_byteorder_is_not_inflated(tmp_path):
         out.writestr("a/data.pkl", b"\x80\x02}.")
         out.writestr("a/byteorder", b"little" * 10_000_000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError, match="little-endian"):
+    with pytest.raises(CheckpointError, match="compressed"):
         read_pickled(tmp_path / "order.bin")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000  # KiB

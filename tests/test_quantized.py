@@ -61,7 +61,7 @@ def prefill_and_generate(model) -> tuple[torch.Tensor, ...]:
     return model(**inputs).logits, out.sequences, torch.stack(out.logits)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "implementation", ["grouped_mm", pytest.param("eager", marks=pytest.mark.slow)]
 )

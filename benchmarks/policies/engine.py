@@ -96,7 +96,11 @@ def main() -> None:
     started = time.perf_counter()
     with ExitStack() as stack:
         runs = {
-            name: Run(stack.enter_context(MoE(args.model, host_memory=args.host_memory, **options)))
+            name: Run(
+                stack.enter_context(
+                    MoE(args.model, host_memory=args.host_memory, preload="off", **options)
+                )
+            )
             for name, options in SETTINGS.items()
         }
         for run in runs.values() if args.link_ms else ():

@@ -80,11 +80,20 @@ class PrefetchCounters:
 
 
 @dataclass(slots=True)
+class PreloadCounters:
+    """Loads into free slots, begun before any layer asked for the expert."""
+
+    experts: int = 0
+    bytes_read: int = 0
+
+
+@dataclass(slots=True)
 class Counters:
-    """Lookups of both phases since the model was loaded."""
+    """Since the model was loaded: lookups of both phases, and preloads."""
 
     prefill: PhaseCounters = field(default_factory=PhaseCounters)
     decode: PhaseCounters = field(default_factory=PhaseCounters)
+    preload: PreloadCounters = field(default_factory=PreloadCounters)
 
     def of(self, phase: Phase) -> PhaseCounters:
         return self.prefill if phase is Phase.PREFILL else self.decode

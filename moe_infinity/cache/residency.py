@@ -46,7 +46,7 @@ class Entry:
 
 
 class ResidencyTable:
-    """The slots of one tier."""
+    """Which expert has which slot of one tier, and the expert's residency there."""
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         assert num_slots >= 1, num_slots
@@ -87,6 +87,11 @@ class ResidencyTable:
         return self._layer_of_slot[used], self._expert_of_slot[used]
 
     @property
+    def num_free(self) -> int:
+        """Slots that have no expert."""
+        return len(self._free)
+
+    @property
     def num_loading(self) -> int:
         return len(self._loading)
 
@@ -119,6 +124,19 @@ class ResidencyTable:
             held = len(self._loading) + len(present) - num_loading
             if len(absent) <= self.num_slots - held:
                 return present + absent
+        room = self.room(phase, present)
+        if not present and room == 0:
+            room = min(self.room(Phase.DECODE), 1)  # past the quota, as nothing else can go on
+        if not present and room == 0:
+            raise OutOfSlots(
+                f"all {self.num_slots} slots are held or loading, none for {absent[0]}"
+            )
+        return present + absent[:room]
+
+    def room(self, phase: Phase, present: Sequence[ExpertKey] = ()) -> int:
+        """How many absent experts a step may bring in now while `present` stay: in prefill no more
+        than its quota lets it take from decoding.
+        """
         evictable = self._evictable()
         evictable[[self._entries[key].slot_id for key in present]] = False
         room = len(self._free) + int(evictable.sum())
@@ -126,12 +144,8 @@ class ResidencyTable:
             spare = len(self._free) + int((evictable & self._transient).sum())
             in_use = int((~evictable & self._transient).sum())
             quota = max(self.num_slots // PREFILL_QUOTA_SHARE, 1)
-            room = min(room, max(spare, quota - in_use, 0 if present else 1))
-        if not present and room == 0:
-            raise OutOfSlots(
-                f"all {self.num_slots} slots are held or loading, none for {absent[0]}"
-            )
-        return present + absent[:room]
+            room = min(room, max(spare, quota - in_use))
+        return room
 
     @contextmanager
     def holding(self, keys: Sequence[ExpertKey], phase: Phase) -> Iterator[Held]:

@@ -1,4 +1,4 @@
-"""A read cut into chunks, which threads take one by one until it is done.
+"""A read cut into chunks.
 
 Chunks end at multiples of CHUNK_BYTES of their file, so all but the first begin at a block; what is
 neighbours in the file is read together, wherever in memory it goes.
@@ -6,9 +6,7 @@ neighbours in the file is read together, wherever in memory it goes.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,59 +89,3 @@ class BounceBuffer:
             np.frombuffer(part, np.uint8)[:wanted] = self._bytes[start : start + wanted]
             done += wanted
         return done
-
-
-class Job:
-    """Chunks that wait for a thread."""
-
-    def __init__(self, chunks: list[Chunk], read: Callable[[Chunk], None]) -> None:
-        self._read = read
-        self._waiting = deque(chunks)
-        self._num_unfinished = len(chunks)
-        self._is_done = threading.Event()
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-
-    def work(self) -> None:
-        """Read chunks as long as there are any. Any thread may help, at any time: there is nothing
-        left to do for one that comes late.
-        """
-        while chunk := self._take():
-            try:
-                self._read(chunk)
-            except BaseException as error:
-                self._error = self._error or error
-                self._drop()
-            finally:
-                self._count_off(1)
-
-    def finish(self) -> None:
-        """Wait until no thread reads any more. Raises what a read raised; if the wait is
-        interrupted, chunks that were not begun are dropped.
-        """
-        if not self._num_unfinished:
-            self._is_done.set()
-        try:
-            self._is_done.wait()
-        except BaseException:
-            self._drop()
-            self._is_done.wait()
-            raise
-        if self._error is not None:
-            raise self._error
-
-    def _take(self) -> Chunk | None:
-        with self._lock:
-            return self._waiting.popleft() if self._waiting else None
-
-    def _drop(self) -> None:
-        with self._lock:
-            dropped = len(self._waiting)
-            self._waiting.clear()
-        self._count_off(dropped)
-
-    def _count_off(self, count: int) -> None:
-        with self._lock:
-            self._num_unfinished -= count
-            if self._num_unfinished == 0:
-                self._is_done.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Name in the header -> (torch's name, bits per element)
 STORED_DTYPES = {
@@ -13,6 +14,7 @@ STORED_DTYPES = {
     "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8), "U16": ("uint16", 16),
     "U32": ("uint32", 32), "U64": ("uint64", 64),
 }  # fmt: skip
+STORED_NAMES = {name: stored for stored, (name, _) in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +45,13 @@ class StoredTensor:
     def dtype(self) -> str:
         """torch's name of the dtype, e.g. "bfloat16"."""
         return STORED_DTYPES[self.stored_dtype][0]
+
+    @property
+    def parts(self) -> tuple[tuple[str, StoredTensor], ...]:
+        """Like those of a PackedTensor: the one tensor that stands for the weight."""
+        return (("", self),)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Weights of one kind differ in nothing but their values."""
+        return self.stored_dtype, self.shape

@@ -10,27 +10,17 @@ kernels/unpack.py. No transformers here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import Block, Parts
+from moe_infinity.checkpoint.layout import Block, Parts, Unpack
 from moe_infinity.checkpoint.packing import Format, PartFormat, PartShapes, Shape, WeightFormat
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels import unpack
 from moe_infinity.kernels.unpack import NIBBLES
-
-SUPPORTED = """\
-fp8                 float8_e4m3fn with scales per block or per tensor
-mxfp8               float8_e4m3fn with power-of-two scales
-mxfp4               as gpt-oss is published
-compressed-tensors  pack-quantized int4 per group or channel, int-quantized int8 per channel,
-                    float-quantized fp8
-gptq                4 bits, checkpoint_format gptq or gptq_v2
-awq                 4 bits, version gemm"""
 
 FLOATS = frozenset({"BF16", "F16", "F32"})
 INT32 = frozenset({"I32"})
@@ -56,7 +46,7 @@ def find_format(quantization_config: Config) -> Format:
     if not isinstance(method, str) or method not in FORMATS:
         raise _unsupported(f"a checkpoint quantized with {method or 'an unnamed method'}")
     try:
-        weights = FORMATS[method](quantization_config)
+        weights = FORMATS[method].find(quantization_config)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, UnsupportedModelError):
             raise
@@ -65,7 +55,8 @@ def find_format(quantization_config: Config) -> Format:
 
 
 def _unsupported(what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{what} is not supported, expected one of:\n{SUPPORTED}")
+    supported = "\n".join(f"{name:<20}{method.weights}" for name, method in FORMATS.items())
+    return UnsupportedModelError(f"{what} is not supported, expected one of:\n{supported}")
 
 
 def _require(method: str, config: Config, key: str, *allowed: object, default: object) -> None:
@@ -129,29 +120,22 @@ def find_block(shape: Shape, grid: Shape, configured: list[Block]) -> Block | No
 # mxfp4
 
 
-def _find_mxfp4(config: Config) -> tuple[WeightFormat, ...]:
-    """gpt-oss as published: _blocks [E, R, G, 16] and _scales [E, R, G] give [E, 32 G, R]."""
-    return (
-        WeightFormat(
-            "mxfp4",
-            "mxfp4",
-            (PartFormat("values", "_blocks", BYTES), PartFormat("scale", "_scales", BYTES)),
-            _measure_mxfp4,
-            _unpack_mxfp4,
-            num_dims=3,
-            is_transposed=True,
-        ),
-    )
-
-
 def _measure_mxfp4(shapes: PartShapes) -> Measured:
     num_rows, num_groups, num_bytes = shapes["values"]
     fits = shapes["scale"] == (num_rows, num_groups) and num_bytes == 16
     return ((num_rows, 32 * num_groups), (1, 32)) if fits else None
 
 
-def _unpack_mxfp4(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
-    return unpack.mxfp4(parts["values"], parts["scale"], dtype).t()
+# gpt-oss as published: _blocks [E, R, G, 16] and _scales [E, R, G] give [E, 32 G, R].
+_MXFP4 = WeightFormat(
+    "mxfp4",
+    "mxfp4",
+    (PartFormat("values", "_blocks", BYTES), PartFormat("scale", "_scales", BYTES)),
+    _measure_mxfp4,
+    lambda parts, _, dtype: unpack.mxfp4(parts["values"], parts["scale"], dtype).t(),
+    num_dims=3,
+    is_transposed=True,
+)
 
 
 # compressed-tensors
@@ -200,10 +184,6 @@ def _measure_int4(shapes: PartShapes) -> Measured:
     return shape, (1, shape[1] // scales[1])
 
 
-def _unpack_int4(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
-    return unpack.int4_rows(parts["values"], parts["scale"], parts.get("zeros"), dtype)
-
-
 # The weight is called NAME.weight as a rule; our own packer also packs one stacked over experts,
 # which may be called otherwise.
 _INT4 = WeightFormat(
@@ -215,7 +195,7 @@ _INT4 = WeightFormat(
         PartFormat("zeros", "_zero_point", INT32, is_optional=True),
     ),
     _measure_int4,
-    _unpack_int4,
+    lambda p, _, dtype: unpack.int4_rows(p["values"], p["scale"], p.get("zeros"), dtype),
     ignored=("weight_shape", *OF_ACTIVATIONS),
 )
 
@@ -225,16 +205,12 @@ def _measure_int8(shapes: PartShapes) -> Measured:
     return ((num_rows, num_columns), (1, num_columns)) if shapes["scale"] == (num_rows, 1) else None
 
 
-def _unpack_int8(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
-    return unpack.int8_rows(parts["values"], parts["scale"], dtype)
-
-
 _INT8 = WeightFormat(
     "int-quantized",
     "int8",
     (PartFormat("values", "", INT8), PartFormat("scale", "_scale", FLOATS)),
     _measure_int8,
-    _unpack_int8,
+    lambda parts, _, dtype: unpack.int8_rows(parts["values"], parts["scale"], dtype),
     ignored=OF_ACTIVATIONS,
 )
 
@@ -270,8 +246,15 @@ def _find_gptq(config: Config) -> tuple[WeightFormat, ...]:
         return shape, (1, size) if in_order else None
 
     index = PartFormat("groups", ".g_idx", INDICES, is_optional=True)
-    unpack_one = partial(_unpack_gptq, adds_one=stored_format == "gptq")
-    return (_words_format(stored_format, measure, unpack_one, index),)
+    adds_one = stored_format == "gptq"
+    return (
+        _words_format(
+            stored_format,
+            measure,
+            lambda parts, _, dtype: unpack.gptq(parts, dtype, adds_one_to_zeros=adds_one),
+            index,
+        ),
+    )
 
 
 def _gptq_shape(shapes: PartShapes) -> Shape | None:
@@ -283,12 +266,6 @@ def _gptq_shape(shapes: PartShapes) -> Shape | None:
     return shape[::-1] if index == shape[:1] else None
 
 
-def _unpack_gptq(
-    parts: Parts, block: Block | None, dtype: torch.dtype, *, adds_one: bool
-) -> Tensor:
-    return unpack.gptq(parts, dtype, adds_one_to_zeros=adds_one)
-
-
 def _find_awq(config: Config) -> tuple[WeightFormat, ...]:
     """AutoAWQ."""
     bits = config.get("bits", config.get("w_bit"))
@@ -298,7 +275,7 @@ def _find_awq(config: Config) -> tuple[WeightFormat, ...]:
     if version != "gemm":
         raise _unsupported(f"awq with version {version!r}")
     _require("awq", config, "zero_point", True, default=True)
-    return (_words_format("awq", _measure_awq, _unpack_awq),)
+    return (_words_format("awq", _measure_awq, lambda p, _, dtype: unpack.awq(p, dtype)),)
 
 
 def _measure_awq(shapes: PartShapes) -> Measured:
@@ -308,10 +285,6 @@ def _measure_awq(shapes: PartShapes) -> Measured:
         return None
     size, rest = divmod(num_columns, shapes["scale"][0])
     return None if rest else ((num_rows, num_columns), (1, size))
-
-
-def _unpack_awq(parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
-    return unpack.awq(parts, dtype)
 
 
 def _fits_groups(shapes: PartShapes, shape_CR: tuple[int, int]) -> bool:
@@ -327,7 +300,7 @@ def _fits_groups(shapes: PartShapes, shape_CR: tuple[int, int]) -> bool:
     )
 
 
-def _words_format(name: str, measure: Any, unpack_one: Any, *more: PartFormat) -> WeightFormat:
+def _words_format(name: str, measure: Any, unpack_one: Unpack, *more: PartFormat) -> WeightFormat:
     parts = (
         PartFormat("values", ".qweight", INT32),
         PartFormat("zeros", ".qzeros", INT32),
@@ -337,13 +310,24 @@ def _words_format(name: str, measure: Any, unpack_one: Any, *more: PartFormat) -
     return WeightFormat(name, name, parts, measure, unpack_one, weight_suffix=".weight")
 
 
-# By quant_method: how the weights of a checkpoint may be packed that has this quantization_config.
-# Each raises UnsupportedModelError for a config that it does not know.
-FORMATS: dict[str, Callable[[Config], tuple[WeightFormat, ...]]] = {
-    "fp8": _find_fp8,
-    "mxfp8": _find_fp8,
-    "mxfp4": _find_mxfp4,
-    "compressed-tensors": _find_compressed_tensors,
-    "gptq": _find_gptq,
-    "awq": _find_awq,
+class Method(NamedTuple):
+    """A quant_method of config.json."""
+
+    weights: str  # that it stores, for the message
+    # How weights may be packed in a checkpoint with this quantization_config. Raises
+    # UnsupportedModelError for one that it does not know.
+    find: Callable[[Config], tuple[WeightFormat, ...]]
+
+
+FORMATS = {
+    "fp8": Method("float8_e4m3fn with scales per block or per tensor", _find_fp8),
+    "mxfp8": Method("float8_e4m3fn with power-of-two scales", _find_fp8),
+    "mxfp4": Method("as gpt-oss is published", lambda config: (_MXFP4,)),
+    "compressed-tensors": Method(
+        "pack-quantized int4 per group or channel, int-quantized int8 per channel, "
+        "float-quantized fp8",
+        _find_compressed_tensors,
+    ),
+    "gptq": Method("4 bits, checkpoint_format gptq or gptq_v2", _find_gptq),
+    "awq": Method("4 bits, version gemm", _find_awq),
 }

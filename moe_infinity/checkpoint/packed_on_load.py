@@ -12,14 +12,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.extents import STORED_DTYPES, Extent
+from moe_infinity.checkpoint.extents import STORED_DTYPES
 from moe_infinity.checkpoint.formats import PACKED_BY_US
 from moe_infinity.checkpoint.layout import WeightLayout, view_of
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import LayerRecipes, Recipe, Shapes
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.experts import ExpertLayout, ParamSpec
+from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.pack import Precision, pack, precision_of
 
 GROUP_SIZE = 32  # columns of int4 that share a scale; `moe-infinity pack` has the same default
@@ -59,27 +59,24 @@ class PackedRecipe(Recipe):
     def __init__(self, recipe: Recipe, precision: Precision, *, is_transposed: bool) -> None:
         fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)}
         super().__init__(**fields)
-        self._recipe = recipe
         self._precision = precision
         self._is_transposed = is_transposed
-        self._scratch = ExpertLayout.of(recipe.slot_shapes())
-        recipe.place(
-            {spec.name: spec for spec in self._scratch.params}, is_transposed=is_transposed
-        )
-        self._packed = {spec.name for spec in self.targets.values() if self._fits(spec)}
+        self._unpacked = LayerRecipes([recipe], is_transposed=is_transposed)
+        self._parts = {name: self._parts_of(spec) for name, spec in self.targets.items()}
 
-    def _fits(self, spec: ParamSpec) -> bool:
+    def _parts_of(self, spec: ParamSpec) -> Shapes | None:
+        """What a slot holds of this parameter, by role; None: the parameter as it is."""
         if len(spec.shape) != 2 or 0 in spec.shape or spec.dtype == "float64":
-            return False
-        return self._precision.group_of(self._shape_RC(spec)[1]) is not None
-
-    def _shape_RC(self, spec: ParamSpec) -> tuple[int, int]:
-        rows, columns = spec.shape
-        return (columns, rows) if self._is_transposed else (rows, columns)
+            return None
+        rows, columns = spec.shape[::-1] if self._is_transposed else spec.shape
+        if self._precision.group_of(columns) is None:
+            return None
+        layout = self._precision.layout((rows, columns))
+        return {role: (shape, STORED_DTYPES[stored][0]) for role, (stored, shape) in layout.items()}
 
     @property
     def is_packed(self) -> bool:
-        return bool(self._packed)
+        return any(parts is not None for parts in self._parts.values())
 
     @property
     def is_in_rows(self) -> bool:
@@ -87,45 +84,42 @@ class PackedRecipe(Recipe):
 
     def slot_shapes(self) -> Shapes:
         shapes: Shapes = {}
-        for spec in self.targets.values():
-            if spec.name not in self._packed:
+        for name, spec in self.targets.items():
+            if (parts := self._parts[name]) is None:
                 shapes[spec.name] = spec.shape, spec.dtype
-                continue
-            for role, (stored, shape) in self._precision.layout(self._shape_RC(spec)).items():
-                shapes[f"{spec.name} {role}"] = shape, STORED_DTYPES[stored][0]
+            else:
+                shapes |= {f"{spec.name} {role}": part for role, part in parts.items()}
         return shapes
 
     def place(self, specs: dict[str, ParamSpec], *, is_transposed: bool) -> None:
         self.stored = tuple(specs[name] for name in self.slot_shapes())
-        self.weights = tuple(self._layout_of(spec, specs) for spec in self.targets.values())
-
-    def _layout_of(self, target: ParamSpec, specs: dict[str, ParamSpec]) -> WeightLayout:
-        if target.name not in self._packed:
-            return WeightLayout.plain(specs[target.name], is_transposed=self._is_transposed)
-        roles = self._precision.layout(self._shape_RC(target))
-        parts = {role: specs[f"{target.name} {role}"] for role in roles}
-        return PACKED_BY_US[self._precision.name].place(parts, is_transposed=self._is_transposed)
+        weights = []
+        for name, spec in self.targets.items():
+            if (parts := self._parts[name]) is None:
+                weight = WeightLayout.plain(specs[spec.name], is_transposed=is_transposed)
+            else:
+                placed = {role: specs[f"{spec.name} {role}"] for role in parts}
+                weight_format = PACKED_BY_US[self._precision.name]
+                weight = weight_format.place(placed, is_transposed=is_transposed)
+            weights.append(weight)
+        self.weights = tuple(weights)
 
     def pieces(self, expert_idx: int, slot: memoryview) -> None:
         return None
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
-        scratch = torch.empty(self._scratch.slot_bytes, dtype=torch.uint8, device="cpu")
-        self._recipe.load(expert_idx, reader, scratch.numpy().data)
-        params = self._recipe.params(
-            {spec.name: view_of(spec, scratch) for spec in self._scratch.params}
-        )
+        layout = self._unpacked.layout
+        scratch = torch.empty(layout.slot_bytes, dtype=torch.uint8, device="cpu")
+        self._unpacked.load(expert_idx, reader, scratch.numpy().data)
+        params = {spec.name: view_of(spec, scratch) for spec in layout.params}
         for spec, weight in zip(self.targets.values(), self.weights, strict=True):
             values = {"values": params[spec.name]}
-            if spec.name in self._packed:
+            if weight.unpack is not None:
                 weight_RC = params[spec.name].t() if self._is_transposed else params[spec.name]
                 values = pack(weight_RC.contiguous(), self._precision, is_searched=False).parts
             for role, place in weight.parts.items():
                 flat = values[role].contiguous().view(torch.uint8).flatten().numpy()
                 slot[place.offset : place.offset + place.num_bytes] = flat.data
-
-    def extents(self, expert_idx: int) -> list[Extent]:
-        return self._recipe.extents(expert_idx)
 
     def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
         return {

@@ -66,24 +66,19 @@ class WeightFormat:
             unpack=self.unpack,
         )  # fmt: skip
 
-    def unpack_one(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """The weight as the model has it, from the values of its parts."""
-        found = self.measure({role: tuple(part.shape) for role, part in parts.items()})
-        assert found is not None, {role: part.shape for role, part in parts.items()}
-        weight = self.unpack(_read(parts, found[1]), found[1], dtype)
-        return weight.t().contiguous() if self.is_transposed else weight
-
     def suffix_of(self, role: str) -> str:
-        """Of the name of this part."""
+        """How the name of this part ends."""
         return next(part.suffix for part in self.parts if part.role == role)
 
     def base_of(self, tensor: StoredTensor) -> str | None:
-        """What the names of all parts begin with, if `tensor` is a first part."""
+        """What the names of all parts of a weight begin with, found from the first of its parts.
+        None: `tensor` is no first part.
+        """
         first = self.parts[0]
         if not tensor.name.endswith(first.suffix):
             return None
         if not first.suffix and tensor.stored_dtype not in first.dtypes:
-            return None  # told by its dtype alone
+            return None  # without a suffix only the dtype tells them apart
         return tensor.name.removesuffix(first.suffix)
 
     def assemble(self, base: str, tensors: Mapping[str, StoredTensor]) -> PackedTensor:
@@ -99,25 +94,19 @@ class WeightFormat:
             if tensor is not None:
                 _check_dtype(tensor, part.dtypes)
                 found.append((part.role, tensor))
-        shape = self._shape_of(found)
-        if shape is None:
-            described = ", ".join(f"{t.name} {list(t.shape)}" for _, t in found)
-            raise CheckpointError(f"{name}: the shapes do not fit each other: {described}")
-        return PackedTensor(name, tuple(found), shape, self)
-
-    def _shape_of(self, found: list[tuple[str, StoredTensor]]) -> Shape | None:
         shapes = {role: tensor.shape for role, tensor in found}
         first = found[0][1].shape
         num_experts: Shape = ()
         if len(first) == self.num_dims + 1 and {s[:1] for s in shapes.values()} == {first[:1]}:
             num_experts = first[:1]
             shapes = {role: shape[1:] for role, shape in shapes.items()}
-        elif len(first) != self.num_dims:
-            return None
-        measured = self.measure(shapes)
+        measured = self.measure(shapes) if len(shapes[found[0][0]]) == self.num_dims else None
         if measured is None:
-            return None
-        return num_experts + (measured[0][::-1] if self.is_transposed else measured[0])
+            described = ", ".join(f"{t.name} {list(t.shape)}" for _, t in found)
+            raise CheckpointError(f"{name}: the shapes do not fit each other: {described}")
+        shape_RC, block = measured
+        shape = num_experts + (shape_RC[::-1] if self.is_transposed else shape_RC)
+        return PackedTensor(name, tuple(found), shape, block, self)
 
 
 def _read(parts: dict[str, Any], block: Block | None) -> dict[str, Any]:
@@ -132,6 +121,7 @@ class PackedTensor:
     name: str  # of the weight
     parts: tuple[tuple[str, StoredTensor], ...]  # (role, tensor), always in the format's order
     shape: Shape  # of the weight
+    block: Block | None  # rows and columns that share a scale, see WeightFormat.measure
     format: WeightFormat
 
     @property
@@ -140,27 +130,22 @@ class PackedTensor:
         return len(self.parts[0][1].shape) > self.format.num_dims
 
     @property
-    def num_bytes(self) -> int:
-        """As stored."""
-        return sum(tensor.extent.num_bytes for _, tensor in self.parts)
-
-    @property
     def kind(self) -> tuple[Any, ...]:
         """Weights of one kind differ in nothing but their values."""
         return self.format.name, *((role, t.stored_dtype, t.shape) for role, t in self.parts)
 
     def unpack(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """The weight from the values of its parts. Stacked: of as many experts as the parts have,
-        [1, ...] as a rule.
-        """
-        if not self.is_stacked:
-            return self.format.unpack_one(parts, dtype)
-        num_experts = len(parts[self.parts[0][0]])
-        weights = [
-            self.format.unpack_one({role: part[at] for role, part in parts.items()}, dtype)
-            for at in range(num_experts)
-        ]
-        return weights[0].unsqueeze(0) if num_experts == 1 else torch.stack(weights)
+        """The weight as the model has it, from the values of its parts."""
+        parts = _read(parts, self.block)
+        if self.is_stacked:
+            of_each = zip(*(part.unbind() for part in parts.values()), strict=True)
+            experts = [dict(zip(parts, tensors, strict=True)) for tensors in of_each]
+            return torch.stack([self._unpack_one(expert, dtype) for expert in experts])
+        return self._unpack_one(parts, dtype)
+
+    def _unpack_one(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        weight = self.format.unpack(parts, self.block, dtype)
+        return weight.t().contiguous() if self.format.is_transposed else weight
 
 
 @dataclass(frozen=True, slots=True)

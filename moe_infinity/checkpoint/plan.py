@@ -34,7 +34,7 @@ from moe_infinity.architectures.module_list import LIST, is_list_of_experts
 from moe_infinity.checkpoint.extents import StoredTensor
 from moe_infinity.checkpoint.headers import Headers
 from moe_infinity.checkpoint.packing import Format, PackedTensor
-from moe_infinity.checkpoint.recipe import LayerRecipes, Recipe, Source, kind_of, parts_of
+from moe_infinity.checkpoint.recipe import LayerRecipes, Recipe, Source
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
 SHARED_EXPERT = re.compile(r"\.shared?_(experts?|mlp)\b")
@@ -62,7 +62,7 @@ class Plan:
     def expert_bytes(self) -> int:
         """Bytes of all experts as slots hold them, alignment left out."""
         pairs = zip(self.layers, self.recipes, strict=True)
-        once = {id(recipes): (row.num_experts, recipes.layout) for row, recipes in pairs}
+        once = {id(recipes): (layer.num_experts, recipes.layout) for layer, recipes in pairs}
         return sum(num_experts * layout.num_bytes for num_experts, layout in once.values())
 
     @property
@@ -78,7 +78,7 @@ class Plan:
 
 
 def _stored_bytes(weights: Iterable[StoredTensor | PackedTensor]) -> int:
-    return sum(part.extent.num_bytes for weight in weights for _, part in parts_of(weight))
+    return sum(part.extent.num_bytes for weight in weights for _, part in weight.parts)
 
 
 def top_k_of(config: Any) -> int | None:
@@ -316,11 +316,11 @@ def _make_sources(
     lists = [tuple(weights[start : start + num_experts]) for start in starts]
     for each in lists:
         for weight in each:
-            if kind_of(weight) != kind_of(each[0]):
+            if weight.kind != each[0].kind:
                 raise CheckpointError(f"tensor {_describe(weight)}, but {_describe(each[0])}")
     return [Source(pattern, each, 0) for each in lists]
 
 
 def _describe(weight: StoredTensor | PackedTensor) -> str:
-    parts = ", ".join(f"{part.stored_dtype} {list(part.shape)}" for _, part in parts_of(weight))
+    parts = ", ".join(f"{part.stored_dtype} {list(part.shape)}" for _, part in weight.parts)
     return f"{weight.name} is {parts}"

@@ -1,7 +1,8 @@
 """Reads from checkpoint files into the memory that wants the bytes: positional, past the page cache
 where the file system allows it, many at a time.
 
-    pieces --chunks.py--> chunks --read threads--> in place          memory and file aligned alike
+    pieces --chunks.py--> chunks --read threads--> page cache        what it has
+                                                   in place          memory and file aligned alike
                                                    bounce buffer     everything else
                                                    page cache        small files, O_DIRECT refused
 
@@ -13,11 +14,12 @@ or a file that vanished is a CheckpointError that names file and offset; the rea
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
-from moe_infinity.checkpoint.chunks import BounceBuffer, Chunk, Job, Piece, chunks_of
+from moe_infinity.checkpoint.chunks import BounceBuffer, Chunk, Piece, chunks_of
 from moe_infinity.checkpoint.extents import Extent
 from moe_infinity.checkpoint.files import OpenFile
 from moe_infinity.errors import CheckpointError
@@ -27,6 +29,7 @@ from moe_infinity.memory.threads import ReadThreads
 # In random reads of 9.4 MB experts through bounce buffers, 1, 2, 4 and 8 threads reached 0.5, 0.8,
 # 0.9 and 1.0 GB/s, of 2.5 MB ones 0.7, 0.8, 0.9 and 0.9 (2 cores, a virtual disk of 1.0-1.7 GB/s).
 NUM_READ_THREADS = 4
+GLANCE_S = 0.02  # how often a read that gives way looks whether somebody waits for it by now
 
 
 class Reader:
@@ -53,29 +56,35 @@ class Reader:
         their file are read as one. Raises CheckpointError.
         """
         chunks = chunks_of(pieces)
-        if self._gives_way:
-            for chunk in chunks:
-                with self._no_urgent:
-                    self._no_urgent.wait_for(lambda: self._num_urgent == 0)
-                self._read_chunk(chunk)
-        else:
+        num_read = 0
+        while num_read < len(chunks) and self._gives_way():
+            self._read_chunk(chunks[num_read])
+            num_read += 1
+        if num_read < len(chunks):
             with self._urgently():
-                self._read_all(chunks)
+                self._read_all(chunks[num_read:])
         with self._lock:
             self.bytes_read += sum(chunk.num_bytes for chunk in chunks)
 
     @contextmanager
-    def giving_way(self) -> Iterator[None]:
-        """Reads of this thread let those of the others go first, before every chunk."""
-        self._thread.gives_way = True
+    def giving_way(self, until: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Reads of this thread let those of the others go first, before every chunk, until somebody
+        waits for them, as `until` says.
+        """
+        self._thread.until = until
         try:
             yield
         finally:
-            self._thread.gives_way = False
+            self._thread.until = None
 
-    @property
     def _gives_way(self) -> bool:
-        return getattr(self._thread, "gives_way", False)
+        """Whether this thread gives way still. Waits until it has to no more, or its turn comes."""
+        until: Callable[[], bool] | None = getattr(self._thread, "until", None)
+        while until is not None and not until():
+            with self._no_urgent:
+                if self._no_urgent.wait_for(lambda: self._num_urgent == 0, timeout=GLANCE_S):
+                    return True
+        return False
 
     @contextmanager
     def _urgently(self) -> Iterator[None]:
@@ -90,18 +99,29 @@ class Reader:
                     self._no_urgent.notify_all()
 
     def _read_all(self, chunks: list[Chunk]) -> None:
-        """By all read threads together, in the order of calls."""
-        job = Job(chunks, self._read_chunk)
+        """By all read threads together, which take the chunks one by one, in the order of calls."""
+        waiting = iter(chunks)  # gives each chunk to one thread
+
+        def work() -> None:
+            for chunk in waiting:
+                self._read_chunk(chunk)
+
+        if len(chunks) < 2:
+            work()
+            return
+        helpers: list[Future[None]] = [Future() for _ in chunks[: self._num_threads]]
         try:
-            if len(chunks) > 1:
-                for _ in range(min(self._num_threads, len(chunks))):
-                    self._started().submit(job.work)
-            else:
-                job.work()
+            for helper in helpers:
+                self._started().submit(work, helper)
+            wait(helpers, return_when=FIRST_COMPLETED)  # none is before all chunks are taken
         except RuntimeError:  # no thread can be started, or `close` came between
-            job.work()
+            work()
         finally:
-            job.finish()
+            list(waiting)  # after an error or Ctrl-C the rest is not read
+            begun = [helper for helper in helpers if not helper.cancel()]
+            wait(begun)
+        for helper in begun:
+            helper.result()
 
     def _started(self) -> ReadThreads:
         with self._lock:
@@ -112,18 +132,21 @@ class Reader:
     def _read_chunk(self, chunk: Chunk) -> None:
         done = 0
         try:
-            with self._opened(chunk.file) as file:
-                done = file.read_direct(chunk, self._bounce_buffer())
-                while done < chunk.num_bytes:  # the rest of a short read, or all of it
-                    count = file.read_cached(chunk, done)
-                    if count == 0:
-                        raise CheckpointError(
-                            f"{chunk.file}: ends before byte {chunk.offset + done}, "
-                            f"{chunk.num_bytes - done} more expected: was it changed while in use?"
-                        )
-                    done += count
+            file = self._opened(chunk.file)
+            if file.read_if_cached(chunk):
+                return
+            done = file.read_direct(chunk, self._bounce_buffer())
+            while done < chunk.num_bytes:  # the rest of a short read, or all of it
+                count = file.read_cached(chunk, done)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{chunk.file}: ends before byte {chunk.offset + done}, "
+                        f"{chunk.num_bytes - done} more expected: was it changed while in use?"
+                    )
+                done += count
         except OSError as error:
-            self._open_anew(chunk.file)
+            with self._lock:  # the next read opens it anew: it may be replaced by a whole one
+                self._files.pop(chunk.file, None)
             if isinstance(error, CheckpointError):
                 raise
             where = f"{chunk.file}: cannot be read at byte {chunk.offset + done}"
@@ -136,25 +159,11 @@ class Reader:
         buffer: BounceBuffer = self._thread.bounce_buffer
         return buffer
 
-    @contextmanager
-    def _opened(self, path: Path) -> Iterator[OpenFile]:
+    def _opened(self, path: Path) -> OpenFile:
         with self._lock:
             if path not in self._files:
                 self._files[path] = OpenFile(path)
-            file = self._files[path]
-            file.num_users += 1
-        try:
-            yield file
-        finally:
-            with self._lock:
-                file.num_users -= 1
-                file.close_if_unused()
-
-    def _open_anew(self, path: Path) -> None:
-        """After an error: the file may be replaced by a whole one of its name."""
-        with self._lock:
-            if path in self._files:
-                self._files.pop(path).retire()
+            return self._files[path]
 
     def close(self) -> None:
         """Wait a while for reads to end, and close all files, those still read once they are not.
@@ -165,6 +174,4 @@ class Reader:
         if ended is not None:
             threads.close(ended)
         with self._lock:
-            for file in self._files.values():
-                file.retire()
             self._files.clear()

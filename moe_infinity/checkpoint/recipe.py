@@ -36,16 +36,6 @@ from moe_infinity.experts import ExpertLayout, ParamSpec
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype)
 
 
-def parts_of(weight: StoredTensor | PackedTensor) -> tuple[tuple[str, StoredTensor], ...]:
-    """(role, tensor) of everything that is stored of a weight."""
-    return weight.parts if isinstance(weight, PackedTensor) else (("", weight),)
-
-
-def kind_of(weight: StoredTensor | PackedTensor) -> tuple[Any, ...]:
-    """Weights of one kind differ in nothing but their values."""
-    return weight.kind if isinstance(weight, PackedTensor) else (weight.stored_dtype, weight.shape)
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """What a pattern of a conversion matched in one MoE layer: a weight per expert, or one stacked
@@ -71,17 +61,17 @@ class Source:
 
     def stored_shapes(self) -> Shapes:
         """What is stored of one expert, by role; packed weights without the experts' dimension."""
-        parts = parts_of(self.weights[0])
-        packed = self.packed
-        first = int(packed is not None and packed.is_stacked)
-        return {role: (self._shape_of_one(part.shape)[first:], part.dtype) for role, part in parts}
+        first = int(self.packed is not None and self.packed.is_stacked)
+        return {
+            role: (self._shape_of_one(part.shape)[first:], part.dtype)
+            for role, part in self.weights[0].parts
+        }
 
     def extents(self, expert_idx: int) -> list[Extent]:
         """Of one expert, in the order of `stored_shapes`."""
         if not self.num_parts:
-            return [part.extent for _, part in parts_of(self.weights[expert_idx])]
-        parts = parts_of(self.weights[0])
-        return [part.extent.part(expert_idx, self.num_parts) for _, part in parts]
+            return [part.extent for _, part in self.weights[expert_idx].parts]
+        return [part.extent.part(expert_idx, self.num_parts) for _, part in self.weights[0].parts]
 
 
 class OneExpertModel:
@@ -116,7 +106,7 @@ class Recipe:
     def kind(self) -> tuple[Any, ...]:
         """Recipes of one kind behave alike, so that one trial answers for all of them."""
         sources = tuple(
-            (s.pattern, s.shape, kind_of(s.weights[0]), s.num_parts > 0) for s in self.sources
+            (s.pattern, s.shape, s.weights[0].kind, s.num_parts > 0) for s in self.sources
         )
         shapes = tuple((t.shape, t.dtype) for t in self.targets.values())
         return id(self.converter) if self.converter else None, sources, shapes

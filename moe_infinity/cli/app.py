@@ -19,7 +19,7 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
-from moe_infinity.cli.opening import open_model
+from moe_infinity.cli.opening import open_model, show_preload
 from moe_infinity.cli.options import (
     AsJson,
     ChatKey,
@@ -27,6 +27,7 @@ from moe_infinity.cli.options import (
     Device,
     DeviceMemory,
     Dtype,
+    Exact,
     HostMemory,
     MaxNewTokens,
     Model,
@@ -78,6 +79,7 @@ def run(
 
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_model(model, **options) as moe:
+        show_preload(moe)
         stream = moe.stream(
             text, **settings_of(max_new_tokens, temperature, top_p, seed, static_cache)
         )
@@ -118,6 +120,7 @@ def chat(
         return
     assert model is not None
     with open_model(model, **options) as moe:
+        show_preload(moe)
         if moe.tokenizer.chat_template is None:
             raise MoEInfinityError(f"{model} has no chat template; use `moe-infinity run`")
         settings = settings_of(max_new_tokens, temperature, top_p, seed, static_cache)
@@ -199,6 +202,7 @@ def trace(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     dtype: Dtype = "auto",
+    exact: Exact = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Record the experts that each token of prompts and outputs was routed to."""
@@ -212,6 +216,7 @@ def trace(
             device_memory=device_memory,
             host_memory=host_memory,
             dtype=dtype,
+            exact=exact,
             trust_remote_code=trust_remote_code,
         ) as moe,
         Progress(console=stderr, transient=True) as progress,

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rich.progress import Progress
+
 from moe_infinity.cli.terminal import stderr
 
 if TYPE_CHECKING:
@@ -27,3 +29,11 @@ def open_model(model: str, **options: Any) -> Iterator[MoE]:
         disable_progress_bar()
     with MoE(model, **options) as moe:
         yield moe
+
+
+def show_preload(moe: MoE) -> None:
+    """With preload="wait": wait for the experts, with a progress bar on a terminal."""
+    if not moe.is_ready:
+        with Progress(console=stderr, transient=True) as progress:
+            task = progress.add_task("loading experts", total=None)
+            moe.preload(lambda done, total: progress.update(task, completed=done, total=total))

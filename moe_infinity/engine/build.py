@@ -19,11 +19,13 @@ from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.engine.layer import LayerPath
+from moe_infinity.engine.preloader import Preloader
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
-from moe_infinity.memory.device_mover import DeviceMover
+from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.tiers import make_tiers
+from moe_infinity.predict.payoff import PayOff
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.prefetcher import Prefetcher
 
@@ -56,6 +58,7 @@ def build_engine(
         bookkeeping=bookkeeping,
         loader=loader,
         device_steps=device_steps,
+        preloader=_preloader(config, bookkeeping, loader),
         experts=experts,
         stored_expert_bytes=sum(stored.values()),
     )
@@ -64,7 +67,7 @@ def build_engine(
 def _bookkeeping(
     plan: Plan, loader: ExpertLoader, config: OffloadConfig, device_slots: DeviceSlots | None
 ) -> Bookkeeping:
-    """The tiers, and everyone who keeps account of what happens in them."""
+    """The tiers, and the bookkeeping of what happens in them."""
     num_experts = max(layer.num_experts for layer in plan.layers)
     keys = [
         [ExpertKey(moe_layer_idx, expert_idx) for expert_idx in range(layer.num_experts)]
@@ -86,6 +89,7 @@ def _bookkeeping(
             chances=predictor,
         ),
         fills=(loader.read, loader.read_ahead),
+        in_file_order=loader.in_file_order,
     )
     return Bookkeeping(
         tiers=tiers,
@@ -111,41 +115,61 @@ def _layer_path(
         )
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     ]
+    is_on_cpu = isinstance(tier.mover, Mover)
     prefetcher = None
-    if config.prefetch:
-        prefetcher = Prefetcher(tier.table, tier.policy, tier.mover, bookkeeping.exists_LE)
+    is_tried = config.prefetch is None and len(bookkeeping.tiers) == 1  # a GPU decides by itself
+    if config.prefetch or (is_tried and config.policy == ACTIVATION_AWARE):
+        pay_off = PayOff() if is_tried else None
+        prefetcher = Prefetcher(
+            tier.table, tier.policy, tier.mover, bookkeeping.exists_LE, pay_off=pay_off
+        )
     return LayerPath(
         tier=tier,
         computers=computers,
         bookkeeping=bookkeeping,
         prefetcher=prefetcher,
         early_router=early_router,
-        stream=tier.mover.stream if isinstance(tier.mover, DeviceMover) else None,
+        stream=None if is_on_cpu and config.preload == "off" else tier.mover.stream,
+        streams_while_computing=is_on_cpu,
     )
+
+
+def _preloader(
+    config: OffloadConfig, bookkeeping: Bookkeeping, loader: ExpertLoader
+) -> Preloader | None:
+    """None with a GPU, where steps that the device decides and copies share the slots of HOST."""
+    if len(bookkeeping.tiers) == 1:
+        return Preloader(bookkeeping, loader.in_file_order)
+    if config.preload == "wait":
+        logger.warning(
+            "preload='wait' is for experts that compute on the CPU: nothing is preloaded"
+        )
+    return None
 
 
 def _device_steps(
     model: PreTrainedModel, plan: Plan, config: OffloadConfig, bookkeeping: Bookkeeping
 ) -> DeviceSteps | None:
     """What decides steps of few tokens on the device; None: the host decides every step. Raises
-    ConfigError where "fast" asks for it and it cannot be.
+    ConfigError for "fast" without kernels or with too little host memory.
     """
     if config.is_exact or len(bookkeeping.tiers) == 1:
         return None
     mlps = [slot_layer(*pair) for pair in zip(plan.layers, plan.recipes, strict=True)]
     known = [mlp for mlp in mlps if mlp is not None]
     reasons = {
-        "prefetch": config.prefetch,
+        "prefetch": bool(config.prefetch),
         "an encoder": model.config.is_encoder_decoder,
         "experts that no kernel of ours reads": len(known) < len(mlps),
     }
     found = " and ".join(reason for reason, is_so in reasons.items() if is_so)
+    is_required = config.experts_implementation == "fast"
     try:
         if not found:
-            return DeviceSteps(bookkeeping, known)
+            return DeviceSteps(bookkeeping, known, is_required=is_required)
     except ConfigError as error:
-        if config.experts_implementation == "fast":
+        if is_required:
             raise
-        found = str(error)
-    logger.warning("with %s the host decides in every step, without CUDA graphs", found)
+        found = str(error).splitlines()[0]
+    logger.warning("the host decides in every step, without CUDA graphs: %s", found)
     return None

@@ -4,15 +4,20 @@
                                ──moe_layer───> engine/layer.py, once for each MoE layer
                                ──leave_step──> if the pass did not end
 
-With a GPU and experts_implementation="fast" a decode step of few tokens is the device's
-(cuda/device_steps.py): then the engine only keeps account of it.
+With a GPU and without exact=True a decode step of few tokens is the device's
+(cuda/device_steps.py), and the engine only keeps account of it.
+
+Two threads may decide about slots, one at a time: whoever runs the model, and between its layers
+the one that fills free slots (engine/preloader.py).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Event
+from threading import Event, RLock, Thread
+from weakref import WeakMethod
 
 import numpy as np
 from torch import Tensor
@@ -23,12 +28,15 @@ from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import Work
 from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
+from moe_infinity.engine.preloader import Preloader, start_turns
 from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Phase, Step
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
+
+logger = logging.getLogger(__name__)
 
 
 class ExpertEngine:
@@ -43,6 +51,7 @@ class ExpertEngine:
         bookkeeping: Bookkeeping,
         loader: ExpertLoader,
         device_steps: DeviceSteps | None,  # None: the host decides every step
+        preloader: Preloader | None,  # None: with a GPU
         experts: str,  # how they compute, for the report
         stored_expert_bytes: int,  # of all experts, on disk
     ) -> None:
@@ -54,6 +63,10 @@ class ExpertEngine:
         self.stored_expert_bytes = stored_expert_bytes
         self.loader = loader
         self._ongoing = OngoingStep(anonymous_step(num_tokens=0))
+        self._deciding = RLock()  # held by whoever decides about slots
+        self._preloader = preloader
+        self._preload_thread: Thread | None = None
+        self.is_preloaded = preloader is None  # or it failed: there is nothing to wait for
         self._cancelled: Event | None = None
         self._is_closed = False
 
@@ -71,6 +84,10 @@ class ExpertEngine:
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
+        with self._deciding:
+            self._begin_step(step)
+
+    def _begin_step(self, step: Step) -> None:
         if self.device_steps is not None:
             self._settle_interrupted()
             if self.device_steps.begin(step):
@@ -106,14 +123,15 @@ class ExpertEngine:
         self._run(moe_layer_idx, routing, self.path.computers[moe_layer_idx].answering(calls))
 
     def _run(self, moe_layer_idx: int, routing: Routing, work: Work) -> None:
-        step = self._enter(moe_layer_idx, routing.num_tokens)
-        self._ongoing = OngoingStep(step, moe_layer_idx, is_loading=True)
-        self.path.run(self._ongoing, routing, work)
-        self._ongoing = OngoingStep(step, moe_layer_idx, is_loading=False)
+        with self._deciding:
+            step = self._enter(moe_layer_idx, routing.num_tokens)
+            self._ongoing = OngoingStep(step, moe_layer_idx, is_loading=True)
+            self.path.run(self._ongoing, routing, work, self._stop_if_cancelled)
+            self._ongoing = OngoingStep(step, moe_layer_idx, is_loading=False)
 
     def _enter(self, moe_layer_idx: int, num_tokens: int) -> Step:
-        """The step that this layer belongs to. A model that is entered below its top tells of none:
-        it counts as a prompt of its own.
+        """The step that this layer belongs to. If a module inside the model was called directly, no
+        step was begun: the call counts as a prompt of its own.
         """
         if (
             num_tokens != self.recorder.step.num_tokens
@@ -123,11 +141,15 @@ class ExpertEngine:
         if self._is_closed:
             raise ClosedError("the model was closed: its experts cannot be read any more")
         self._settle_interrupted()
-        step = self.recorder.step
-        if step.phase is Phase.PREFILL and self._cancelled and self._cancelled.is_set():
+        self._stop_if_cancelled()
+        return self.recorder.step
+
+    def _stop_if_cancelled(self) -> None:
+        """Of a prompt nobody waits for any more: raises Cancelled."""
+        is_prompt = self.recorder.step.phase is Phase.PREFILL
+        if is_prompt and self._cancelled and self._cancelled.is_set():
             self.recorder.drop_step()
             raise Cancelled("generation was stopped in the middle of a prompt")
-        return step
 
     def _settle_interrupted(self) -> None:
         """If an error or Ctrl-C cut the last layer short."""
@@ -136,39 +158,73 @@ class ExpertEngine:
             self._ongoing = self._ongoing._replace(is_loading=False)
 
     def leave_step(self) -> None:
-        """The last pass did not end: without all of its MoE layers no trace has it."""
+        """The last pass did not end. Without all of its MoE layers it is not recorded."""
         if self.device_steps is None or self.device_steps.settle():
-            self.recorder.drop_incomplete_step()  # else when the device's step is reset
+            self.recorder.drop_incomplete_step()  # else done when the device's step is reset
 
     def settle(self) -> None:
-        """Wait for a step that the device decides, and enter what it did."""
+        """Wait for a step that the device decides, and apply its reports."""
         if self.device_steps is not None:
             self.device_steps.settle()
 
     def conclude(self) -> None:
-        """The same, and make order if that step was interrupted."""
+        """As `settle`, and reset that step if it was interrupted."""
         if self.device_steps is not None:
             self.device_steps.conclude()
 
     @contextmanager
     def cancellable(self, cancelled: Event | None) -> Iterator[None]:
-        """Inside, once this is set, a prompt ends at its next MoE layer."""
+        """Inside, once `cancelled` is set, a prompt ends before its next few experts."""
         self._cancelled = cancelled
         try:
             yield
         finally:
             self._cancelled = None
 
+    def recover(self) -> None:
+        """Make order if the last step was cut short."""
+        with self._deciding:
+            self._settle_interrupted()
+
+    # Preloading
+
+    def start_preloading(self) -> None:
+        """Begin to fill free slots in the background. Again is harmless."""
+        with self._deciding:
+            if self._preloader is not None and self._preload_thread is None:
+                turn = WeakMethod(self._preload)
+                self._preload_thread = start_turns(turn, self._preloader.load_ended)
+
+    def _preload(self) -> bool:
+        """One turn of the thread that preloads; False once it has nothing left to do."""
+        with self._deciding:
+            goes_on = False
+            if self._preloader is not None and not self._is_closed:
+                if self._ongoing.is_loading:  # was cut short: the next step settles it
+                    return True
+                self._ongoing = self._ongoing._replace(is_loading=True)
+                try:
+                    goes_on = self._preloader.advance()
+                    self._ongoing = self._ongoing._replace(is_loading=False)
+                except Exception as error:  # no answer depends on it
+                    logger.warning("preloading of experts ends: %s", error)
+            self.is_preloaded = not goes_on
+            return goes_on
+
     def check_invariants(self) -> None:
         """Assert that the bookkeeping of slots is consistent."""
-        for tier in self.tiers:
-            tier.table.check_invariants()
+        with self._deciding:
+            for tier in self.tiers:
+                tier.table.check_invariants()
         if self.device_steps is not None:
             self.device_steps.check_invariants()
 
     def close(self) -> None:
         """Wait for what is under way, stop the read threads, close the files."""
-        self._is_closed = True
+        with self._deciding:
+            self._is_closed = True
+        if self._preloader is not None:
+            self._preloader.load_ended.set()  # its thread ends
         self.settle()
         self.tiers[0].mover.close()
         self.loader.close()

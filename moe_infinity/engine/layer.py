@@ -4,7 +4,7 @@
     2 look up    the activated experts, and hold them       cache/residency.py
     3 load       those that are absent                      memory/mover.py, memory/device_mover.py
     4 prefetch   what later layers will need                predict/prefetcher.py
-    5 compute    those that are there, then the others      engine/compute.py
+    5 compute    the residents, then the others             engine/compute.py
     6 release    the held experts
 
 If a layer activates more experts than there are slots, steps 2 to 6 are repeated in waves. The sum
@@ -14,10 +14,13 @@ which expert arrives first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from moe_infinity.architectures.early_router import EarlyRouter
+from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer, Work
 from moe_infinity.engine.routing import Routing
@@ -25,7 +28,11 @@ from moe_infinity.experts import ExpertKey, Phase, Step
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.prefetcher import Prefetcher
 
-STREAMED_SHARE = 0.75  # of a layer's experts activated by a prompt: then it needs the next layer's
+# A prompt that activates this share of a layer's experts is taken to need all of the next layer's.
+STREAMED_SHARE = 0.75
+# Rows that experts of a prompt compute before anybody may stop it: 0.1 to 0.5 s on two cores, with
+# experts of 9 MB in bf16.
+STOPPABLE_ROWS = 512
 BEFORE_THE_FIRST = -1  # in place of the index of an MoE layer
 
 
@@ -48,9 +55,10 @@ class LayerPath:
         bookkeeping: Bookkeeping,
         prefetcher: Prefetcher | None,
         early_router: EarlyRouter | None,
-        # Begins to bring experts that a prompt will need next; gives those begun. None: no link
-        # that would be idle until then.
+        # Begins to load experts that a long prompt will need next; returns those it began. None:
+        # they are loaded when their layer asks for them.
         stream: Callable[[Sequence[ExpertKey]], Sequence[ExpertKey]] | None,
+        streams_while_computing: bool,  # and not only when a layer has computed
     ) -> None:
         self.computers = computers
         self._table = tier.table
@@ -59,14 +67,16 @@ class LayerPath:
         self._prefetcher = prefetcher
         self._early_router = early_router
         self._stream = stream
+        self._streams_while_computing = streams_while_computing
 
-    def run(self, ongoing: OngoingStep, routing: Routing, work: Work) -> None:
-        """Do the work of the layer that `ongoing` has just entered. Raises CheckpointError if an
-        expert cannot be read.
+    def run(
+        self, ongoing: OngoingStep, routing: Routing, work: Work, go_on: Callable[[], None]
+    ) -> None:
+        """Do the work of the layer that `ongoing` has just entered. `go_on` is called now and then
+        and may raise. Raises CheckpointError if an expert cannot be read.
         """
         layer_idx = ongoing.moe_layer_idx
         phase = ongoing.step.phase
-        computer = self.computers[layer_idx]
         counters = self._books.counters.of(phase)
 
         self._books.note_routing(layer_idx, routing)  # 1 record
@@ -77,6 +87,10 @@ class LayerPath:
         self._books.note_lookups(waiting)
 
         may_prefetch = phase is Phase.DECODE
+        most_at_once = len(waiting)
+        if phase is Phase.PREFILL:
+            num_rows = max(int(np.sum(routing.counts)), 1)
+            most_at_once = max(len(waiting) * STOPPABLE_ROWS // num_rows, 1)
         while waiting:
             wave = self._table.next_wave(waiting, phase)
             with self._table.holding(wave, phase) as held:  # 2 look up
@@ -86,13 +100,25 @@ class LayerPath:
                 if may_prefetch:
                     self.prefetch(ongoing)  # 4 prefetch
                     may_prefetch = False
-                for arrived in self._mover.arrivals(wave, counters):
-                    computer.run(work, arrived, held.slot_ids)  # 5 compute
+                is_last = len(wave) == len(waiting)
+                if phase is Phase.PREFILL and is_last and self._streams_while_computing:
+                    self._stream_next(layer_idx, len(routing.activated))
+                for some in self._arrivals(wave, counters, most_at_once):
+                    go_on()
+                    if some:
+                        self.computers[layer_idx].run(work, some, held.slot_ids)  # 5 compute
             # 6 release: leaving `holding`, from where on a slot may be given to another expert
             waiting = [key for key in waiting if key not in held.slot_ids]
 
         if phase is Phase.PREFILL:
             self._stream_next(layer_idx, len(routing.activated))
+
+    def _arrivals(
+        self, keys: Sequence[ExpertKey], counters: PhaseCounters, most: int
+    ) -> Iterator[Sequence[ExpertKey]]:
+        """The experts as they become RESIDENT, at most so many together."""
+        for arrived in self._mover.arrivals(keys, counters):
+            yield from (arrived[at : at + most] for at in range(0, len(arrived) or 1, most))
 
     def prefetch(self, ongoing: OngoingStep) -> None:
         """Begin loads for later layers, as many as the link can begin while this layer computes."""
@@ -119,11 +145,12 @@ class LayerPath:
     def begin_decode(self, ongoing: OngoingStep) -> None:
         """Before the first layer of a decode step: its experts may be predicted already."""
         if self._prefetcher is not None:
+            self._prefetcher.begin_decode()
             self._prefetcher.begin_layer(ongoing.step.phase, self._books.counters)
             self.prefetch(ongoing)
 
     def _stream_next(self, layer_idx: int, num_activated: int) -> None:
-        """After a layer of a long prompt: keep the link busy until the next one is routed."""
+        """In a layer of a long prompt: keep the link busy until the next one is routed."""
         keys = self._books.keys
         next_idx = layer_idx + 1
         is_long = num_activated >= STREAMED_SHARE * len(keys[layer_idx])

@@ -114,7 +114,7 @@ class DeviceMover:
     def arrivals(
         self, keys: Sequence[ExpertKey], counters: PhaseCounters
     ) -> Iterator[Sequence[ExpertKey]]:
-        """Yield every key once kernels that read it may be launched.
+        """Yield every key once kernels that read it may be launched, and nothing now and then.
 
         Residents come first, then experts that are being copied, then those from disk. Kernels that
         read the yielded experts have to be launched before the next ones are asked for. Raises what
@@ -144,6 +144,8 @@ class DeviceMover:
             coming = self._begin_loads(waiting)
             yield from self._copied(wanted)
             for arrived in self._host_mover.arrivals(coming, counters):
+                if not arrived:
+                    yield arrived
                 for key in self._on_disk(arrived):
                     self._begin_copy(key)
                 yield from self._copied(wanted)

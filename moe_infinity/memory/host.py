@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_infinity.checkpoint.layout import view_of
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertLayout
 from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
@@ -76,12 +77,7 @@ class SlotViews:
     def __getitem__(self, slot_id: int) -> dict[str, Tensor]:
         if slot_id not in self._params:
             slot = self._slots.tensor_of(slot_id, self._slots.slot_bytes)
-            self._params[slot_id] = {
-                spec.name: slot[spec.offset :][: spec.num_bytes]
-                .view(getattr(torch, spec.dtype))
-                .view(spec.shape)
-                for spec in self._layout.params
-            }
+            self._params[slot_id] = {spec.name: view_of(spec, slot) for spec in self._layout.params}
         return self._params[slot_id]
 
 

@@ -14,8 +14,8 @@ MEMINFO = Path("/proc/meminfo")
 def machine_memory_bytes() -> int:
     """Bytes of physical memory, or the control group's limit if that is less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup_limit_bytes()
-    return physical if limit is None else min(physical, limit)
+    limits = [limit for folder in _groups() if (limit := _limit_bytes(folder)) is not None]
+    return min([physical, *limits])
 
 
 def device_memory_bytes(device: str) -> int | None:
@@ -52,12 +52,6 @@ def _groups() -> Iterator[Path]:
             yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top))
 
 
-def _cgroup_limit_bytes() -> int | None:
-    """The smallest limit of our control groups; None if there is none."""
-    limits = [limit for folder in _groups() if (limit := _limit_bytes(folder)) is not None]
-    return min(limits, default=None)
-
-
 def _limit_bytes(folder: Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
         text = _read(folder / name)
@@ -67,7 +61,7 @@ def _limit_bytes(folder: Path) -> int | None:
 
 
 def _used_bytes(folder: Path) -> int:
-    """What a control group cannot give back: its usage without the page cache it may drop."""
+    """Bytes a control group uses and cannot free: all but the page cache that it may drop."""
     for name in ("memory.current", "memory.usage_in_bytes"):
         text = _read(folder / name)
         if text.isdigit():

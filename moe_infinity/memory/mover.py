@@ -1,8 +1,12 @@
 """The mover reads experts from disk into slots that the residency table has reserved.
 
-One thread decides: loads begin and end only in calls of its owner. The read threads only fill
-slots. Demand loads have threads of their own, so that they never queue behind prefetches. A
-prefetch becomes a demand load if a layer asks for it before a thread has begun it. Every wait is
+    load_now     a layer waits for them                                 read threads
+    stream       the next layer of a long prompt will                   the same, behind these
+    load_ahead   a prediction says that some layer will                 one thread, gives way
+    preload      nobody knows who will, but there are free slots        its own threads, give way
+
+One thread at a time decides: loads begin and end only in calls of its owner. The read threads only
+fill slots. A load that gives way becomes a demand load if a layer asks for it. Every wait is
 bounded, and the time spent waiting is counted.
 """
 
@@ -12,26 +16,30 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 
 from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import LoadTimeout
-from moe_infinity.experts import ExpertKey, Residency
+from moe_infinity.experts import ExpertKey, Phase, Residency
 from moe_infinity.memory import threads
 from moe_infinity.memory.threads import ReadThreads
 
 # One expert from a slow network disk takes seconds; past this something is wrong.
 LOAD_TIMEOUT_S = 120.0
+GLANCE_S = 0.2  # how often one who waits for arrivals may look at something else
 LOAD_TIME_RATE = 0.1  # weight of the newest load in the moving average of load times
 
 Read = Callable[[ExpertKey, int], None]  # fills a slot with an expert's bytes
+# The same, but gives way until the function that comes last says that a layer waits for it.
+ReadGivingWay = Callable[[ExpertKey, int, Callable[[], bool]], None]
 
 logger = logging.getLogger(__name__)
 
 
 class Mover:
     """DISK -> HOST for one residency table. `read` and `read_ahead` run in read threads;
-    `read_ahead` gives way to `read`.
+    `read_ahead` gives way to `read`. Demand loads begin `in_file_order`.
     """
 
     def __init__(
@@ -40,101 +48,160 @@ class Mover:
         read: Read,
         *,
         num_threads: int,
-        read_ahead: Read | None = None,  # None: the same as `read`
+        read_ahead: ReadGivingWay | None = None,  # None: the same as `read`
+        in_file_order: Callable[[Iterable[ExpertKey]], Iterable[ExpertKey]] = list,
     ) -> None:
         self._table = table
         self._read = read
-        self._read_ahead = read_ahead or read
+        self._read_ahead = read_ahead or (lambda key, slot_id, is_wanted: read(key, slot_id))
+        self._in_file_order = in_file_order
         self._threads = ReadThreads(num_threads, "moe-infinity-read")
         self._ahead_threads = ReadThreads(1, "moe-infinity-prefetch")
+        self._preload_threads = ReadThreads(num_threads, "moe-infinity-preload")
         self._loading: dict[ExpertKey, Future[None]] = {}
-        self._ahead: dict[ExpertKey, int] = {}  # slots of prefetches no layer has asked for yet
+        # Loads that no layer has asked for yet, and the threads they were given to.
+        self._ahead: dict[ExpertKey, ReadThreads] = {}
         self.failed: set[ExpertKey] = set()  # prefetches that failed; until a demand load succeeds
         self.load_s = 0.0  # moving average of the seconds of a prefetch; 0 before the first
 
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: dict[ExpertKey, int]) -> None:
         """Start loads that the current layer waits for. Their slots are already reserved."""
-        for key in keys:
+        for key in self._in_file_order(keys):
             self._submit(self._threads, self._read, key, slot_ids[key])
+
+    def stream(self, keys: Sequence[ExpertKey]) -> Sequence[ExpertKey]:
+        """Begin to read experts that a long prompt will need next, behind the demand loads that
+        have begun; returns those that were begun.
+
+        They are as many as the prefill quota has room for. One slot is left, for an MoE layer that
+        needs none of them.
+        """
+        table = self._table
+        present = [key for key in keys if table.lookup(key) is not None]
+        absent = [key for key in self._in_file_order(keys) if table.lookup(key) is None]
+        room = min(table.room(Phase.PREFILL, present), table.num_slots - table.num_loading - 1)
+        coming = absent[: max(room, 0)]
+        with table.holding([*present, *coming], Phase.PREFILL) as held:
+            for key in coming:
+                self._submit_ahead(self._threads, self._read, key, held.slot_ids[key])
+        return coming
 
     def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
         """Queue loads that no layer waits for yet; they run one at a time. Their slots are already
         reserved.
         """
         for key, slot_id in slot_ids.items():
-            self._submit(self._ahead_threads, self._read_timed, key, slot_id)
-            self._ahead[key] = slot_id
+            self._submit_ahead(self._ahead_threads, self._read_timed, key, slot_id)
+
+    def preload(self, slot_ids: Mapping[ExpertKey, int], on_end: Callable[[], None]) -> None:
+        """Queue loads into slots that nobody needs now. `on_end` is called as each of them ends, by
+        the thread that read.
+        """
+        for key, slot_id in slot_ids.items():
+            self._submit_ahead(self._preload_threads, self._read_giving_way, key, slot_id)
+            self._loading[key].add_done_callback(lambda _: on_end())
+
+    @property
+    def num_preloading(self) -> int:
+        """Loads of `preload` that no layer has asked for and that have not been entered."""
+        return list(self._ahead.values()).count(self._preload_threads)
 
     def num_read(self, keys: Collection[ExpertKey]) -> int:
         """How many of these loads, which have just begun, read from disk."""
         return len(keys)
 
+    def _submit_ahead(self, pool: ReadThreads, read: Read, key: ExpertKey, slot: int) -> None:
+        self._ahead[key] = pool  # first: its read asks for it
+        self._submit(pool, read, key, slot)
+
     def _submit(self, pool: ReadThreads, read: Read, key: ExpertKey, slot: int) -> None:
         """Begin a read. Its future is stored first: an interrupted `submit` may have begun it."""
-        future = self._loading[key] = Future()
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    read(key, slot)
-                    future.set_result(None)
-                except BaseException as error:
-                    future.set_exception(error)
-
-        pool.submit(run)
+        self._loading[key] = Future()
+        pool.submit(partial(read, key, slot), self._loading[key])
 
     def _read_timed(self, key: ExpertKey, slot_id: int) -> None:
         started = time.perf_counter()
-        self._read_ahead(key, slot_id)
+        self._read_giving_way(key, slot_id)
         took_s = time.perf_counter() - started
         self.load_s += (took_s - self.load_s) * (LOAD_TIME_RATE if self.load_s else 1)
 
-    def settle(self) -> float:
-        """Enter the prefetches that have arrived; returns seconds until the others will have.
+    def _read_giving_way(self, key: ExpertKey, slot_id: int) -> None:
+        self._read_ahead(key, slot_id, lambda: key not in self._ahead)
 
-        A prefetch that failed is dropped and logged: a demand load of the expert raises the error.
+    def settle(self) -> float:
+        """Enter the loads ahead that have arrived; returns seconds until all prefetches will have.
+
+        One that failed is dropped and logged: a demand load of the expert raises the error. Of
+        preloads, which stop then, only the first is logged.
         """
         for key in [key for key in self._ahead if self._loading[key].done()]:
-            del self._ahead[key]
+            pool = self._ahead.pop(key)
             try:
                 self._finish(key)
             except Exception as error:
+                if pool is not self._preload_threads:
+                    logger.warning("prefetch of %s failed: %s", key, error)
+                elif not self.failed:
+                    logger.warning("preloading of experts ends: %s", error)
                 self.failed.add(key)
-                logger.warning("prefetch of %s failed: %s", key, error)
-        return len(self._ahead) * self.load_s
+        return list(self._ahead.values()).count(self._ahead_threads) * self.load_s
 
     def arrivals(
         self, keys: Sequence[ExpertKey], counters: PhaseCounters
     ) -> Iterator[Sequence[ExpertKey]]:
         """Yield every key once its expert is RESIDENT: residents at once, others as they arrive.
 
-        Raises what a failed read raised, with its slot free again, or LoadTimeout.
+        While nothing arrives it yields an empty sequence now and then, so that the caller can do
+        something else. Raises what a failed read raised, with its slot free again, or LoadTimeout.
         """
         if not self._loading:  # all are hits
             assert self._table.num_loading == 0, self._table.loading_keys()
             yield keys
             return
-        for key in self._ahead.keys() & keys:  # those still in the queue become demand loads
-            slot_id = self._ahead.pop(key)
-            if self._loading[key].cancel():
-                self._submit(self._threads, self._read, key, slot_id)
+        joined = self._ask_for(keys)
         waiting = {self._loading[key]: key for key in keys if key in self._loading}
         resident = [key for key in keys if key not in self._loading]
         assert all(self._table.lookup(key) is Residency.RESIDENT for key in resident), resident
         if resident:
             yield resident
+        give_up_at = time.perf_counter() + LOAD_TIMEOUT_S
         while waiting:
             started = time.perf_counter()
-            done, _ = wait(waiting, timeout=LOAD_TIMEOUT_S, return_when=FIRST_COMPLETED)
-            counters.stall_s += time.perf_counter() - started
-            if not done:
+            left_s = min(max(give_up_at - started, 0), GLANCE_S)
+            done, _ = wait(waiting, timeout=left_s, return_when=FIRST_COMPLETED)
+            ended = time.perf_counter()
+            counters.stall_s += ended - started
+            if not done and ended >= give_up_at:
                 raise LoadTimeout(
                     f"{len(waiting)} experts did not arrive within {LOAD_TIMEOUT_S:.0f} s"
                 )
             arrived = [waiting.pop(future) for future in done]
+            again = [key for key in arrived if key in joined and self._loading[key].exception()]
+            for key in again:  # nobody was told of the error: perhaps the disk reads it now
+                joined.remove(key)
+                self._submit(self._threads, self._read, key, self._table.slot_of(key))
+                waiting[self._loading[key]] = key
+            arrived = [key for key in arrived if key not in again]
             for key in arrived:
                 self._finish(key)
             yield arrived
+            if done:
+                give_up_at = time.perf_counter() + LOAD_TIMEOUT_S
+
+    def _ask_for(self, keys: Sequence[ExpertKey]) -> set[ExpertKey]:
+        """A layer waits for these. Loads ahead among them that no thread has begun become demand
+        loads; returns those begun, which give way no longer.
+        """
+        joined = set()
+        for key in [key for key in keys if key in self._ahead]:
+            pool = self._ahead.pop(key)
+            if pool is not self._threads and self._loading[key].cancel():
+                self._submit(self._threads, self._read, key, self._table.slot_of(key))
+            else:
+                joined.add(key)
+        if self._ahead:
+            self.settle()
+        return joined
 
     def recover(self) -> None:
         """After a step was interrupted: end its loads, keep the experts that arrived, and free the
@@ -172,4 +239,4 @@ class Mover:
         """Cancel reads that have not begun and wait a limited time for the others."""
         for future in self._loading.values():
             future.cancel()
-        threads.close(self._threads, self._ahead_threads)
+        threads.close(self._threads, self._ahead_threads, self._preload_threads)

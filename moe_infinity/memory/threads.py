@@ -9,13 +9,14 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Lock, Thread
 
 CLOSE_TIMEOUT_S = 10.0
 
-Work = Callable[[], None]  # raises nothing
-Waiting = SimpleQueue[Work | None]  # None ends a thread
+Work = Callable[[], None]
+Waiting = SimpleQueue[tuple[Work, Future[None]] | None]  # None ends a thread
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,15 @@ class ReadThreads:
         self._end = weakref.finalize(self, self._waiting.put, None)  # once
         open_threads.add(self)
 
-    def submit(self, work: Work) -> None:
-        """Raises RuntimeError after `close`, or if no thread can be started."""
+    def submit(self, work: Work, future: Future[None]) -> None:
+        """Do `work`, unless `future` is cancelled before, which then tells how it ended. The caller
+        has the future before the work may begin, even if Ctrl-C interrupts this call. Raises
+        RuntimeError after `close`, or if no thread can be started.
+        """
         with self._lock:
             if not self._end.alive:
                 raise RuntimeError(f"{self._name}: closed")
-            self._waiting.put(work)
+            self._waiting.put((work, future))
             if len(self._threads) < self._num_threads:
                 name = f"{self._name}_{len(self._threads)}"
                 thread = Thread(target=_run, args=(self._waiting,), name=name, daemon=True)
@@ -71,10 +75,19 @@ def _close_all() -> None:
     close(*open_threads)
 
 
+def _do(work: Work, future: Future[None]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            work()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+
 def _run(waiting: Waiting) -> None:
-    while (work := waiting.get()) is not None:
-        work()
-        del work  # frees what it refers to before the wait for the next one
+    while (task := waiting.get()) is not None:
+        _do(*task)
+        del task  # frees what it refers to before the wait for the next one
     # Wakes the next thread. `end` puts only one None: it cannot count on knowing every thread, as
     # Ctrl-C may have interrupted `submit` after it started one.
     waiting.put(None)

@@ -9,7 +9,7 @@ through all tiers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moe_infinity.cache.policies import EvictionPolicy
@@ -21,7 +21,8 @@ from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.host import HostSlots, num_host_slots
 from moe_infinity.memory.mover import Mover
 
-Fill = Callable[[ExpertKey, memoryview], None]  # read an expert's bytes from disk
+Fill = Callable[..., None]  # (expert, slot, ...): read an expert's bytes from disk
+InOrder = Callable[[Iterable[ExpertKey]], Sequence[ExpertKey]]
 
 
 @dataclass(slots=True)
@@ -42,7 +43,8 @@ def make_tiers(
     layer_slot_bytes: Sequence[int],  # by MoE layer: the slot size its experts need
     num_experts: int,
     make_policy: Callable[..., EvictionPolicy],
-    fills: tuple[Fill, Fill],  # for demand loads, for prefetches
+    fills: tuple[Fill, Fill],  # for demand loads, for those that give way
+    in_file_order: InOrder,
 ) -> list[SlotTier]:
     """The tiers of a model; without `device_slots` HOST alone.
 
@@ -60,7 +62,13 @@ def make_tiers(
     policy = make_policy(num_slots=num_slots)
     table = ResidencyTable(num_slots, policy)
     read, read_ahead = (_into_slots(fill, slots) for fill in fills)
-    mover = Mover(table, read, num_threads=config.num_read_threads, read_ahead=read_ahead)
+    mover = Mover(
+        table,
+        read,
+        num_threads=config.num_read_threads,
+        read_ahead=read_ahead,
+        in_file_order=in_file_order,
+    )
     tiers = [SlotTier(Tier.HOST, slots, policy, table, mover)]
     if device_slots is not None:
         assert isinstance(slots, SourceSlots), slots
@@ -73,5 +81,5 @@ def make_tiers(
     return tiers
 
 
-def _into_slots(fill: Fill, slots: HostSlots) -> Callable[[ExpertKey, int], None]:
-    return lambda key, slot_id: fill(key, slots.bytes_of(slot_id))
+def _into_slots(fill: Fill, slots: HostSlots) -> Callable[..., None]:
+    return lambda key, slot_id, *more: fill(key, slots.bytes_of(slot_id), *more)

@@ -9,15 +9,13 @@ tokens of some of them only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Ints, Phase, Step
-from moe_infinity.predict.eam import BatchEam, RequestEam
+from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.tracefile import SequenceTrace
 
 
@@ -29,17 +27,25 @@ class Recorder:
         self.num_experts = num_experts
         self.step = Step(Phase.PREFILL, 1, 0, begins_B=np.ones(1, dtype=bool))  # the current one
         self._sequence_of_token_T: Ints = np.zeros(0, dtype=np.int64)
-        self._batch = BatchEam(0, num_layers, num_experts)
+        self._counts_BLE = self._no_counts(0)
         self._tokens: TokenRecorder | None = None
+
+    def _no_counts(self, num_sequences: int) -> dict[Phase, Ints]:
+        """[B, L, E] for each phase: one step adds to the matrices of all sequences at once."""
+        shape = (num_sequences, self._num_layers, self.num_experts)
+        return {phase: np.zeros(shape, dtype=np.int64) for phase in Phase}
 
     def begin_step(self, step: Step) -> list[RequestEam]:
         """A forward pass begins; gives the requests that ended because others take their place."""
-        eams = self._batch.requests()
-        if step.num_sequences != self._batch.num_sequences:
+        eams = self.request_eams()
+        if step.num_sequences != len(eams):
             step = replace(step, begins_B=np.ones(step.num_sequences, dtype=bool))
-            self._batch = BatchEam(step.num_sequences, self._num_layers, self.num_experts)
-        elif step.begins_B.any():
-            self._batch.begin(step.begins_B)
+            self._counts_BLE = self._no_counts(step.num_sequences)
+        elif step.begins_B.any():  # new arrays: those of the ended requests stay as they are
+            begins_B11 = step.begins_B[:, None, None]
+            self._counts_BLE = {
+                phase: np.where(begins_B11, 0, counts) for phase, counts in self._counts_BLE.items()
+            }
         if self._tokens is not None:
             self._tokens.begin_step(step)
         self.step = step
@@ -51,15 +57,16 @@ class Recorder:
         the part that counts.
         """
         assert len(experts_TK) == self.step.num_tokens, (experts_TK.shape, self.step)
-        counted = experts_TK if self.step.counted_T is None else experts_TK[self.step.counted_T]
-        self._batch.add(self.step.phase, moe_layer_idx, self._sequence_of_token_T, counted)
+        counted_TK = experts_TK if self.step.counted_T is None else experts_TK[self.step.counted_T]
+        cells = (self._sequence_of_token_T[:, None], moe_layer_idx, counted_TK)
+        np.add.at(self._counts_BLE[self.step.phase], cells, 1)  # type: ignore[arg-type]  # its stubs forbid tuples
         if self._tokens is not None:
-            self._tokens.record(moe_layer_idx, counted)
-        return counted
+            self._tokens.record(moe_layer_idx, counted_TK)
+        return counted_TK
 
     def drop_step(self) -> None:
         """The step under way will not end: it counts for nothing, and its requests are over."""
-        self._batch = BatchEam(0, self._num_layers, self.num_experts)
+        self._counts_BLE = self._no_counts(0)
         self.drop_incomplete_step()
 
     def drop_incomplete_step(self) -> None:
@@ -69,15 +76,17 @@ class Recorder:
 
     def request_eams(self) -> list[RequestEam]:
         """The EAMs of the running request or, between requests, of the last one; one per sequence
-        of the batch.
+        of the batch. Views: they go on counting while the request runs.
         """
-        return self._batch.requests()
+        prefill_BLE = self._counts_BLE[Phase.PREFILL]
+        decode_BLE = self._counts_BLE[Phase.DECODE]
+        return [RequestEam(p, d) for p, d in zip(prefill_BLE, decode_BLE, strict=True)]
 
     def begin_tokens(self) -> None:
         """From here on keep the routing of every token. Raises ConfigError if we do already."""
         if self._tokens is not None:
             raise ConfigError("the routing of tokens is being recorded already")
-        self._tokens = TokenRecorder(self._num_layers, self._batch.num_sequences)
+        self._tokens = TokenRecorder(self._num_layers)
 
     def finish_tokens(self) -> list[SequenceTrace]:
         """Stop keeping tokens; what was kept since `begin_tokens`, one trace per sequence."""
@@ -90,87 +99,72 @@ class Recorder:
         self._tokens = None
 
 
-class Collected(NamedTuple):
-    """What a TokenRecorder has. Replaced in one assignment, so that Ctrl-C leaves the old or the
-    new one.
+class TokenRecorder:
+    """Collects the routing of every counted token, step by step. Ctrl-C may come between any two
+    statements.
     """
 
-    finished: list[SequenceTrace]  # of requests that ended
-    running: list[list[SequenceTrace]]  # of each sequence, its steps so far
-    step: Step | None  # the step under way; None: it is no part of a trace
-    layers: dict[int, Ints]  # its routing, by MoE layer
-
-
-class TokenRecorder:
-    """Collects the routing of every counted token, sequence by sequence."""
-
-    def __init__(self, num_layers: int, num_sequences: int) -> None:
+    def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self._step_idx = -1
-        self._collected = Collected([], [[] for _ in range(num_sequences)], None, {})
+        self._steps: list[tuple[Step, Ints | None]] = []  # with [T, L, K], or None if incomplete
+        self._layers: dict[int, Ints] | None = None  # of the step under way; None: it was dropped
 
     def begin_step(self, step: Step) -> None:
         """Raises TraceError if the step before was incomplete, and goes on without it."""
-        self._flush()
-        running = self._collected.running
-        self._end_requests(
-            [i for i in range(len(running)) if i >= len(step.begins_B) or step.begins_B[i]]
-        )
-        kept = self._collected.running[: step.num_sequences]
-        new: list[list[SequenceTrace]] = [[] for _ in range(step.num_sequences - len(kept))]
-        self._collected = Collected(self._collected.finished, kept + new, step, {})
-        self._step_idx += 1
+        self._finish_step()
+        self._steps.append((step, None))
+        self._layers = {}
 
     def record(self, moe_layer_idx: int, experts_TK: Ints) -> None:
-        self._collected.layers[moe_layer_idx] = experts_TK.copy()
+        if self._layers is not None:
+            self._layers[moe_layer_idx] = experts_TK.copy()
 
     def drop_incomplete_step(self) -> None:
-        if len(self._collected.layers) < self._num_layers:
-            self._drop_step()
+        if self._layers is not None and len(self._layers) < self._num_layers:
+            self._layers = None
 
     def finish(self) -> list[SequenceTrace]:
-        self._flush()
-        self._end_requests(range(len(self._collected.running)))
-        return self._collected.finished
+        """One trace for each request, in the order in which they ended."""
+        self._finish_step()
+        finished: list[list[SequenceTrace]] = []
+        running: list[list[SequenceTrace]] = []  # of each sequence, its steps so far
+        for step_idx, (step, experts_TLK) in enumerate(self._steps):
+            for idx, parts in enumerate(running):
+                if idx >= step.num_sequences or step.begins_B[idx]:
+                    finished.append(parts)
+                    running[idx] = []
+            num_new = step.num_sequences - len(running)
+            running = [*running[: step.num_sequences], *([] for _ in range(num_new))]
+            if experts_TLK is not None:
+                for idx, parts in enumerate(running):
+                    parts.append(_tokens_of(idx, step, step_idx, experts_TLK))
+        requests = [[part for part in parts if len(part.steps_T)] for parts in finished + running]
+        return [SequenceTrace.concatenate(parts) for parts in requests if parts]
 
-    def _drop_step(self) -> None:
-        self._collected = self._collected._replace(step=None, layers={})
-
-    def _flush(self) -> None:
-        """Hand the tokens of the step that just ended to their sequences."""
-        finished, old_running, step, layers = self._collected
-        if step is None or not layers:
+    def _finish_step(self) -> None:
+        """Keep the step that just ended."""
+        layers = self._layers
+        if not layers:
             return
-        if (
-            len(layers) != self._num_layers
-            or len({experts_TK.shape for experts_TK in layers.values()}) > 1
-        ):
-            self._drop_step()
+        shapes = {experts_TK.shape for experts_TK in layers.values()}
+        if len(layers) != self._num_layers or len(shapes) > 1:
+            self._layers = None
             raise TraceError(
                 f"a step ran {len(layers)} of {self._num_layers} MoE layers, "
                 "or with unequal top-k: no trace of it"
             )
         experts_TLK = np.stack([layers[layer] for layer in range(self._num_layers)], axis=1)
-        sequence_T = step.sequence_of_token_T
-        token_ids_T = step.counted_token_ids_T
-        running = [parts.copy() for parts in old_running]
-        for idx, parts in enumerate(running):
-            mine = sequence_T == idx
-            if num_tokens := int(mine.sum()):
-                parts.append(
-                    SequenceTrace(
-                        experts_TLK[mine],
-                        token_ids_T[mine],
-                        np.full(num_tokens, step.phase is Phase.PREFILL),
-                        np.full(num_tokens, self._step_idx),
-                    )
-                )
-        self._collected = Collected(finished, running, None, {})
+        self._steps[-1] = (self._steps[-1][0], experts_TLK)
+        self._layers = None
 
-    def _end_requests(self, sequences: Iterable[int]) -> None:
-        for idx in sequences:
-            finished, running, step, layers = self._collected
-            if running[idx]:
-                ended = SequenceTrace.concatenate(running[idx])
-                left = [[] if i == idx else parts for i, parts in enumerate(running)]
-                self._collected = Collected([*finished, ended], left, step, layers)
+
+def _tokens_of(sequence: int, step: Step, step_idx: int, experts_TLK: Ints) -> SequenceTrace:
+    """The tokens of one sequence in one step; none if it has ended."""
+    mine_T = step.sequence_of_token_T == sequence
+    num_tokens = int(mine_T.sum())
+    return SequenceTrace(
+        experts_TLK[mine_T],
+        step.counted_token_ids_T[mine_T],
+        np.full(num_tokens, step.phase is Phase.PREFILL),
+        np.full(num_tokens, step_idx),
+    )

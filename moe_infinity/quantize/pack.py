@@ -28,6 +28,7 @@ from moe_infinity.checkpoint.formats import PACKED_BY_US
 from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.config import EXPERT_DTYPES
 from moe_infinity.errors import CheckpointError, ConfigError
 from moe_infinity.inspection import local_folder
 from moe_infinity.kernels.pack import Precision, pack, precision_of
@@ -43,14 +44,13 @@ from moe_infinity.quantize.shards import (
 )
 from moe_infinity.quantize.tensors import (
     GROUP_SIZES,
-    PRECISIONS,
     ChosenTensors,
     choose,
     quantization_config,
 )
 
 ROUNDINGS = ("nearest", "search")
-VERSION = 1  # to be raised when the same command would write other bytes
+VERSION = 2  # to be raised when the same command would write other bytes or notes
 SHARD_BYTES = 2 * 10**9
 COPIED_BYTES = 16 << 20  # of a dense tensor at a time
 INDEX = "model.safetensors.index.json"
@@ -94,17 +94,9 @@ class Notes:
 
     def take(self) -> dict[str, Any]:
         """For the progress file; begins anew."""
-        now = time.monotonic()
-        worst = max(self.errors, key=self.errors.__getitem__, default="")
-        taken = {
-            "num_weights": len(self.errors),
-            "sum_of_errors": sum(self.errors.values()),
-            "worst_name": worst,
-            "worst_error": self.errors.get(worst, 0.0),
-            "seconds": now - self.began,
-        }
+        taken = {"errors": self.errors, "seconds": time.monotonic() - self.began}
         self.errors = {}
-        self.began = now
+        self.began = time.monotonic()
         return taken
 
 
@@ -153,23 +145,25 @@ def pack_checkpoint(
         taken = job.run()
     finally:
         reader.close()
-    num_weights = sum(each["num_weights"] for each in taken)
-    worst = max(taken, key=lambda each: float(each["worst_error"]))
+    errors: dict[str, float] = {}
+    for each in taken:
+        errors |= each["errors"]
+    worst_name = max(errors, key=errors.__getitem__)
     return PackReport(
         folder=str(folder),
         bytes_before=sum(tensor.extent.num_bytes for tensor in stored.values()),
         bytes_after=sum(shard.num_bytes for shard in shards),
-        num_weights=num_weights,
-        mean_error=sum(each["sum_of_errors"] for each in taken) / num_weights,
-        worst_error=worst["worst_error"],
-        worst_name=worst["worst_name"],
+        num_weights=len(errors),
+        mean_error=sum(errors.values()) / len(errors),
+        worst_error=errors[worst_name],
+        worst_name=worst_name,
         seconds=sum(each["seconds"] for each in taken),
     )
 
 
 def _check_options(experts: str, group_size: int, rounding: str) -> None:
     for name, value, allowed in (
-        ("--experts", experts, PRECISIONS),
+        ("--experts", experts, EXPERT_DTYPES),
         ("--group-size", group_size, GROUP_SIZES),
         ("--rounding", rounding, ROUNDINGS),
     ):
@@ -196,7 +190,7 @@ class _Packing:
         of_experts = {name for tensors in chosen.experts.values() for name in tensors}
         of_experts |= chosen.stacked.keys()
         dense = [
-            _copy_of(tensor, self.reader)
+            self._unit([], [tensor], is_aligned=False)
             for name, tensor in stored.items()
             if name not in of_experts
         ]
@@ -204,14 +198,17 @@ class _Packing:
             dense += [_shape_of(tensor) for tensor in chosen.packed if len(tensor.shape) == 2]
         yield from sorted(dense, key=lambda unit: -unit.entries[0].item_bytes)
         for tensor in chosen.stacked.values():
-            yield self._unit([tensor], [])
+            yield self._unit([tensor], [], is_aligned=True)
         for tensors in chosen.experts.values():
             matrices = [tensor for tensor in tensors.values() if len(tensor.shape) == 2]
             biases = [tensor for tensor in tensors.values() if len(tensor.shape) < 2]
-            yield self._unit(matrices, biases)
+            yield self._unit(matrices, biases, is_aligned=True)
 
-    def _unit(self, matrices: list[StoredTensor], biases: list[StoredTensor]) -> Unit:
-        entries = [_entry(tensor) for tensor in biases]
+    def _unit(
+        self, matrices: list[StoredTensor], copied: list[StoredTensor], *, is_aligned: bool
+    ) -> Unit:
+        """Matrices that are packed, and tensors that stay as they are."""
+        entries = [TensorEntry(each.name, each.stored_dtype, each.shape) for each in copied]
         for tensor in matrices:
             *stack, rows, columns = tensor.shape
             for role, (dtype, shape) in self.precision.layout((rows, columns)).items():
@@ -219,14 +216,14 @@ class _Packing:
                     TensorEntry(tensor.name + self._suffix(role), dtype, (*stack, *shape))
                 )
         entries.sort(key=lambda entry: -entry.item_bytes)
-        return Unit(tuple(entries), True, partial(self._produce, matrices, biases))
+        return Unit(tuple(entries), is_aligned, partial(self._produce, matrices, copied))
 
     def _suffix(self, role: str) -> str:
         """Of the name of a part."""
         return PACKED_BY_US[self.precision.name].suffix_of(role)
 
     def _produce(
-        self, matrices: list[StoredTensor], biases: list[StoredTensor]
+        self, matrices: list[StoredTensor], copied: list[StoredTensor]
     ) -> Iterator[TensorBytes]:
         for tensor in matrices:
             num_experts = tensor.shape[0] if len(tensor.shape) == 3 else 0  # stacked
@@ -236,7 +233,7 @@ class _Packing:
                 one = StoredTensor(name, tensor.stored_dtype, tensor.shape[-2:], extent)
                 for role, data in self._pack(one).items():
                     yield tensor.name + self._suffix(role), expert_idx * len(data), data
-        for tensor in biases:
+        for tensor in copied:
             yield from _copy(tensor, self.reader)
 
     def _pack(self, tensor: StoredTensor) -> dict[str, memoryview]:
@@ -254,14 +251,6 @@ class _Packing:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(torch.uint8).flatten().numpy().data
-
-
-def _entry(tensor: StoredTensor) -> TensorEntry:
-    return TensorEntry(tensor.name, tensor.stored_dtype, tensor.shape)
-
-
-def _copy_of(tensor: StoredTensor, reader: Reader) -> Unit:
-    return Unit((_entry(tensor),), False, partial(_copy, tensor, reader))
 
 
 def _copy(tensor: StoredTensor, reader: Reader) -> Iterator[TensorBytes]:

@@ -98,28 +98,27 @@ def plan_shards(units: Iterable[Unit], shard_bytes: int) -> list[Shard]:
 
 def _lay_out(shard: Shard, num_paddings: int) -> int:
     """Fill in where everything lies. Returns how many paddings there are by then."""
-    entries: list[TensorEntry] = []
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}  # from the first byte of data
     end = 0
     for unit in shard.units:
+        entries = list(unit.entries)
         if unit.is_aligned and end % PAGE_BYTES:
-            entries.append(TensorEntry(f"padding.{num_paddings}", "U8", (-end % PAGE_BYTES,)))
+            padding = TensorEntry(f"padding.{num_paddings}", "U8", (-end % PAGE_BYTES,))
+            entries.insert(0, padding)
             num_paddings += 1
-        entries += unit.entries
-        end += -end % PAGE_BYTES * unit.is_aligned + unit.num_bytes
-    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        offsets = [end, end := end + entry.num_bytes]
-        fields[entry.name] = {
-            "dtype": entry.stored_dtype, "shape": entry.shape, "data_offsets": offsets
-        }  # fmt: skip
+        for entry in entries:
+            starts[entry.name] = end
+            end += entry.num_bytes
+            fields[entry.name] = {
+                "dtype": entry.stored_dtype, "shape": entry.shape,
+                "data_offsets": [starts[entry.name], end],
+            }  # fmt: skip
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE_BYTES)
     shard.header = len(text).to_bytes(8, "little") + text
-    start = len(shard.header)
-    del fields["__metadata__"]
-    shard.places = {name: start + entry["data_offsets"][0] for name, entry in fields.items()}
-    shard.num_bytes = start + end
+    shard.places = {name: len(shard.header) + start for name, start in starts.items()}
+    shard.num_bytes = len(shard.header) + end
     return num_paddings
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_infinity.architectures.adapters import ExpertsModule, Outside
 from moe_infinity.checkpoint.extents import StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan
@@ -18,7 +17,6 @@ from moe_infinity.checkpoint.recipe import Source
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels.pack import Precision
 
-PRECISIONS = ("int4", "int8", "fp8")
 GROUP_SIZES = (32, 64, 128)
 UNPACKED = ("BF16", "F16", "F32")
 
@@ -27,7 +25,7 @@ UNPACKED = ("BF16", "F16", "F32")
 class ChosenTensors:
     """The experts' tensors."""
 
-    experts: dict[tuple[int, int], dict[str, StoredTensor]]  # by row and expert: weights and biases
+    experts: dict[tuple[int, int], dict[str, StoredTensor]]  # by MoE layer and expert
     stacked: dict[str, StoredTensor]  # [E, R, C]
 
     @property
@@ -59,13 +57,13 @@ def choose(plan: Plan) -> ChosenTensors:
     if plan.packing is not None:
         raise UnsupportedModelError(f"the checkpoint is quantized already ({plan.packing})")
     chosen = ChosenTensors({}, {})
-    for row_idx, (row, recipes) in enumerate(zip(plan.layers, plan.recipes, strict=True)):
-        if recipes in plan.recipes[:row_idx]:
-            continue  # the experts of another row
+    for moe_layer_idx, (layer, recipes) in enumerate(zip(plan.layers, plan.recipes, strict=True)):
+        if recipes in plan.recipes[:moe_layer_idx]:
+            continue  # tied to the experts of another layer
         sources = [source for recipe in recipes.recipes for source in recipe.sources]
         for source in sources:
             if source.num_parts:
-                if (tensor := _stacked(source, is_transposed=_is_transposed(row))) is not None:
+                if (tensor := _stacked(source, is_transposed=layer.is_transposed)) is not None:
                     chosen.stacked[tensor.name] = tensor
                 continue
             for expert_idx, weight in enumerate(source.weights):
@@ -76,7 +74,7 @@ def choose(plan: Plan) -> ChosenTensors:
                     raise UnsupportedModelError(
                         f"{tensor.name} {list(tensor.shape)} is no matrix named .weight"
                     )
-                chosen.experts.setdefault((row_idx, expert_idx), {})[tensor.name] = tensor
+                chosen.experts.setdefault((moe_layer_idx, expert_idx), {})[tensor.name] = tensor
     return chosen
 
 
@@ -85,15 +83,8 @@ def _as_stored(weight: StoredTensor | PackedTensor) -> StoredTensor:
     return weight
 
 
-def _is_transposed(row: ExpertsModule) -> bool:
-    """Are weights stacked over experts [E, in, out]?"""
-    if isinstance(row.adapter, Outside):
-        return row.adapter.is_transposed
-    return bool(vars(row.module).get("is_transposed", False))  # told by transformers' interface
-
-
-def _stacked(source: Source, *, is_transposed: bool) -> StoredTensor | None:
-    """The one weight of all experts of a row; None if it is a bias."""
+def _stacked(source: Source, *, is_transposed: bool | None) -> StoredTensor | None:
+    """The one weight of all experts of a layer; None if it is a bias."""
     tensor = _as_stored(source.weights[0])
     if len(tensor.shape) <= 2 and tensor.shape[0] == source.num_parts:
         return None

@@ -37,6 +37,7 @@ from moe_infinity.server.sequences import (
 )
 
 logger = logging.getLogger(__name__)
+PRELOAD_GLANCE_S = 0.1  # between looks at whether experts are preloaded
 JOIN_TIMEOUT_S = 120.0  # a step may have to wait for a slow disk
 
 
@@ -135,8 +136,8 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `submit` takes requests."""
-        return self.is_alive and not self._is_draining
+        """Whether `submit` takes requests, and they need not wait for experts to be preloaded."""
+        return self.is_alive and not self._is_draining and self._moe.is_ready
 
     @property
     def num_sequences(self) -> int:
@@ -167,6 +168,8 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Return True when there is work, False when the engine closes."""
         with self._changed:
+            while not (self._moe.is_ready or self._is_closing):
+                self._changed.wait(PRELOAD_GLANCE_S)
             while not (self._waiting or self._prefilling or self._decoding or self._is_closing):
                 self._changed.wait()
             return not self._is_closing

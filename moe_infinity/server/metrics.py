@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -52,35 +52,21 @@ class Metrics(Collector):
         yield from cache_metrics(self._moe.report())
 
 
-def labelled(
-    kind: type[CounterMetricFamily | GaugeMetricFamily],
-    name: str,
-    meaning: str,
-    label: str,
-    values: Mapping[str, float],
-) -> Metric:
-    """A metric with a value for each value of its label."""
-    family = kind(f"{PREFIX}_{name}", meaning, labels=[label])
-    for of_label, value in values.items():
-        family.add_metric([of_label], value)
-    return family
-
-
 def engine_metrics(state: dict[str, Any]) -> Iterator[Metric]:
     """Metrics of what `Engine.state()` returned."""
-    now = {name: state[name] for name in ("waiting", "prefilling", "decoding")}
-    ended = ("finished", "cancelled", "expired", "failed", "refused")
-    tokens = {"prompt": state["prompt_tokens"], "generated": state["generated_tokens"]}
-    yield labelled(GaugeMetricFamily, "sequences", "Sequences now", "state", now)
+    gauge = GaugeMetricFamily(f"{PREFIX}_sequences", "Sequences now", labels=["state"])
+    for name in ("waiting", "prefilling", "decoding"):
+        gauge.add_metric([name], state[name])
+    yield gauge
     yield GaugeMetricFamily(f"{PREFIX}_kv_bytes", "KV cache of decoding", value=state["kv_bytes"])
-    yield labelled(
-        CounterMetricFamily,
-        "sequences_ended",
-        "By outcome",
-        "outcome",
-        {name: state[name] for name in ended},
-    )
-    yield labelled(CounterMetricFamily, "tokens", "Tokens", "kind", tokens)
+    ended = CounterMetricFamily(f"{PREFIX}_sequences_ended", "By outcome", labels=["outcome"])
+    for name in ("finished", "cancelled", "expired", "failed", "refused"):
+        ended.add_metric([name], state[name])
+    yield ended
+    tokens = CounterMetricFamily(f"{PREFIX}_tokens", "Tokens", labels=["kind"])
+    tokens.add_metric(["prompt"], state["prompt_tokens"])
+    tokens.add_metric(["generated"], state["generated_tokens"])
+    yield tokens
     yield CounterMetricFamily(f"{PREFIX}_steps", "Steps of the engine", value=state["steps"])
     yield CounterMetricFamily(f"{PREFIX}_step_seconds", "Time in steps", value=state["stepping_s"])
 
@@ -90,36 +76,30 @@ def cache_metrics(report: Report) -> Iterator[Metric]:
     lookups = CounterMetricFamily(
         f"{PREFIX}_expert_lookups", "Activated experts per layer and step", labels=["phase", "kind"]
     )
-    phases = {"prefill": report.prefill, "decode": report.decode}
-    for phase, counts in phases.items():
-        lookups.add_metric([phase, "hit"], counts.hits)
-        lookups.add_metric([phase, "late_hit"], counts.late_hits)
-        lookups.add_metric([phase, "miss"], counts.misses)
+    read = CounterMetricFamily(
+        f"{PREFIX}_expert_read_bytes", "Expert bytes read from disk", labels=["phase"]
+    )
+    stall = CounterMetricFamily(
+        f"{PREFIX}_stall_seconds", "Compute waited for experts", labels=["phase"]
+    )
+    for phase, counters in (("prefill", report.prefill), ("decode", report.decode)):
+        lookups.add_metric([phase, "hit"], counters.hits)
+        lookups.add_metric([phase, "late_hit"], counters.late_hits)
+        lookups.add_metric([phase, "miss"], counters.misses)
+        read.add_metric([phase], counters.bytes_read)
+        stall.add_metric([phase], counters.stall_s)
+    read.add_metric(["preload"], report.preload.bytes_read)
     yield lookups
-    read = {phase: counts.bytes_read for phase, counts in phases.items()}
-    yield labelled(
-        CounterMetricFamily, "expert_read_bytes", "Expert bytes read from disk", "phase", read
-    )
-    stall = {phase: counts.stall_s for phase, counts in phases.items()}
-    yield labelled(
-        CounterMetricFamily, "stall_seconds", "Compute waited for experts", "phase", stall
-    )
+    yield read
+    yield stall
     yield CounterMetricFamily(f"{PREFIX}_evictions", "Experts evicted", value=report.evictions)
-    tiers = report.tiers
-    yield labelled(
-        GaugeMetricFamily,
-        "tier_experts",
-        "Experts in a tier",
-        "tier",
-        {t.tier: t.experts for t in tiers},
-    )
-    yield labelled(
-        GaugeMetricFamily,
-        "tier_capacity",
-        "Experts it can hold",
-        "tier",
-        {t.tier: t.capacity for t in tiers},
-    )
+    experts = GaugeMetricFamily(f"{PREFIX}_tier_experts", "Experts in a tier", labels=["tier"])
+    room = GaugeMetricFamily(f"{PREFIX}_tier_capacity", "Experts it can hold", labels=["tier"])
+    for tier in report.tiers:
+        experts.add_metric([tier.tier], tier.experts)
+        room.add_metric([tier.tier], tier.capacity)
+    yield experts
+    yield room
 
 
 def stats_of(moe: MoE, engine: Engine, *, model: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ learn depends on the routing alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,14 +114,11 @@ def replay(
     """Run the steps through every setup; what the first `warmup` requests did is not counted."""
     steps = list(steps)
     recorder = Recorder(num_layers, num_experts)
-    # Planning refines a predictor's chances, so setups that prefetch have one of their own.
-    predictors = {
-        setup.prefetch: Predictor(num_layers, num_experts, without=without)
-        for setup in setups
-        if setup.policy == ACTIVATION_AWARE
-    }
+    predictor = None
+    if any(setup.policy == ACTIVATION_AWARE for setup in setups):
+        predictor = Predictor(num_layers, num_experts, without=without)
     policies = list(
-        _policies(steps, setups, predictors, num_layers=num_layers, num_experts=num_experts)
+        _policies(steps, setups, predictor, num_layers=num_layers, num_experts=num_experts)
     )
     distinct_policies = list({id(policy): policy for policy in policies}.values())
     keys = [
@@ -136,21 +133,17 @@ def replay(
             is_counting = True
             for cell in cells:
                 cell.forget_counts()
-        if predictors:
-            ended = recorder.begin_step(step)
-        for predictor in predictors.values():
-            predictor.begin_step(step, ended)
+        if predictor is not None:
+            predictor.begin_step(step, recorder.begin_step(step))
         for policy in distinct_policies:
             policy.begin_step(step)
         for cell in cells:
             cell.begin_step(step)
         for moe_layer_idx, experts_TK in enumerate(recorded.experts_LTK):
-            if predictors:
+            if predictor is not None:
                 recorder.record(moe_layer_idx, experts_TK)
-            counted_TK = experts_TK if step.counted_T is None else experts_TK[step.counted_T]
-            for predictor in predictors.values():
-                predictor.observe(moe_layer_idx, counted_TK)
-            activated, counts = distinct(counted_TK)
+                predictor.observe(moe_layer_idx, experts_TK)
+            activated, counts = distinct(experts_TK)
             for policy in distinct_policies:
                 policy.touch(moe_layer_idx, activated, counts)
             for cell in cells:
@@ -161,7 +154,7 @@ def replay(
 def _policies(
     steps: Sequence[RecordedStep],
     setups: Sequence[Setup],
-    predictors: Mapping[bool, Predictor],
+    predictor: Predictor | None,
     *,
     num_layers: int,
     num_experts: int,
@@ -176,7 +169,11 @@ def _policies(
         name = setup.policy, setup.num_slots if is_own else None
         if name not in shared and setup.policy in OMNISCIENT:
             if future is None:
-                touches = list(_touches(steps))
+                touches = [
+                    (moe_layer_idx, distinct(experts_TK)[0])
+                    for recorded in steps
+                    for moe_layer_idx, experts_TK in enumerate(recorded.experts_LTK)
+                ]
                 future = next_uses(touches, num_layers=num_layers, num_experts=num_experts)
             shared[name] = Belady(future, num_layers=num_layers, num_experts=num_experts)
         elif name not in shared:
@@ -185,7 +182,7 @@ def _policies(
                 num_layers=num_layers,
                 num_experts=num_experts,
                 num_slots=setup.num_slots,
-                chances=predictors.get(setup.prefetch),
+                chances=predictor,
             )
         yield shared[name]
 
@@ -195,13 +192,3 @@ def distinct(experts_TK: Ints) -> tuple[Ints, Ints]:
     if len(experts_TK) == 1:
         return np.sort(experts_TK[0]), np.ones_like(experts_TK[0])
     return np.unique(experts_TK, return_counts=True)
-
-
-def _touches(steps: Sequence[RecordedStep]) -> Iterator[tuple[int, Ints]]:
-    for recorded in steps:
-        counted_T = recorded.step.counted_T
-        for moe_layer_idx, experts_TK in enumerate(recorded.experts_LTK):
-            yield (
-                moe_layer_idx,
-                np.unique(experts_TK if counted_T is None else experts_TK[counted_T]),
-            )

@@ -1,7 +1,7 @@
 """The steps of a recorded run: which tokens of which sequences went through the model together.
 
-Sequences that overlap in time share a batch. A sequence takes the lowest free place in it; places
-that are free, or whose sequence has ended, are there and do not count, like padding.
+Sequences that overlap in time share a batch. A sequence takes the lowest free place in it. A step
+has the tokens of some places; none of places that are free, or whose sequence has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_infinity.predict.tracefile import SequenceTrace
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One forward pass and what its routers chose; T includes what does not count, as in `Step`."""
+    """One forward pass and what its routers chose."""
 
     step: Step
     experts_LTK: Ints
@@ -70,28 +70,18 @@ Part = tuple[int, SequenceTrace, Ints, slice]  # place, sequence, its experts_LT
 
 
 def _step(num_places: int, parts: list[Part], num_begun: int) -> RecordedStep:
-    """Put the tokens of the parts at their places."""
-    most = max(tokens.stop - tokens.start for _, _, _, tokens in parts)
-    _, sequence, experts_LTK, tokens = parts[0]
+    """The tokens of the parts, one part after the other."""
+    _, sequence, _, tokens = parts[0]
     phase = Phase.PREFILL if sequence.is_prefill_T[tokens.start] else Phase.DECODE
     begins_B = np.zeros(num_places, dtype=bool)
     for place, _, _, tokens in parts:
         begins_B[place] = tokens.start == 0
-    if num_places == 1:
-        ids_T = sequence.token_ids_T[tokens]
-        step = Step(phase, 1, most, begins_B, token_ids_T=ids_T)
-        return RecordedStep(step, experts_LTK[:, tokens], num_begun)
-    num_layers, _, top_k = experts_LTK.shape
-    experts_LBSK = np.zeros((num_layers, num_places, most, top_k), dtype=np.int64)
-    counted_BS = np.zeros((num_places, most), dtype=bool)
-    ids_BS = np.full((num_places, most), -1)
-    for place, sequence, experts_LTK, tokens in parts:
-        new = slice(tokens.stop - tokens.start)
-        experts_LBSK[:, place, new] = experts_LTK[:, tokens]
-        counted_BS[place, new] = True
-        ids_BS[place, new] = sequence.token_ids_T[tokens]
-    step = Step(phase, num_places, most, begins_B, counted_BS.ravel(), ids_BS.ravel())
-    return RecordedStep(step, experts_LBSK.reshape(num_layers, -1, top_k), num_begun)
+    places = [place for place, _, _, _ in parts]
+    sequence_T = np.repeat(places, [tokens.stop - tokens.start for _, _, _, tokens in parts])
+    ids_T = np.concatenate([sequence.token_ids_T[tokens] for _, sequence, _, tokens in parts])
+    step = Step(phase, num_places, 0, begins_B, token_ids_T=ids_T, sequence_T=sequence_T)
+    experts_LTK = np.concatenate([experts[:, tokens] for _, _, experts, tokens in parts], axis=1)
+    return RecordedStep(step, experts_LTK, num_begun)
 
 
 def _batches(sequences: Sequence[SequenceTrace]) -> Iterator[list[list[SequenceTrace]]]:

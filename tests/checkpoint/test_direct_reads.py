@@ -39,6 +39,12 @@ def all_files_are_large(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK_BYTES)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_cached(monkeypatch):
+    """The files were just written; test_cached_reads.py is about what is cached."""
+    monkeypatch.setattr(files.OpenFile, "read_if_cached", lambda file, chunk: False)
+
+
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "shard.safetensors"
@@ -54,9 +60,9 @@ def of_direct(monkeypatch, act):
     """`act(buffers, offset)` in the place of every direct read; None means: as usual."""
     preadv = os.preadv
 
-    def patched(descriptor, buffers, offset):
+    def patched(descriptor, buffers, offset, *flags):
         found = act(buffers, offset) if is_direct(descriptor) else None
-        return preadv(descriptor, buffers, offset) if found is None else found
+        return preadv(descriptor, buffers, offset, *flags) if found is None else found
 
     monkeypatch.setattr(os, "preadv", patched)
 
@@ -125,9 +131,9 @@ def test_a_disk_error_names_file_and_byte_and_is_not_for_ever(reader, file, monk
 def test_a_direct_read_that_gives_few_bytes_is_completed(reader, file, monkeypatch, num_bytes):
     preadv = os.preadv
 
-    def patched(descriptor, buffers, offset):
+    def patched(descriptor, buffers, offset, *flags):
         if not is_direct(descriptor):
-            return preadv(descriptor, buffers, offset)
+            return preadv(descriptor, buffers, offset, *flags)
         few = CONTENT[offset : offset + num_bytes]
         buffers[0][: len(few)] = few
         return len(few)
@@ -263,3 +269,29 @@ def test_a_read_that_gives_way_goes_on_when_the_others_are_done(reader, file, mo
         assert urgent.result() == CONTENT[81920 : 81920 + 2 * CHUNK_BYTES]
         assert late.result() == CONTENT[: 3 * CHUNK_BYTES]
     assert order.index(8192) > order.index(90112), "one chunk had begun, the next one waited"
+
+
+def test_a_read_that_gives_way_goes_first_once_somebody_waits_for_it(reader, file, monkeypatch):
+    """The others may go on for as long as a prompt."""
+    is_wanted, others_may_end = threading.Event(), threading.Event()
+
+    def act(buffers, offset):
+        if offset == 81920:
+            assert others_may_end.wait(10)
+
+    of_direct(monkeypatch, act)
+
+    def ahead() -> bytes:
+        with reader.giving_way(until=is_wanted.is_set):
+            return read(reader, file, 0, 3 * CHUNK_BYTES)
+
+    with ThreadPoolExecutor(2) as pool:
+        urgent = pool.submit(read, reader, file, 10 * CHUNK_BYTES, 100)
+        late = pool.submit(ahead)
+        while not reader._num_urgent:
+            pass
+        threading.Timer(0.1, is_wanted.set).start()
+        assert late.result(10) == CONTENT[: 3 * CHUNK_BYTES]
+        assert not urgent.done()
+        others_may_end.set()
+        assert urgent.result() == CONTENT[81920:82020]

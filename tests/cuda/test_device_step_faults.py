@@ -30,7 +30,7 @@ from tests.cuda.fast_device import CACHES, STATIC, bring_every_expert, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
 from tests.cuda.recorded_graph import record_graphs, tokens_without_graph
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 TIGHT = "30%", "34%"  # 7 slots above 8
 
@@ -172,7 +172,7 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "cache",
     [pytest.param({}, id="dynamic", marks=pytest.mark.slow), pytest.param(STATIC, id="static")],
@@ -308,7 +308,7 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
         del stopped
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(
     ("owner", "name"),

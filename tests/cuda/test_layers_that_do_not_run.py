@@ -19,7 +19,7 @@ from tests.cuda.fast_device import CACHES, compute_as_the_device_does, on_device
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 PROMPT = tiny.PROMPT[:1]
 TEXT = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}

@@ -23,7 +23,7 @@ from tests.cuda.on_device import LONG_PROMPT, PROMPT
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 PROMPTS = {
     "short": (PROMPT, torch.ones_like(PROMPT)),
@@ -214,11 +214,10 @@ def test_a_cache_that_was_reset_begins_anew(folder_of, graphs, monkeypatch, name
 def run_with_replays(folder: Path) -> tuple[dict[str, Tensor], int]:
     """Logits of each prompt, and how many steps were replayed after a graph; not all were."""
     with on_device(folder, "20%", "95%") as moe:
-        step, restore, replayed_after_graph = moe._graphed, CacheSnapshot.restore, []
-        assert step is not None
+        restore, replayed_after_graph = CacheSnapshot.restore, []
 
         def watched(self: CacheSnapshot) -> None:
-            replayed_after_graph.append(step._graph is not None)
+            replayed_after_graph.append(moe.has_cuda_graph)
             restore(self)
 
         with mock.patch.object(CacheSnapshot, "restore", watched):

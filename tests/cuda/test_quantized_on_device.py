@@ -44,7 +44,7 @@ def decided_logits(folder: Path, device_memory: str) -> Tensor:
         return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_device_reads_what_the_host_unpacks(name, tmp_path):
     folder = build(name, tmp_path)

@@ -20,7 +20,7 @@ from tests.cuda.fast_device import bring_every_expert, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT
 from tests.quantized_checkpoints import build
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 ONE_BELOW = LONG_PROMPT[:, :13]  # captured with 15 of 16 tokens in the window
 FULL = LONG_PROMPT[:, :16]

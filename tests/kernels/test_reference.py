@@ -276,6 +276,7 @@ def test_a_pair_without_an_expert_adds_nothing_and_activates_nothing(is_eager):
     assert (our_layer(experts, x_TD, without, weights_TK, is_eager=is_eager) == 0).all()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("num_tokens", [16, 37])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

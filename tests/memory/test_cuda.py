@@ -1,4 +1,4 @@
-"""TorchCudaDevice calls torch in the right order. torch.cuda is a log of calls here;
+"""TorchCudaDevice calls torch in the right order. A stand-in for torch.cuda notes the calls;
 tests/cuda/test_gpu.py runs the same on a GPU.
 """
 

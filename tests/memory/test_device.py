@@ -30,7 +30,7 @@ class Bench:
         self.device = DeviceSlots(cuda_device, 2, 1024)
 
     def write(self, host_slot: int, value: int) -> None:
-        """What a read from disk does."""
+        """Fill a HOST slot with one value, as a read from disk would."""
         self.host.bytes_of(host_slot)[:NUM_BYTES] = bytes([value]) * NUM_BYTES
 
     def copy(self, host_slot: int, device_slot: int) -> Copy:

@@ -56,7 +56,7 @@ class Bench:
             self.arrived[key].set()
 
     def load(self, *keys: ExpertKey) -> list[ExpertKey]:
-        """What a layer does; asserts that kernels would find the right bytes."""
+        """As an MoE layer does; asserts that kernels would read the right bytes."""
         found = []
         with self.table.holding(list(keys), Phase.DECODE) as held:
             if held.absent:
@@ -72,11 +72,11 @@ class Bench:
         self.mover.load_ahead({key: self.table.begin_prefetch(key) for key in keys})
 
     def wait_for_read(self, key: ExpertKey) -> None:
-        """Its HOST slot is filled; nobody has taken note yet."""
+        """Wait until its HOST slot is filled; the tables still say LOADING."""
         self.host_mover._loading[key].result(20)
 
     def drop_from_device(self, key: ExpertKey) -> None:
-        """It stays in HOST."""
+        """Evict an expert from DEVICE; HOST keeps it."""
         entry = self.table._entries.pop(key)
         self.table._free_slots([entry.slot_id])
 
@@ -141,7 +141,7 @@ def test_a_prefetch_that_is_asked_for_while_copied_is_waited_for_by_kernels(benc
 
 
 def test_a_prefetch_whose_read_ended_unnoticed_waits_for_no_other_one(bench):
-    """B is still being read, and does not arrive."""
+    """B is still being read when A is asked for, and does not arrive."""
     bench.load_ahead(A)
     assert bench.begun[A].wait(20)
     bench.load_ahead(B)
@@ -215,7 +215,7 @@ def test_recovering_keeps_what_arrived_and_frees_the_rest(bench):
 
 
 def copy_ahead(bench: Bench, *keys: ExpertKey) -> None:
-    """Until all are being copied."""
+    """Prefetch experts, and wait until the copies of all have begun."""
     bench.deliver(*keys)
     bench.load_ahead(*keys)
     while bench.host_table.num_loading:

@@ -49,7 +49,7 @@ class Bench:
         self.counters = PhaseCounters()
 
     def load(self, *keys: ExpertKey) -> list[ExpertKey]:
-        """What a layer does: hold, start the loads, take the experts in the order they come."""
+        """As an MoE layer does: hold the slots, start the loads, take experts as they arrive."""
         with self.table.holding(list(keys), Phase.DECODE) as held:
             self.mover.load_now(held.absent, held.slot_ids)
             return [key for keys in self.mover.arrivals(keys, self.counters) for key in keys]
@@ -150,8 +150,8 @@ def test_an_expert_still_loading_from_an_earlier_layer_is_waited_for(bench):
 
 
 def test_an_expert_whose_load_was_never_started_does_not_count_as_arrived(bench, monkeypatch):
-    """When no thread can be started, or Ctrl-C comes between reserving and loading, a slot stays
-    reserved with nobody filling it. Computing from it would give wrong tokens without a word."""
+    """If no thread can be started, or Ctrl-C comes between reserving and loading, no thread fills
+    the reserved slot. Computing from it would give wrong tokens and no error."""
 
     def no_thread(*args):
         raise RuntimeError("can't start new thread")
@@ -167,7 +167,8 @@ def test_an_expert_whose_load_was_never_started_does_not_count_as_arrived(bench,
 
 
 def test_ctrl_c_while_a_thread_starts_leaves_no_read_that_nobody_waits_for(bench, monkeypatch):
-    """The pool does not know of this thread. Once, its read went on in a slot given back."""
+    """The list of threads lacks the one that was just started. An earlier version freed the slot
+    while that thread still wrote to it."""
     start = threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:

@@ -1,9 +1,11 @@
-"""Prefetches in the mover never stand before a demand load and never end in a wrong state."""
+"""A prefetch in the mover never delays a demand load and never ends in a wrong state."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -11,6 +13,7 @@ from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.cache.policies import make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase, Residency
+from moe_infinity.memory import mover as mover_module
 from moe_infinity.memory.mover import Mover
 
 pytestmark = pytest.mark.timeout(20)
@@ -41,7 +44,7 @@ class Bench:
             self.arrived[key].set()
 
     def load_ahead(self, *keys: ExpertKey) -> None:
-        """Until the first of them is being read."""
+        """Prefetch experts, and wait until the first of them is being read."""
         self.mover.load_ahead({key: self.table.begin_prefetch(key) for key in keys})
         assert self.begun[keys[0]].wait(10)
 
@@ -152,3 +155,69 @@ def test_a_prefetch_that_failed_is_remembered_until_a_demand_load_succeeds(bench
     bench.failing.clear()
     bench.load(A)
     assert bench.mover.failed == set()
+
+
+def test_streamed_loads_come_after_demand_loads_and_nobody_begins_them_twice(bench):
+    with bench.table.holding([A], Phase.PREFILL) as held:
+        bench.mover.load_now(held.absent, held.slot_ids)
+        assert bench.begun[A].wait(10)
+        assert bench.mover.stream([B, C, D]) == [B, C], "one slot is left to others"
+        bench.deliver(A, B, C)
+        assert [*bench.mover.arrivals([A], bench.counters)] == [[A]]
+    assert sorted(bench.load(C, B)) == [B, C]
+    assert bench.asked == [A, B, C]
+    assert all(bench.table.lookup(key) is Residency.RESIDENT for key in (A, B, C))
+
+
+def test_a_streamed_expert_that_its_layer_does_not_use_is_entered_all_the_same(bench):
+    bench.deliver(A, B, C)
+    assert bench.mover.stream([A, B]) == [A, B]
+    assert bench.load(A) == [A]
+    bench.wait_until_settled()
+    assert bench.table.lookup(B) is Residency.RESIDENT
+
+
+def test_streaming_keeps_what_the_next_layer_has_already(bench):
+    bench.deliver(A, B, C)
+    bench.load(A, B, C)
+    for key in (A, B, C):
+        bench.table._entries[key].is_transient = True
+    bench.table.recover()  # as if prefill had brought them
+    bench.mover.stream([C, D])
+    assert bench.table.lookup(C) is Residency.RESIDENT
+    bench.deliver(D)
+    assert bench.load(D) == [D]
+
+
+def test_demand_loads_begin_in_the_order_of_the_files(bench):
+    bench.mover._in_file_order = lambda keys: sorted(keys, reverse=True)
+    bench.deliver(*KEYS)
+    bench.load(A, B, C, D)
+    assert bench.asked == [D, C, B, A]
+
+
+def test_a_preload_gives_way_until_a_layer_asks_for_it(bench):
+    gives_way = threading.Event()
+
+    def read_ahead(key: ExpertKey, slot_id: int, is_wanted: Callable[[], bool]) -> None:
+        gives_way.set()
+        while not is_wanted():
+            time.sleep(0.001)
+
+    bench.mover._read_ahead = read_ahead
+    ended = threading.Event()
+    bench.mover.preload({A: bench.table.begin_load(A, Phase.PREFILL)}, ended.set)
+    assert gives_way.wait(10)
+    assert (bench.mover.num_preloading, bench.mover.settle()) == (1, 0)
+    assert bench.load(A) == [A]
+    assert ended.wait(10)
+
+
+def test_who_waits_long_is_given_nothing_now_and_then(bench, monkeypatch):
+    monkeypatch.setattr(mover_module, "GLANCE_S", 0.01)
+    with bench.table.holding([A], Phase.PREFILL) as held:
+        bench.mover.load_now(held.absent, held.slot_ids)
+        arrivals = bench.mover.arrivals([A], bench.counters)
+        assert next(arrivals) == []
+        bench.deliver(A)
+        assert [key for keys in arrivals for key in keys] == [A]

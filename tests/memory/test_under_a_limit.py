@@ -19,7 +19,7 @@ LIMIT_MIB, TOKENS = 640, 12
 
 @pytest.fixture
 def checkpoint(hollow_checkpoint, tmp_path) -> Path:
-    """390 MiB, with a tokenizer. Python, torch and transformers take 350 MiB themselves."""
+    """A checkpoint of 390 MiB, with a tokenizer. Python, torch and transformers take 350 MiB."""
     for file in hollow_checkpoint.iterdir():
         (tmp_path / file.name).symlink_to(file)
     save_tokenizer(tmp_path)

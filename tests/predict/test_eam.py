@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_infinity.experts import Phase
-from moe_infinity.predict.eam import BatchEam
+from moe_infinity.experts import Phase, Step
+from moe_infinity.predict.recorder import Recorder
 
 NUM_SEQUENCES, NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 2, 6, 2
 
@@ -21,55 +21,38 @@ calls = st.tuples(
 
 
 def add(
-    eam: BatchEam, phase: Phase, moe_layer_idx: int, routed: list[tuple[int, list[int]]]
+    recorder: Recorder, phase: Phase, moe_layer_idx: int, routed: list[tuple[int, list[int]]]
 ) -> None:
-    sequence_of_token_T = np.array([sequence for sequence, _ in routed], dtype=np.int64)
+    """A step with one MoE layer, of sequences that go on."""
+    sequence_T = np.array([sequence for sequence, _ in routed], dtype=np.int64)
     experts_TK = np.array([experts for _, experts in routed], dtype=np.int64).reshape(-1, TOP_K)
-    eam.add(phase, moe_layer_idx, sequence_of_token_T, experts_TK)
+    begins_B = np.zeros(NUM_SEQUENCES, dtype=bool)
+    recorder.begin_step(Step(phase, NUM_SEQUENCES, 0, begins_B, sequence_T=sequence_T))
+    recorder.record(moe_layer_idx, experts_TK)
 
 
 @settings(max_examples=50)
-@given(history=st.lists(calls, max_size=8))
+@given(history=st.lists(calls, min_size=1, max_size=8))
 def test_a_matrix_counts_every_token_once_per_expert_that_served_it(history):
-    eam = BatchEam(NUM_SEQUENCES, NUM_LAYERS, NUM_EXPERTS)
+    recorder = Recorder(NUM_LAYERS, NUM_EXPERTS)
     shape = (NUM_SEQUENCES, NUM_LAYERS, NUM_EXPERTS)
     naive = {phase: np.zeros(shape, dtype=np.int64) for phase in Phase}
     for phase, moe_layer_idx, routed in history:
-        add(eam, phase, moe_layer_idx, routed)
+        add(recorder, phase, moe_layer_idx, routed)
         for sequence, experts in routed:
             for expert in experts:
                 naive[phase][sequence, moe_layer_idx, expert] += 1
-    requests = eam.requests()
+    requests = recorder.request_eams()
     assert len(requests) == NUM_SEQUENCES
     for phase in Phase:
         np.testing.assert_array_equal([r.of(phase) for r in requests], naive[phase])
 
 
-def test_every_layer_of_a_matrix_sums_to_tokens_times_top_k():
-    eam = BatchEam(1, NUM_LAYERS, NUM_EXPERTS)
-    rng = np.random.default_rng(0)
-    num_tokens = 11
-    for moe_layer_idx in range(NUM_LAYERS):
-        routed = [(0, rng.permutation(NUM_EXPERTS)[:TOP_K].tolist()) for _ in range(num_tokens)]
-        add(eam, Phase.PREFILL, moe_layer_idx, routed)
-    (request,) = eam.requests()
-    assert request.prefill.sum(axis=1).tolist() == [num_tokens * TOP_K] * NUM_LAYERS
-    assert request.decode.sum() == 0
-
-
-def test_prefill_does_not_count_in_the_decode_matrix():
-    eam = BatchEam(1, 1, NUM_EXPERTS)
-    add(eam, Phase.PREFILL, 0, [(0, [0, 1]), (0, [0, 2])])
-    add(eam, Phase.DECODE, 0, [(0, [0, 5])])
-    (request,) = eam.requests()
-    assert request.prefill.tolist() == [[2, 1, 1, 0, 0, 0]]
-    assert request.decode.tolist() == [[1, 0, 0, 0, 0, 1]]
-    assert request.of(Phase.PREFILL) is request.prefill
-    assert request.of(Phase.DECODE) is request.decode
-
-
 def test_the_matrices_of_a_running_batch_go_on_counting():
-    eam = BatchEam(1, 1, NUM_EXPERTS)
-    (request,) = eam.requests()
-    add(eam, Phase.DECODE, 0, [(0, [3, 4])])
-    assert request.decode.tolist() == [[0, 0, 0, 1, 1, 0]]
+    recorder = Recorder(NUM_LAYERS, NUM_EXPERTS)
+    add(recorder, Phase.DECODE, 0, [])
+    request, *_ = recorder.request_eams()
+    add(recorder, Phase.DECODE, 0, [(0, [3, 4])])
+    assert request.decode[0].tolist() == [0, 0, 0, 1, 1, 0]
+    assert request.of(Phase.DECODE) is request.decode
+    assert request.of(Phase.PREFILL) is request.prefill

@@ -31,7 +31,7 @@ from tests.quantize.packed_checkpoints import (
     tensors_of,
 )
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 PRECISIONS = ["int4", "int8", "fp8"]
 PROMPT = torch.arange(3, 3 + 26).view(2, 13) * 4 % 128  # two sequences

@@ -32,6 +32,7 @@ ROUTING_MARGIN = 1e-4  # of router logits, float32: their sums are off by 1e-6
 # alone
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_without_batching_tokens_are_those_of_generate(tiny_checkpoint, dtype):
     with MoE(tiny_checkpoint, host_memory="50%", dtype=dtype) as moe:

@@ -104,6 +104,7 @@ def test_belady_has_the_most_hits_any_choice_of_victims_can_have(case):
     assert hits == most_hits(decoding, num_slots)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [n for n in SIMULATED_POLICIES if n != ACTIVATION_AWARE])
 @settings(max_examples=100)
 @given(decodings(max_layers=4, max_experts=6, max_steps=12), st.sets(st.integers(0, 11)))

@@ -16,11 +16,9 @@ from moe_infinity.simulator.schedule import RecordedStep, interleave, steps_of
 from tests.simulator.traces import lengths, one_after_the_other, sequence
 
 
-def counted(step: RecordedStep) -> list[tuple[int, int, list]]:
-    """(place, token id, experts [L][K]) of the tokens that count."""
-    counted_T = step.step.counted_T
-    which = slice(None) if counted_T is None else counted_T
-    experts = step.experts_LTK[:, which].transpose(1, 0, 2).tolist()
+def tokens_of(step: RecordedStep) -> list[tuple[int, int, list]]:
+    """(place, token id, experts [L][K]) of each token."""
+    experts = step.experts_LTK.transpose(1, 0, 2).tolist()
     places, ids = step.step.sequence_of_token_T, step.step.counted_token_ids_T
     return list(zip(places.tolist(), ids.tolist(), experts, strict=True))
 
@@ -41,7 +39,7 @@ def put_together(steps: list[RecordedStep]) -> list[list[tuple[int, list]]]:
         for place in np.flatnonzero(step.begins_B).tolist():
             running[place] = []
             found.append(running[place])
-        for place, token_id, experts in counted(recorded):
+        for place, token_id, experts in tokens_of(recorded):
             running[place].append((token_id, experts))
     return found
 
@@ -70,7 +68,7 @@ def test_every_token_of_every_request_is_in_one_step_in_order(requests, num_user
 def test_at_most_as_many_sequences_run_at_once_as_there_are_users(requests, num_users):
     for recorded in steps_of(interleave(one_after_the_other(requests), num_users)):
         assert recorded.step.num_sequences <= num_users
-        assert len({place for place, *_ in counted(recorded)}) <= num_users
+        assert len({place for place, *_ in tokens_of(recorded)}) <= num_users
 
 
 @settings(max_examples=150)
@@ -82,7 +80,7 @@ def test_a_step_is_of_the_phase_of_its_tokens_and_a_prompt_is_one_of_its_own(req
     sequences = one_after_the_other(requests)
     phase_of = phases_of(sequences)
     for recorded in steps_of(interleave(sequences, num_users)):
-        tokens = counted(recorded)
+        tokens = tokens_of(recorded)
         assert {phase_of[token_id] for _, token_id, _ in tokens} == {recorded.step.phase}
         places = [place for place, *_ in tokens]
         if recorded.step.phase is Phase.PREFILL:
@@ -99,7 +97,7 @@ def test_the_number_of_requests_begun_counts_every_request_when_its_first_token_
     first_ids = {s.token_ids_T[0] for s in one_after_the_other(requests)}
     begun = 0
     for recorded in steps_of(interleave(one_after_the_other(requests), num_users)):
-        begun += sum(token_id in first_ids for _, token_id, _ in counted(recorded))
+        begun += sum(token_id in first_ids for _, token_id, _ in tokens_of(recorded))
         assert recorded.num_begun == begun
     assert begun == len(requests)
 
@@ -129,7 +127,6 @@ def test_one_request_is_a_prompt_and_then_token_by_token():
     assert [s.step.phase for s in steps] == [Phase.PREFILL, Phase.DECODE, Phase.DECODE]
     assert [s.step.num_tokens for s in steps] == [3, 1, 1]
     assert [s.step.begins_B.tolist() for s in steps] == [[True], [False], [False]]
-    assert all(s.step.counted_T is None for s in steps)
 
 
 def test_two_users_decode_together_after_each_ones_prompt():
@@ -153,17 +150,15 @@ def test_interleaving_leaves_the_requests_as_they_were():
     assert [r.steps_T.tolist() for r in requests] == before
 
 
-def test_a_batch_is_padded_and_the_padding_does_not_count():
+def test_a_step_has_the_tokens_of_all_places_and_no_padding():
     """Prompts of 3 and 1 tokens in one step, then one token of each, then the first alone."""
     long, short = one_after_the_other([(3, 2), (1, 1)])
     short = SequenceTrace(
         short.experts_TLK, short.token_ids_T, short.is_prefill_T, np.array([0, 1])
     )
     first, second, third = steps_of([long, short])
-    assert [s.step.num_tokens for s in (first, second, third)] == [6, 2, 2]
-    assert first.step.counted_T is not None
-    assert first.step.counted_T.sum() == 4
-    assert [[place for place, *_ in counted(s)] for s in (first, second, third)] == [
+    assert [s.step.num_tokens for s in (first, second, third)] == [4, 2, 1]
+    assert [[place for place, *_ in tokens_of(s)] for s in (first, second, third)] == [
         [0, 0, 0, 1],
         [0, 1],
         [0],
@@ -194,7 +189,7 @@ def test_requests_begin_in_the_order_they_were_sent(num_users):
     requests = one_after_the_other([(1, 3), (1, 2), (2, 1), (3, 4)])
     begins = defaultdict(list)
     for number, recorded in enumerate(steps_of(interleave(requests, num_users))):
-        for _, token_id, _ in counted(recorded):
+        for _, token_id, _ in tokens_of(recorded):
             begins[token_id].append(number)
     firsts = [begins[int(r.token_ids_T[0])][0] for r in requests]
     assert firsts == sorted(firsts)

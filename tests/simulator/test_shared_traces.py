@@ -10,6 +10,7 @@ from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.simulator.laboratory import Experiment, run_experiment
 
 SHARED_TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
+pytestmark = pytest.mark.slow
 BASELINES = ("lru", "lfu", "request-lfu")
 
 
@@ -26,7 +27,6 @@ def hit_rates() -> dict[str, float]:
     return {layer["policy"]: layer["hit_rate"] for layer in run_experiment(file, experiment)}
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_the_default_policy_has_more_hits_than_each_baseline(hit_rates, baseline):
     assert hit_rates[ACTIVATION_AWARE] > hit_rates[baseline] + 0.01

@@ -78,9 +78,8 @@ def attend(
     arguments = arguments_for(loop, (num_tokens, width), (1, width), 1)
     arguments = arguments._replace(row_bytes=key.stride(2) * key.itemsize, out_bytes=4 * in_row)
     told: NDArray[np.int64] = np.array(arguments, np.int64)
-    one, two = (row_function(loop._replace(num_tokens=n)).address for n in (1, 2))
     attention(str(kind), value_width // LANES)(
-        one, two, told.ctypes.data, x.ctypes.data, arguments.x_bytes,
+        row_function(loop).address, told.ctypes.data, x.ctypes.data, arguments.x_bytes,
         key.data_ptr(), *_bytes(key)[:2], value.data_ptr(), *_bytes(value),
         *((0, 0, 0) if bias is None else (bias.data_ptr(), *_bytes(bias)[:2])),
         scores.data_ptr(), 4 * in_row, out.data_ptr(),
@@ -110,7 +109,7 @@ def attention(kind: str, num_vectors: int) -> Any:
 
     # fmt: off
     def attend_all(  # type: ignore[no-untyped-def]
-        one, two, arguments, x, x_bytes,
+        score, arguments, x, x_bytes,
         key, key_seq, key_head, value, value_seq, value_head, value_row,
         bias, bias_seq, bias_head, scores, score_row, out,
         num_seqs, num_heads, per_group, num_tokens,
@@ -119,12 +118,11 @@ def attention(kind: str, num_vectors: int) -> Any:
             seq = row // num_heads
             head = row % num_heads
             group = head // per_group
-            of_group = head % per_group
             at = scores + score_row * row
-            if of_group % 2 == 0:  # two queries of a group at once
-                function = two if of_group + 1 < per_group else one
+            if head % per_group == 0:  # all queries of a group at once
                 keys = key + seq * key_seq + group * key_head
-                call_rows(function, 0, num_tokens, x + row * x_bytes, at, arguments, keys)
+                queries = x + row * x_bytes
+                call_rows(score, 0, num_tokens, queries, per_group, at, arguments, keys)
             if bias:
                 added = bias + seq * bias_seq + head * bias_head
                 for i in range(num_tokens):
@@ -132,14 +130,14 @@ def attention(kind: str, num_vectors: int) -> Any:
             values = value + seq * value_seq + group * value_head
             to = out + 4 * LANES * num_vectors * row
             num_steps = score_row // (4 * LANES)
-            _weigh(kind, num_vectors, at, num_steps, values, value_row, num_tokens, to)
+            weigh(kind, num_vectors, at, num_steps, values, value_row, num_tokens, to)
 
     attend_all.__name__ = attend_all.__qualname__ = f"attend_{kind}_{num_vectors}"
-    return machine_code(types.void(*[types.int64] * 22))(attend_all)
+    return machine_code(types.void(*[types.int64] * 21))(attend_all)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def _weigh(
+def weigh(
     _: Any, kind: Any, num_vectors: Any, scores: Any, steps: Any, rows: Any, row: Any, count: Any,
     out: Any,
 ) -> Any:  # fmt: skip

@@ -1,14 +1,16 @@
-"""The MLPs of all activated experts of one layer in one call, from the slots they lie in: for the
-few rows of a decode step, where calls from Python would cost more than they compute.
+"""The MLPs of all activated experts of one layer in one call, read from their slots. Made for the
+few rows of a decode step, where one call for each expert would take longer than its arithmetic.
 
     FusedExperts(inputs, starts, addresses)
-      up      x times gate and up     float32    blocks of rows of all experts, handed out to
-      act     activation.py           float32    torch's number of threads; work.py
+      up      x times gate and up     float32
+      act     activation.py           float32
       down    hidden times down       float32
       ->      rounded once, to the dtype of the inputs
 
-reference.expert_mlp rounds to the model's dtype after each of the three; this does not. What a row
-gives depends on nothing but the row and its expert: not on the threads, the other rows or experts.
+Threads share the blocks of rows of all experts (work.py); there are as many as torch has.
+
+reference.expert_mlp rounds to the model's dtype after each of the three steps; this does not. The
+result of a row depends on the row and its expert alone, not on threads, other rows or experts.
 
 Legend: P rows of all experts, sorted by expert, D model width, F expert width, R rows (outputs), C
 columns (inputs) of a weight.
@@ -43,9 +45,10 @@ from moe_infinity.kernels.cpu.steps import (
 )
 from moe_infinity.kernels.cpu.threads import num_threads
 from moe_infinity.kernels.cpu.words import BLOCK_ROWS
-from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, SharedCall, Weights, job_for
+from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, Weights, run_job
 
 BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
+SPARE_BYTES = 128  # behind the outputs of up, of which vectors are read
 MAX_STEPS = 1 << 16  # of a row, for which KernelArguments.inverse divides exactly
 
 
@@ -57,10 +60,10 @@ def fused_experts(
     biases: Sequence[ParamSpec] = (),
     is_interleaved: bool = False,
 ) -> FusedExperts | None:
-    """Weights lie one below the other: of `up`, gate's rows come before up's or, interleaved, in
-    turn with them. Biases: of up and of down, one weight each. None: it cannot be computed here.
-    Compiles where no earlier start has: 2 s of processor time for the first, then 0.3 s for each
-    new kind.
+    """Weights lie one below the other. In `up` all rows of gate come before those of up or, with
+    `is_interleaved`, they alternate. Biases are one of up and one of down, or none. None: kernels
+    do not read these weights. Compiles what no earlier start has compiled: 2 s of processor time
+    for the first kind, 0.3 s for each further one.
     """
     first = Product.of(up)
     second = Product.of(down)
@@ -75,13 +78,13 @@ def fused_experts(
         return None
     if biases and (biases[0].dtype not in BIASES or biases[0].dtype != biases[1].dtype):
         return None
-    if biases and {up[0].kind, down[0].kind} & {*WORDS}:  # rows of two blocks would have it twice
+    if biases and {up[0].kind, down[0].kind} & {*WORDS}:  # a row in two blocks would get it twice
         return None
     return FusedExperts(first, second, activation, biases, is_interleaved=is_interleaved)
 
 
 def _loop_of(weight: WeightLayout) -> InnerLoop | None:
-    """None: this weight cannot be computed."""
+    """None: kernels do not read this weight."""
     loader = LOADERS.get(weight.kind)
     columns = weight.shape[1]
     if loader is None or not weight.is_stored_in(loader.bits):
@@ -104,7 +107,7 @@ def _loop_of(weight: WeightLayout) -> InnerLoop | None:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Weights one below the other, ready for machine code."""
+    """A matrix product with weights that lie one below the other, described for machine code."""
 
     num_rows: int  # of all weights
     num_columns: int
@@ -114,7 +117,7 @@ class Product:
 
     @classmethod
     def of(cls, weights: Sequence[WeightLayout]) -> Product | None:
-        """None unless all can be computed, are of one kind, and want x in the same arrangement."""
+        """None unless kernels read all weights, and these agree in kind and arrangement of x."""
         loops = [loop for weight in weights if (loop := _loop_of(weight)) is not None]
         alike = {
             (weight.kind, weight.shape[1], loop.num_vectors, loop.has_zeros)
@@ -130,20 +133,20 @@ class Product:
         offset = 0
         for weight, loop, row in zip(weights, loops, arguments, strict=True):
             row[:] = _arguments(weight, loop)._replace(out_bytes=4 * num_rows)
-            functions = [row_function(loop._replace(num_tokens=n)).address for n in (1, 2)]
+            function = row_function(loop).address
             unit = BLOCK_ROWS.get(weight.kind, 1)
             row_bytes = weight.values.num_bytes // weight.shape[0]
             at_once = max(1, BLOCK_BYTES // (row_bytes * unit)) * unit
             for first in range(0, weight.shape[0], at_once):
                 last = min(first + at_once, weight.shape[0])
                 at = row.ctypes.data
-                blocks.append((*functions, at, first, last, offset, places.row_bytes))
+                blocks.append((function, at, first, last, offset, places.row_bytes))
             offset += 4 * weight.shape[0]
         return cls(num_rows, num_columns, places, arguments, np.array(blocks, np.int64))
 
 
 def _arguments(weight: WeightLayout, loop: InnerLoop) -> KernelArguments:
-    """Addresses from the start of a slot."""
+    """For a kernel; addresses count from the start of a slot."""
     rows, columns = weight.shape
     block = block_of(weight) or (rows, columns)
     return arguments_for(loop, weight.shape, block, -(-rows // block[0]))._replace(
@@ -171,7 +174,7 @@ class FusedExperts:
         self._numbers = np.array(numbers, np.float32)
         self.up_bytes = -(-4 * up.num_rows // 64) * 64  # so that no vector crosses a cache line
         self.row_bytes = self.up_bytes + down.places.row_bytes
-        self.weights = Weights(
+        weights = Weights(
             up_blocks=up.blocks.ctypes.data,
             num_up=len(up.blocks),
             down_blocks=down.blocks.ctypes.data,
@@ -187,6 +190,8 @@ class FusedExperts:
             down_bias=biases[1].offset if biases else NO_BIAS,
             bias=BIASES.index(biases[0].dtype) if biases else 0,
         )
+        self.weights = array("q", weights)
+        self.hidden_places = array("q", down.places)
         self(host_float32(0, down.num_rows), [0], [])  # compiles
 
     def __call__(
@@ -200,14 +205,14 @@ class FusedExperts:
         return rows.out_PD.to(inputs_PD.dtype)
 
     def begin(self, inputs_PD: Tensor, num_rows: int) -> Rows:
-        """Make ready to compute `num_rows` rows; one input may be that of all, for experts that
-        have one row each.
+        """Make ready to compute `num_rows` rows. `inputs_PD` may be a single row, the input of all,
+        if each expert has one row.
         """
         return Rows(self, inputs_PD, num_rows)
 
 
 class Rows:
-    """Rows of all experts of a layer, whose experts come in any number of calls."""
+    """The rows of all experts of one layer in one step, computed in any number of calls."""
 
     def __init__(self, experts: FusedExperts, inputs_PD: Tensor, num_rows: int) -> None:
         x = inputs_PD.to(torch.float32).contiguous()
@@ -217,7 +222,9 @@ class Rows:
         self._is_shared = num_x < num_rows
         # arranged x, and of each row what comes out of up and what goes into down
         self._scratch = torch.empty(
-            num_x * places.row_bytes + num_rows * experts.row_bytes, dtype=torch.uint8, device="cpu"
+            num_x * places.row_bytes + num_rows * experts.row_bytes + SPARE_BYTES,
+            dtype=torch.uint8,
+            device="cpu",
         )
         self._up_at = self._scratch.data_ptr() + num_x * places.row_bytes
         self._hidden_at = self._up_at + num_rows * experts.up_bytes
@@ -230,23 +237,23 @@ class Rows:
         """Fill `out_PD` from starts[i] to stops[i] for the expert whose slot begins at
         addresses[i], where it has to stay until this returns.
         """
-        job, ints = job_for(
+        run_job(
+            self._experts.weights,
+            self._experts.hidden_places,
             starts,
             stops,
             addresses,
+            num_threads=num_threads(),
             x=self._scratch.data_ptr(),
             x_is_shared=int(self._is_shared),
             up=self._up_at,
             hidden=self._hidden_at,
             out=self.out_PD.data_ptr(),
         )
-        experts = self._experts
-        buffers = ints, self._scratch, self.out_PD
-        SharedCall(experts.weights, experts.down.places, job, buffers).run(num_threads())
 
     def sum(self, place_P: array[int], weights_TK: Tensor) -> Tensor:
-        """[T, D]: each token's weighted rows, in the order of k; its pairs are told by their rows,
-        token by token. Weights are float32 without gaps.
+        """[T, D]: the weighted sum of each token's rows, in the order of k. `place_P` is the row of
+        each pair, token by token. Weights are float32, contiguous.
         """
         num_tokens, top_k = weights_TK.shape
         total_TD = host_float32(num_tokens, self.out_PD.shape[1]).zero_()

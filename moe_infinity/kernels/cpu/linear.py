@@ -1,11 +1,12 @@
-"""The product of a few rows with dense weights, for decode steps: what experts.py does for
-experts, with weights that stay where they are. Rounded once, to the dtype of the input.
+"""Linear layers for few tokens: what experts.py does for experts, with weights that never move.
+Results are float32.
 
 Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -17,13 +18,15 @@ from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu.experts import Product
 from moe_infinity.kernels.cpu.steps import arrange
 from moe_infinity.kernels.cpu.threads import num_threads
-from moe_infinity.kernels.cpu.work import SharedCall, Weights, job_for
+from moe_infinity.kernels.cpu.work import Weights, run_job
 
 MIN_SHARED_BYTES = 2 << 20  # smaller ones are read before a second thread has woken up
 
 
-def fused_linear(weights: Sequence[Tensor]) -> FusedLinear | None:
-    """For weights [R, C] of equal C that are given one input. None: kernels do not read them."""
+def product_of(weights: Sequence[Tensor]) -> Product | None:
+    """The product with weights [R, C] of equal C, read where they are. None: kernels do not read
+    them.
+    """
     layouts = []
     for weight in weights:
         if weight.dim() != 2 or not weight.is_contiguous() or not weight.is_cpu:
@@ -31,7 +34,12 @@ def fused_linear(weights: Sequence[Tensor]) -> FusedLinear | None:
         dtype = str(weight.dtype).removeprefix("torch.")
         address = weight.data_ptr()  # in the place of an offset, from a slot that begins at 0
         layouts.append(WeightLayout.plain(ParamSpec("", tuple(weight.shape), dtype, address)))
-    product = Product.of(layouts)
+    return Product.of(layouts)
+
+
+def fused_linear(weights: Sequence[Tensor]) -> FusedLinear | None:
+    """For weights that multiply the same input. None: kernels do not read them."""
+    product = product_of(weights)
     return None if product is None else FusedLinear([w.detach() for w in weights], product)
 
 
@@ -41,12 +49,14 @@ class FusedLinear:
     def __init__(self, weights: list[Tensor], product: Product) -> None:
         self.weights = weights
         self._places = product.places
-        self._product = product  # keeps what `_told` points to
-        self._told = Weights(
+        self._product = product  # keeps what `_weights` points to
+        layout = Weights(
             up_blocks=product.blocks.ctypes.data,
             num_up=len(product.blocks),
             up_bytes=4 * product.num_rows,
         )
+        self._weights = array("q", layout)
+        self._unused = array("q", product.places)  # there is no second product
         num_bytes = sum(weight.numel() * weight.itemsize for weight in weights)
         self._is_shared = num_bytes >= MIN_SHARED_BYTES
 
@@ -56,16 +66,17 @@ class FusedLinear:
         arranged = torch.empty(len(x) * self._places.row_bytes, dtype=torch.uint8, device="cpu")
         arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), self._places)
         out_TR = host_float32(len(x), self._product.num_rows)
-        job, ints = job_for(  # one "expert" has all rows; addresses of weights are absolute
+        run_job(  # one "expert" has all rows; addresses of weights are absolute
+            self._weights,
+            self._unused,
             [0],
             [len(x)],
             [0],
+            num_threads=num_threads() if self._is_shared else 1,
             x=arranged.data_ptr(),
             x_is_shared=0,
             up=out_TR.data_ptr(),
             hidden=0,
             out=0,
         )
-        call = SharedCall(self._told, self._places, job, (ints, arranged, out_TR))
-        call.run(num_threads() if self._is_shared else 1)
         return out_TR

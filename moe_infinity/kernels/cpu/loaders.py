@@ -6,7 +6,7 @@ A loader may leave a factor out that is the same for all values: x is multiplied
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from moe_infinity.checkpoint.layout import WORDS
@@ -26,8 +26,9 @@ from moe_infinity.kernels.cpu.vectors import (
 )
 from moe_infinity.kernels.unpack import NIBBLES
 
-# (builder, number of vectors, address of the first value) -> those vectors
-LoadValues = Callable[[Any, int, Any], list[Any]]
+# (builder, number of vectors, address of the first value) -> those vectors, each when asked for:
+# then few registers hold values that wait for their use
+LoadValues = Callable[[Any, int, Any], Iterable[Any]]
 
 
 class ValueLoader(NamedTuple):
@@ -42,45 +43,46 @@ class ValueLoader(NamedTuple):
     subtracts_zero: bool = False  # values count from 0; what stands for 0 is subtracted later
 
 
-def _int4(b: Any, num_vectors: int, at: Any) -> list[Any]:
-    return nibbles_of(b, load(b, at, 0, I32))
+def _int4(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
+    yield from nibbles_of(b, load(b, at, 0, I32))
 
 
-def _mxfp4(b: Any, num_vectors: int, at: Any) -> list[Any]:
+def _mxfp4(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
     """The sign to bit 15, the others to bits 9-11: a float16 / 2 ** 14."""
     halves = load(b, at, 0, I16)
-    tops = [
-        b.ashr(b.shl(halves, all_lanes(I16, 12 - 4 * k)), all_lanes(I16, 3))
-        for k in range(num_vectors)
-    ]
-    return [from_half(b, b.and_(v, all_lanes(I16, 0x8E00))) for v in tops]
+    for k in range(num_vectors):
+        top = b.ashr(b.shl(halves, all_lanes(I16, 12 - 4 * k)), all_lanes(I16, 3))
+        yield from_half(b, b.and_(top, all_lanes(I16, 0x8E00)))
 
 
-def _int8(b: Any, num_vectors: int, at: Any) -> list[Any]:
-    loaded = [load(b, at, k * LANES, I8) for k in range(num_vectors)]
-    return [b.sitofp(b.sext(v, vector_of(I32)), FLOATS) for v in loaded]
+def _int8(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
+    for k in range(num_vectors):
+        yield b.sitofp(b.sext(load(b, at, k * LANES, I8), vector_of(I32)), FLOATS)
 
 
-def _fp8(b: Any, num_vectors: int, at: Any) -> list[Any]:
+def _fp8(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
     """A float16 / 2 ** 8."""
-    loaded = [load(b, at, k * LANES, I8) for k in range(num_vectors)]
-    halves = [b.shl(b.sext(v, vector_of(I16)), all_lanes(I16, 7)) for v in loaded]
-    return [from_half(b, b.and_(v, all_lanes(I16, 0xBF80))) for v in halves]
+    for k in range(num_vectors):
+        halves = b.shl(b.sext(load(b, at, k * LANES, I8), vector_of(I16)), all_lanes(I16, 7))
+        yield from_half(b, b.and_(halves, all_lanes(I16, 0xBF80)))
 
 
-def _bf16(b: Any, num_vectors: int, at: Any) -> list[Any]:
-    return [from_bfloat(b, load(b, at, 2 * LANES * k, I16)) for k in range(num_vectors)]
+def _bf16(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
+    for k in range(num_vectors):
+        yield from_bfloat(b, load(b, at, 2 * LANES * k, I16))
 
 
-def _f16(b: Any, num_vectors: int, at: Any) -> list[Any]:
-    return [from_half(b, load(b, at, 2 * LANES * k, I16)) for k in range(num_vectors)]
+def _f16(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
+    for k in range(num_vectors):
+        yield from_half(b, load(b, at, 2 * LANES * k, I16))
 
 
-def _f32(b: Any, num_vectors: int, at: Any) -> list[Any]:
-    return [load(b, at, 4 * LANES * k, F32) for k in range(num_vectors)]
+def _f32(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
+    for k in range(num_vectors):
+        yield load(b, at, 4 * LANES * k, F32)
 
 
-def _none(b: Any, num_vectors: int, at: Any) -> list[Any]:
+def _none(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
     raise AssertionError("words.py has the inner loop of this kind")
 
 

@@ -18,46 +18,59 @@ from numba.extending import intrinsic
 
 from moe_infinity.checkpoint.layout import WORDS
 from moe_infinity.kernels.cpu.compiler import c_function
-from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments
+from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments, Tile
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,
     I32,
     I64,
     LANES,
+    WIDE,
     all_lanes,
     fma,
+    larger,
     load,
     prefetch,
     repeated,
     smaller,
     spread,
-    sum_of_lanes,
+    store_sums,
 )  # fmt: skip
 from moe_infinity.kernels.cpu.words import STORED, emit_words, scales_of
 
-# Ahead, of nibbles: 13 GB/s instead of 7 to 12, one thread. All others come faster if nothing but
-# the machine itself prefetches: int8 24 GB/s instead of 15, bf16 23 instead of 15.
-PREFETCH_BYTES = 1024
+PREFETCH_BYTES = 2048  # ahead, at least; bf16, one token, two threads: 47 GB/s, without it 43
 NUM_ARGUMENTS = len(KernelArguments._fields)
+
+
+FEW = 2  # tokens for which memory is the limit: one row at a time comes fastest
+MANY_ROWS = 4 if WIDE else 2  # at once, for more tokens
+
+
+def most_tokens(loop: InnerLoop) -> int:
+    """Of a tile, so that its sums fit the registers."""
+    if loop.kind == "awq":  # has sums of twice as many rows
+        return 3 if WIDE else 2
+    return 6 if WIDE else 3
 
 
 @cache
 def row_function(loop: InnerLoop) -> Any:
-    """A C function for rows [first, last); its `address` takes first, last, x, out, the address of
-    KernelArguments in memory, and what to add to their addresses.
+    """A C function for rows [first, last) of a weight; its `address` takes first, last, x, the
+    number of tokens, out, the address of KernelArguments in memory, and what to add to their
+    addresses.
     """
     kind = loop.kind  # constants of the compiled code
     num_vectors = loop.num_vectors
     num_scales = loop.num_scales
     scale = loop.scale or ""
     has_zeros = int(loop.has_zeros)
-    num_tokens = loop.num_tokens
 
-    @c_function(types.void(*[types.int64] * 6), "rows_" + "_".join(map(str, loop)))
-    def function(first: int, last: int, x: int, out: int, told: int, slot: int) -> None:
-        _rows(kind, num_vectors, num_scales, scale, has_zeros, num_tokens,
-              first, last, x, out, told, slot)  # fmt: skip
+    @c_function(types.void(*[types.int64] * 7), "rows_" + "_".join(map(str, loop)))
+    def function(
+        first: int, last: int, x: int, num_tokens: int, out: int, told: int, slot: int
+    ) -> None:
+        _rows(kind, num_vectors, num_scales, scale, has_zeros,
+              first, last, x, num_tokens, out, told, slot)  # fmt: skip
 
     return function
 
@@ -65,76 +78,117 @@ def row_function(loop: InnerLoop) -> Any:
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _rows(
     _: Any, kind: Any, num_vectors: Any, num_scales: Any, scale: Any, has_zeros: Any,
-    num_tokens: Any, first: Any, last: Any, x: Any, out: Any, told: Any, slot: Any,
+    first: Any, last: Any, x: Any, num_tokens: Any, out: Any, told: Any, slot: Any,
 ) -> Any:  # fmt: skip
-    literals = kind, num_vectors, num_scales, scale, has_zeros, num_tokens
+    literals = kind, num_vectors, num_scales, scale, has_zeros
     loop = InnerLoop(*(each.literal_value for each in literals))
     loop = loop._replace(scale=loop.scale or None, has_zeros=bool(loop.has_zeros))
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
-        return _emit_rows_of_slot(loop, context, b, args[len(literals) :])
+        _emit_rows(loop, b, args[len(literals) :])
+        return context.get_dummy_value()
 
-    return types.void(*literals, *[types.int64] * 6), emit
+    return types.void(*literals, *[types.int64] * 7), emit
 
 
-def _emit_rows_of_slot(loop: InnerLoop, context: Any, b: Any, args: Any) -> Any:
-    first, last, x, out, told, slot = args
+def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
+    """out[t, row] for all tokens, as many at once as registers hold."""
+    first, last, x, num_tokens, out, told, slot = args
     places = [b.inttoptr(b.add(told, I64(8 * k)), I64.as_pointer()) for k in range(NUM_ARGUMENTS)]
     a = KernelArguments(*map(b.load, places))
     a = a._replace(
         weight=b.add(a.weight, slot), scales=b.add(a.scales, slot), zeros=b.add(a.zeros, slot)
     )
-    _emit_loop(loop, b, first, last, x, out, a)
-    return context.get_dummy_value()
+
+    def emit(tile: Tile, start: Any) -> None:
+        x_at = b.add(x, b.mul(start, a.x_bytes))
+        out_at = b.add(out, b.mul(start, a.out_bytes))
+        emit_tiles = emit_words if loop.kind in WORDS else _emit_tiles
+        emit_tiles(loop, tile, b, first, last, x_at, out_at, a)
+
+    most = most_tokens(loop)
+    is_few = b.icmp_signed("<=", num_tokens, I64(FEW))
+    with b.if_else(is_few) as (then, otherwise):
+        with then:
+            for tokens in range(1, FEW + 1):
+                with b.if_then(b.icmp_signed("==", num_tokens, I64(tokens))):
+                    emit(Tile(1, tokens), I64(0))
+        with otherwise:
+            rest = b.urem(num_tokens, I64(most))
+            whole = b.sub(num_tokens, rest)
+            with cgutils.for_range_slice(b, I64(0), whole, I64(most), intp=I64) as (start, _):
+                emit(Tile(MANY_ROWS, most), start)
+            for tokens in range(1, most):
+                with b.if_then(b.icmp_signed("==", rest, I64(tokens))):
+                    emit(Tile(MANY_ROWS, tokens), whole)
 
 
-def _emit_loop(
-    loop: InnerLoop, b: Any, first: Any, last: Any, x: Any, out: Any, a: KernelArguments
-) -> None:
-    """out[t, row] = the sum over steps of scale x (values x x[t]), for rows [first, last)."""
-    if loop.kind in WORDS:
-        emit_words(loop, b, first, last, x, out, a)
-        return
-    tokens = range(loop.num_tokens)
+def _emit_tiles(
+    loop: InnerLoop, tile: Tile, b: Any, first: Any, last: Any, x: Any, out: Any,
+    a: KernelArguments,
+) -> None:  # fmt: skip
+    """out[t, row] = the sum over steps of scale x (values x x[t]), for rows [first, last). Of the
+    last rows some may be computed more than once.
+    """
+    height, num_tokens = tile
     last_offset = b.sub(a.row_bytes, I64(loop.num_bytes))
-    with cgutils.for_range_slice(b, first, last, I64(1), intp=I64) as (row, _):
-        sums = [cgutils.alloca_once_value(b, FLOATS(None)) for _ in tokens]
+    ahead = larger(b, b.mul(a.row_bytes, I64(height)), I64(PREFETCH_BYTES))
+    with cgutils.for_range_slice(b, first, last, I64(height), intp=I64) as (row, _):
+        rows = [smaller(b, b.add(row, I64(r)), b.sub(last, I64(1))) for r in range(height)]
+        starts = [b.add(a.weight, b.mul(each, a.row_bytes)) for each in rows]
+        sums = [
+            [cgutils.alloca_once_value(b, FLOATS(None)) for _ in range(num_tokens)] for _ in rows
+        ]
+        for of_row in sums:
+            for total in of_row:
+                b.store(FLOATS(None), total)
         with cgutils.for_range(b, a.num_steps, intp=I64) as each:
             offset = smaller(b, b.mul(each.index, I64(loop.num_bytes)), last_offset)
+            x_at = b.add(x, b.mul(each.index, I64(loop.num_x * 4 * LANES)))
+            x_of = [b.add(x_at, b.mul(a.x_bytes, I64(t))) for t in range(num_tokens)]
             scale_idx = b.lshr(b.mul(each.index, a.inverse), I64(32))
             scale_idx = smaller(b, b.mul(scale_idx, I64(loop.num_scales)), a.last_scale)
-            values = _values(b, loop, a, row, offset, scale_idx)
-            scale = None if loop.scale is None else spread(b, _scales(b, loop, a, row, scale_idx))
-            x_at = b.add(x, b.mul(each.index, I64(loop.num_x * 4 * LANES)))
-            for total in sums:
-                x_of_step = [load(b, x_at, 4 * LANES * k, F32) for k in range(loop.num_x)]
-                part = _dot(b, values, x_of_step)
-                if scale is None:
-                    b.store(b.fadd(part, b.load(total)), total)
-                else:
-                    b.store(fma(b, part, scale, b.load(total)), total)
-                x_at = b.add(x_at, a.x_bytes)
-        for t, total in enumerate(sums):
+            size = height * loop.num_bytes
+            at = b.add(b.add(starts[0], ahead), b.mul(each.index, I64(size)))
+            for line in range(0, size, 64):
+                prefetch(b, b.add(at, I64(line)))
+            load_values = loop.loader.load
+            values = [load_values(b, loop.num_vectors, b.add(at, offset)) for at in starts]
+            _add_step(b, loop, a, values, x_of, sums, rows, scale_idx)
+        for t in range(num_tokens):
+            of_rows = [b.load(of_row[t]) for of_row in sums]
             out_at = b.add(b.add(out, b.mul(a.out_bytes, I64(t))), b.mul(row, I64(4)))
-            b.store(sum_of_lanes(b, b.load(total)), b.inttoptr(out_at, F32.as_pointer()))
+            store_sums(b, of_rows, out_at, b.sub(last, row))
 
 
-def _values(
-    b: Any, loop: InnerLoop, a: KernelArguments, row: Any, offset: Any, scale_idx: Any
-) -> list[Any]:
-    """What a step multiplies by x: the weights of a row, then its zeros if any are stored."""
-    at = b.add(b.add(a.weight, b.mul(row, a.row_bytes)), offset)
-    if loop.loader.bits == 4:
-        prefetch(b, b.add(at, I64(PREFETCH_BYTES)))
-    return [*loop.loader.load(b, loop.num_vectors, at), *_zeros(b, loop, a, row, scale_idx)]
-
-
-def _dot(b: Any, values: list[Any], x: list[Any]) -> Any:
-    """The products of a loop, in two chains; a vector of x too many has those of the zeros."""
-    parts = [FLOATS(None), x[-1] if len(x) > len(values) else FLOATS(None)]
-    for k, value in enumerate(values):
-        parts[k % 2] = fma(b, value, x[k], parts[k % 2])
-    return b.fadd(*parts)
+def _add_step(
+    b: Any, loop: InnerLoop, a: KernelArguments, values: Any, x_of: Any, sums: Any, rows: Any,
+    scale_idx: Any,
+) -> None:  # fmt: skip
+    """Onto sums: one chain of additions for each row and token."""
+    is_scaled = loop.scale is not None
+    parts = sums
+    if is_scaled:
+        parts = [[cgutils.alloca_once(b, FLOATS) for _ in x_of] for _ in rows]
+        for r, row in enumerate(rows):
+            zero = _zeros(b, loop, a, row, scale_idx)
+            for t, x in enumerate(x_of):
+                value = FLOATS(None)
+                if loop.loader.subtracts_zero:
+                    value = load(b, x, 4 * LANES * loop.num_vectors, F32)
+                    if zero is not None:
+                        value = b.fmul(value, zero)
+                b.store(value, parts[r][t])
+    for k, of_rows in enumerate(zip(*values, strict=True)):
+        for t, x in enumerate(x_of):
+            number = load(b, x, 4 * LANES * k, F32)
+            for r, value in enumerate(of_rows):
+                b.store(fma(b, value, number, b.load(parts[r][t])), parts[r][t])
+    if is_scaled:
+        for r, row in enumerate(rows):
+            scale = spread(b, _scales(b, loop, a, row, scale_idx))
+            for part, total in zip(parts[r], sums[r], strict=True):
+                b.store(fma(b, b.load(part), scale, b.load(total)), total)
 
 
 def _scales(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> Any:
@@ -144,13 +198,15 @@ def _scales(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: An
     return scales_of(b, loop.scale, load(b, at, 0, STORED[loop.scale_bytes], loop.num_scales))
 
 
-def _zeros(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> list[Any]:
-    """Those of a step in one vector, if any are stored: word [row / 8, group], nibble row % 8."""
+def _zeros(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> Any:
+    """Those of a step in one vector: word [row / 8, group], nibble row % 8; None: they are not
+    stored.
+    """
     if not loop.has_zeros:
-        return []
+        return None
     num_groups = b.add(a.last_scale, I64(loop.num_scales))
     word = b.add(b.mul(b.lshr(row, I64(3)), num_groups), scale_idx)
     words = load(b, b.add(a.zeros, b.mul(word, I64(4))), 0, I32, loop.num_scales)
     shift = b.trunc(b.mul(b.and_(row, I64(7)), I64(4)), I32)
     nibbles = b.and_(b.lshr(spread(b, words), repeated(b, shift)), all_lanes(I32, 15))
-    return [b.sitofp(nibbles, FLOATS)]
+    return b.sitofp(nibbles, FLOATS)

@@ -1,9 +1,9 @@
-"""How a product goes along the columns of a weight, and how x is arranged for it; rows.py
+"""How a product runs along the columns of a weight in steps, and how x is arranged for it. rows.py
 and words.py have the machine code.
 
-A step of the loop is `num_vectors` vectors of LANES columns, and x comes arranged as weights come
-out of decoding; of WORDS, which lie column by column, a step is a group. The last step of a row may
-overlap the one before: x is 0 where it does.
+A step is `num_vectors` vectors of LANES columns. x is arranged in the order in which weights come
+out of decoding. For WORDS, which are stored column by column, a step is a group. The last step of a
+row may overlap the one before; x is 0 where it does.
 
 Legend: T tokens, C columns (inputs) of a weight.
 """
@@ -14,7 +14,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from moe_infinity.checkpoint.layout import WORDS, Block
@@ -22,21 +25,31 @@ from moe_infinity.experts import DTYPE_BYTES
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu.compiler import machine_code, named
 from moe_infinity.kernels.cpu.loaders import LOADERS, ValueLoader
-from moe_infinity.kernels.cpu.vectors import LANES, float_at, put_float
+from moe_infinity.kernels.cpu.vectors import (
+    F32,
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    load,
+    put_float,
+    repeated,
+    store,
+    vector_of,
+)
 from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
 
 NIBBLE_UNITS = np.array([*(16.0**-k for k in range(NIBBLES - 1)), 1.0], np.float32)
 
 
 class InnerLoop(NamedTuple):
-    """What machine code is compiled for: the columns of one row, in steps."""
+    """What one function is compiled for: how the columns of a row are read in steps."""
 
     kind: str  # of LOADERS
     num_vectors: int  # decoded at a step
     num_scales: int  # loaded at a step: more than one where groups are shorter than a step
     scale: str | None  # a float of 2 or 4 bytes, or uint8 for an exponent; None: no scales
     has_zeros: bool
-    num_tokens: int
 
     @property
     def loader(self) -> ValueLoader:
@@ -61,21 +74,28 @@ class InnerLoop(NamedTuple):
         return self.num_vectors + self.loader.subtracts_zero
 
 
+class Tile(NamedTuple):
+    """Products that are summed at once, in registers."""
+
+    num_rows: int
+    num_tokens: int
+
+
 class KernelArguments(NamedTuple):
-    """What a kernel is told of a weight: integers; in its code, LLVM's values. Without a unit, an
-    address.
+    """What a kernel gets to know about a weight: integers, and in the kernel's code LLVM's values.
+    Fields that name no unit are addresses.
     """
 
     weight: Any
     scales: Any
-    zeros: Any  # words [rows / 8, groups]; anything if there are none
-    row_bytes: Any  # of weight; of words, of a line: a word of every row, or of every eighth
+    zeros: Any  # words [rows / 8, groups]; not read if there are none
+    row_bytes: Any  # of weight; for WORDS of a line: one word of every row, or of every eighth
     x_bytes: Any  # of a token
     out_bytes: Any  # of a token
-    scales_bytes: Any  # of a row of scales; of words, of a group
+    scales_bytes: Any  # of a row of scales; for WORDS of a group
     block_rows: Any  # that share a row of scales
     num_steps: Any
-    inverse: Any  # 2 ** 32 over the steps that share a scale, and 1
+    inverse: Any  # 2 ** 32 / (steps that share a scale) + 1, to divide by multiplying
     last_scale: Any  # the scale, or first of the scales, of the last step
 
 
@@ -87,17 +107,17 @@ def loop_for(
     scale: str | None,
     has_zeros: bool = False,
 ) -> InnerLoop | None:
-    """For a row of which `group` columns share a scale; None: these columns fit no step."""
+    """For rows whose `group` columns share a scale. None: no step fits these columns."""
     num_groups = -(-num_columns // group)
     num_vectors = _num_vectors(kind, num_columns, num_groups, min(group, num_columns))
     if num_vectors is None:
         return None
     num_scales = max(1, num_vectors * LANES // group) if num_groups > 1 else 1
-    return InnerLoop(kind, num_vectors, num_scales, scale, has_zeros, 1)
+    return InnerLoop(kind, num_vectors, num_scales, scale, has_zeros)
 
 
 def _num_vectors(kind: str, num_columns: int, num_groups: int, group: int) -> int | None:
-    """As many as fit a row and have whole groups, or one group, at a step."""
+    """The most that fit a row, where a step is inside one group or has whole groups."""
     if kind in WORDS:
         return group // LANES if group % LANES == 0 else None
     loader = LOADERS[kind]
@@ -145,10 +165,10 @@ class Arrangement(NamedTuple):
     num_columns: int
     num_steps: int
     num_vectors: int  # of x at a step
-    has_sum: int  # one of the vectors is for zeros: what they stand for times the sum of x, less
+    has_sum: int  # 1: one more vector, minus the zero point times the sum of x
     per_lane: int  # neighbouring columns that lie in the same lane of neighbouring vectors
-    zero: int  # the nibble that stands for 0, or 1 if zeros are stored
-    factors: int  # address of what decoding leaves out, by vector and lane
+    zero: int  # the zero point; 1 if zeros are stored, which are multiplied later
+    factors: int  # address of the factors that decoding leaves out, by vector and lane
 
     @property
     def row_shape(self) -> tuple[int, int, int]:
@@ -182,8 +202,8 @@ def _factors(kind: str, num_vectors: int) -> NDArray[np.float32]:
 
 
 def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
-    """[T, steps, vectors, LANES], as the weights come out of decoding; what has been counted is 0
-    where the last step overlaps the one before.
+    """[T, steps, vectors, LANES], in the order in which weights come out of decoding; 0 where the
+    last step overlaps the one before.
     """
     places = arrangement_for(loop, x_TC.shape[1])
     # numpy aligns to 16 bytes: then every vector would cross a cache line
@@ -192,9 +212,58 @@ def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
     return out
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _arrange_lanes(
+    _: Any, x: Any, first: Any, step: Any, counted: Any, factors: Any, out: Any
+) -> Any:
+    """16 columns times 16 factors."""
+
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        x, first, step, counted, factors, out = args
+        lanes = _columns(b, x, first, step, counted)
+        store(b, b.fmul(lanes, load(b, factors, 0, F32)), out)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _subtract_lanes(
+    _: Any, x: Any, first: Any, step: Any, counted: Any, times: Any, total: Any
+) -> Any:
+    """So many times 16 columns, from 16 sums."""
+
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        x, first, step, counted, times, total = args
+        product = b.fmul(repeated(b, b.sitofp(times, F32)), _columns(b, x, first, step, counted))
+        store(b, b.fsub(load(b, total, 0, F32), product), total)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), emit
+
+
+def _columns(b: Any, x: Any, first: Any, step: Any, counted: Any) -> Any:
+    """Of a row, every `step`-th from `first`; 0 in place of those before `counted`."""
+    found = cgutils.alloca_once(b, FLOATS)
+    at = b.add(x, b.mul(first, I64(4)))
+    with b.if_else(b.icmp_signed("==", step, I64(1))) as (is_dense, is_sparse):
+        with is_dense:
+            b.store(load(b, at, 0, F32), found)
+        with is_sparse:
+            lanes = FLOATS(None)
+            for lane in range(LANES):
+                pointer = b.inttoptr(b.add(at, b.mul(step, I64(4 * lane))), F32.as_pointer())
+                lanes = b.insert_element(lanes, b.load(pointer), I32(lane))
+            b.store(lanes, found)
+    counts = ir.Constant(vector_of(I64), [*range(LANES)])
+    columns = b.add(b.mul(counts, repeated(b, step)), repeated(b, first))
+    is_new = b.icmp_signed(">=", columns, repeated(b, counted))
+    return b.select(is_new, b.load(found), FLOATS(None))
+
+
 @machine_code(types.void(*[types.int64] * 4, named(Arrangement)))
 def arrange(x, x_bytes, out, num_rows, places):  # type: ignore[no-untyped-def]
-    """Rows at the address x, so many bytes apart, to the address out."""
+    """Arrange `num_rows` rows of x, `x_bytes` apart, at the address `out`."""
     weights_of_step = places.num_vectors - places.has_sum
     width = weights_of_step * LANES
     for _ in range(num_rows):
@@ -202,18 +271,16 @@ def arrange(x, x_bytes, out, num_rows, places):  # type: ignore[no-untyped-def]
             counted = step * width
             start = min(counted, places.num_columns - width)
             sums = out + weights_of_step * LANES * 4
-            for lane in range(places.has_sum * LANES):
-                put_float(sums, lane, np.float32(0))
+            if places.has_sum:
+                for lane in range(LANES):
+                    put_float(sums, lane, np.float32(0))
             for k in range(weights_of_step):
                 place = k % places.per_lane
                 first = start + (k - place) * LANES + place
-                for lane in range(LANES):
-                    column = first + lane * places.per_lane
-                    value = float_at(x, column) if column >= counted else np.float32(0)
-                    factor = float_at(places.factors, k * LANES + lane)
-                    put_float(out, k * LANES + lane, value * factor)
-                    if places.has_sum:
-                        total = float_at(sums, lane) - np.float32(places.zero) * value
-                        put_float(sums, lane, total)
+                factors = places.factors + 4 * LANES * k
+                to = out + 4 * LANES * k
+                _arrange_lanes(x, first, places.per_lane, counted, factors, to)
+                if places.has_sum:
+                    _subtract_lanes(x, first, places.per_lane, counted, places.zero, sums)
             out += places.num_vectors * LANES * 4
         x += x_bytes

@@ -5,8 +5,10 @@ Only what LLVM can give every processor; `b` builds the code of a function, valu
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -14,6 +16,7 @@ from numba.extending import intrinsic
 
 from moe_infinity.kernels.unpack import NIBBLES
 
+WIDE = "+avx512f" in llvm.get_host_cpu_features().flatten()
 LANES = 16  # float32 values of a vector; LLVM splits them where the machine has narrower ones
 
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -39,6 +42,10 @@ def load(b: Any, at: Any, offset: int, kind: Any, lanes: int = LANES) -> Any:
     return b.load(pointer, align=1)
 
 
+def store(b: Any, vector: Any, at: Any) -> None:
+    b.store(vector, b.inttoptr(at, vector.type.as_pointer()), align=4)
+
+
 def spread(b: Any, vector: Any) -> Any:
     """Each element over as many lanes as it is for."""
     count = vector.type.count
@@ -46,9 +53,16 @@ def spread(b: Any, vector: Any) -> Any:
     return b.shuffle_vector(vector, vector, ir.Constant(vector_of(I32), lanes))
 
 
-def repeated(b: Any, value: Any) -> Any:
-    one = b.insert_element(ir.Constant(vector_of(value.type, 1), None), value, I32(0))
-    return spread(b, one)
+def repeated(b: Any, value: Any, lanes: int = LANES) -> Any:
+    one = b.insert_element(ir.Constant(vector_of(value.type, lanes), None), value, I32(0))
+    return pick(b, one, [0] * lanes)
+
+
+def pick(b: Any, vector: Any, lanes: Iterable[int], other: Any = None) -> Any:
+    """These lanes of a vector, or of two one behind the other."""
+    chosen = list(lanes)
+    mask = ir.Constant(vector_of(I32, len(chosen)), chosen)
+    return b.shuffle_vector(vector, vector if other is None else other, mask)
 
 
 def from_half(b: Any, bits: Any) -> Any:
@@ -71,21 +85,25 @@ def _from_top(b: Any, bits: Any, shift: int) -> Any:
     return b.bitcast(bits, vector_of(F32, lanes))
 
 
-def nibbles_of(b: Any, words: Any) -> list[Any]:
+def nibbles_of(b: Any, words: Any) -> Iterator[Any]:
     """Of every lane the 8, in float32: nibble k times 16 ** k where it is masked without a shift,
     which is for all but the last.
     """
-    masked = [b.and_(words, all_lanes(I32, 15 << 4 * k)) for k in range(NIBBLES - 1)]
-    return [b.sitofp(m, FLOATS) for m in (*masked, b.lshr(words, all_lanes(I32, 28)))]
+    for k in range(NIBBLES - 1):
+        yield b.sitofp(b.and_(words, all_lanes(I32, 15 << 4 * k)), FLOATS)
+    yield b.sitofp(b.lshr(words, all_lanes(I32, 28)), FLOATS)
 
 
 def smaller(b: Any, one: Any, other: Any) -> Any:
-    return b.select(b.icmp_signed("<", one, other), one, other)
+    """`one`, too, where that is no number."""
+    compare = b.icmp_signed if one.type == I64 else b.fcmp_unordered
+    return b.select(compare("<", one, other), one, other)
 
 
 def larger(b: Any, one: Any, other: Any) -> Any:
-    """Of floats."""
-    return b.select(b.fcmp_ordered(">", one, other), one, other)
+    """As large: `other`, also where that is no number."""
+    compare = b.icmp_signed if one.type == I64 else b.fcmp_ordered
+    return b.select(compare(">", one, other), one, other)
 
 
 def exponential(b: Any, x: Any) -> Any:
@@ -112,7 +130,51 @@ def fma(b: Any, one: Any, other: Any, addend: Any) -> Any:
 
 
 def sum_of_lanes(b: Any, vector: Any) -> Any:
-    return _call(b, "llvm.vector.reduce.fadd.v16f32", F32, [F32(-0.0), vector], ("reassoc",))
+    """Halves onto each other until one lane is left: the same additions as in store_sums."""
+    return b.extract_element(_fold(b, _fold(b, _fold(b, _fold(b, vector)))), I32(0))
+
+
+def _fold(b: Any, vector: Any) -> Any:
+    half = vector.type.count // 2
+    return b.fadd(*(pick(b, vector, range(k * half, (k + 1) * half)) for k in (0, 1)))
+
+
+def store_sums(b: Any, vectors: list[Any], at: Any, count: Any) -> None:
+    """The sums over the lanes of one, two or four vectors, next to each other, but no more than
+    `count` of them. A sum's bits do not depend on the other vectors.
+    """
+    num = len(vectors)
+    width = LANES
+    while len(vectors) > 1:  # lanes of pairs, so that one addition halves both
+        half = width // 2
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [_fold_two(b, *pair, half) for pair in pairs]
+        width = half
+    (vector,) = vectors
+    while width > 1:
+        half = width // 2
+        low = [k * width + lane for k in range(num) for lane in range(half)]
+        vector = b.fadd(pick(b, vector, low), pick(b, vector, [lane + half for lane in low]))
+        width = half
+    store_some(b, vector, at, count)
+
+
+def _fold_two(b: Any, one: Any, other: Any, half: int) -> Any:
+    """Both have sums of so many times two lanes; the result has those of one, then of the other."""
+    count = one.type.count
+    width = 2 * half
+    low = [k * width + lane for k in range(2 * count // width) for lane in range(half)]
+    return b.fadd(pick(b, one, low, other), pick(b, one, [lane + half for lane in low], other))
+
+
+def store_some(b: Any, vector: Any, at: Any, count: Any) -> None:
+    """The first `count` lanes, or all if that is more."""
+    lanes = vector.type.count
+    places = ir.Constant(vector_of(I64, lanes), [*range(lanes)])
+    is_kept = b.icmp_signed("<", places, repeated(b, count, lanes))
+    pointer = b.inttoptr(at, vector.type.as_pointer())
+    args = [vector, pointer, I32(4), is_kept]
+    _call(b, f"llvm.masked.store.v{lanes}f32.p0", ir.VoidType(), args)
 
 
 def largest_of_lanes(b: Any, vector: Any) -> Any:
@@ -170,6 +232,31 @@ def half_at(_: Any, address: Any, index: Any) -> Any:
 def put_float(_: Any, address: Any, index: Any, value: Any) -> Any:
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         b.store(args[2], _element(b, args, F32))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def put_half(_: Any, address: Any, index: Any, value: Any) -> Any:
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        b.store(b.fptrunc(args[2], ir.HalfType()), _element(b, args, ir.HalfType()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def put_bfloat(_: Any, address: Any, index: Any, value: Any) -> Any:
+    """To the nearest, of two the even one. No number stays none."""
+
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        bits = b.bitcast(args[2], I32)
+        top = b.lshr(bits, I32(16))
+        rounded = b.lshr(b.add(bits, b.add(I32(0x7FFF), b.and_(top, I32(1)))), I32(16))
+        is_number = b.fcmp_ordered("ord", args[2], args[2])
+        kept = b.select(is_number, rounded, b.or_(top, I32(0x40)))
+        b.store(b.trunc(kept, I16), _element(b, args, I16))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32), emit

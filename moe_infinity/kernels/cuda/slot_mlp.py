@@ -1,12 +1,12 @@
 """The MLP of the experts of one MoE layer, described for kernels that find an expert by the address
-of its slot: everything is a number known when they are compiled.
+of its slot. All numbers here are known when a kernel is compiled.
 
     hidden = activation(gate x + bias, up x + bias)        out = down hidden + bias
 
-Of experts without a gate, the one matrix before `down` stands in its place.
+For experts without a gate, `gate` is the one matrix before `down`.
 
-A matrix is read in chunks: columns of a row that one 16-byte load brings and that share a scale.
-Where a weight lies as [C, R], a load brings neighbouring rows instead.
+A matrix is read in chunks: columns of a row that come with one load of 16 bytes and share a scale.
+Where a weight is stored as [C, R], a load has neighbouring rows instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.unpack import NIBBLES
 
 LOAD_BYTES = 16
-LOADED = {  # of a load
+LOADED = {  # values in one load
     "bf16": 8, "f16": 8, "f32": 4, "int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32,
     **dict.fromkeys(WORDS, 32),
 }  # fmt: skip
-# Whole numbers are read as n * 2 ** (bit - 149); x is multiplied by 2 ** (X_EXPONENT - bit), and
-# sums by the rest. Products are rounded as ever for x from 2 ** -41 to 2 ** 63.
+# A whole number n is read as n * 2 ** (bit - 149). x is multiplied by 2 ** (X_EXPONENT - bit), and
+# sums by the rest of that power. For x from 2 ** -41 to 2 ** 63 this changes no rounding.
 X_EXPONENT = 64
 NUMBER_BITS = {"int8": 8, "int4": 4, **dict.fromkeys(WORDS, 4)}
 UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14, **dict.fromkeys(NUMBER_BITS, 2.0 ** (149 - X_EXPONENT))}
@@ -39,6 +39,7 @@ class Matrix:
 
     weight: WeightLayout
     num_rows: int
+    block: Block  # rows and columns of the weight that share a scale; all of it without scales
     first_row: int = 0  # of the weight: row 0
     row_step: int = 1  # and how far it is to row 1; 2 where gate and up alternate
     bias: ParamSpec | None = None
@@ -53,15 +54,10 @@ class Matrix:
 
     @property
     def column_stride(self) -> int:
-        """In numbers, or in rows of words; where the weight lies as [C, R], its R."""
+        """In values; for WORDS in rows of words. R where the weight is stored as [C, R], else 1."""
         is_plain = self.weight.scale is None
         lies_transposed = self.weight.is_transposed if is_plain else self.kind in WORDS
         return self.weight.shape[0] if lies_transposed else 1
-
-    @property
-    def block(self) -> Block:
-        """Rows and columns of the weight that share a scale; all of it without scales."""
-        return block_of(self.weight) or (self.weight.shape[0], self.num_columns)
 
     @property
     def block_rows(self) -> int:
@@ -77,17 +73,17 @@ class Matrix:
 
     @property
     def has_exponents(self) -> bool:
-        """Are scales bytes that are exponents of two?"""
+        """Whether scales are stored as bytes, exponents of two."""
         return self.weight.scale is not None and self.weight.scale.dtype in EXPONENTS
 
     @property
     def groups(self) -> ParamSpec | None:
-        """Which scale a column has, if that is not in order."""
+        """The part that says which scale a column has; None: scales are in the order of columns."""
         return self.weight.groups if self.num_scale_columns > 1 else None
 
     @property
     def number_bits(self) -> int:
-        """Of whole numbers; 0 for floats."""
+        """Bits of a whole number; 0 for floats."""
         return NUMBER_BITS.get(self.kind, 0)
 
     @property
@@ -128,25 +124,25 @@ class Matrix:
 
     @property
     def unit(self) -> float:
-        """What values lack whose bits are read as those of another float."""
+        """The factor that values lack because their bits are read as those of another float."""
         return UNITS.get(self.kind, 1.0)
 
     @property
     def num_weight_rows(self) -> int:
-        """Of the weight, as far as this reads it."""
+        """Rows of the weight, up to the last one that belongs to this matrix."""
         return self.first_row + self.row_step * (self.num_rows - 1) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class SlotMlp:
-    """D model width, F expert width."""
+    """The experts of one MoE layer. D model width, F expert width."""
 
     gate: Matrix  # [F, D]
     up: Matrix | None  # [F, D]; None without a gate
     down: Matrix  # [D, F]
     activation: Activation
     num_bytes: int  # of a slot that are read
-    weighs_input: bool  # by the weight of its routing, instead of what comes out
+    weighs_input: bool  # the routing weight scales x, not the output
 
 
 def slot_mlp(
@@ -158,9 +154,9 @@ def slot_mlp(
     is_interleaved: bool = False,
     weighs_input: bool = False,
 ) -> SlotMlp | None:
-    """`up` is gate and up: two weights, or one with gate's rows before up's, or, interleaved, with
-    gate's rows and up's in turn; one weight without a gate. As many biases as weights, down's
-    last, or none. None: kernels cannot read it.
+    """`up` is gate and up: two weights, or one with all rows of gate before those of up or, with
+    `is_interleaved`, with alternating rows. Without a gate it is one weight. There are as many
+    biases as weights, down's last, or none. None: kernels do not read these weights.
     """
     matrices = [_matrix(weight) for weight in (*up, down)]
     if len(biases) not in (0, len(matrices)) or None in matrices:
@@ -193,16 +189,17 @@ def slot_mlp(
 
 
 def _matrix(weight: WeightLayout) -> Matrix | None:
-    """All rows of a weight; None if kernels cannot read it."""
-    matrix = Matrix(weight, weight.shape[0])
+    """All rows of a weight. None: kernels do not read it."""
     if weight.kind not in LOADED or not weight.is_stored_in(8 * LOAD_BYTES // LOADED[weight.kind]):
         return None
     if any(part.offset % LOAD_BYTES for part in weight.parts.values()):
         return None
+    rows, columns = weight.shape
     if weight.scale is None:
-        return matrix
+        return Matrix(weight, rows, block=(rows, columns))
     block = block_of(weight)
-    if block is None or (weight.kind == "int8" and block != (1, weight.shape[1])):
+    if block is None or (weight.kind == "int8" and block != (1, columns)):
         return None
-    has_words = gcd(matrix.chunk, weight.shape[1]) % matrix.per_word == 0 or weight.kind in WORDS
+    matrix = Matrix(weight, rows, block)
+    has_words = gcd(matrix.chunk, columns) % matrix.per_word == 0 or weight.kind in WORDS
     return matrix if has_words else None

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("numba", reason="experts_cpu needs the extra `cpu`")
-
 from moe_infinity.checkpoint.layout import PLAIN, WeightLayout
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
-from moe_infinity.kernels.cpu import work as experts_work
 from moe_infinity.kernels.cpu.experts import fused_experts
 from tests.kernels.stored_weights import StoredExperts
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 KINDS = [
@@ -232,18 +228,6 @@ def test_two_callers_at_once_compute_as_if_alone():
     with ThreadPoolExecutor(2) as callers:
         results = list(callers.map(lambda _: experts.compute(x, STARTS), range(200)))
     assert all(torch.equal(result, alone) for result in results)
-
-
-def test_an_error_of_a_helper_reaches_the_caller_that_waits_for_it(monkeypatch):
-    """0 stands for the item that the caller finds not ready, ever."""
-    state, unused = [0], cast(Any, None)
-    call = experts_work.SharedCall(unused, unused, unused, (state,))
-    monkeypatch.setattr(experts_work, "worker", lambda: lambda *_: 1 // 0)
-    call.help()
-    monkeypatch.setattr(experts_work, "worker", lambda: lambda *_: 0)
-    with pytest.raises(ZeroDivisionError):
-        call.run(1)
-    assert state == [experts_work.STOPPED]
 
 
 def test_what_kernels_do_not_read_is_refused():

@@ -158,7 +158,7 @@ def inputs(kind: str, num_tokens: int, width: int) -> Tensor:
     return torch.randn(num_tokens, width).to(PLAIN.get(kind.split()[0], torch.bfloat16))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_weight_computes_its_definition(kernels, kind):
@@ -172,6 +172,7 @@ def test_every_kind_of_weight_computes_its_definition(kernels, kind):
     assert experts.largest_error(found, x, index, weights) < 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
 def test_activations_are_their_definition(kernels, act):
@@ -181,6 +182,7 @@ def test_activations_are_their_definition(kernels, act):
     assert experts.largest_error(found, x, index, weights) < 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", ["mxfp4", "bf16", "bf16 transposed"])
 def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kernels, kind):
@@ -190,7 +192,7 @@ def test_gpt_oss_has_biases_and_rows_of_gate_and_up_in_turn(kernels, kind):
     assert experts.largest_error(found, x, index, weights.bfloat16()) < 1
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     ("kind", "width", "expert_width"),
@@ -206,7 +208,7 @@ def test_rows_of_a_weight_may_have_any_length(kernels, kind, width, expert_width
     assert experts.largest_error(found, x, index, weights) < 1
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("scale", [2.0**-18, 2.0**28])
 @pytest.mark.parametrize("kind", ["int4 32", "int8", "gptq 32", "awq 32", "mxfp4"])
 def test_small_and_large_x_are_rounded_no_more_than_others(kind, scale):
@@ -217,7 +219,7 @@ def test_small_and_large_x_are_rounded_no_more_than_others(kind, scale):
     assert experts.largest_error(found, x, index, weights) < 1
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (8, 1), (1, 8), (3, 5), (8, 8)])
 def test_any_number_of_tokens_and_experts(kernels, num_tokens, top_k):
@@ -228,7 +230,7 @@ def test_any_number_of_tokens_and_experts(kernels, num_tokens, top_k):
     assert experts.largest_error(found, x, index, weights) < 1
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     "kind", ["bf16", "int8", "fp8 blocks", "int4 zeros 32", "mxfp4", "gptq 32", "gptq 32 any",
@@ -264,8 +266,9 @@ def test_weights_of_the_routing_may_scale_what_goes_in(kernels, act):
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     "kind",
-    ["bf16", "int4 32", "fp8 blocks", "int8", "mxfp4", "bf16 transposed", "gptq 32 any", "awq 32"],
-)
+    ["bf16", "int4 32", "fp8 blocks", "int8", "mxfp4", "bf16 transposed", "gptq 32 any",
+     pytest.param("awq 32", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_the_tolerance_rejects_what_is_wrong(kernels, kind):
     experts = Experts(kind, 64, 64, splits=True)
     x, (index, weights) = inputs(kind, 2, 64), routing(2, 3)
@@ -346,6 +349,7 @@ def test_experts_may_be_under_way_before_their_turn(kind, stages, monkeypatch):
     assert experts.largest_error(found, x, index, weights) < 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["bf16", "int4 32"])
 def test_a_token_gets_the_same_bits_in_any_company(kind):
     experts = Experts(kind, 64, 96, num=6)
@@ -356,6 +360,7 @@ def test_a_token_gets_the_same_bits_in_any_company(kind):
         assert torch.equal(alone[0], together[t])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("num_slots", [1, 3, 6])
 def test_a_step_gives_the_same_bits_whatever_is_cached(num_slots):
     experts = Experts("bf16", 48, 32, num=6)

@@ -1,0 +1,198 @@
+"""What surrounds the experts of a decoder layer, against a plain reference in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_infinity.kernels.cpu.decoder import HALVES, NEIGHBOURS, Attention, DecoderAttention
+
+WIDTH = 96
+SHAPES = {  # heads, heads of keys, width of a head, of its values
+    "grouped": (8, 2, 32, 32),
+    "one each": (3, 3, 48, 16),
+    "odd": (5, 1, 16, 64),
+}
+
+
+def layer(
+    shape: str,
+    *,
+    dtype: torch.dtype,
+    pairs: int = HALVES,
+    rotated: int | None = None,
+    has_bias: bool = False,
+    has_sinks: bool = False,
+    norms: str = "",
+) -> Attention:
+    num_heads, num_groups, head, value = SHAPES[shape]
+    make = torch.Generator().manual_seed(1)
+
+    def weight(*size: int) -> Tensor:
+        return (torch.randn(*size, generator=make) * size[-1] ** -0.5).to(dtype)
+
+    rows = num_heads * head, num_groups * head, num_groups * value
+    norm_widths = {"": None, "heads": (head, head), "all": rows[:2]}[norms]
+    return Attention(
+        products=(weight(rows[0], WIDTH), weight(rows[1], WIDTH), weight(rows[2], WIDTH)),
+        biases=(weight(rows[0]), weight(rows[1]), weight(rows[2])) if has_bias else None,
+        out=weight(WIDTH, num_heads * value),
+        out_bias=weight(WIDTH) if has_bias else None,
+        norm=1 + weight(WIDTH),
+        norm_eps=1e-5,
+        residual_norm=1 + weight(WIDTH),
+        residual_norm_eps=1e-6,
+        query_norm=None if norm_widths is None else 1 + 3 * weight(norm_widths[0]),
+        key_norm=None if norm_widths is None else 1 + 3 * weight(norm_widths[1]),
+        query_norm_eps=1e-6,
+        key_norm_eps=1e-5,
+        sinks=torch.randn(num_heads, generator=make) if has_sinks else None,
+        router=weight(7, WIDTH),
+        scale=head**-0.5,
+        num_heads=num_heads,
+        num_groups=num_groups,
+        rotated=head if rotated is None else rotated,
+        pairs=pairs,
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: int) -> Tensor:
+    """[..., d], [..., pairs]"""
+    count = cos.shape[-1]
+    turned = x[..., : 2 * count]
+    first = turned[..., :count] if pairs == HALVES else turned[..., ::2]
+    second = turned[..., count:] if pairs == HALVES else turned[..., 1::2]
+    new = first * cos - second * sin, second * cos + first * sin
+    joined = torch.cat(new, -1) if pairs == HALVES else torch.stack(new, -1).flatten(-2)
+    return torch.cat([joined, x[..., 2 * count :]], -1)
+
+
+def reference(
+    attention: Attention,
+    x: Tensor,
+    angles: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Residual, its norm, logits, and the new keys and values, in float64."""
+    dtype = x.dtype
+    x = x.double()
+    num_seqs = len(x)
+    normed = rms_norm(x, attention.norm.double(), attention.norm_eps)
+    q, k, v = (normed @ weight.double().T for weight in attention.products)
+    if attention.biases is not None:
+        q, k, v = (y + b.double() for y, b in zip((q, k, v), attention.biases, strict=True))
+    heads, groups = attention.num_heads, attention.num_groups
+    q, k, v = (
+        q.view(num_seqs, heads, -1),
+        k.view(num_seqs, groups, -1),
+        v.view(num_seqs, groups, -1),
+    )
+    if attention.query_norm is not None:
+        assert attention.key_norm is not None
+        all_of = len(attention.query_norm) != q.shape[-1]
+        q = rms_norm(
+            q.flatten(1) if all_of else q, attention.query_norm.double(), attention.query_norm_eps
+        ).view(q.shape)
+        k = rms_norm(
+            k.flatten(1) if all_of else k, attention.key_norm.double(), attention.key_norm_eps
+        ).view(k.shape)
+    cos, sin = (angle.double()[:, None] for angle in angles)
+    q, k = (rotate(y, cos, sin, attention.pairs) for y in (q, k))
+    k, v = k.to(dtype), v.to(dtype)
+    keys = torch.cat([keys[:, :, :-1], k[:, :, None]], 2).double()
+    values = torch.cat([values[:, :, :-1], v[:, :, None]], 2).double()
+    repeated = heads // groups
+    scores = (keys.repeat_interleave(repeated, 1) @ q[..., None])[..., 0] * attention.scale
+    if mask is not None:
+        scores = scores + mask.double()[:, None]
+    if attention.sinks is not None:
+        sinks = attention.sinks.double()[None, :, None].expand(num_seqs, -1, 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    out = (weights[:, :, None] @ values.repeat_interleave(repeated, 1)).flatten(1)
+    out = out @ attention.out.double().T
+    if attention.out_bias is not None:
+        out = out + attention.out_bias.double()
+    residual = x + out
+    normed = rms_norm(residual, attention.residual_norm.double(), attention.residual_norm_eps)
+    assert attention.router is not None
+    return residual, normed, normed @ attention.router.double().T, k, v
+
+
+CASES = [
+    {},
+    {"pairs": NEIGHBOURS},
+    {"rotated": 8, "norms": "heads"},
+    {"norms": "all"},
+    {"has_bias": True, "has_sinks": True},
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.grid
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_token_gets_what_the_reference_gives(shape, dtype, case):
+    attention = layer(shape, dtype=dtype, **case)
+    kernel = DecoderAttention(attention, dtype)
+    _, groups, head, value = SHAPES[shape]
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    for num_seqs, num_tokens in [(1, 1), (1, 37), (3, 16), (2, 33)]:
+        make = torch.Generator().manual_seed(num_tokens)
+        x = (3 * torch.randn(num_seqs, WIDTH, generator=make)).to(dtype)
+        angle = torch.randn(num_seqs, attention.rotated // 2, generator=make) * 3
+        keys = torch.randn(num_seqs, groups, num_tokens + 5, head, generator=make).to(dtype)
+        values = torch.randn(num_seqs, groups, num_tokens + 5, value, generator=make).to(dtype)
+        mask = None
+        if num_seqs > 1:
+            mask = torch.zeros(num_seqs, num_tokens)
+            mask[1, :5] = -torch.inf
+        views = keys[:, :, :num_tokens], values[:, :, :num_tokens]
+        angles = angle.cos(), angle.sin()
+        wanted = reference(attention, x, angles, *views, mask)
+        found = kernel(x, angles, *views, mask)
+        new = views[0][:, :, -1], views[1][:, :, -1]
+        for one, other in zip((*found, *new), wanted, strict=True):
+            size = other.double().abs().max()
+            assert (one.double() - other.double()).abs().max() <= tolerance * size
+
+
+@pytest.mark.parametrize("norms", ["", "all"])
+def test_what_a_sequence_gets_depends_on_it_alone(norms):
+    attention = layer("grouped", dtype=torch.bfloat16, norms=norms)
+    kernel = DecoderAttention(attention, torch.bfloat16)
+    x = torch.randn(9, WIDTH).bfloat16()
+    angles = torch.randn(9, 16).cos(), torch.randn(9, 16).sin()
+    keys, values = (torch.randn(9, 2, 70, 32).bfloat16() for _ in range(2))
+    together = kernel(x, angles, keys.clone(), values.clone(), None)
+    for seq in range(9):
+        rows = slice(seq, seq + 1)
+        alone = kernel(
+            x[rows],
+            (angles[0][rows], angles[1][rows]),
+            keys[rows].clone(),
+            values[rows].clone(),
+            None,
+        )
+        assert torch.equal(together[0][rows], alone[0])
+        assert torch.equal(together[1][rows], alone[1])
+        assert torch.equal(together[2][rows], alone[2])
+
+
+def test_biases_in_front_of_norms_of_all_heads_are_refused():
+    attention = layer("grouped", dtype=torch.float32, norms="all")
+    q, k, v = (weight[:, 0] for weight in attention.products)
+    biased = replace(attention, biases=(q, k, v))
+    with pytest.raises(ValueError, match="biases"):
+        DecoderAttention(biased, torch.float32)
