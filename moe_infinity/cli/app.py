@@ -22,25 +22,15 @@ from rich.progress import Progress
 from moe_infinity.cli.opening import open_model, show_preload
 from moe_infinity.cli.options import (
     AsJson,
-    ChatKey,
-    ChatModel,
-    Device,
-    DeviceMemory,
     Dtype,
-    Exact,
-    HostMemory,
     MaxNewTokens,
     Model,
-    Prompt,
+    ModelOptions,
     Seed,
-    ShowProfile,
-    ShowReport,
     StaticCache,
     Temperature,
     TopP,
     TrustRemoteCode,
-    Url,
-    model_options,
     with_options_of,
 )
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
@@ -49,6 +39,7 @@ from moe_infinity.errors import MoEInfinityError
 from moe_infinity.predict.features import FACTORS
 from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 
+OF_TRACE = ("device", "device_memory", "host_memory", "dtype", "exact", "trust_remote_code")
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -58,10 +49,12 @@ app = typer.Typer(
 
 
 @app.command()
-@with_options_of(model_options)
+@with_options_of(ModelOptions)
 def run(
     model: Model,
-    prompt: Prompt,
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="Text to continue; '-' reads stdin.")
+    ],
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -70,8 +63,13 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text.")
     ] = False,
-    report: ShowReport = False,
-    profile: ShowProfile = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Print hits, misses and loads of experts to stderr.")
+    ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Print the time of each part of a decode step to stderr."),
+    ] = False,
     **options: Any,
 ) -> None:
     """Continue a prompt."""
@@ -98,12 +96,23 @@ def run(
 
 
 @app.command()
-@with_options_of(model_options)
+@with_options_of(ModelOptions)
 def chat(
     context: typer.Context,
-    model: ChatModel = None,
-    url: Url = None,
-    api_key: ChatKey = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder or hub id.", metavar="[MODEL]")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Talk to this server instead of loading MODEL.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="With --url: API key of the server. Better given in the environment, which `ps` "
+            "does not show.",
+            envvar="MOE_INFINITY_API_KEY",
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -188,6 +197,7 @@ def pack(
 
 
 @app.command()
+@with_options_of(ModelOptions, only=OF_TRACE)
 def trace(
     model: Model,
     prompts: Annotated[
@@ -198,27 +208,14 @@ def trace(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use only the first prompts, at most this many.")
     ] = None,
-    device: Device = "auto",
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
-    dtype: Dtype = "auto",
-    exact: Exact = False,
-    trust_remote_code: TrustRemoteCode = False,
+    **options: Any,
 ) -> None:
     """Record the experts that each token of prompts and outputs was routed to."""
     from moe_infinity.tracing import read_prompts, record_trace
 
     texts = read_prompts(prompts)[:limit]
     with (
-        open_model(
-            model,
-            device=device,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            dtype=dtype,
-            exact=exact,
-            trust_remote_code=trust_remote_code,
-        ) as moe,
+        open_model(model, **options) as moe,
         Progress(console=stderr, transient=True) as progress,
     ):
         task = progress.add_task("tracing", total=len(texts))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,72 +21,9 @@ def above_zero(value: float) -> float:
 
 
 Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", metavar="MODEL")]
-ChatModel = Annotated[
-    str | None, typer.Argument(help="Checkpoint folder or hub id.", metavar="[MODEL]")
-]
-Url = Annotated[str | None, typer.Option(help="Talk to this server instead of loading MODEL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
-Device = Annotated[
-    str,
-    typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:1."),
-]
-DeviceMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="GPU memory for experts: '8GiB', bytes, or '25%' of all experts. "
-        "Default: 80% of what is free beside the other weights."
-    ),
-]
-HostMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="Memory for experts: '8GiB', bytes, or '25%' of all experts. "
-        "Default: 70% of what is free."
-    ),
-]
-Policy = Annotated[str, typer.Option(help=f"Which expert is evicted first: {', '.join(POLICIES)}.")]
-Prefetch = Annotated[
-    bool | None,
-    typer.Option(
-        "--prefetch/--no-prefetch",
-        help="Load experts ahead of their layer; without either, as long as it pays.",
-    ),
-]
-EarlyRouter = Annotated[
-    bool, typer.Option("--early-router", help="With --prefetch: ask the next layer's router early.")
-]
-Preload = Annotated[
-    str,
-    typer.Option(
-        help="Fill free memory with experts: idle (in the background), wait (before the first "
-        "token) or off."
-    ),
-]
-History = Annotated[
-    Path | None,
-    typer.Option(
-        help="File of what earlier runs learned, read at the start and written at the end.",
-        dir_okay=False,
-    ),
-]
 Dtype = Annotated[
     str, typer.Option(help="Type of weights: auto (as stored), bfloat16, float16 or float32.")
-]
-ExpertDtype = Annotated[
-    str | None,
-    typer.Option(help="Pack experts as they are loaded: int4, int8 or fp8. Changes results."),
-]
-Exact = Annotated[
-    bool,
-    typer.Option("--exact", help="Compute with the bits of transformers, more slowly."),
-]
-Implementation = Annotated[
-    str,
-    typer.Option(
-        "--experts-implementation",
-        help="How experts compute. auto: our kernels; fast: the same, or an error where a GPU "
-        "cannot use them; grouped_mm, eager: as transformers' of that name, bit for bit.",
-    ),
 ]
 StaticCache = Annotated[
     bool,
@@ -97,13 +35,6 @@ StaticCache = Annotated[
 TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that is part of the checkpoint."),
-]
-Prompt = Annotated[str, typer.Option("--prompt", "-p", help="Text to continue; '-' reads stdin.")]
-ShowReport = Annotated[
-    bool, typer.Option("--report", help="Print hits, misses and loads of experts to stderr.")
-]
-ShowProfile = Annotated[
-    bool, typer.Option("--profile", help="Print the time of each part of a decode step to stderr.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
 Temperature = Annotated[
@@ -118,41 +49,87 @@ TopP = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed for sampling.")]
-ChatKey = Annotated[
-    str | None,
-    typer.Option(
-        help="With --url: API key of the server. Better given in the environment, which `ps` "
-        "does not show.",
-        envvar="MOE_INFINITY_API_KEY",
-    ),
-]
 
 
-def model_options(
-    device: Device = "auto",
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
-    policy: Policy = ACTIVATION_AWARE,
-    prefetch: Prefetch = None,
-    early_router: EarlyRouter = False,
-    preload: Preload = "idle",
-    history: History = None,
-    dtype: Dtype = "auto",
-    expert_dtype: ExpertDtype = None,
-    exact: Exact = False,
-    experts_implementation: Implementation = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Options of a model that is loaded: fields of OffloadConfig, by their names."""
+@dataclass(kw_only=True)
+class ModelOptions:
+    """Options of a model that is loaded, by the names of the fields of OffloadConfig."""
+
+    device: Annotated[
+        str,
+        typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:1."),
+    ] = "auto"
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="GPU memory for experts: '8GiB', bytes, or '25%' of all experts. "
+            "Default: 80% of what is free beside the other weights."
+        ),
+    ] = None
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for experts: '8GiB', bytes, or '25%' of all experts. "
+            "Default: 70% of what is free."
+        ),
+    ] = None
+    policy: Annotated[
+        str, typer.Option(help=f"Which expert is evicted first: {', '.join(POLICIES)}.")
+    ] = ACTIVATION_AWARE
+    prefetch: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefetch/--no-prefetch",
+            help="Load experts ahead of their layer; without either, as long as it pays.",
+        ),
+    ] = None
+    early_router: Annotated[
+        bool,
+        typer.Option("--early-router", help="With --prefetch: ask the next layer's router early."),
+    ] = False
+    preload: Annotated[
+        str,
+        typer.Option(
+            help="Fill free memory with experts: idle (in the background), wait (before the first "
+            "token) or off."
+        ),
+    ] = "idle"
+    history: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of what earlier runs learned, read at the start and written at the end.",
+            dir_okay=False,
+        ),
+    ] = None
+    dtype: Dtype = "auto"
+    expert_dtype: Annotated[
+        str | None,
+        typer.Option(help="Pack experts as they are loaded: int4, int8 or fp8. Changes results."),
+    ] = None
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Compute with the bits of transformers, more slowly."),
+    ] = False
+    experts_implementation: Annotated[
+        str,
+        typer.Option(
+            "--experts-implementation",
+            help="How experts compute. auto: our kernels; fast: the same, or an error where a GPU "
+            "cannot use them; grouped_mm, eager: as transformers' of that name, bit for bit.",
+        ),
+    ] = "auto"
+    trust_remote_code: TrustRemoteCode = False
 
 
 Command = Callable[..., None]
 
 
-def with_options_of(*sources: Callable[..., Any]) -> Callable[[Command], Command]:
-    """A decorator that gives a command the parameters of other functions as options.
+def with_options_of(
+    *sources: type, only: Container[str] | None = None
+) -> Callable[[Command], Command]:
+    """A decorator that gives a command the fields of dataclasses as options, after its own.
 
-    They come after the command's own. The command receives them as `**options`.
+    `only`: those with these names. The command receives them as `**options`.
     """
 
     def with_options(command: Command) -> Command:
@@ -160,7 +137,11 @@ def with_options_of(*sources: Callable[..., Any]) -> Callable[[Command], Command
         merged = [option for option in own if option.kind is not option.VAR_KEYWORD]
         for source in sources:
             added = signature(source, eval_str=True).parameters.values()
-            merged += [option.replace(kind=option.KEYWORD_ONLY) for option in added]
+            merged += [
+                option.replace(kind=option.KEYWORD_ONLY)
+                for option in added
+                if only is None or option.name in only
+            ]
         vars(command)["__signature__"] = Signature(merged)
         return command
 

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from moe_infinity.cli.opening import open_model
-from moe_infinity.cli.options import Model, model_options, with_options_of
+from moe_infinity.cli.options import Model, ModelOptions, with_options_of
 from moe_infinity.cli.terminal import talk
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.config import ServeConfig
@@ -20,7 +20,7 @@ NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 OF_CHAT_WITH_SERVER = ("url", "api_key", "max_new_tokens", "temperature", "top_p", "seed")
 
 
-@with_options_of(ServeConfig, model_options)
+@with_options_of(ServeConfig, ModelOptions)
 def serve(model: Model, **options: Any) -> None:
     """Serve a model to several users with OpenAI's HTTP API, and a page at /."""
     require_extra()

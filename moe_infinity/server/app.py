@@ -28,7 +28,7 @@ from moe_infinity.server import auth
 from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
-from moe_infinity.server.exchange import Exchange
+from moe_infinity.server.exchange import Exchange, ExchangeStream
 from moe_infinity.server.metrics import Metrics, stats_of
 from moe_infinity.server.prompts import PromptReader
 from moe_infinity.server.protocol import (
@@ -260,7 +260,7 @@ class Api:
             num_prompts = len(requests) // body.num_choices
             too_many = "prompt" if num_prompts > self.config.max_queue else "n"
             raise BadRequest(str(error), param=too_many) from error
-        return exchange.stream() if body.stream else await exchange.body(request)
+        return ExchangeStream(exchange) if body.stream else await exchange.body(request)
 
 
 def add_get(router: APIRouter, path: str, handler: Callable[..., Any], **described: Any) -> None:

@@ -96,11 +96,6 @@ class DecodeBatch:
         """Count the token that a step has added to each sequence."""
         self._lengths = [length + 1 for length in self._lengths]
 
-    def clear(self) -> None:
-        """Remove all sequences."""
-        self.cache = None
-        self._lengths = []
-
     @property
     def num_bytes(self) -> int:
         """Memory of the caches."""

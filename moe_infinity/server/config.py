@@ -55,11 +55,5 @@ class ServeConfig:
     max_body: Annotated[int, Option(min=1, help="The most bytes of a request body.")] = 4 << 20
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_queue", "max_new_tokens", "prefill_chunk", "max_body"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} must be a whole number above 0, got {value!r}")
-        if not self.deadline > 0:
-            raise ConfigError(f"deadline must be above 0, got {self.deadline!r}")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("the API key is empty")

@@ -139,11 +139,6 @@ class Engine:
         """Whether `submit` takes requests, and they need not wait for experts to be preloaded."""
         return self.is_alive and not self._is_draining and self._moe.is_ready
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that wait, prefill or decode."""
-        return len(self._waiting) + self.config.max_batch - len(self._free_seats)
-
     def state(self) -> dict[str, Any]:
         """Sequences by state, bytes of the KV cache, and the fields of EngineCounts."""
         return {
@@ -244,7 +239,7 @@ class Engine:
             logits_BV = self._passes.decode(sequences, self._batch)
         except Exception as error:
             self._decoding = []
-            self._batch.clear()
+            self._batch.keep([])
             for sequence in sequences:
                 self._fail(sequence, error)
             return
@@ -289,7 +284,7 @@ class Engine:
             self._waiting.clear()
         self._prefilling.clear()
         self._decoding = []
-        self._batch.clear()
+        self._batch.keep([])
         self._free_seats = list(range(self.config.max_batch))[::-1]
         for sequence in everyone:
             sequence.end(error)

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -19,7 +20,7 @@ from moe_infinity.server.answers import Answer
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.metrics import Metrics
 from moe_infinity.server.refusals import Refused, refused_by
-from moe_infinity.server.sequences import Deliver, Output, Request
+from moe_infinity.server.sequences import Output, Request
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +40,16 @@ class Exchange:
         self._answer = answer
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
-        delivers = [self._deliver_to(choice) for choice in range(len(requests))]
+        delivers = [partial(self._deliver, choice) for choice in range(len(requests))]
         self._running = engine.submit(requests, delivers)
 
-    def _deliver_to(self, choice: int) -> Deliver:
-        """A function that puts an output of this choice into the queue, from any thread."""
-
-        def deliver(output: Output) -> None:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, (choice, output))
-
-        return deliver
+    def _deliver(self, choice: int, output: Output) -> None:
+        """Put an output into the queue, from any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (choice, output))
 
     def cancel(self) -> None:
         self._engine.cancel(self._running)
-
-    def stream(self) -> Response:
-        """An answer that sends each chunk as soon as it is generated."""
-        return ExchangeStream(self)
 
     async def body(self, request: HttpRequest) -> Response:
         """The whole answer in one body.
@@ -130,7 +123,7 @@ class Exchange:
 
 
 class ExchangeStream(StreamingResponse):
-    """A streamed answer that cancels its exchange at the end.
+    """An answer that sends each chunk at once, and at its end cancels what is left.
 
     A generator's own `finally` is not enough: the stream may end before the generator has begun.
     """

@@ -104,12 +104,11 @@ def cache_metrics(report: Report) -> Iterator[Metric]:
 
 def stats_of(moe: MoE, engine: Engine, *, model: str) -> dict[str, Any]:
     """What the page draws: counts, and per MoE layer a string with one letter per expert."""
-    letters = [
-        "".join(LETTERS[state] for state in states) for states in moe.expert_states().tolist()
-    ]
+    report = moe.report()  # before the states: experts may be preloaded meanwhile
+    states_LE = moe.expert_states().tolist()
     return {
         "model": model,
         "engine": engine.state() | {"max_batch": engine.config.max_batch},
-        "report": moe.report().as_dict(),
-        "experts": letters,
+        "report": report.as_dict(),
+        "experts": ["".join(LETTERS[state] for state in states) for states in states_LE],
     }

@@ -79,7 +79,7 @@ class Passes:
     def decode(self, sequences: Sequence[Running], batch: DecodeBatch) -> Tensor:
         """Compute one token of each sequence. Returns [B, V] float32 logits.
 
-        The caller must clear the batch if this raises.
+        The caller must empty the batch if this raises.
         """
         token_ids = [sequence.last_id for sequence in sequences]
         step = self._step(Phase.DECODE, sequences, token_ids, begins=False)

@@ -35,23 +35,28 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationBody(Body):
-    """The fields that completions and chat completions share."""
+class SampledBody(Body):
+    """The fields that all three kinds of generation share."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)  # 0: the likeliest token
+    stream: bool | None = None
+    user: str | None = None  # for the client's own use: it has no effect
+
+
+class GenerationBody(SampledBody):
+    """The fields that completions and chat completions share."""
+
+    max_tokens: int | None = Field(None, ge=1)
     top_k: int | None = Field(None, ge=-1)  # 0 or -1: all
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenIdText, Bias] | None = None
-    user: str | None = None  # for the client's own use: it has no effect
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerationBody:

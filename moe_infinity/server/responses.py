@@ -14,7 +14,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moe_infinity.server.answers import ChatAnswer
-from moe_infinity.server.protocol import MAX_LOGPROBS, Body, ChatBody, Message, TextFormat
+from moe_infinity.server.protocol import (
+    MAX_LOGPROBS,
+    Body,
+    ChatBody,
+    Message,
+    SampledBody,
+    TextFormat,
+)
 from moe_infinity.server.refusals import ErrorObject
 from moe_infinity.server.sequences import Output, Request, TokenText
 
@@ -64,24 +71,19 @@ class EventOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(SampledBody):
     """The body of /v1/responses."""
 
-    model: str | None = None
     # The list is first: an error in a message then names the message.
     input: Annotated[list[InputMessage], Field(min_length=1)] | str
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[Literal["message.output_text.logprobs"]] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    stream: bool | None = None
     stream_options: EventOptions | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
-    user: str | None = None
     background: Literal[False] | None = None
     parallel_tool_calls: Literal[True] | None = None
     service_tier: Literal["auto", "default"] | None = None

@@ -77,11 +77,13 @@ def test_a_server_that_is_not_there_is_an_error_with_its_address(command):
 
 
 @pytest.mark.parametrize(
-    "bounds", [{"max_batch": 0}, {"max_queue": 1.5}, {"prefill_chunk": -1}, {"deadline": 0}]
+    "option",
+    ["--max-batch=0", "--max-queue=1.5", "--prefill-chunk=-1", "--deadline=0", "--deadline=nan"],
 )
-def test_impossible_bounds_are_refused_by_name(bounds):
-    with pytest.raises(ConfigError, match=next(iter(bounds))):
-        ServeConfig(**bounds)
+def test_impossible_bounds_are_refused_by_name(command, option):
+    outcome = command("serve", "models/demo", option)
+    assert outcome.code == 2
+    assert outcome.said(option.partition("=")[0])
 
 
 def test_what_cannot_be_served_is_said_before_the_first_request(command, tiny_checkpoint):

@@ -35,8 +35,13 @@ class Serving:
             assert time.monotonic() < end, self.engine.state()
             time.sleep(0.005)
 
+    @property
+    def num_sequences(self) -> int:
+        state = self.engine.state()
+        return sum(state[name] for name in ("waiting", "prefilling", "decoding"))
+
     def wait_until_idle(self) -> None:
-        self.wait_until(lambda: self.engine.num_sequences == 0)
+        self.wait_until(lambda: self.num_sequences == 0)
 
 
 @contextmanager

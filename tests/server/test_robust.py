@@ -51,10 +51,10 @@ def test_a_client_that_goes_away_leaves_nothing_behind(server, is_stream):
 
 def test_clients_that_go_away_before_their_turn_are_forgotten(server):
     connections = [raw_request(server, LONG | {"stream": i % 2 == 0}) for i in range(12)]
-    server.wait_until(lambda: server.engine.num_sequences == 12)
+    server.wait_until(lambda: server.num_sequences == 12)
     for connection in connections[4:]:
         connection.close()
-    server.wait_until(lambda: server.engine.num_sequences == 4)
+    server.wait_until(lambda: server.num_sequences == 4)
     for connection in connections[:4]:
         connection.close()
     server.wait_until_idle()
