@@ -40,7 +40,8 @@ from moe_infinity.cli.options import (
     TopP,
     TrustRemoteCode,
     Url,
-    with_model_options,
+    model_options,
+    with_options_of,
 )
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
 from moe_infinity.cli.terminal import stderr, talk, write
@@ -57,7 +58,7 @@ app = typer.Typer(
 
 
 @app.command()
-@with_model_options
+@with_options_of(model_options)
 def run(
     model: Model,
     prompt: Prompt,
@@ -97,7 +98,7 @@ def run(
 
 
 @app.command()
-@with_model_options
+@with_options_of(model_options)
 def chat(
     context: typer.Context,
     model: ChatModel = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -126,17 +126,9 @@ ChatKey = Annotated[
         envvar="MOE_INFINITY_API_KEY",
     ),
 ]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        help="Key that requests must send. Better given in the environment, which `ps` does not "
-        "show.",
-        envvar="MOE_INFINITY_API_KEY",
-    ),
-]
 
 
-def _of_model(
+def model_options(
     device: Device = "auto",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -151,16 +143,25 @@ def _of_model(
     experts_implementation: Implementation = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """The options that `with_model_options` adds: fields of OffloadConfig, by their names."""
+    """Options of a model that is loaded: fields of OffloadConfig, by their names."""
 
 
-def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options of a model after its own.
+Command = Callable[..., None]
 
-    The command receives them as `**options` and passes them to `MoE(...)`.
+
+def with_options_of(*sources: Callable[..., Any]) -> Callable[[Command], Command]:
+    """A decorator that gives a command the parameters of other functions as options.
+
+    They come after the command's own. The command receives them as `**options`.
     """
-    own = signature(command, eval_str=True).parameters.values()
-    of_model = signature(_of_model, eval_str=True).parameters.values()
-    merged = [*(option for option in own if option.kind is not option.VAR_KEYWORD), *of_model]
-    vars(command)["__signature__"] = Signature(merged)
-    return command
+
+    def with_options(command: Command) -> Command:
+        own = signature(command, eval_str=True).parameters.values()
+        merged = [option for option in own if option.kind is not option.VAR_KEYWORD]
+        for source in sources:
+            added = signature(source, eval_str=True).parameters.values()
+            merged += [option.replace(kind=option.KEYWORD_ONLY) for option in added]
+        vars(command)["__signature__"] = Signature(merged)
+        return command
+
+    return with_options

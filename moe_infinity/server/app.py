@@ -96,7 +96,7 @@ class GuardedRoute(APIRoute):
             try:
                 auth.refuse_other_sites(request)
                 auth.require_key(request, api.config.api_key)
-                response = await handle(auth.JsonRequest(request, api.config.max_body_bytes))
+                response = await handle(auth.JsonRequest(request, api.config.max_body))
             except Exception as error:
                 refused = refused_by(error)
                 if refused.status_code == 500:
@@ -117,7 +117,7 @@ class Api:
         self._moe = moe
         self._engine = engine
         self._reader = PromptReader(moe, config)
-        self._model_name = config.model_name or name_of(moe.checkpoint)
+        self._model_name = config.served_name or name_of(moe.checkpoint)
         self._created = int(time.time())
 
     def open_router(self) -> APIRouter:

@@ -154,14 +154,10 @@ def _widened(x_BHTD: Tensor, width: int) -> Tensor:
 
 
 def _keep_rows(layer: Any, rows_B: Tensor, total: int) -> None:
-    for states in _recurrent_states(layer):
-        for idx, state in states.items():
-            if state is not None:
-                states[idx] = state[rows_B]
     width = _width(layer, total)
     for name in _growing(layer):
         x_BHTD = getattr(layer, name)
-        at_end = slice(x_BHTD.shape[2] - width, None)
-        setattr(layer, name, x_BHTD[rows_B, :, at_end])  # a copy, so the other rows are freed
+        setattr(layer, name, x_BHTD[:, :, x_BHTD.shape[2] - width :])
+    layer.reorder_cache(rows_B)  # copies, so the other rows are freed
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = total

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -16,49 +15,30 @@ READ_TIMEOUT_S = 660.0  # without a byte; our own server gives up after 600 s (-
 MAX_SHOWN = 200  # characters of an unexpected answer in an error
 
 
-@dataclass(frozen=True, slots=True)
-class ChatClient:
-    """A server and the settings of every request to it."""
+def stream_chat(
+    url: str, api_key: str | None, settings: Mapping[str, Any], messages: list[dict[str, str]]
+) -> Iterator[str]:
+    """Pieces of the answer to a conversation.
 
-    url: str  # with or without /v1 at the end
-    api_key: str | None  # None: none is sent
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int | None
-
-    def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Pieces of the answer to a conversation.
-
-        Raises MoEInfinityError with the server's message, or if there is no answer.
-        """
-        base = self.url.rstrip("/").removesuffix("/v1")
-        key = self.api_key
-        headers = (
-            {b"Authorization": f"Bearer {key}".encode()} if key else {}
-        )  # bytes: a key may have any letters
-        body: dict[str, Any] = {
-            "messages": messages,
-            "stream": True,
-            "max_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-        }
-        if self.temperature > 0:
-            body |= {"top_p": self.top_p}
-        if self.seed is not None:
-            body |= {"seed": self.seed}
-        timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-        try:
-            with httpx.stream(
-                "POST", f"{base}/v1/chat/completions", json=body, headers=headers, timeout=timeout
-            ) as response:
-                if response.status_code != 200:
-                    raise MoEInfinityError(_said(response.read()))
-                yield from _pieces(response)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise MoEInfinityError(f"{base}: no answer: {error}") from error
-        except MoEInfinityError as error:
-            raise MoEInfinityError(f"{base}: {error}") from error
+    `url` may end with /v1; `settings` are further fields of the request. Raises MoEInfinityError
+    with the server's message, or if there is no answer.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    # In bytes, because a key may have any letters.
+    headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
+    body = {"messages": messages, "stream": True, **settings}
+    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    try:
+        with httpx.stream(
+            "POST", f"{base}/v1/chat/completions", json=body, headers=headers, timeout=timeout
+        ) as response:
+            if response.status_code != 200:
+                raise MoEInfinityError(_said(response.read()))
+            yield from _pieces(response)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise MoEInfinityError(f"{base}: no answer: {error}") from error
+    except MoEInfinityError as error:
+        raise MoEInfinityError(f"{base}: {error}") from error
 
 
 def _pieces(response: httpx.Response) -> Iterator[str]:

@@ -1,8 +1,11 @@
-"""Options of the server."""
+"""Options of the server. Each is declared once: as a field here and as an option of the command."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from typer import Option
 
 from moe_infinity.errors import ConfigError
 
@@ -11,24 +14,52 @@ from moe_infinity.errors import ConfigError
 class ServeConfig:
     """Options of `moe-infinity serve` that are not the model's. Raises ConfigError."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None  # None: requests need no key
-    model_name: str | None = None  # as clients call it; None: the folder's name, or the hub id
-    max_batch: int = 8  # sequences that decode together
-    max_queue: int = 64  # sequences that may wait for a seat
-    max_context: int | None = None  # tokens of prompt and answer; None: as the model was trained
-    max_new_tokens: int = 512  # of a chat answer whose request sets no limit
-    prefill_chunk: int = 512  # tokens of a prompt per step
-    deadline_s: float = 600.0  # from submission to the last token
-    max_body_bytes: int = 4 << 20
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all addresses.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int, Option(min=0, max=65535, help="Port to listen on; 0 takes one that is free.")
+    ] = 8000
+    api_key: Annotated[
+        str | None,
+        Option(
+            help="Key that requests must send. Better given in the environment, which `ps` does "
+            "not show.",
+            envvar="MOE_INFINITY_API_KEY",
+        ),
+    ] = None
+    served_name: Annotated[
+        str | None,
+        Option(help="Name of the model for clients. Default: its folder's name or hub id."),
+    ] = None
+    max_batch: Annotated[
+        int, Option(min=1, help="Sequences that decode together. 1 gives the bits of generate().")
+    ] = 8
+    max_queue: Annotated[
+        int, Option(min=1, help="Sequences that may wait. More are refused with status 429.")
+    ] = 64
+    max_context: Annotated[
+        int | None,
+        Option(min=2, help="The most tokens of prompt and answer. Default: the model's."),
+    ] = None
+    max_new_tokens: Annotated[
+        int,
+        Option(min=1, help="The most tokens of a chat answer whose request sets no limit."),
+    ] = 512
+    prefill_chunk: Annotated[
+        int, Option(min=1, help="Tokens of a prompt that one step computes.")
+    ] = 512
+    deadline: Annotated[
+        float, Option(min=0.001, help="Seconds that a request may take, waiting included.")
+    ] = 600.0
+    max_body: Annotated[int, Option(min=1, help="The most bytes of a request body.")] = 4 << 20
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_queue", "max_new_tokens", "prefill_chunk", "max_body_bytes"):
+        for name in ("max_batch", "max_queue", "max_new_tokens", "prefill_chunk", "max_body"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} must be a whole number above 0, got {value!r}")
-        if not self.deadline_s > 0:
-            raise ConfigError(f"deadline_s must be above 0, got {self.deadline_s!r}")
+        if not self.deadline > 0:
+            raise ConfigError(f"deadline must be above 0, got {self.deadline!r}")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("the API key is empty")

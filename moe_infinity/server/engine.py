@@ -90,7 +90,7 @@ class Engine:
             raise ConfigError(
                 f"{len(requests)} sequences, at most {self.config.max_queue} may wait"
             )
-        settings = {"tokenizer": self._moe.tokenizer, "deadline_s": self.config.deadline_s}
+        settings = {"tokenizer": self._moe.tokenizer, "deadline_s": self.config.deadline}
         pairs = zip(requests, delivers, strict=True)
         running = [Running(request, deliver, **settings) for request, deliver in pairs]
         with self._changed:
@@ -197,7 +197,7 @@ class Engine:
                 self._leave(sequence, Cancelled("the request was cancelled"))
             elif sequence.deadline < now:
                 self.counts.expired += 1
-                allowed = f"{self.config.deadline_s:g} s"
+                allowed = f"{self.config.deadline:g} s"
                 self._leave(sequence, DeadlineExceeded(f"the request took more than {allowed}"))
 
     def _admit(self) -> None:

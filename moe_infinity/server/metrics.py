@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moe_infinity.model import MoE
+from moe_infinity.report import Report
 from moe_infinity.server.engine import Engine
 
 PREFIX = "moe_infinity"
@@ -17,49 +18,41 @@ SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 LETTERS = {-1: " ", 0: ".", 1: "l", 2: "r", 3: "a"}  # a letter per state of MoE.expert_states()
 
 
-class Metrics:
-    """The metrics of one server. Each has its own registry, so a process may have several."""
+class Metrics(Collector):
+    """The metrics of one server. Each has its own registry, so a process may have several.
 
-    def __init__(self, moe: MoE, engine: Engine) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(Snapshot(moe, engine))
-        self.ttft_s = Histogram(
-            f"{PREFIX}_ttft_seconds",
-            "From a request's arrival to its first output",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.request_s = Histogram(
-            f"{PREFIX}_request_seconds",
-            "From a request's arrival to its last output",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.responses = Counter(
-            f"{PREFIX}_http_responses",
-            "Answers by route and status",
-            ["route", "status"],
-            registry=self.registry,
-        )
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-
-class Snapshot(Collector):
-    """Counts of engine and cache, read at each scrape: steps do nothing for them."""
+    Counts of engine and cache are read at each scrape: steps do nothing for them.
+    """
 
     def __init__(self, moe: MoE, engine: Engine) -> None:
         self._moe = moe
         self._engine = engine
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.ttft_s = self._seconds("ttft", "From a request's arrival to its first output")
+        self.request_s = self._seconds("request", "From a request's arrival to its last output")
+        self.responses = Counter(
+            f"{PREFIX}_http_responses",
+            "Answers by route and status",
+            ["route", "status"],
+            registry=self._registry,
+        )
 
-    def collect(self) -> Iterator[Any]:
+    def _seconds(self, name: str, meaning: str) -> Histogram:
+        name = f"{PREFIX}_{name}_seconds"
+        return Histogram(name, meaning, buckets=SECONDS, registry=self._registry)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Metrics of the engine and of the cache."""
         yield from engine_metrics(self._engine.state())
         yield from cache_metrics(self._moe.report())
 
 
-def engine_metrics(state: dict[str, Any]) -> Iterator[Any]:
+def engine_metrics(state: dict[str, Any]) -> Iterator[Metric]:
     """Metrics of what `Engine.state()` returned."""
     gauge = GaugeMetricFamily(f"{PREFIX}_sequences", "Sequences now", labels=["state"])
     for name in ("waiting", "prefilling", "decoding"):
@@ -78,7 +71,7 @@ def engine_metrics(state: dict[str, Any]) -> Iterator[Any]:
     yield CounterMetricFamily(f"{PREFIX}_step_seconds", "Time in steps", value=state["stepping_s"])
 
 
-def cache_metrics(report: Any) -> Iterator[Any]:
+def cache_metrics(report: Report) -> Iterator[Metric]:
     """Metrics of what `MoE.report()` returned."""
     lookups = CounterMetricFamily(
         f"{PREFIX}_expert_lookups", "Activated experts per layer and step", labels=["phase", "kind"]
@@ -89,8 +82,7 @@ def cache_metrics(report: Any) -> Iterator[Any]:
     stall = CounterMetricFamily(
         f"{PREFIX}_stall_seconds", "Compute waited for experts", labels=["phase"]
     )
-    for phase in ("prefill", "decode"):
-        counters = getattr(report, phase)
+    for phase, counters in (("prefill", report.prefill), ("decode", report.decode)):
         lookups.add_metric([phase, "hit"], counters.hits)
         lookups.add_metric([phase, "late_hit"], counters.late_hits)
         lookups.add_metric([phase, "miss"], counters.misses)

@@ -7,7 +7,7 @@ The same seed and settings give the tokens that `set_seed(seed)` and `generate()
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-Processor = Callable[[Tensor, Tensor], Tensor]  # ids [1, T], scores [1, V] -> scores [1, V]
 COLDEST = 1e-28  # dividing logits by less overflows; one token has probability 1 long before
 
 
@@ -69,9 +68,9 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
-        self._processors: list[Processor] = []
+        self._processors: list[Any] = []  # of transformers: (ids [1, T], scores [1, V]) -> scores
         if sampling.repetition_penalty != 1.0:
-            self._add(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
             self._ids_T = torch.tensor(prompt_ids, dtype=torch.long, device="cpu")
         if not sampling.is_greedy:
             self._add_warpers()
@@ -80,16 +79,13 @@ class Sampler:
         """Add the filters in the order in which generate() applies them."""
         sampling = self._sampling
         if sampling.temperature != 1.0:
-            self._add(TemperatureLogitsWarper(sampling.temperature))
+            self._processors.append(TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k > 0:
-            self._add(TopKLogitsWarper(sampling.top_k))
+            self._processors.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1.0:
-            self._add(TopPLogitsWarper(sampling.top_p))
+            self._processors.append(TopPLogitsWarper(sampling.top_p))
         if sampling.min_p > 0:
-            self._add(MinPLogitsWarper(sampling.min_p))
-
-    def _add(self, processor: Any) -> None:
-        self._processors.append(processor)
+            self._processors.append(MinPLogitsWarper(sampling.min_p))
 
     def choose(self, logits_V: Tensor) -> ChosenToken:
         """Choose the next token. Changes `logits_V`."""

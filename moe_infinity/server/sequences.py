@@ -27,7 +27,7 @@ class EngineStopped(MoEInfinityError):
 
 
 class DeadlineExceeded(MoEInfinityError):
-    """The request did not finish within `ServeConfig.deadline_s`."""
+    """The request did not finish within `ServeConfig.deadline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

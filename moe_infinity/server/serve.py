@@ -27,7 +27,7 @@ from moe_infinity.server.engine import Engine
 SWITCH_INTERVAL_S = 0.001
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 logger = logging.getLogger(__name__)
-uvicorn_logger = logging.getLogger("uvicorn.error")  # logs that the server has started
+uvicorn_logger = logging.getLogger("uvicorn.error")
 
 
 class Server(uvicorn.Server):
@@ -39,13 +39,6 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, *, on_exit: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_exit = on_exit
-
-    async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Start, and log the address: uvicorn logs only addresses that it bound itself."""
-        await super().startup(sockets)
-        for listener in (sockets or [])[:1]:
-            address = address_of(self.config.host, listener.getsockname()[1])
-            uvicorn_logger.info("Uvicorn running on http://%s (Press CTRL+C to quit)", address)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
@@ -113,6 +106,9 @@ def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
     with _explaining(config):
         for listener in sockets:
             listener.listen()
+    # uvicorn logs only addresses that it bound itself.
+    address = address_of(config.host, sockets[0].getsockname()[1])
+    uvicorn_logger.info("Uvicorn running on http://%s (Press CTRL+C to quit)", address)
     engine.start()
     try:
         server.run(sockets)

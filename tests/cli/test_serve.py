@@ -77,7 +77,7 @@ def test_a_server_that_is_not_there_is_an_error_with_its_address(command):
 
 
 @pytest.mark.parametrize(
-    "bounds", [{"max_batch": 0}, {"max_queue": 1.5}, {"prefill_chunk": -1}, {"deadline_s": 0}]
+    "bounds", [{"max_batch": 0}, {"max_queue": 1.5}, {"prefill_chunk": -1}, {"deadline": 0}]
 )
 def test_impossible_bounds_are_refused_by_name(bounds):
     with pytest.raises(ConfigError, match=next(iter(bounds))):

@@ -42,7 +42,7 @@ class Serving:
 @contextmanager
 def serving(moe: MoE, **options: Any) -> Iterator[Serving]:
     """A server with these fields of ServeConfig."""
-    defaults: dict[str, Any] = {"model_name": "tiny", "max_new_tokens": 64}
+    defaults: dict[str, Any] = {"served_name": "tiny", "max_new_tokens": 64}
     config = ServeConfig(**(defaults | options))
     engine = Engine(moe, config)
     app = create_app(moe, engine, config)

@@ -371,7 +371,7 @@ def test_a_streamed_chunk_is_one_ascii_line_whatever_the_text(demo):
     """Characters of several bytes and tokens arrive whole."""
     text = "être «ça» – naïve 你好 🙂 \u2028 ő"
     ids = demo.tokenizer(text)["input_ids"]
-    with serving(demo, model_name="demo") as server:
+    with serving(demo, served_name="demo") as server:
         # Whatever the model would say: force these tokens, one after another.
         forced = iter(ids)
         engine_forward = server.engine._passes._forward

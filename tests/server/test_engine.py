@@ -283,7 +283,7 @@ def test_a_neighbour_that_leaves_changes_nothing(moe):
 
 
 def test_a_request_past_its_deadline_ends_with_an_error(moe):
-    engine = make_engine(moe, deadline_s=1e-6)
+    engine = make_engine(moe, deadline=1e-6)
     client = Client(engine, PROMPTS[0])
     run_all(engine, client)
     assert isinstance(client.error, DeadlineExceeded)

@@ -234,13 +234,13 @@ def test_a_full_queue_and_a_client_that_goes_away(moe, server):
 
 
 def test_an_error_within_a_stream_is_raised_by_the_client(moe, server):
-    with serving(moe, deadline_s=0.05) as slow, slow.client() as client:
+    with serving(moe, deadline=0.05) as slow, slow.client() as client:
         events = []
         with pytest.raises(openai.APIError, match="more than 0.05 s"):  # noqa: PT012 - events come first
             for event in ask(client, max_output_tokens=400, stream=True):
                 events.append(event.type)
         assert events[:4] == BEGINNING
-    with serving(moe, deadline_s=0.05) as slow:
+    with serving(moe, deadline=0.05) as slow:
         body = GREEDY | {"input": PROMPT, "max_output_tokens": 400, "stream": True}
         last = httpx.post(f"{slow.url}/v1/responses", json=body).text.split("\n\n")[-2]
         assert last.startswith('event: error\ndata: {"type": "error", "sequence_number": ')

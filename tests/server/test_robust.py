@@ -94,7 +94,7 @@ def test_a_full_queue_answers_429_and_when_to_come_again(moe):
 
 
 def test_a_request_past_its_deadline_answers_504(moe):
-    with serving(moe, deadline_s=0.05) as server:
+    with serving(moe, deadline=0.05) as server:
         late = post(server, LONG)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
         with server.client() as client, pytest.raises(openai.APIError, match="more than 0.05 s"):
@@ -103,7 +103,7 @@ def test_a_request_past_its_deadline_answers_504(moe):
 
 
 def test_a_body_too_large_answers_413_whatever_it_declares(moe):
-    with serving(moe, max_body_bytes=1000) as server:
+    with serving(moe, max_body=1000) as server:
         large = json.dumps(SHORT | {"user": "x" * 2000}).encode()
         for content in (large, iter([large[:500], large[500:]])):
             answer = httpx.post(f"{server.url}/v1/completions", content=content)
