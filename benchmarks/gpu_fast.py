@@ -59,16 +59,11 @@ def fast_correctness(check: Check, folder: Path) -> None:
                 warm_every_expert(check, moe)
                 found = [tokens_of(moe, ids, check.num_checked, **cache) for _ in range(2)]
                 moe.check_invariants()
-                has_graph = is_captured(moe)
+                has_graph = moe.has_cuda_graph
             same = found == [expected[bool(cache)]] * 2
             check.add("same tokens", same, experts="fast", cache=str(cache), **budgets)
             if cache:
                 check.add("captured", has_graph, **budgets)
-
-
-def is_captured(moe: MoE) -> bool:
-    """The last step."""
-    return moe._graphed is not None and moe._graphed._graph is not None
 
 
 class Clock:
@@ -116,10 +111,8 @@ def known_pointers(moe: MoE) -> Iterator[None]:
     def compute(
         moe_layer_idx: int, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, load: Any
     ) -> Tensor:
-        mlp, pointers_TK = layers._mlps[moe_layer_idx], address_LE[moe_layer_idx][index_TK]
-        return layers._kernels.slot_moe(
-            mlp, x_TD.contiguous(), pointers_TK, weights_TK.contiguous()
-        )
+        mlp, pointers_TK = layers.mlps[moe_layer_idx], address_LE[moe_layer_idx][index_TK]
+        return layers.kernels.slot_moe(mlp, x_TD.contiguous(), pointers_TK, weights_TK.contiguous())
 
     with mock.patch.object(layers, "compute", compute):
         yield
@@ -128,11 +121,7 @@ def known_pointers(moe: MoE) -> Iterator[None]:
 def not_polled() -> AbstractContextManager[Any]:
     """The host applies the reports of a step when the next one is launched."""
 
-    def catch_up(poller: ReportPoller) -> None:
-        assert poller._current is not None
-        poller._catch_up(poller._current)
-
-    return mock.patch.object(ReportPoller, "poll_reports", catch_up)
+    return mock.patch.object(ReportPoller, "poll_reports", ReportPoller.catch_up)
 
 
 def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
@@ -149,7 +138,7 @@ def fast_resident(check: Check, folder: Path, shape: Shape) -> None:
             timed(ReportPoller, "upload_scores", host_ms),
         ):
             hit_ms, check.found.resident_tokens[shape.name] = token_ms(check, moe, shape)
-        hit_rate, captured = moe.report().decode.hit_rate, str(is_captured(moe))
+        hit_rate, captured = moe.report().decode.hit_rate, str(moe.has_cuda_graph)
         with known_pointers(moe):
             ceiling_ms, _ = token_ms(check, moe, shape)
         check.add(
@@ -195,9 +184,9 @@ def kernels_agree(check: Check, moe: MoE, shape: Shape) -> None:
     weights_TK = torch.rand(1, len(keys))
     at = [host.slots.address_of(host.table.slot_of(key)) for key in keys]
     pointers_TK = torch.tensor([at])
-    expected = slot_reference.slot_moe(layers._mlps[0], x_TD, pointers_TK, weights_TK)
+    expected = slot_reference.slot_moe(layers.mlps[0], x_TD, pointers_TK, weights_TK)
     inputs = (t.to(check.device) for t in (x_TD, pointers_TK, weights_TK))
-    found = layers._kernels.slot_moe(layers._mlps[0], *inputs).cpu()
+    found = layers.kernels.slot_moe(layers.mlps[0], *inputs).cpu()
     error = (found - expected).abs().max() / expected.abs().max()
     check.add("slot_moe as its reference", bool(error <= torch.finfo(torch.bfloat16).eps))
     check.add("slot_moe, largest difference", float(error), "of max", shape=shape.name)
@@ -265,7 +254,7 @@ def measure_misses(check: Check, moe: MoE, shape: Shape, name: str, share: str) 
     check.add(
         f"fast path, {name}", took_ms, "ms", shape=shape.name,
         ceiling=check.link_ms(copied_mb), layers=shape.layers, routing=routing_of(check, shape),
-        copied_mb_per_token=copied_mb, device_memory=share, captured=str(is_captured(moe)),
+        copied_mb_per_token=copied_mb, device_memory=share, captured=str(moe.has_cuda_graph),
         reports_applied_in_time=sum(polls) / num_layers,
         hit_rate=(after.hits - before.hits) / (after.lookups - before.lookups),
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""MoE-Infinity: run Mixture-of-Experts models that do not fit in memory, with exactly the tokens
-they would give.
+"""MoE-Infinity: run Mixture-of-Experts models that do not fit in memory, with the tokens they would
+give with all experts in it.
 
 `MoE` is imported when first asked for: torch and transformers take seconds.
 """

@@ -38,7 +38,9 @@ class OffloadConfig:
     # For expert slots on the GPU, as host_memory; None: most of what is free beside dense weights.
     device_memory: int | str | None = None
     policy: str = "activation-aware"  # which expert leaves first, one of cache.policies.POLICIES
-    prefetch: bool = False  # load experts ahead of their layer; needs a policy that predicts
+    # Load experts ahead of their layer, with a policy that predicts; None: as long as it pays,
+    # which is measured.
+    prefetch: bool | None = None
     # Ask the next layer's router early; more exact prefetch, more to compute.
     early_router: bool = False
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
@@ -56,7 +58,9 @@ class OffloadConfig:
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
         if not isinstance(self.history, str | Path | None):
             raise ConfigError(f"history must be a file name, got {self.history!r}")
-        for name in ("prefetch", "early_router", "exact", "trust_remote_code"):
+        if self.prefetch not in (None, False, True):
+            raise ConfigError(f"prefetch must be None, True or False, got {self.prefetch!r}")
+        for name in ("early_router", "exact", "trust_remote_code"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):

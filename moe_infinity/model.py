@@ -191,8 +191,15 @@ class MoE:
             return copy.deepcopy(self.engine.recorder.request_eams())
 
     @property
+    def has_cuda_graph(self) -> bool:
+        """Whether decode steps of the last request run as a CUDA graph: on a GPU, with
+        experts_implementation="fast" and a static cache, from its third decode step on.
+        """
+        return self._graphed is not None and self._graphed.has_graph
+
+    @property
     def num_experts(self) -> int:
-        """Routed experts per MoE row, the most of any row."""
+        """Routed experts per MoE layer, the most of any layer."""
         return self.engine.recorder.num_experts
 
     @contextmanager
@@ -241,7 +248,7 @@ class MoE:
         )
 
     def expert_states(self) -> NDArray[np.int8]:
-        """[MoE rows, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
+        """[MoE layers, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
         loading, 2 resident, 3 resident and activated by the last step.
         """
         bookkeeping = self.engine.bookkeeping

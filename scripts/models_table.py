@@ -27,11 +27,11 @@ NEW_PAGE = f"""# Supported models
 
 Every class of transformers that generates and has routed experts, found by `tests/sweep`: a tiny
 random model is saved in the layout its architecture is published in, run by stock transformers, and
-run from the same checkpoint with as few expert slots as there are MoE layers. *bitwise*: the logits
-of the prompt and of the steps after it are equal bit for bit, and no longer are when two experts of
-any one MoE layer change places.
+run from the same checkpoint with `exact=True` and as few expert slots as there are MoE layers.
+*bitwise*: the logits of the prompt and of the steps after it are equal bit for bit, and no longer
+are when two experts of any one MoE layer change places.
 
-The last column: how decode steps run on a GPU with `experts_implementation="fast"`, as seen on a
+The last column: how decode steps run on a GPU without `exact=True`, as seen on a
 fake device and on torch's meta device, not on a GPU: *one graph*, with
 `cache_implementation="static"`; *kernel by kernel*, the device deciding; or *by the host*.
 

@@ -36,6 +36,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from moe_infinity import MoE
 from moe_infinity.cli import app as cli
 from tests import other_machine, safetensors_file
 
@@ -58,7 +59,9 @@ def pytest_report_header() -> list[str]:
     return [f"tests/server left out: not installed: {', '.join(ABSENT)}"] if ABSENT else []
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled kernels are kept for the next run, all workers together, apart from the user's."""
+    os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "user-cache")
     if os.environ["TRITON_INTERPRET"] == "0" and not torch.cuda.is_available():
         from tests.kernels.cuda.compiled import use_absent_gpu
 
@@ -195,22 +198,31 @@ def stock_model(tiny_checkpoint: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype="auto")
 
 
+@pytest.fixture
+def resident_model(tiny_checkpoint: Path) -> Iterator[MoE]:
+    """`tiny_checkpoint` with all experts in memory: what runs with fewer, faults and interruptions
+    are compared with.
+    """
+    with MoE(tiny_checkpoint, device="cpu", host_memory="100%") as moe:
+        yield moe
+
+
 Routing = list[list[np.ndarray]]
 
 
 @pytest.fixture
 def stock_routing(stock_model: Any) -> Iterator[Routing]:
-    """What the stock routers choose while this is alive: for each step, for each MoE row, the
+    """What the stock routers choose while this is alive: for each step, for each MoE layer, the
     expert ids [tokens, k] of all sequences one after the other, padding included."""
     routing: Routing = []
-    rows = [layer.mlp.gate for layer in stock_model.model.layers]
+    routers = [layer.mlp.gate for layer in stock_model.model.layers]
 
     def watch(router: Any, args: Any, output: Any) -> None:
-        if router is rows[0]:
+        if router is routers[0]:
             routing.append([])
         routing[-1].append(output[2].numpy())
 
-    handles = [row.register_forward_hook(watch) for row in rows]
+    handles = [router.register_forward_hook(watch) for router in routers]
     yield routing
     for handle in handles:
         handle.remove()

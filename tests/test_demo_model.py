@@ -28,10 +28,10 @@ def stock_tokens() -> list[int]:
 @pytest.mark.grid
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("host_memory", ["5%", "25%", "100%"])
-def test_run_gives_the_tokens_of_stock(command, stock_tokens, host_memory, policy):
+def test_run_exact_gives_the_tokens_of_stock(command, stock_tokens, host_memory, policy):
     outcome = command(
         *("run", str(DEMO), "-p", PROMPT, "--max-new-tokens", "64", "--json"),
-        *("--host-memory", host_memory, "--policy", policy),
+        *("--host-memory", host_memory, "--policy", policy, "--exact"),
     )
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["token_ids"] == stock_tokens

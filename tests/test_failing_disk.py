@@ -55,9 +55,8 @@ def after_tokens(number: int, act: Callable[[], object]) -> list[Callable[..., t
 
 
 @pytest.fixture
-def expected(stock_model: Any) -> list[int]:
-    ids: list[int] = stock_model.generate(**INPUTS, do_sample=False, max_new_tokens=12)[0].tolist()
-    return ids
+def expected(resident_model: MoE) -> list[int]:
+    return tokens_of(resident_model)
 
 
 def test_a_file_truncated_during_generation_is_named_and_works_again_once_restored(

@@ -30,6 +30,13 @@ def moe(tiny_checkpoint):
 
 
 @pytest.fixture
+def exact(tiny_checkpoint):
+    with MoE(tiny_checkpoint, host_memory="25%", exact=True) as moe:
+        yield moe
+        moe.check_invariants()
+
+
+@pytest.fixture
 def stock(stock_model) -> Callable[..., list[list[int]]]:
     """stock(inputs, ...) -> what stock transformers generates."""
 
@@ -73,43 +80,44 @@ def test_generate_gives_the_tokens_of_stock_transformers(
     tiny_checkpoint, stock, policy, host_memory
 ):
     inputs = encode(5, 6, 9, 100, 31)
-    with MoE(tiny_checkpoint, policy=policy, host_memory=host_memory) as moe:
+    options = {"policy": policy, "host_memory": host_memory, "exact": True}
+    with MoE(tiny_checkpoint, **options) as moe:
         assert tokens_of(moe, inputs, max_new_tokens=20) == stock(inputs, max_new_tokens=20)
 
 
 def test_shards_give_the_same_tokens_as_one_file(sharded_checkpoint, stock):
     inputs = encode(5, 6, 9, 100, 31)
-    with MoE(sharded_checkpoint, host_memory="25%") as moe:
+    with MoE(sharded_checkpoint, host_memory="25%", exact=True) as moe:
         assert tokens_of(moe, inputs, max_new_tokens=20) == stock(inputs, max_new_tokens=20)
 
 
-def test_a_padded_batch_gives_the_tokens_of_stock_transformers(moe, stock):
-    batch = padded_batch(moe)
-    assert tokens_of(moe, batch, max_new_tokens=12) == stock(batch, max_new_tokens=12)
+def test_a_padded_batch_gives_the_tokens_of_stock_transformers(exact, stock):
+    batch = padded_batch(exact)
+    assert tokens_of(exact, batch, max_new_tokens=12) == stock(batch, max_new_tokens=12)
 
 
-def test_generate_takes_the_arguments_of_transformers(moe, stock_model):
+def test_generate_takes_the_arguments_of_transformers(exact, stock_model):
     settings = {"max_new_tokens": 8, "num_beams": 3, "num_return_sequences": 2}
     settings |= {"output_scores": True, "return_dict_in_generate": True, "do_sample": False}
     inputs = encode(5, 6, 9)
-    ours, theirs = moe.generate(**inputs, **settings), stock_model.generate(**inputs, **settings)
+    ours, theirs = (model.generate(**inputs, **settings) for model in (exact, stock_model))
     assert torch.equal(ours.sequences, theirs.sequences)
     assert torch.equal(ours.sequences_scores, theirs.sequences_scores)
 
 
-def test_sampling_with_a_seed_gives_the_tokens_of_stock_transformers(moe, stock_model):
+def test_sampling_with_a_seed_gives_the_tokens_of_stock_transformers(exact, stock_model):
     settings = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.3, "top_p": 0.9}
     found = []
-    for model in (moe, stock_model):
+    for model in (exact, stock_model):
         transformers.set_seed(7)
         found.append(model.generate(**encode(5, 6, 9), **settings).tolist())
     assert found[0] == found[1]
 
 
-def test_the_model_itself_gives_the_logits_of_stock_transformers(moe, stock_model):
-    inputs = padded_batch(moe)
+def test_the_model_itself_gives_the_logits_of_stock_transformers(exact, stock_model):
+    inputs = padded_batch(exact)
     with torch.no_grad():
-        assert torch.equal(moe.model(**inputs).logits, stock_model(**inputs).logits)
+        assert torch.equal(exact.model(**inputs).logits, stock_model(**inputs).logits)
 
 
 def test_the_model_is_of_the_class_transformers_would_give(moe, stock_model):
@@ -157,7 +165,7 @@ def test_a_stream_of_one_token_has_no_time_per_token(moe):
     assert stream.tpot_s is None
 
 
-def test_leaving_a_stream_early_stops_generation(moe, stock):
+def test_leaving_a_stream_early_stops_generation(moe, resident_model):
     stream = moe.stream(PROMPT, max_new_tokens=450, min_new_tokens=450, do_sample=False)
     for number, _ in enumerate(stream):
         if number == 3:
@@ -165,7 +173,8 @@ def test_leaving_a_stream_early_stops_generation(moe, stock):
     assert len(stream.token_ids) < 400
     assert threads_generating() == 0
     inputs = encode(5, 6, 9)
-    assert tokens_of(moe, inputs, max_new_tokens=5) == stock(inputs, max_new_tokens=5)
+    expected = tokens_of(resident_model, inputs, max_new_tokens=5)
+    assert tokens_of(moe, inputs, max_new_tokens=5) == expected
 
 
 def test_an_error_inside_generation_is_raised_by_the_stream(moe):
@@ -200,12 +209,6 @@ def test_a_stream_takes_no_stopping_criteria_as_generate_does(moe):
     stream = moe.stream(PROMPT, max_new_tokens=4, stopping_criteria=None)
     assert len(list(stream)) > 0
     assert len(stream.token_ids) == 4
-
-
-def test_fast_without_its_kernels_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_infinity.engine.device.has_packed_kernels", lambda: False)
-    with pytest.raises(ConfigError, match=r"moe-infinity\[cpu\]"):
-        MoE(tmp_path / "none", experts_implementation="fast", device="cpu")
 
 
 # close
@@ -251,9 +254,11 @@ def test_close_leaves_no_thread_and_no_file_behind(sharded_checkpoint):
     assert not [file for file in files if str(sharded_checkpoint) in file]
 
 
-def test_two_models_at_once_do_not_disturb_each_other(tiny_checkpoint, sharded_checkpoint, stock):
+def test_two_models_at_once_do_not_disturb_each_other(
+    tiny_checkpoint, sharded_checkpoint, resident_model
+):
     inputs = encode(5, 6, 9)
-    expected = stock(inputs, max_new_tokens=8)
+    expected = tokens_of(resident_model, inputs, max_new_tokens=8)
     with MoE(tiny_checkpoint, host_memory="25%") as one:
         with MoE(sharded_checkpoint, host_memory="50%") as other:
             assert tokens_of(one, inputs, max_new_tokens=8) == expected
@@ -264,9 +269,9 @@ def test_two_models_at_once_do_not_disturb_each_other(tiny_checkpoint, sharded_c
 # threads
 
 
-def test_two_threads_generating_at_once_get_the_right_tokens(moe, stock):
+def test_two_threads_generating_at_once_get_the_right_tokens(moe, resident_model):
     prompts = [encode(*ids) for ids in ((5, 6, 9), (40, 41), (7, 7, 7, 8), (120,))]
-    expected = [stock(prompt, max_new_tokens=10) for prompt in prompts]
+    expected = [tokens_of(resident_model, prompt, max_new_tokens=10) for prompt in prompts]
     found: dict[int, list[list[int]]] = {}
 
     def work(numbers: range) -> None:
@@ -281,13 +286,14 @@ def test_two_threads_generating_at_once_get_the_right_tokens(moe, stock):
     assert [found[number] for number in range(8)] == expected * 2
 
 
-def test_two_streams_read_in_turns_get_the_right_tokens(moe, stock):
+def test_two_streams_read_in_turns_get_the_right_tokens(moe, resident_model):
     streams = [moe.stream(text, max_new_tokens=10, do_sample=False) for text in ("w5 w6", "w40")]
     iterators = [iter(stream) for stream in streams]
     while any(list(zip(range(2), iterator, strict=False)) for iterator in iterators):
         pass
-    assert streams[0].token_ids == stock(encode(5, 6), max_new_tokens=10)[0][2:]
-    assert streams[1].token_ids == stock(encode(40), max_new_tokens=10)[0][1:]
+    for stream, ids in zip(streams, ((5, 6), (40,)), strict=True):
+        expected = tokens_of(resident_model, encode(*ids), max_new_tokens=10)
+        assert stream.token_ids == expected[0][len(ids) :]
 
 
 # config

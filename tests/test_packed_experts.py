@@ -15,6 +15,8 @@ from torch import Tensor
 from moe_infinity import ConfigError, MoE, UnsupportedModelError
 from moe_infinity.checkpoint.recipe import Recipe
 from moe_infinity.engine import compute
+from moe_infinity.engine.fused import FusedWork
+from moe_infinity.kernels.cpu import experts as experts_cpu
 from moe_infinity.quantize import pack_checkpoint
 from tests import conftest
 from tests.architectures.test_architectures import SMALL
@@ -22,10 +24,6 @@ from tests.closeness import distance, logits_of_steps
 from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
-
-pytest.importorskip("numba", reason="numba is not installed")
-from moe_infinity.engine.fused import FusedWork
-from moe_infinity.kernels.cpu import experts as experts_cpu
 
 pytestmark = pytest.mark.arithmetic
 
@@ -174,12 +172,10 @@ def test_what_cannot_be_packed_on_load_is_refused(folder, tiny_checkpoint, tmp_p
 
 
 @torch.no_grad()
-def test_fast_is_near_the_bits_of_stock_and_wrong_experts_are_not(source, monkeypatch):
+def test_kernels_are_near_the_bits_of_stock_and_with_wrong_experts_are_not(source, monkeypatch):
     for ids, host_memory in ((IDS, "50%"), (torch.arange(3, 3 + 72).view(6, 12), "20%")):
-        exact = token_by_token(source, ids, host_memory=host_memory)
-        with MoE(
-            source, dtype="float32", experts_implementation="fast", host_memory=host_memory
-        ) as moe:
+        exact = token_by_token(source, ids, host_memory=host_memory, exact=True)
+        with MoE(source, dtype="float32", host_memory=host_memory) as moe:
             assert distance(logits_of_steps(moe.model, ids), exact) < 1e-5
             assert moe.report().experts == "as stored, fast"
     run = FusedWork.run
@@ -188,5 +184,4 @@ def test_fast_is_near_the_bits_of_stock_and_wrong_experts_are_not(source, monkey
         run(self, expert_idxs, slot_ids[::-1])
 
     monkeypatch.setattr(FusedWork, "run", exchanged)
-    wrong = token_by_token(source, experts_implementation="fast")
-    assert distance(wrong, token_by_token(source)) > 0.1
+    assert distance(token_by_token(source), token_by_token(source, exact=True)) > 0.1

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.kernels import has_packed_kernels
 from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
-from tests.cuda.fast_device import CACHES, FAST, on_device
+from tests.cuda.fast_device import CACHES, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
 
 pytestmark = pytest.mark.arithmetic
 
 BUDGETS = {"device_memory": "30%", "host_memory": "50%"}
+EXACT = {"exact": True}
 DTYPES = [torch.bfloat16, torch.float16, torch.float64]
-needs_numba = pytest.mark.skipif(not has_packed_kernels(), reason="needs numba")
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -36,10 +35,9 @@ def tokens(moe: MoE, **cache: Any) -> list[Any]:
 
 
 @pytest.mark.sample(3)
-@needs_numba
 @pytest.mark.parametrize(
     "options",
-    [FAST, {"expert_dtype": "int8"}, {"expert_dtype": "int4"}, {}],
+    [{}, {"expert_dtype": "int8"}, {"expert_dtype": "int4"}, EXACT],
     ids=str,
 )
 def test_the_default_dtype_changes_nothing_on_a_cpu(tiny_checkpoint, set_dtype, options):
@@ -72,11 +70,10 @@ def logits_of(moe: MoE) -> torch.Tensor:
     return logits
 
 
-@needs_numba
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 def test_what_kernels_need_is_not_made_on_the_default_device(tiny_checkpoint, device):
     """Meta tensors have no memory."""
-    where = MoE(tiny_checkpoint, device="cpu", host_memory="50%", **FAST)
+    where = MoE(tiny_checkpoint, device="cpu", host_memory="50%")
     with where if device == "cpu" else on_device(tiny_checkpoint, "30%", "40%") as moe:
         expected = logits_of(moe)
         with torch.device("meta"):
@@ -85,7 +82,7 @@ def test_what_kernels_need_is_not_made_on_the_default_device(tiny_checkpoint, de
 
 
 @pytest.mark.parametrize("opened_in", [nullcontext, torch.inference_mode])
-@pytest.mark.parametrize(("is_locking", "options"), [(True, {}), (False, {}), (True, FAST)])
+@pytest.mark.parametrize(("is_locking", "options"), [(True, EXACT), (False, EXACT), (True, {})])
 def test_inference_mode_may_come_and_go(tiny_checkpoint, is_locking, opened_in, options):
     entered: AbstractContextManager[Any] = opened_in()
     with fake_device(FakeCudaDevice(is_locking=is_locking)):

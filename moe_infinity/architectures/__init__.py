@@ -1,1 +1,1 @@
-"""Where transformers ends and this package begins."""
+"""How the classes of transformers call the engine."""

@@ -1,5 +1,5 @@
-"""The experts of one MoE row, whatever class holds them: where their parameters live, how one
-expert computes, and how the model's own code comes to call us.
+"""The experts of one MoE layer, whatever class holds them: where their parameters are, how one
+expert computes, and how the model's own code is made to call the engine.
 
     Adapter          classes behind transformers' experts interface, which call our backend
     its subclasses   the classes outside it (docs/models.md), each called in its own way
@@ -76,7 +76,7 @@ class ExpertsModule:
 
 
 class Adapter:
-    """For the classes of the interface, and what all others share."""
+    """For the classes of the interface. Adapters of other classes override what differs."""
 
     # In which order a token's experts are summed, see engine/exact.py; None: as configured.
     is_eager: bool | None = None
@@ -122,7 +122,7 @@ class Adapter:
         return partial(expert_mlp, module)
 
     def hidden(self, module: Any) -> Callable[[Tensor], Tensor] | None:
-        """What goes from the first of two products to the second, if that is all it does."""
+        """What an expert computes between two products. None: it is not of that form."""
         if vars(module).get("has_post_expert_norm"):
             return None
         found: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn
@@ -131,9 +131,9 @@ class Adapter:
     def orientation(self, module: Any) -> bool | None:
         return bool(module.is_transposed)
 
-    def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
         """From now on the model's code calls `layer`."""
-        object.__setattr__(row.module, CALL_ATTRIBUTE, layer)
+        object.__setattr__(experts.module, CALL_ATTRIBUTE, layer)
 
 
 def _shape_of_one(param: Tensor, location: ParameterLocation) -> tuple[int, ...]:
@@ -187,8 +187,8 @@ class Outside(Adapter):
         found: Callable[[Tensor], Tensor] = module.act_fn
         return found
 
-    def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
-        row.module.forward = partial(self.forward, row.module, layer)
+    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+        experts.module.forward = partial(self.forward, experts.module, layer)
 
     def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Any:
         """What runs in place of the module's forward, called with the same arguments."""
@@ -196,11 +196,11 @@ class Outside(Adapter):
 
 
 class Step3p7(Outside):
-    """Called like the interface; the gate clamps, by a bound of the layer."""
+    """Called like the interface. Its activation clamps, with a limit that depends on the layer."""
 
 
 class LongcatFlash(Outside):
-    """Some experts of a layer are the identity and have no weights to load."""
+    """Some experts of a layer are the identity: they have no weights to load."""
 
     def count(self, module: Any) -> int:
         return int(module.num_routed_experts)
@@ -237,8 +237,8 @@ class Aria(Outside):
 
 
 class JetMoe(Outside):
-    """The block itself; its router gives sorted pairs, so the top-k is taken again. It sums in
-    float32 as grouped_mm does. Its attention experts (JetMoeMoA) stay with the dense weights."""
+    """The module is the whole block. Its router gives sorted pairs, so the top-k is taken again. It
+    sums in float32 as grouped_mm does. Its attention experts (JetMoeMoA) are dense weights here."""
 
     is_block = True
     is_eager = False
@@ -263,8 +263,8 @@ class JetMoe(Outside):
 
 
 class Llama4(Outside):
-    """The block itself: its experts module is called with every token for every expert, ours only
-    with the tokens routed to them."""
+    """The module is the whole block. The class computes every expert for every token; here an
+    expert computes only the tokens routed to it."""
 
     is_block = True
     is_eager = False
@@ -286,7 +286,7 @@ class Llama4(Outside):
 
 
 class Dbrx(Outside):
-    """Three weights, each [E * F, D], an expert being a run of rows."""
+    """Three weights, each [E * F, D]: an expert is F neighbouring rows of each."""
 
     def orientation(self, module: Any) -> bool | None:
         return None
@@ -317,8 +317,8 @@ class Dbrx(Outside):
 
 
 class OneModuleEach(Adapter):
-    """A ModuleList or ModuleDict with one module per expert. A copy of one of them, which has no
-    weights, is lent those of whichever expert is to compute."""
+    """A ModuleList or ModuleDict with one module per expert. One copy of such a module, without
+    weights of its own, computes every expert with the weights it is given."""
 
     is_eager = True
 
@@ -356,12 +356,12 @@ class OneModuleEach(Adapter):
 class SwitchTransformers(OneModuleEach):
     """Called with the top-1 one-hot, [T, 1, E]; zeros beyond an expert's capacity (5.23)."""
 
-    def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
         def forward(x_TD: Tensor, chosen_T1E: Tensor, weights_T1: Tensor) -> Tensor:
             index_T1 = chosen_T1E.argmax(dim=-1).masked_fill(~chosen_T1E.any(dim=-1), NO_EXPERT)
             return layer(x_TD, index_T1, weights_T1)
 
-        row.module.forward = forward
+        experts.module.forward = forward
 
 
 class NllbMoe(OneModuleEach):
@@ -378,12 +378,12 @@ class NllbMoe(OneModuleEach):
 
         return scaled
 
-    def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
         def forward(x_TD: Tensor, first_choice_TE: Tensor, probabilities_TE: Tensor) -> Tensor:
             weights_TK, index_TK = probabilities_TE.topk(2, dim=1)
             return layer(x_TD, index_TK.masked_fill(weights_TK == 0, NO_EXPERT), weights_TK)
 
-        row.module.forward = forward
+        experts.module.forward = forward
 
 
 # By class name: classes outside the interface.

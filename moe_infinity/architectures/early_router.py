@@ -1,10 +1,10 @@
-"""What would the next MoE layer choose? Its own router answers, run early on the residual that the
-current layer was given.
+"""Predicts which experts the next MoE layer will choose: its own router is run early, on the
+residual that the current layer was given.
 
-The residual changes little from layer to layer, so the answer is mostly right: 80 % of the experts
-on the demo model (docs/log.md, 2026-11-21). No router is known by name: the block around the
-experts is called as the model calls it, and the experts function, instead of computing, raises with
-the routing it was handed.
+The residual changes little from layer to layer, so most predictions are right: 80 % of the experts
+on the demo model (docs/log.md, 2026-11-21). No router has to be known by name: the block around the
+experts is called as the model calls it, and our experts function, instead of computing, raises an
+exception that carries the routing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Routed(BaseException):
-    """Not an error: carries a routing out of a block that was only asked for it."""
+    """Not an error: it carries the routing out of a block that was run for nothing else."""
 
     def __init__(self, experts_TK: Ints | None) -> None:
         super().__init__()
@@ -32,9 +32,9 @@ class Routed(BaseException):
 
 
 class EarlyRouter:
-    """Asks the block of the next MoE layer. The norm before each block is found in the first
-    forward pass as the module that made the block's input; an MoE layer whose norm is not found is
-    never asked.
+    """Runs the block of the next MoE layer up to its experts. The norm before each block is found
+    in the first forward pass, as the module that made the block's input. An MoE layer whose norm is
+    not found gets no prediction.
     """
 
     def __init__(self, model: nn.Module, layers: list[ExpertsModule]) -> None:
@@ -57,7 +57,7 @@ class EarlyRouter:
 
     def _note_output(self, norm: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            self._made_by[id(output)] = norm, output  # kept, so that no other gets this id
+            self._made_by[id(output)] = norm, output  # kept alive: no other gets its id
 
     def _finder_of(self, moe_layer_idx: int) -> Any:
         def find(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -92,7 +92,9 @@ class EarlyRouter:
             )
 
     def hint(self, moe_layer_idx: int, step: Step, predictor: Predictor) -> None:
-        """Tell the predictor what the router of this MoE layer says of the tokens that count."""
+        """Give the predictor what the router of this MoE layer chooses for the step's tokens,
+        without padding and sequences that have ended.
+        """
         experts_TK = self.ask(moe_layer_idx)
         if experts_TK is not None:
             if step.counted_T is not None:
@@ -101,7 +103,9 @@ class EarlyRouter:
 
     @torch.no_grad()
     def ask(self, moe_layer_idx: int) -> Ints | None:
-        """[T, K]: what the block of this MoE layer would choose, or None if it cannot be asked."""
+        """[T, K]: what the block of this MoE layer would choose. None: its norm was not found, or
+        this step has not come to a residual yet.
+        """
         if moe_layer_idx not in self._norms or self._residual is None:
             return None
         self.is_asking = True

@@ -1,7 +1,7 @@
-"""Experts have no gradients: going backward through them is refused.
+"""Refuses a backward pass through experts, whose weights have no gradients.
 
-The weights of the dense part still want them, as in stock transformers: torch multiplies some
-matrices in another way if their gradient is wanted, which shows in the last bit of float32.
+Dense weights keep `requires_grad`, as in stock transformers. With it torch takes other kernels for
+some matrix products, which changes the last bit of float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from moe_infinity.errors import UnsupportedModelError
 
 
 def without_gradient(x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """What `compute` gives, made of `x`; going backward through it raises UnsupportedModelError."""
+    """The result of `compute`, which depends on `x`. A backward pass through it raises
+    UnsupportedModelError.
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return compute()
     out: Tensor = _Refusal.apply(x, compute)  # type: ignore[no-untyped-call]

@@ -1,13 +1,14 @@
 """Experts that are an nn.ModuleList or nn.ModuleDict of MLPs, called one by one by code we do not
 know, as in models that bring their own (trust_remote_code).
 
-The block around them runs twice. First its experts only note what they are called with, and answer
-zeros; then all that were called are loaded and computed, several at a time and in whatever order
-they arrive; then the block runs again and its experts give those answers. So the block's own
-arithmetic decides, and its router and shared experts are computed twice; one that counts its calls
-would count double. An expert is taken to give one tensor of the shape of its first argument.
+The block around them runs twice. In the first run an expert only notes what it is called with, and
+returns zeros. Then all experts that were called are loaded and computed, several at a time and in
+whatever order they arrive. In the second run an expert returns what was computed for it. So the
+result is that of the block's own arithmetic. Its router and shared experts are computed twice; a
+block that counts its calls would count double. An expert has to return one tensor of the shape of
+its first argument.
 
-Which token went where is heard from the block's call of torch.topk.
+The experts of each token are taken from the block's call of torch.topk.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class CalledExperts:
             self._calls.setdefault(call.expert_idx, []).append(call)
 
     def routing(self, index_TK: Tensor | None, num_tokens: int) -> Routing:
-        """Whom the block called; `index_TK` if it is known by token."""
+        """The experts that the block called; `index_TK` if those of each token are known."""
         activated = sorted(self._calls)
         counts = [sum(call.num_rows for call in self._calls[e]) for e in activated]
         experts_TK = None if index_TK is None else index_TK.cpu().numpy()
@@ -65,8 +66,8 @@ class CalledExperts:
             call.answer = without_gradient(call.args[0], run)
 
 
-class TopKListener(TorchFunctionMode):
-    """Hears the last top-k over all experts while it is entered."""
+class TopKRecorder(TorchFunctionMode):
+    """Inside, keeps the ids of the last top-k over all experts."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -83,9 +84,9 @@ class TopKListener(TorchFunctionMode):
 class ListOfExperts(OneModuleEach):
     """Connects the block that calls the experts."""
 
-    def connect(self, row: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
-        block = model.get_submodule(row.block_name)
-        block.forward = BlockForward(block, row, layer)
+    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
+        block = model.get_submodule(experts.block_name)
+        block.forward = BlockForward(block, experts, layer)
 
 
 LIST = ListOfExperts()
@@ -107,16 +108,16 @@ def is_list_of_experts(module: nn.Module) -> bool:
 class BlockForward:
     """Runs in place of the block's forward."""
 
-    def __init__(self, block: nn.Module, row: ExpertsModule, layer: MoeLayer) -> None:
+    def __init__(self, block: nn.Module, experts: ExpertsModule, layer: MoeLayer) -> None:
         self._stock = block.forward
         self._layer = layer
-        self._name = row.block_name
-        self._num_experts = row.num_experts
+        self._name = experts.block_name
+        self._num_experts = experts.num_experts
         self._autocast = _autocast()  # while the block runs
         self._calls: list[Call] = []
         self._answers: Iterator[Call] = iter(())
         self._respond = self._refuse  # what a called expert does
-        for expert_idx, expert in enumerate(row.module.children()):
+        for expert_idx, expert in enumerate(experts.module.children()):
             expert.forward = partial(self._expert, expert_idx)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,12 +126,12 @@ class BlockForward:
         self._autocast = _autocast()
         try:
             self._respond = self._note
-            with TopKListener(self._num_experts) as heard:
+            with TopKRecorder(self._num_experts) as top_k:
                 self._stock(*args, **kwargs)
             if num_tokens and not self._calls:
                 raise UnsupportedModelError(f"{self._name} does not call its experts")
             calls = [call for call in self._calls if call.num_rows]
-            index_TK = _routing(heard.index_TK, calls, num_tokens)
+            index_TK = _routing(top_k.index_TK, calls, num_tokens)
             answered = CalledExperts(calls)
             self._layer.answer_calls(answered, answered.routing(index_TK, num_tokens))
             self._answers = iter(self._calls)
@@ -142,7 +143,7 @@ class BlockForward:
             self._respond = self._refuse
 
     def _expert(self, expert_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """What each expert's forward is."""
+        """What runs in place of an expert's forward."""
         if not args or not isinstance(args[0], Tensor) or _autocast() != self._autocast:
             raise UnsupportedModelError(
                 f"{self._name}: experts are to be called with a tensor, not under autocast"
@@ -150,12 +151,13 @@ class BlockForward:
         return self._respond(Call(expert_idx, args, kwargs))
 
     def _note(self, call: Call) -> Tensor:
-        """A copy, since the block may fill the same memory for the next expert."""
+        """First run. Copies its input: the block may use that memory again for the next expert."""
         call.args = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in call.args)
         self._calls.append(call)
         return torch.zeros_like(call.args[0])
 
     def _answer(self, call: Call) -> Tensor:
+        """Second run. Checks that the block makes the same calls again."""
         noted = next(self._answers, None)
         if noted is None or noted.expert_idx != call.expert_idx or not _are_equal(noted, call):
             raise UnsupportedModelError(
@@ -180,12 +182,14 @@ def _autocast() -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
-def _routing(heard_TK: Tensor | None, calls: list[Call], num_tokens: int) -> Tensor | None:
-    """What was heard, if it is what was called; of a single token the calls tell it."""
+def _routing(index_TK: Tensor | None, calls: list[Call], num_tokens: int) -> Tensor | None:
+    """The experts of each token: `index_TK` if it agrees with the calls, and for a single token the
+    experts that were called. Else None.
+    """
     called = sorted(call.expert_idx for call in calls for _ in range(call.num_rows))
-    if heard_TK is not None and (len(heard_TK), sorted(heard_TK.ravel().tolist())) == (
+    if index_TK is not None and (len(index_TK), sorted(index_TK.ravel().tolist())) == (
         num_tokens,
         called,
     ):
-        return heard_TK
+        return index_TK
     return torch.tensor([called], dtype=torch.int64, device="cpu") if num_tokens == 1 else None

@@ -1,12 +1,12 @@
-"""What surrounds the experts in a decode step on a CPU, computed by what is made for few rows; part
-of experts_implementation="fast", since the bits are not those of transformers.
+"""What surrounds the experts in a decode step on a CPU, computed by kernels made for few tokens.
+Not with exact=True, since the bits are not those of transformers.
 
     linear layers   kernels/cpu/linear.py
     attention       kernels/cpu/attention.py
     threads         kernels have them all, torch has one; see kernels/cpu/threads.py
 
-Longer inputs go the usual way. A shared registry of transformers, its "sdpa" function, is wrapped
-once; other models pass through.
+Longer inputs are computed by torch, as ever. The "sdpa" function in transformers' registry is
+shared by all models, so it is wrapped once, and calls it for modules of other models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.threads import give_torch_all, leave_torch_one
 
-MARK = "_moe_infinity_takes_small_batches"  # on modules of our models
+MARK = "_moe_infinity_takes_small_batches"  # set on every module of a model that we run
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -53,7 +53,7 @@ class SmallBatchSteps:
                 if inputs is not None and inputs.shape[:2].numel() <= FUSED_ROWS:
                     leave_torch_one()
                 return stock(*args, **kwargs)
-            finally:  # of Ctrl-C, too, for which torch calls no hook
+            finally:  # also after Ctrl-C, for which torch calls no hook
                 give_torch_all()
 
         vars(model)["forward"] = forward
@@ -63,10 +63,10 @@ class SmallBatchSteps:
 
 
 class Siblings:
-    """The linear layers of one module. Those that are given the very same input one after the
-    other, as queries, keys and values are, are computed together from then on, when the first of
-    them is called. Not under torch.inference_mode: nobody could tell that an input was changed in
-    place between two of them.
+    """The linear layers of one module. Some are given the very same tensor one after the other, as
+    those of queries, keys and values are. From then on they are computed together, when the first
+    of them is called. Not under torch.inference_mode, where a tensor has no version, so that a
+    change of it in place between two calls would not be noticed.
     """
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class Siblings:
         self._version: int | None = None  # of its contents
         self._first: nn.Linear | None = None
         self._groups: dict[nn.Linear, LinearGroup] = {}  # by their first
-        self._waiting: dict[nn.Linear, Tensor] = {}  # products with x that were not asked for yet
+        self._waiting: dict[nn.Linear, Tensor] = {}  # products with x not yet returned
 
     def forward(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """By the kernel if there are few rows and nobody wants gradients."""
+        """By the kernel for few tokens without gradients, else by torch."""
         rows = x.shape[:-1]
         if rows.numel() > FUSED_ROWS or torch.is_grad_enabled():
             return nn.functional.linear(x, linear.weight, linear.bias)
@@ -96,10 +96,13 @@ class Siblings:
         out = self._waiting.pop(linear)
         if linear.bias is not None:
             out = out + linear.bias
-        return out.to(x.dtype).view(*rows, -1)
+        # Without gaps, whether computed alone or together: torch's activations round by that.
+        return out.to(x.dtype).contiguous().view(*rows, -1)
 
     def _multiply(self, linear: nn.Linear, x: Tensor) -> dict[nn.Linear, Tensor]:
-        """In float32, by layer of its group; empty if kernels do not read its weight."""
+        """The products of x with each layer of the group that `linear` is in, float32. Empty if
+        kernels do not read the weight.
+        """
         group = self._groups.get(linear)
         if group is None or not group.is_current:
             group = self._groups[linear] = LinearGroup([linear])

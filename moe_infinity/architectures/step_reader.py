@@ -1,5 +1,5 @@
-"""What the model was called with, read by a hook before each forward pass, and whether the pass
-ended.
+"""Hooks on a model: before each forward pass they read what kind of step it is from its arguments,
+after it they note that it ended.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from moe_infinity.experts import Phase, Step
 
 
 class StepListener(Protocol):
-    """Who is told of forward passes; see engine/engine.py."""
+    """What a StepReader calls; see engine/engine.py."""
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""
 
     def leave_step(self) -> None:
-        """The last one did not end."""
+        """The last forward pass did not end."""
 
 
 class StepReader:
-    """Tells the engine, before each forward pass, what kind of step it is. An encoder and its
-    decoder make steps of their own: the encoder's begins the requests, as a prompt does.
+    """Calls the engine's `begin_step` before each forward pass. An encoder and its decoder make
+    steps of their own: the encoder's begins the requests, as a prompt does.
     """
 
     def __init__(self, model: PreTrainedModel, engine: StepListener) -> None:
@@ -42,7 +42,7 @@ class StepReader:
         self.named: Step | None = None
         self._model = model
         self._engine = engine
-        self._is_in_pass = False  # stays so if a pass was left, until the next one
+        self._is_in_pass = False  # if a pass does not end, it stays True until the next one
         self._finished_B: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._num_encoded = 0  # sequences the encoder ran for, until the decoder begins
         reads = {model: self.read}
@@ -64,11 +64,11 @@ class StepReader:
         self._is_in_pass = True
 
     def _after_forward(self, *_: object) -> None:
-        """Not of a pass that fails or is interrupted."""
+        """torch does not call this after a pass that fails or is interrupted."""
         self._is_in_pass = False
 
     def leave_pass(self) -> None:
-        """If the model's last pass did not end."""
+        """Call the engine's `leave_step` if the model's last pass did not end."""
         if self._is_in_pass:
             self._engine.leave_step()
         self._is_in_pass = False
@@ -79,7 +79,7 @@ class StepReader:
         return step
 
     def read_decoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        """What it is first called with goes on with the prompt the encoder was given."""
+        """Its first step goes on with the requests that the encoder's step began."""
         step = self.read(args, kwargs)
         num_encoded, self._num_encoded = self._num_encoded, 0
         if step is None or step.num_sequences != num_encoded:
@@ -87,7 +87,7 @@ class StepReader:
         return replace(step, begins_B=np.zeros_like(step.begins_B))
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        """What the model is called with; None when with neither ids nor embeddings."""
+        """The step of a call with these arguments. None if it has neither ids nor embeddings."""
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         inputs = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
         if inputs is None:
@@ -119,8 +119,9 @@ class StepReader:
         )
 
     def _finished(self, token_ids_B: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which sequences of a batch have ended. What they are fed while others go on is no part
-        of their request; the first such token is the one that ended them."""
+        """Which sequences of a batch have ended. Tokens they are given while others go on do not
+        count for their request, from the token on that ended them.
+        """
         ends = self.end_ids
         if ends is None:
             ends = self._model.generation_config.eos_token_id

@@ -46,7 +46,7 @@ class Entry:
 
 
 class ResidencyTable:
-    """The slots of one tier."""
+    """Which expert has which slot of one tier, and the expert's residency there."""
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         assert num_slots >= 1, num_slots

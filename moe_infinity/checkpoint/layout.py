@@ -47,7 +47,7 @@ class WeightLayout:
 
     @classmethod
     def plain(cls, spec: ParamSpec, *, is_transposed: bool = False) -> WeightLayout:
-        """Of a parameter that is stored as it is."""
+        """The layout of a parameter that is not packed."""
         kind = KINDS.get(getattr(torch, spec.dtype), spec.dtype)
         shape = spec.shape[::-1] if is_transposed else spec.shape
         return cls(kind, shape, spec, is_transposed=is_transposed)

@@ -67,16 +67,18 @@ class WeightFormat:
         )  # fmt: skip
 
     def suffix_of(self, role: str) -> str:
-        """Of the name of this part."""
+        """How the name of this part ends."""
         return next(part.suffix for part in self.parts if part.role == role)
 
     def base_of(self, tensor: StoredTensor) -> str | None:
-        """What the names of all parts begin with, if `tensor` is a first part."""
+        """What the names of all parts of a weight begin with, found from the first of its parts.
+        None: `tensor` is no first part.
+        """
         first = self.parts[0]
         if not tensor.name.endswith(first.suffix):
             return None
         if not first.suffix and tensor.stored_dtype not in first.dtypes:
-            return None  # told by its dtype alone
+            return None  # without a suffix only the dtype tells them apart
         return tensor.name.removesuffix(first.suffix)
 
     def assemble(self, base: str, tensors: Mapping[str, StoredTensor]) -> PackedTensor:

@@ -27,6 +27,7 @@ from moe_infinity.cli.options import (
     Device,
     DeviceMemory,
     Dtype,
+    Exact,
     HostMemory,
     MaxNewTokens,
     Model,
@@ -198,6 +199,7 @@ def trace(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     dtype: Dtype = "auto",
+    exact: Exact = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Record the experts that each token of prompts and outputs was routed to."""
@@ -211,6 +213,7 @@ def trace(
             device_memory=device_memory,
             host_memory=host_memory,
             dtype=dtype,
+            exact=exact,
             trust_remote_code=trust_remote_code,
         ) as moe,
         Progress(console=stderr, transient=True) as progress,

@@ -44,7 +44,13 @@ HostMemory = Annotated[
     ),
 ]
 Policy = Annotated[str, typer.Option(help=f"Which expert is evicted first: {', '.join(POLICIES)}.")]
-Prefetch = Annotated[bool, typer.Option("--prefetch", help="Load experts ahead of their layer.")]
+Prefetch = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefetch/--no-prefetch",
+        help="Load experts ahead of their layer; without either, as long as it pays.",
+    ),
+]
 EarlyRouter = Annotated[
     bool, typer.Option("--early-router", help="With --prefetch: ask the next layer's router early.")
 ]
@@ -70,15 +76,15 @@ Implementation = Annotated[
     str,
     typer.Option(
         "--experts-implementation",
-        help="How experts compute: auto and fast: our kernels; grouped_mm or eager: as those of "
-        "transformers, bit for bit.",
+        help="How experts compute. auto: our kernels; fast: the same, or an error where a GPU "
+        "cannot use them; grouped_mm, eager: as transformers' of that name, bit for bit.",
     ),
 ]
 StaticCache = Annotated[
     bool,
     typer.Option(
         "--static-cache",
-        help="Use a KV cache of fixed size. A step is a CUDA graph only with this and `fast`.",
+        help="Use a KV cache of fixed size. On a GPU a step is a CUDA graph only with this.",
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -128,7 +134,7 @@ def _of_model(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     policy: Policy = ACTIVATION_AWARE,
-    prefetch: Prefetch = False,
+    prefetch: Prefetch = None,
     early_router: EarlyRouter = False,
     history: History = None,
     dtype: Dtype = "auto",

@@ -18,6 +18,7 @@ Legend: T tokens, K experts per token, D model width.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -32,6 +33,8 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase, Step
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
 from moe_infinity.memory.device import SourceSlots
+
+logger = logging.getLogger(__name__)
 
 
 class StepState(Enum):
@@ -61,20 +64,25 @@ IN_A_STEP = {StepState.RUNNING, StepState.CHECKED, StepState.CAPTURING}
 class DeviceSteps:
     """Used by one thread. For each step: begin(); if it returns True, running(), needs_replay()."""
 
-    def __init__(self, bookkeeping: StepBookkeeping, mlps: Sequence[SlotMlp]) -> None:
-        """`mlps`: how kernels read the experts of each MoE layer.
+    def __init__(
+        self, bookkeeping: StepBookkeeping, mlps: Sequence[SlotMlp], *, is_required: bool
+    ) -> None:
+        """`mlps`: how kernels read the experts of each MoE layer. `is_required`: memory that cannot
+        be page-locked is an error; else the host decides from then on.
 
         Raises ConfigError if HOST is too small for the experts of one MoE layer in one step.
         """
         self._bookkeeping = bookkeeping
+        self._is_required = is_required
+        self._has_warned = False
         device, self._host = bookkeeping.tiers
         num_experts = bookkeeping.recorder.num_experts
         least = min(MAX_PAIRS, num_experts)
         num_slots = self._host.slots.num_slots
         if num_slots < least:
             raise ConfigError(
-                f"host_memory holds {num_slots} experts; experts_implementation='fast' on a GPU "
-                f"needs {least}, what one step may activate in a layer\n"
+                f"host_memory holds {num_slots} experts; kernels on a GPU need {least}, what one "
+                "step may activate in a layer\n"
                 "hint: raise host_memory, or use experts_implementation='auto'"
             )
         slots = device.slots
@@ -109,7 +117,7 @@ class DeviceSteps:
         """Begin a forward pass. Returns False if the host decides in it."""
         self.reset()
         num_pairs = step.num_tokens * max(self.top_k.values(), default=MAX_PAIRS + 1)
-        if step.phase is not Phase.DECODE or num_pairs > MAX_PAIRS:
+        if step.phase is not Phase.DECODE or num_pairs > MAX_PAIRS or not self._may_read_host():
             self._leave_to_host()
             return False
         is_uploaded = self._state is StepState.IDLE
@@ -120,6 +128,16 @@ class DeviceSteps:
             self._upload_residency()
         self._state = StepState.BEGUN
         return True
+
+    def _may_read_host(self) -> bool:
+        slots = self._host.slots
+        assert isinstance(slots, SourceSlots), slots
+        if self._is_required or not slots.is_refused:
+            return True
+        if not self._has_warned:
+            logger.warning("the machine locks no more memory: the host decides in every step")
+            self._has_warned = True
+        return False
 
     def settle(self) -> bool:
         """Wait for the step under way and apply its reports. Returns False, and does nothing, if it
@@ -176,8 +194,8 @@ class DeviceSteps:
             slot_id = table.slot_of(key)
             if not slots.is_locked(slot_id):
                 raise ConfigError(
-                    "experts_implementation='fast' on a GPU reads experts from page-locked memory, "
-                    "and this machine does not lock as much\n"
+                    "kernels on a GPU read experts from page-locked memory, and this machine does "
+                    "not lock as much\n"
                     "hint: lower host_memory, or use experts_implementation='auto'"
                 )
             addresses[key] = slots.address_of(slot_id)

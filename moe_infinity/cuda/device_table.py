@@ -186,10 +186,11 @@ class DeviceTable:
         self.begin_step()
 
     def upload_scores(self, scores_LHE: NDArray[np.float64], first_layer: int = 0) -> None:
-        """Replace the scores of the experts of some layers, from `first_layer` on, in every part.
+        """Replace the scores of the experts of layers `first_layer`, `first_layer` + 1, ...: one
+        score for each part of the model.
 
-        The resident with the lowest score is evicted first; one with inf stays. A step that runs
-        uses the new scores as soon as they arrive.
+        The resident expert with the lowest score is evicted first; one with inf is not evicted. A
+        step that is running uses the new scores as soon as they arrive.
         """
         layers = slice(first_layer, first_layer + len(scores_LHE))
         self._staged_scores_LHE[layers] = torch.from_numpy(scores_LHE)

@@ -46,9 +46,7 @@ class GraphedStep:
         self._model = model
         self._steps = steps
         self._forward: Callable[..., Any] = model.forward
-        # Each model has its own of torch's 32 streams. When a graph is freed, torch 2.13 frees
-        # cuBLAS memory of all graphs that were captured on its stream (torch's issue 193402).
-        self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self._stream = new_stream(model.device)
         self._has_failed = False  # a capture has failed; none is tried again
         self._forget()
 
@@ -57,6 +55,11 @@ class GraphedStep:
             return self(*args, **kwargs)
 
         vars(model)["forward"] = forward
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a graph was captured for the cache and the arguments of the last step."""
+        return self._graph is not None
 
     def _forget(self) -> None:
         self._cache: StaticCache | None = None
@@ -138,6 +141,15 @@ class GraphedStep:
         """Drop the graph, and give the model its own forward back."""
         self._forget()
         vars(self._model).pop("forward", None)
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream on which one model is captured; None without a GPU.
+
+    Each model has its own of torch's 32 streams. When a graph is freed, torch 2.13 frees cuBLAS
+    memory of all graphs that were captured on its stream (torch's issue 193402).
+    """
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def capture(stream: torch.cuda.Stream | None, run: Callable[[], Any]) -> Callable[[], Any]:

@@ -73,6 +73,12 @@ class ReportPoller:
             self._read_all(self._previous)
         self._current = PolledStep(step)
 
+    @property
+    def current(self) -> PolledStep:
+        """The step that has begun last. Only from begin_step() to finish_step()."""
+        assert self._current is not None
+        return self._current
+
     def begin_run(self) -> None:
         """Begin to launch the current step, for the first time or as a replay."""
         self._launched.clear()
@@ -92,7 +98,18 @@ class ReportPoller:
             )
         self._launched.add(moe_layer_idx)
         if self._current is not None and self._may_evict:
-            self._apply_next(self._current)
+            self._apply_next()
+
+    def catch_up(self) -> None:
+        """Apply the rest of the previous step and begin the current one in the bookkeeping, if this
+        was not done yet.
+        """
+        current = self.current
+        if not current.has_begun:
+            self.apply_rest()
+            self._bookkeeping.note_begin(current.step)
+            current.has_begun = True
+            self.upload_scores()
 
     def poll_reports(self) -> None:
         """Apply reports until the device has come to the last MoE layer, or for POLL_TIMEOUT_S.
@@ -100,13 +117,12 @@ class ReportPoller:
         All of the step was launched. The device is still busy with the last layer when this
         returns, so it does not have to wait for what the caller launches next.
         """
-        current = self._current
-        assert current is not None
-        self._catch_up(current)
+        current = self.current
+        self.catch_up()
         last_layer = max(self._shapes, default=-1) if self._may_evict else -1
         until = time.monotonic() + POLL_TIMEOUT_S
         while current.last_read < last_layer and not self._table.is_over():
-            if not self._apply_next(current):
+            if not self._apply_next():
                 time.sleep(POLL_INTERVAL_S)
             if time.monotonic() > until:
                 break
@@ -116,8 +132,7 @@ class ReportPoller:
 
         If so, all reports were applied, and the step may be run again.
         """
-        current = self._current
-        assert current is not None
+        current = self.current
         self._read_all(current)
         if not current.needs_replay:
             return False
@@ -130,9 +145,8 @@ class ReportPoller:
         """Apply the reports of all layers launched so far; the last one asked for an expert on
         disk, and will be run and reported again. The device waits for the host.
         """
-        current = self._current
-        assert current is not None
-        self._catch_up(current)
+        current = self.current
+        self.catch_up()
         self._read_new(current, is_over=True)
         current.last_read = self._apply_before_retry(current) - 1
 
@@ -226,17 +240,10 @@ class ReportPoller:
         current.missed_before |= report.misses.keys()
         return moe_layer_idx
 
-    def _catch_up(self, current: PolledStep) -> None:
-        """Apply the rest of the previous step and begin the current one in the bookkeeping."""
-        if not current.has_begun:
-            self.apply_rest()
-            self._bookkeeping.note_begin(current.step)
-            current.has_begun = True
-            self.upload_scores()
-
-    def _apply_next(self, current: PolledStep) -> bool:
+    def _apply_next(self) -> bool:
         """Apply the next report, if there is one, and upload new scores of its layer's experts."""
-        self._catch_up(current)
+        current = self.current
+        self.catch_up()
         self._read_new(current, is_over=False)
         if not current.reports or current.reports[0][1].needs_replay:
             return False

@@ -56,8 +56,8 @@ class SlotLayers:
 
         Raises ConfigError without kernels for the device of the slots.
         """
-        self._mlps = mlps
-        self._kernels = slot_kernels(slots_SB.device)
+        self.mlps = mlps
+        self.kernels = slot_kernels(slots_SB.device)
         self.table = DeviceTable(
             slots_SB, num_layers=len(mlps), num_experts=num_experts, max_pairs=MAX_PAIRS
         )
@@ -77,14 +77,14 @@ class SlotLayers:
         """
         table = self.table
         index_TK = top_k_index_TK.contiguous()
-        pointers_TK = self._kernels.resolve(table, moe_layer_idx, index_TK)
-        self._kernels.fill(table, pointers_TK)
+        pointers_TK = self.kernels.resolve(table, moe_layer_idx, index_TK)
+        self.kernels.fill(table, pointers_TK)
         if load_from_disk is not None and table.needs_replay():
             load_from_disk(moe_layer_idx, index_TK)
             table.prepare_retry(moe_layer_idx)
-            pointers_TK = self._kernels.resolve(table, moe_layer_idx, index_TK)
-            self._kernels.fill(table, pointers_TK)
+            pointers_TK = self.kernels.resolve(table, moe_layer_idx, index_TK)
+            self.kernels.fill(table, pointers_TK)
         weights_TK = top_k_weights_TK.contiguous()
-        return self._kernels.slot_moe(
-            self._mlps[moe_layer_idx], x_TD.contiguous(), pointers_TK, weights_TK
+        return self.kernels.slot_moe(
+            self.mlps[moe_layer_idx], x_TD.contiguous(), pointers_TK, weights_TK
         )

@@ -1,5 +1,5 @@
-"""Everyone who keeps account of what a model does: the recorder, the predictor, the policies of the
-tiers, and the counters of the report. They hear of every step and of every MoE layer in it.
+"""Hands each step and each MoE layer of it to all that keep account of them: the recorder, the
+predictor, the policies of the tiers, and the counters of the report.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_infinity.predict.recorder import Recorder
 
 
 class Bookkeeping:
-    """Of one model. `layer_bytes` are the bytes read from disk for an expert of each MoE layer."""
+    """Of one model. `layer_bytes[i]`: what an expert of MoE layer i takes on disk, in bytes."""
 
     def __init__(
         self,
@@ -69,8 +69,9 @@ class Bookkeeping:
         counters.add_lookups(*self.tiers[0].table.census(keys))
 
     def note_layer(self, moe_layer_idx: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
-        """A layer of the decode step that began last, as the device has decided it. It may have had
-        fewer tokens than the step: then nobody learns which.
+        """A layer of the decode step that began last, as the device has decided it. If the layer
+        had fewer tokens than the step, it is not known which ones, and recorder and predictor skip
+        the layer.
         """
         routing = Routing.of_experts(index_TK, None)
         if routing.num_tokens != self.recorder.step.num_tokens:
@@ -84,13 +85,13 @@ class Bookkeeping:
         host.table.note_use(copied)
 
     def note_reads(self, moe_layer_idx: int, keys: Sequence[ExpertKey]) -> PhaseCounters:
-        """A decode step reads these experts from disk. Returns the counters of its phase, to which
-        the caller adds the seconds it waits.
+        """A decode step reads these experts from disk. Returns the counters of decode steps, where
+        the caller adds how many seconds it waits.
         """
         self.note_loads(moe_layer_idx, len(keys))
         return self.counters.decode
 
     def note_loads(self, moe_layer_idx: int, num_read: int) -> None:
-        """So many experts of a layer are read from disk for the step that began last."""
+        """The step that began last reads `num_read` experts of this layer from disk."""
         counters = self.counters.of(self.recorder.step.phase)
         counters.bytes_read += num_read * self._layer_bytes[moe_layer_idx]

@@ -24,6 +24,7 @@ from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.tiers import make_tiers
+from moe_infinity.predict.payoff import PayOff
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.prefetcher import Prefetcher
 
@@ -64,7 +65,7 @@ def build_engine(
 def _bookkeeping(
     plan: Plan, loader: ExpertLoader, config: OffloadConfig, device_slots: DeviceSlots | None
 ) -> Bookkeeping:
-    """The tiers, and everyone who keeps account of what happens in them."""
+    """The tiers, and the bookkeeping of what happens in them."""
     num_experts = max(layer.num_experts for layer in plan.layers)
     keys = [
         [ExpertKey(moe_layer_idx, expert_idx) for expert_idx in range(layer.num_experts)]
@@ -112,8 +113,12 @@ def _layer_path(
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     ]
     prefetcher = None
-    if config.prefetch:
-        prefetcher = Prefetcher(tier.table, tier.policy, tier.mover, bookkeeping.exists_LE)
+    is_tried = config.prefetch is None and len(bookkeeping.tiers) == 1  # a GPU decides by itself
+    if config.prefetch or (is_tried and config.policy == ACTIVATION_AWARE):
+        pay_off = PayOff() if is_tried else None
+        prefetcher = Prefetcher(
+            tier.table, tier.policy, tier.mover, bookkeeping.exists_LE, pay_off=pay_off
+        )
     return LayerPath(
         tier=tier,
         computers=computers,
@@ -128,24 +133,25 @@ def _device_steps(
     model: PreTrainedModel, plan: Plan, config: OffloadConfig, bookkeeping: Bookkeeping
 ) -> DeviceSteps | None:
     """What decides steps of few tokens on the device; None: the host decides every step. Raises
-    ConfigError where "fast" asks for it and it cannot be.
+    ConfigError for "fast" without kernels or with too little host memory.
     """
     if config.is_exact or len(bookkeeping.tiers) == 1:
         return None
     mlps = [slot_layer(*pair) for pair in zip(plan.layers, plan.recipes, strict=True)]
     known = [mlp for mlp in mlps if mlp is not None]
     reasons = {
-        "prefetch": config.prefetch,
+        "prefetch": bool(config.prefetch),
         "an encoder": model.config.is_encoder_decoder,
         "experts that no kernel of ours reads": len(known) < len(mlps),
     }
     found = " and ".join(reason for reason, is_so in reasons.items() if is_so)
+    is_required = config.experts_implementation == "fast"
     try:
         if not found:
-            return DeviceSteps(bookkeeping, known)
+            return DeviceSteps(bookkeeping, known, is_required=is_required)
     except ConfigError as error:
-        if config.experts_implementation == "fast":
+        if is_required:
             raise
-        found = str(error)
-    logger.warning("with %s the host decides in every step, without CUDA graphs", found)
+        found = str(error).splitlines()[0]
+    logger.warning("the host decides in every step, without CUDA graphs: %s", found)
     return None

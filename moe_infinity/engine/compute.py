@@ -1,6 +1,6 @@
 """How the experts of one MoE layer compute once they are in their slots.
 
-    fused.py   all that arrived together, in one call of our kernels, for few rows each
+    fused.py   those that arrived together in one call of our kernels, for few tokens each
     exact.py   one by one, with the bits of stock transformers; packed ones are unpacked first
 
 Both begin a piece of work from a routing, run experts as they arrive, and sum their outputs.
@@ -100,7 +100,7 @@ class LayerComputer:
 
 
 class CallsWork:
-    """Answers calls of experts. Nobody sums: the block that called goes on with the answers."""
+    """Answers calls of experts. It has no sum: the block that called weighs and adds by itself."""
 
     def __init__(self, exact: ExactBackend, calls: ExpertCalls) -> None:
         self._exact = exact

@@ -30,12 +30,12 @@ class ComputeDevice:
 
     def __init__(self, config: OffloadConfig) -> None:
         self._config = config
-        self._link = open_cuda_device(config.device)
-        if self._link is None and config.device_memory is not None:
+        self._cuda_device = open_cuda_device(config.device)
+        if self._cuda_device is None and config.device_memory is not None:
             raise ConfigError(
                 "device_memory needs a CUDA device, torch finds none\nhint: use host_memory"
             )
-        self.device = torch.device("cpu") if self._link is None else self._link.device
+        self.device = torch.device("cpu") if self._cuda_device is None else self._cuda_device.device
         self.slots: DeviceSlots | None = None  # of a GPU, once the plan is known
 
     def prepare(self, plan: Plan, dense_bytes: int) -> Plan:
@@ -44,21 +44,21 @@ class ComputeDevice:
         """
         if self._config.expert_dtype is not None:
             plan = packed_on_load(plan, self._config.expert_dtype)
-        if self._link is not None:
-            self.slots = self._make_slots(self._link, plan, dense_bytes)
+        if self._cuda_device is not None:
+            self.slots = self._make_slots(self._cuda_device, plan, dense_bytes)
         return plan
 
-    def _make_slots(self, link: CudaDevice, plan: Plan, dense_bytes: int) -> DeviceSlots:
+    def _make_slots(self, cuda_device: CudaDevice, plan: Plan, dense_bytes: int) -> DeviceSlots:
         expert_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
         slot_bytes = round_up(expert_bytes, SLOT_ALIGNMENT)
         num_slots = num_device_slots(
             self._config.device_memory,
-            link,
+            cuda_device,
             slot_bytes=slot_bytes,
-            num_experts=sum(row.num_experts for row in plan.layers),
+            num_experts=sum(layer.num_experts for layer in plan.layers),
             dense_bytes=dense_bytes,
         )
-        return DeviceSlots(link, num_slots, slot_bytes)
+        return DeviceSlots(cuda_device, num_slots, slot_bytes)
 
     def small_batch_steps(self, model: Any) -> SmallBatchSteps | None:
         """On a CPU, if the bits need not be those of transformers."""

@@ -4,8 +4,8 @@
                                ──moe_layer───> engine/layer.py, once for each MoE layer
                                ──leave_step──> if the pass did not end
 
-With a GPU and experts_implementation="fast" a decode step of few tokens is the device's
-(cuda/device_steps.py): then the engine only keeps account of it.
+With a GPU and without exact=True a decode step of few tokens is the device's
+(cuda/device_steps.py), and the engine only keeps account of it.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class ExpertEngine:
         self._ongoing = OngoingStep(step, moe_layer_idx, is_loading=False)
 
     def _enter(self, moe_layer_idx: int, num_tokens: int) -> Step:
-        """The step that this layer belongs to. A model that is entered below its top tells of none:
-        it counts as a prompt of its own.
+        """The step that this layer belongs to. If a module inside the model was called directly, no
+        step was begun: the call counts as a prompt of its own.
         """
         if (
             num_tokens != self.recorder.step.num_tokens
@@ -136,23 +136,23 @@ class ExpertEngine:
             self._ongoing = self._ongoing._replace(is_loading=False)
 
     def leave_step(self) -> None:
-        """The last pass did not end: without all of its MoE layers no trace has it."""
+        """The last pass did not end. Without all of its MoE layers it is not recorded."""
         if self.device_steps is None or self.device_steps.settle():
-            self.recorder.drop_incomplete_step()  # else when the device's step is reset
+            self.recorder.drop_incomplete_step()  # else done when the device's step is reset
 
     def settle(self) -> None:
-        """Wait for a step that the device decides, and enter what it did."""
+        """Wait for a step that the device decides, and apply its reports."""
         if self.device_steps is not None:
             self.device_steps.settle()
 
     def conclude(self) -> None:
-        """The same, and make order if that step was interrupted."""
+        """As `settle`, and reset that step if it was interrupted."""
         if self.device_steps is not None:
             self.device_steps.conclude()
 
     @contextmanager
     def cancellable(self, cancelled: Event | None) -> Iterator[None]:
-        """Inside, once this is set, a prompt ends at its next MoE layer."""
+        """Inside, once `cancelled` is set, a prompt ends at its next MoE layer."""
         self._cancelled = cancelled
         try:
             yield

@@ -71,7 +71,7 @@ class ExactWork:
         if not self._backend.is_eager:
             return _order_of_grouped_mm(experts_TK.ravel())
         num_tokens, top_k = experts_TK.shape
-        order_P = experts_TK.T.ravel().argsort(kind="stable")  # eager counts its pairs k first
+        order_P = experts_TK.T.ravel().argsort(kind="stable")  # of pairs counted as k * T + token
         order: Ints = order_P % num_tokens * top_k + order_P // num_tokens
         return order
 
@@ -121,8 +121,8 @@ def _rows_of(routing: Routing) -> dict[int, slice]:
 
 
 def _order_of_grouped_mm(experts_P: Ints) -> Ints:
-    """How stock grouped_mm sorts pairs by expert. With threads the bits of a matrix product depend
-    on the place of a row in it, so another order of equal keys would show.
+    """How stock grouped_mm sorts pairs by expert. With several threads the bits of a matrix product
+    depend on where in the matrix a row is, so equal keys need the same order, too.
 
     torch sorts up to 16 elements by insertion, which is stable, and more without being stable; the
     numpy call is eight times faster than torch's on a decode step.

@@ -1,7 +1,7 @@
 """Which kernels of ours read the experts of an MoE layer where they lie in their slots.
 
-An expert is taken if it is two products with an activation between them that kernels know
-(kernels/activation.py), whatever class it is of, and if its weights lie as kernels read them.
+Kernels read experts of any class that compute two products with a known activation between them
+(kernels/activation.py), and whose weights have one of the layouts that kernels know.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts
 
 
-def fused_layer(row: ExpertsModule, recipes: LayerRecipes) -> FusedExperts | None:
-    """None if its experts can only be computed one by one."""
-    mlp = _two_products(row, recipes)
+def fused_layer(layer: ExpertsModule, recipes: LayerRecipes) -> FusedExperts | None:
+    """For the CPU. None: the experts can only be computed one by one."""
+    mlp = _two_products(layer, recipes)
     if mlp is None:
         return None
     from moe_infinity.kernels.cpu.experts import fused_experts
@@ -36,9 +36,9 @@ def fused_layer(row: ExpertsModule, recipes: LayerRecipes) -> FusedExperts | Non
     )
 
 
-def slot_layer(row: ExpertsModule, recipes: LayerRecipes) -> SlotMlp | None:
-    """None if kernels of a device do not read its experts."""
-    mlp = _two_products(row, recipes)
+def slot_layer(layer: ExpertsModule, recipes: LayerRecipes) -> SlotMlp | None:
+    """For a GPU. None: its kernels do not read the experts."""
+    mlp = _two_products(layer, recipes)
     if mlp is None or len(mlp.down) != 1:
         return None
     return slot_mlp(
@@ -47,7 +47,7 @@ def slot_layer(row: ExpertsModule, recipes: LayerRecipes) -> SlotMlp | None:
         activation=mlp.activation,
         biases=mlp.biases,
         is_interleaved=mlp.is_interleaved,
-        weighs_input=row.adapter.weighs_input,
+        weighs_input=layer.adapter.weighs_input,
     )
 
 
@@ -61,9 +61,9 @@ class _TwoProducts(NamedTuple):
     is_interleaved: bool
 
 
-def _two_products(row: ExpertsModule, recipes: LayerRecipes) -> _TwoProducts | None:
-    """None if it is anything else, or lies otherwise in its slot."""
-    hidden = row.adapter.hidden(row.module)
+def _two_products(layer: ExpertsModule, recipes: LayerRecipes) -> _TwoProducts | None:
+    """None if the experts compute anything else, or if their slots are laid out otherwise."""
+    hidden = layer.adapter.hidden(layer.module)
     filled_by = {spec.name: found for found in recipes.recipes for spec in found.targets.values()}
     is_gated = "gate_up_proj" in filled_by
     names = ["gate_up_proj" if is_gated else "up_proj", "down_proj"]
@@ -71,7 +71,7 @@ def _two_products(row: ExpertsModule, recipes: LayerRecipes) -> _TwoProducts | N
     if hidden is None or set(filled_by) != {*names, *bias_names} or len(bias_names) == 1:
         return None
     activation = find_activation(hidden, is_gated=is_gated)
-    is_transposed = bool(row.is_transposed)
+    is_transposed = bool(layer.is_transposed)
     up, down = (_matrices(filled_by[name], is_transposed=is_transposed) for name in names)
     biases = [_bias(filled_by[name]) for name in bias_names]
     if activation is None or up is None or down is None or None in biases:
@@ -80,7 +80,7 @@ def _two_products(row: ExpertsModule, recipes: LayerRecipes) -> _TwoProducts | N
 
 
 def _matrices(recipe: Recipe, *, is_transposed: bool) -> Sequence[WeightLayout] | None:
-    """What kernels multiply with to have all outputs of a parameter."""
+    """The weights of a parameter, one below the other. None: kernels do not read them."""
     fits = all(
         len(weight.shape) == 2 and weight.is_transposed == is_transposed
         for weight in recipe.weights

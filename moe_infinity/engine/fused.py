@@ -1,7 +1,7 @@
-"""The fused backend: all experts that are there compute in one call of our kernels, in float32.
+"""The fused backend: the experts that have arrived compute in one call of our kernels, in float32.
 
-Lists and not arrays: after each layer's weights have passed through the caches, what little code
-there is costs most.
+The weights of a layer evict everything else from the processor's caches, so that code runs slowly
+after each. Short plain lists need less of it than arrays do.
 
 T tokens, K experts per token, P = T * K (token, k) pairs, D model width.
 """
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts
 
 FUSED_ROWS = 8  # of one expert; for more torch's matrix product is faster
-# Unpacking an expert costs as much as so many of its rows, multiplied one by one.
-PACKED_ROWS = 16
+PACKED_ROWS = 16  # of a packed expert; for more it is faster to unpack it once
 
 
 class FusedBackend:
@@ -37,9 +36,9 @@ class FusedBackend:
         most_rows: int,
         weighs_input: bool,
     ) -> None:
-        """`address_of(slot_id)` is where a slot begins in memory; `most_rows` of one expert pay.
-        The weights of a routing scale what comes out of an expert or, with `weighs_input`, what
-        goes in.
+        """`address_of(slot_id)` is where a slot begins in memory. `most_rows` is how many rows of
+        one expert this backend takes. The weights of a routing scale what comes out of an expert
+        or, with `weighs_input`, what goes in.
         """
         self.experts = experts
         self.address_of = address_of
@@ -47,7 +46,7 @@ class FusedBackend:
         self.weighs_input = weighs_input
 
     def takes(self, routing: Routing) -> bool:
-        """Whether no expert has more rows than pay, and every pair has an expert."""
+        """Whether no expert has more than `most_rows` rows, and every pair has an expert."""
         if routing.experts_TK is None or not routing.activated or routing.num_without:
             return False
         is_short = routing.num_tokens <= self.most_rows
@@ -67,7 +66,7 @@ class FusedWork:
         order_P = sorted(range(len(experts_P)), key=experts_P.__getitem__)  # of pairs by expert
         self._backend = backend
         self._dtype = x_TD.dtype
-        self._place_P = array("q", bytes(8 * len(experts_P)))  # among the rows, of each pair
+        self._place_P = array("q", bytes(8 * len(experts_P)))  # the row of each pair
         self._starts: dict[int, int] = {}
         self._stops: dict[int, int] = {}
         for place, pair in enumerate(order_P):

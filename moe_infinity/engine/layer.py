@@ -4,7 +4,7 @@
     2 look up    the activated experts, and hold them       cache/residency.py
     3 load       those that are absent                      memory/mover.py, memory/device_mover.py
     4 prefetch   what later layers will need                predict/prefetcher.py
-    5 compute    those that are there, then the others      engine/compute.py
+    5 compute    the residents, then the others             engine/compute.py
     6 release    the held experts
 
 If a layer activates more experts than there are slots, steps 2 to 6 are repeated in waves. The sum
@@ -25,7 +25,8 @@ from moe_infinity.experts import ExpertKey, Phase, Step
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.prefetcher import Prefetcher
 
-STREAMED_SHARE = 0.75  # of a layer's experts activated by a prompt: then it needs the next layer's
+# A prompt that activates this share of a layer's experts is taken to need all of the next layer's.
+STREAMED_SHARE = 0.75
 BEFORE_THE_FIRST = -1  # in place of the index of an MoE layer
 
 
@@ -48,8 +49,8 @@ class LayerPath:
         bookkeeping: Bookkeeping,
         prefetcher: Prefetcher | None,
         early_router: EarlyRouter | None,
-        # Begins to bring experts that a prompt will need next; gives those begun. None: no link
-        # that would be idle until then.
+        # Begins to load experts that a prompt will need next, and returns those it began. None
+        # without a GPU: there is no link that would be idle meanwhile.
         stream: Callable[[Sequence[ExpertKey]], Sequence[ExpertKey]] | None,
     ) -> None:
         self.computers = computers
@@ -119,6 +120,7 @@ class LayerPath:
     def begin_decode(self, ongoing: OngoingStep) -> None:
         """Before the first layer of a decode step: its experts may be predicted already."""
         if self._prefetcher is not None:
+            self._prefetcher.begin_decode()
             self._prefetcher.begin_layer(ongoing.step.phase, self._books.counters)
             self.prefetch(ongoing)
 

@@ -23,7 +23,7 @@ class Routing(NamedTuple):
     counts: Ints | int  # pairs of each activated expert; 1 if that is one each
     num_without: int  # pairs that have no expert
     experts_TK: Ints | None  # on the host; NO_EXPERT: no expert; None: not known by token
-    weights_TK: Tensor | None  # where the model computes; None: whoever calls the experts weighs
+    weights_TK: Tensor | None  # where the model computes; None: the caller of the experts weighs
 
     @classmethod
     def of(cls, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Routing:
@@ -48,8 +48,8 @@ class Routing(NamedTuple):
 
 
 def without_gaps(experts_TK: Ints) -> Ints:
-    """For the recorder and the predictor, which know no NO_EXPERT: in its place another expert of
-    the token, or 0 if it has none at all.
+    """For the recorder and the predictor, which do not know NO_EXPERT: replaced by another expert
+    of the token, or by 0 if the token has none.
     """
     another_T1 = experts_TK.max(axis=1, keepdims=True).clip(0)
     return np.where(experts_TK == NO_EXPERT, another_T1, experts_TK)

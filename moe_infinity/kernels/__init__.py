@@ -1,4 +1,4 @@
-"""What computes, and the plain reference of each."""
+"""Kernels, and a plain reference of each."""
 
 from importlib.util import find_spec
 

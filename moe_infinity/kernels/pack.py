@@ -1,11 +1,11 @@
-"""Weights into few bits: what to store so that unpack.py gives back nearly the same weight.
+"""Quantizes weights: computes the parts from which unpack.py gives back nearly the same weight.
 
     weight -> groups that share a scale -> scale -> round(weight / scale) -> stored parts
 
-    nearest   the scale from the largest magnitude of the group: half of the grid's width
-    search    several scales shrunk or stretched from that; each rounds the group, and the rounded
-              values have a best scale of their own (least squares). The best of all is kept, unless
-              nearest is better once everything is rounded as it is read
+    nearest   the largest magnitude of the group becomes half of the grid's width
+    search    that scale is multiplied by several factors. Each result rounds the group, and the
+              rounded values have a best scale of their own (least squares). The best of all is
+              kept, unless nearest has the smaller error in the weight as it will be read
 
 Legend: R rows (outputs), C columns (inputs), N groups of G columns.
 """
@@ -22,7 +22,7 @@ from moe_infinity.kernels.unpack import ZERO_OF_SYMMETRIC
 
 # Work in pieces that stay in a core's cache: 128 Ki values were fastest of 32, 128 and 256 Ki.
 CHUNK_VALUES = 1 << 17
-# Of the scale from the largest magnitude. Error of int4 in groups of 32, normal weights: 9.48 %
+# Factors of the search. Error of int4 in groups of 32, normal weights: 9.48 %
 # rounded to nearest, 8.71 % with 3 factors, 8.64 % with these 6, 8.61 % with 9, 8.59 % with a grid
 # of 61 scales; one core searches 300, 200, 150 and, the grid, 20 MB/s of bfloat16.
 FACTORS = (0.70, 0.78, 0.86, 0.94, 1.02, 1.10)
@@ -33,7 +33,7 @@ PartShapes = dict[str, tuple[str, tuple[int, ...]]]  # role -> dtype in a header
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A grid of values a weight may have, in units of its scale."""
+    """A grid of the values that a quantized weight may have, in units of its scale."""
 
     name: str
     lowest: float
@@ -46,8 +46,8 @@ class Precision:
         return self.name == "fp8"
 
     def group_of(self, num_columns: int) -> int | None:
-        """How many of so many columns share a scale: as wished, or the next larger multiple of 8
-        that divides them, or all if they are fewer; None for columns that fill no word.
+        """How many of `num_columns` columns share a scale: `group_size`, or the next larger
+        multiple of 8 that divides `num_columns`, or all columns. None if they do not fill words.
         """
         if self.group_size is None:
             return num_columns
@@ -77,7 +77,7 @@ class Precision:
         return values.round_().clamp_(self.lowest, self.highest)
 
     def nearly_rounded(self, values: Tensor) -> Tensor:
-        """The same but for float8 near zero and ties; ten times faster there."""
+        """As `rounded`, but ten times faster for float8, where values near zero and ties differ."""
         if not self.is_float:
             return self.rounded(values)
         values.clamp_(self.lowest, self.highest)
@@ -86,7 +86,7 @@ class Precision:
 
 
 def precision_of(name: str, group_size: int) -> Precision:
-    """`group_size` (columns, a multiple of 8) is int4's alone."""
+    """Of this name: int4, int8 or fp8. `group_size` (columns, a multiple of 8) is for int4."""
     return {
         "int4": Precision("int4", -8, 7, torch.bfloat16, group_size),
         "int8": Precision("int8", -128, 127, torch.float32),
@@ -95,15 +95,15 @@ def precision_of(name: str, group_size: int) -> Precision:
 
 
 class Packed(NamedTuple):
-    """A weight as it is stored, and how far that is from what it was."""
+    """The stored parts of a weight, and their error."""
 
     parts: dict[str, Tensor]  # by role
     squared_error: float  # sum over the weight, of the values as they are read
-    squared_norm: float  # of the weight; not finite if the weight is not
+    squared_norm: float  # of the weight; not finite if a value of the weight is not
 
 
 def pack(weight_RC: Tensor, precision: Precision, *, is_searched: bool) -> Packed:
-    """Of columns that have a group size."""
+    """Quantize a weight [R, C]. `precision` has to have a group size for C columns."""
     num_rows, num_columns = weight_RC.shape
     group_size = precision.group_of(num_columns)
     assert group_size is not None, (precision, num_columns)
@@ -121,11 +121,11 @@ def pack(weight_RC: Tensor, precision: Precision, *, is_searched: bool) -> Packe
 
 
 class _Rounded(NamedTuple):
-    """Groups on the grid."""
+    """N groups of G columns, on the grid."""
 
-    scales_N1: Tensor  # in float32, but values of the dtype they are stored in
+    scales_N1: Tensor  # float32, rounded to the dtype they are stored in
     values_NG: Tensor  # in units of the scale
-    errors_N1: Tensor  # sums of squares, with all the rounding that reading does
+    errors_N1: Tensor  # sums of squares, of the values as they are read
 
 
 def _round_groups(
@@ -139,7 +139,7 @@ def _round_groups(
     found = _rounded(groups_NG, _search(groups_NG, widths_N1, precision), precision, dtype)
     is_better_N1 = found.errors_N1 < nearest.errors_N1
     pairs = zip(found, nearest, strict=True)
-    return _Rounded(*(torch.where(is_better_N1, ours, theirs) for ours, theirs in pairs))
+    return _Rounded(*(torch.where(is_better_N1, better, other) for better, other in pairs))
 
 
 def _rounded(
@@ -154,7 +154,9 @@ def _rounded(
 
 
 def _search(groups_NG: Tensor, widths_N1: Tensor, precision: Precision) -> Tensor:
-    """Rounded values q have the best scale wq / qq and then the error ww - (wq)^2 / qq."""
+    """The best scales. A group w rounded to q has the best scale wq / qq, and with it the squared
+    error ww - (wq)^2 / qq.
+    """
     best_N1 = widths_N1
     gains_N1 = torch.zeros_like(widths_N1)
     for factor in FACTORS:
@@ -169,7 +171,9 @@ def _search(groups_NG: Tensor, widths_N1: Tensor, precision: Precision) -> Tenso
 
 
 def _stored_values(values_RC: Tensor, precision: Precision) -> Tensor:
-    """Int4: words of 8 neighbouring columns, the first in the lowest bits, 8 standing for 0."""
+    """As a checkpoint stores them. int4: a word has 8 neighbouring columns, the first in its lowest
+    bits, and stores each value plus 8.
+    """
     if precision.is_float:
         return values_RC.to(torch.float8_e4m3fn)
     if precision.name == "int8":

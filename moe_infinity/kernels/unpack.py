@@ -1,5 +1,5 @@
-"""Quantized weights back into the dtype the model computes in, bit for bit as the libraries that
-define the formats do it, in few passes.
+"""Unpacks quantized weights to the dtype the model computes in, bit for bit as the libraries that
+define the formats do, in few passes.
 
     fp8    float8 x scale, in float32, rounded once          transformers' Fp8Dequantize
     mxfp4  16 values x power of two, in bfloat16             transformers' Mxfp4Dequantize
@@ -8,7 +8,7 @@ define the formats do it, in few passes.
 
 Nibbles are numbered from the lowest bits of a word, words are little-endian. Every function takes
 one weight; legend: R rows (outputs), C columns (inputs), G groups of columns, r x c a grid of
-blocks. The references that define the results are in the tests.
+blocks. tests/slow_unpack.py has the reference of each.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ NIBBLES = 8  # in a word
 def fp8(weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """float8_e4m3fn times the scale of its block; the last blocks may be cut off by the edge."""
     scales_rc = _fp8_scales(scales_rc)
-    if weight_RC.device.type != "cpu" or _needs_the_plain_way(weight_RC, scales_rc):
+    if weight_RC.device.type != "cpu" or _needs_float32(weight_RC, scales_rc):
         spread = _spread(scales_rc, block, weight_RC.shape)
         return (weight_RC.to(torch.float32) * spread).to(dtype)
     num_rows, num_columns = weight_RC.shape
     step = _rows_of_a_chunk(weight_RC.device, num_rows, num_columns)
-    if len(scales_rc) == 1:  # as many rows as suit us
+    if len(scales_rc) == 1:  # any number of rows makes a block
         block = step, block[1]
         scales_rc = scales_rc.expand(-(-num_rows // step), -1)
-    scales_rc = scales_rc * 2.0**8  # what reading float8 bits as float16 lacks
+    scales_rc = scales_rc * 2.0**8  # float8 bits read as float16 lack this factor
     out_RC = torch.empty(weight_RC.shape, dtype=dtype, device=weight_RC.device)
     step = max(1, step // block[0])
     for first in range(0, len(scales_rc), step):
@@ -50,15 +50,17 @@ def fp8(weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, int], dtype: tor
 
 
 def _fp8_scales(scales: Tensor) -> Tensor:
-    """In float32, [r, c]. Bytes are exponents of two (E8M0)."""
+    """[r, c] in float32. Stored bytes are exponents of two (E8M0)."""
     if scales.dtype == torch.uint8:
         scales = (scales.to(torch.float32) - 127.0).exp2()
     scales = scales.to(torch.float32)
     return scales.view(1, 1) if scales.numel() == 1 else scales
 
 
-def _needs_the_plain_way(weight_RC: Tensor, scales_rc: Tensor) -> bool:
-    """A NaN among the weights, or scales too large to be multiplied by 2 ** 8."""
+def _needs_float32(weight_RC: Tensor, scales_rc: Tensor) -> bool:
+    """Whether a weight is NaN, or a scale is too large to be multiplied by 2 ** 8: then the values
+    have to be converted by torch.
+    """
     if not weight_RC.numel():
         return True
     largest = weight_RC.view(torch.int8).bitwise_and(0x7F).max()
@@ -207,12 +209,12 @@ def _awq_nibbles(halves_W2C: Tensor) -> Tensor:
 
 
 def _transposed(words: Tensor) -> Tensor:
-    """A copy: `contiguous()` makes none if a side is 1, and then bytes cannot be viewed."""
+    """Always a copy: where a side is 1 `contiguous()` makes none, and bytes could not be viewed."""
     return words.t().clone(memory_format=torch.contiguous_format)
 
 
 def _is_in_order(groups_C: Tensor, num_groups: int) -> bool:
-    """Groups are stretches of neighbouring columns, all of one length."""
+    """Whether every group is a run of neighbouring columns, all of one length."""
     length, rest = divmod(len(groups_C), num_groups)
     if rest:
         return False
@@ -221,7 +223,7 @@ def _is_in_order(groups_C: Tensor, num_groups: int) -> bool:
 
 
 def _rows_of_a_chunk(device: torch.device, num_rows: int, num_columns: int) -> int:
-    """All of them where there is no cache to stay in."""
+    """How many rows to unpack at once; on a GPU all of them."""
     if device.type != "cpu":
         return max(1, num_rows)
     return max(1, CHUNK_VALUES // max(1, num_columns))

@@ -113,7 +113,7 @@ class SourceSlots(HostSlots):
         self._cuda_device = cuda_device
         self._chunk_slots = max(1, LOCKED_CHUNK_BYTES // slot_bytes)
         self._locked: dict[int, Tensor] = {}  # by chunk
-        self._is_refused = False  # the machine locks no more
+        self.is_refused = False  # the machine locks no more
         # Also runs when the slots are collected: CUDA must not keep freed memory as page-locked.
         self.close = weakref.finalize(self, _unlock, cuda_device, self._locked)
         self.close.atexit = False
@@ -139,12 +139,12 @@ class SourceSlots(HostSlots):
 
     def _lock_chunk(self, chunk: int) -> None:
         with self._lock:
-            if chunk not in self._locked and not self._is_refused:
+            if chunk not in self._locked and not self.is_refused:
                 first = chunk * self._chunk_slots
                 num_slots = min(self._chunk_slots, self.num_slots - first)
                 memory = self.tensor_of(first, num_slots * self.slot_bytes)
-                self._is_refused = not self._cuda_device.page_lock(memory)
-                if not self._is_refused:
+                self.is_refused = not self._cuda_device.page_lock(memory)
+                if not self.is_refused:
                     self._locked[chunk] = memory
 
 

@@ -61,7 +61,7 @@ def _limit_bytes(folder: Path) -> int | None:
 
 
 def _used_bytes(folder: Path) -> int:
-    """What a control group cannot give back: its usage without the page cache it may drop."""
+    """Bytes a control group uses and cannot free: all but the page cache that it may drop."""
     for name in ("memory.current", "memory.usage_in_bytes"):
         text = _read(folder / name)
         if text.isdigit():

@@ -1,5 +1,5 @@
-"""What was learned from all requests so far: tables, the collection of requests, base rates, and
-how far each feature is to be trusted. L MoE layers, E experts, F features.
+"""What was learned from all requests so far: tables, the collection of requests, base rates, and a
+weight for each feature. L MoE layers, E experts, F features.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOWEST_ODDS = np.float32(-30)  # logarithm; below it an expert is as good as nev
 
 
 class Knowledge:
-    """Shared by all sequences. `without` names FACTORS to leave out."""
+    """What all sequences share. FACTORS that `without` names are not used for predictions."""
 
     def __init__(self, num_layers: int, num_experts: int, *, without: Sequence[str] = ()) -> None:
         self.num_layers = num_layers

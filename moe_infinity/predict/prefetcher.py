@@ -13,6 +13,7 @@ from moe_infinity.cache.counters import Counters
 from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.predict.payoff import PayOff
 from moe_infinity.predict.planner import Planner
 
 LAYER_TIME_RATE = 0.1  # of the moving average of the time between two layers
@@ -40,13 +41,23 @@ class Prefetcher:
         policy: EvictionPolicy,
         mover: AheadMover,
         exists_LE: NDArray[np.bool_],
+        *,
+        pay_off: PayOff | None,  # None: prefetch whether it pays or not
     ) -> None:
+        self._pay_off = pay_off
+        self._began_s: float | None = None  # when the decode step under way did
         self._table = table
         self._planner = Planner(table, policy, exists_LE)
         self._mover = mover
         self._layer_s = 0.0  # from one layer's routing to the next one's, waiting left out: lately
         self._last_layer: tuple[float, float] | None = None  # when it began, all waiting until then
         self._queued_s = 0.0
+
+    def begin_decode(self) -> None:
+        """A decode step begins."""
+        if self._pay_off is not None and self._began_s is not None and self._last_layer is not None:
+            self._pay_off.end_step(self._last_layer[0] - self._began_s)
+        self._began_s = time.perf_counter()
 
     def begin_layer(self, phase: Phase, counters: Counters) -> None:
         """A layer was routed: note what arrived, before its experts are looked up."""
@@ -55,6 +66,7 @@ class Prefetcher:
         stall_s = counters.decode.stall_s
         if phase is Phase.PREFILL:  # its layers take longer than those to plan for
             self._last_layer = None
+            self._began_s = None
             return
         if self._last_layer is not None:
             layer_s = now - self._last_layer[0] - (stall_s - self._last_layer[1])
@@ -63,6 +75,8 @@ class Prefetcher:
 
     def has_room(self) -> bool:
         """Whether the link can begin a load while this layer computes."""
+        if self._pay_off is not None and not self._pay_off.is_on:
+            return False
         return self._layer_s > 0 and self._planner.num_loads(**self._times()) > 0
 
     def begin_loads(self, moe_layer_idx: int) -> list[ExpertKey]:

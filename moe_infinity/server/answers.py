@@ -117,7 +117,7 @@ class Answer(ABC):
         return {**self._head, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def first_chunks(self) -> list[str]:
-        """Events of a stream before any output."""
+        """The events with which a stream begins, before any output."""
         return []
 
     def chunk(self, index: int, output: Output) -> str:
@@ -125,7 +125,7 @@ class Answer(ABC):
         return self._chunk(index, self._delta(output.text), output)
 
     def last_chunks(self) -> list[str]:
-        """Events of a stream after the last output."""
+        """The events with which a stream ends, after the last output."""
         if not self._wants_usage:
             return [DONE]
         return [self._event({"choices": [], "usage": self.usage()}), DONE]

@@ -136,7 +136,7 @@ class PromptReader:
         ]
 
     def _sampling(self, body: GenerationBody, choice: int) -> Sampling:
-        """The body's settings, else the checkpoint's, else temperature 1 without filters."""
+        """Settings of the request, else of the checkpoint, else temperature 1 and no filter."""
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         self._require_known(list(bias), "logit_bias")
         top_k = self._or_default(body.top_k, "top_k", 0)

@@ -98,8 +98,8 @@ def num_slots_of(capacity: str, total_experts: int) -> int:
 
 
 def drawn(sequences: Sequence[SequenceTrace], num: int | None, seed: int) -> list[SequenceTrace]:
-    """So many requests in random order, each after the other; all as they were if None. Raises
-    ConfigError.
+    """Draw `num` requests at random and run them one after the other, in the order drawn. None: all
+    requests, as they were recorded. Raises ConfigError if there are fewer than `num`.
     """
     if num is None:
         return list(sequences)

@@ -66,7 +66,7 @@ def routers_of(model: Any) -> list[Any]:
 
 
 def chosen_by_routers(model: Any) -> np.ndarray:
-    """[2, sequences, MoE rows, experts]: how often the stock routers chose each expert in prefill
+    """[2, sequences, MoE layers, experts]: how often the stock routers chose each expert in prefill
     and in decode. What the decoder begins with belongs to the prompt."""
     counts = np.zeros((2, len(PROMPT), 4, 8), dtype=np.int64)
     num_calls = [0] * 4
@@ -114,7 +114,7 @@ def test_logits_and_greedy_tokens_are_bitwise_those_of_correct_stock(name, dtype
     expected = forward_and_generate(stock)
     assert expected[1].shape == (2, 1 + 20)
     for budget in BUDGETS:
-        with MoE(tmp_path, host_memory=budget) as moe:
+        with MoE(tmp_path, host_memory=budget, exact=True) as moe:
             found = forward_and_generate(moe.model)
             moe.check_invariants()
             capacity = moe.report().tiers[0].capacity
@@ -131,7 +131,7 @@ def test_beams_and_a_padded_batch_give_the_tokens_of_stock(checkpoint, stock):
     mask = torch.ones_like(PROMPT)
     mask[0, 9:] = 0
     padded = PROMPT.masked_fill(mask == 0, stock.config.pad_token_id)
-    with MoE(checkpoint, host_memory="50%") as moe:
+    with MoE(checkpoint, host_memory="50%", exact=True) as moe:
         for options in ({"num_beams": 2}, {"num_beams": 1}):
             arguments = {"attention_mask": mask, **GREEDY, **options}
             expected = stock.generate(padded, **arguments)
@@ -143,7 +143,7 @@ def test_a_token_beyond_an_experts_capacity_gets_what_stock_gives_it(tmp_path):
     """Nothing, since transformers 5.23; before, capacity had no effect in version 5."""
     make_model("SwitchTransformers", expert_capacity=1).save_pretrained(tmp_path)
     stock = correct_stock(tmp_path)
-    with MoE(tmp_path, host_memory="50%") as moe:
+    with MoE(tmp_path, host_memory="50%", exact=True) as moe:
         for ours, theirs in zip(
             forward_and_generate(moe.model), forward_and_generate(stock), strict=True
         ):
@@ -194,7 +194,7 @@ def test_stock_nllb_is_far_from_what_the_published_model_computes(nllb):
 
 def test_encoder_rows_are_counted_in_prefill_only_and_decoder_rows_in_both(name, checkpoint, stock):
     expected = chosen_by_routers(stock)
-    with MoE(checkpoint, host_memory="50%") as moe:
+    with MoE(checkpoint, host_memory="50%", exact=True) as moe:
         generate_with(moe)
         eams, report = moe.request_eams(), moe.report()
     assert len(eams) == 2
@@ -232,7 +232,7 @@ def test_a_sequence_of_a_batch_that_has_ended_is_not_counted_any_more(name, chec
     # The other may end too: padding beside it changes which rows are multiplied together.
     ended = [[*row[1:].tolist(), end].index(end) for row in expected]
     assert ended[0] == num_steps < ended[1]
-    with MoE(checkpoint, host_memory="50%") as moe:
+    with MoE(checkpoint, host_memory="50%", exact=True) as moe:
         assert torch.equal(moe.generate(PROMPT, **arguments), expected)
         eams = moe.request_eams()
     top_k = TOP_K[name]
@@ -259,7 +259,7 @@ def test_a_profile_has_the_steps_of_the_decoder(checkpoint):
 def test_recording_is_refused_and_changes_nothing_after_it(checkpoint, stock):
     """A trace has every row in every step; here the encoder's and the decoder's take turns."""
     expected = stock.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
-    with MoE(checkpoint, host_memory="50%") as moe:
+    with MoE(checkpoint, host_memory="50%", exact=True) as moe:
         with pytest.raises(TraceError), moe.recording():
             generate_with(moe)
         assert torch.equal(generate_with(moe), expected)

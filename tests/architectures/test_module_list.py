@@ -50,14 +50,15 @@ class Block(nn.Module):
 class AtOnce:
     """An engine that has every expert in memory."""
 
-    def __init__(self, row: Any, weights: list[dict[str, Tensor]]) -> None:
-        self.row, self.weights = row, weights
-        self.heard: list[Any] = []
+    def __init__(self, experts: Any, weights: list[dict[str, Tensor]]) -> None:
+        self.experts = experts
+        self.weights = weights
+        self.routed: list[Any] = []
 
     def answer_calls(self, calls: Any, routing: Routing) -> None:
-        self.heard.append(routing.experts_TK)
+        self.routed.append(routing.experts_TK)
         for expert_idx in routing.activated:
-            calls.answer(expert_idx, self.row.compute, self.weights[expert_idx])
+            calls.answer(expert_idx, self.experts.compute, self.weights[expert_idx])
 
 
 def connected(loop: Any) -> tuple[Any, Any, Any]:
@@ -68,10 +69,10 @@ def connected(loop: Any) -> tuple[Any, Any, Any]:
     model.block = block
     torch.manual_seed(0)
     stock: Any = Block(loop)
-    row = LIST.describe("block.experts", block.experts)
+    experts = LIST.describe("block.experts", block.experts)
     weights: list[Any] = [dict(expert.named_parameters()) for expert in stock.experts]
-    layer: Any = AtOnce(row, weights)
-    row.connect(model, layer)
+    layer: Any = AtOnce(experts, weights)
+    experts.connect(model, layer)
     return block, stock, layer
 
 
@@ -112,8 +113,8 @@ def test_the_answer_is_that_of_stock_and_nothing_is_kept(loop):
 def test_a_lone_token_without_an_expert_is_routed_nowhere():
     block, _, layer = connected(without_a_row)
     assert not block(X_TD[:1]).any()
-    assert layer.heard[-1].dtype == np.int64
-    assert layer.heard[-1].size == 0
+    assert layer.routed[-1].dtype == np.int64
+    assert layer.routed[-1].size == 0
 
 
 @pytest.mark.parametrize(

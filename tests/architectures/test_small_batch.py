@@ -211,23 +211,23 @@ def test_attention_is_that_of_transformers_and_of_no_other_heads(mask, dtype):
         assert distance(small(*others, dropout=0.0, scaling=0.3)[0], expected) > 0.1
 
 
-def test_a_model_is_lean_when_it_is_asked_to_be_fast_and_stops_when_it_is_closed(
+def test_a_model_takes_small_batches_unless_it_is_exact_and_stops_when_it_is_closed(
     tiny_checkpoint, products
 ):
     ids = torch.arange(5, 45)[None]
     logits = {}
-    for implementation in ("auto", "fast"):
+    for is_exact in (True, False):
         with (
-            MoE(tiny_checkpoint, experts_implementation=implementation, dtype="float32") as moe,
+            MoE(tiny_checkpoint, exact=is_exact, dtype="float32") as moe,
             torch.no_grad(),
         ):
             cache = moe.model(ids[:, :30], use_cache=True).past_key_values
-            logits[implementation] = [
+            logits[is_exact] = [
                 moe.model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits
                 for at in range(30, 40)
             ]
-        assert bool(products) == (implementation == "fast")
-    assert distance(torch.cat(logits["fast"]), torch.cat(logits["auto"])) < 1e-4
+        assert bool(products) == (not is_exact)
+    assert distance(torch.cat(logits[False]), torch.cat(logits[True])) < 1e-4
     assert torch.get_num_threads() == 2
 
 
@@ -239,7 +239,7 @@ def test_torch_has_its_threads_again_after_ctrl_c(tiny_checkpoint, monkeypatch, 
         assert torch.get_num_threads() == 1
         raise KeyboardInterrupt
 
-    with MoE(tiny_checkpoint, experts_implementation="fast", device="cpu") as moe:
+    with MoE(tiny_checkpoint, device="cpu") as moe:
         monkeypatch.setattr(moe.engine, "moe_layer", press)
         ((call, options),) = way.items()
         with pytest.raises(KeyboardInterrupt), torch.no_grad():

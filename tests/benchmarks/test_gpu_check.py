@@ -30,10 +30,10 @@ def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def recorded_trace(folder: Path, *, num_rows: int, num_experts: int, top_k: int) -> None:
+def recorded_trace(folder: Path, *, num_moe_layers: int, num_experts: int, top_k: int) -> None:
     """Of three requests, long enough to be replayed."""
     folder.mkdir()
-    ranks = np.random.default_rng(0).random((3 * 110, num_rows, num_experts)).argsort(axis=2)
+    ranks = np.random.default_rng(0).random((3 * 110, num_moe_layers, num_experts)).argsort(axis=2)
     np.savez(
         folder / "experts.npz", experts=ranks[:, :, :top_k].astype(np.uint8),
         offsets=np.arange(4) * 110,
@@ -46,7 +46,7 @@ def recorded_trace(folder: Path, *, num_rows: int, num_experts: int, top_k: int)
 def test_on_a_fake_device_every_stage_runs_and_every_token_is_right(tmp_path):
     for name in ("deepseek-v2-lite_esft", "gpt-oss-20b_decode"):
         experts, top_k = (64, 6) if name.startswith("deepseek") else (32, 4)
-        recorded_trace(tmp_path / name, num_rows=26, num_experts=experts, top_k=top_k)
+        recorded_trace(tmp_path / name, num_moe_layers=26, num_experts=experts, top_k=top_k)
     done = call("--fake", "--out", str(tmp_path), "--minutes", "60", "--traces", str(tmp_path))
     rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
     assert done.returncode == 0, done.stdout[-3000:]
@@ -69,8 +69,8 @@ def test_on_a_fake_device_every_stage_runs_and_every_token_is_right(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_shape_is_measured_with_all_its_layers_and_a_second_run_goes_on(tmp_path):
-    recorded_trace(tmp_path / "gpt-oss-20b_decode", num_rows=24, num_experts=32, top_k=4)
-    recorded_trace(tmp_path / "deepseek-v2-lite_esft", num_rows=26, num_experts=64, top_k=6)
+    recorded_trace(tmp_path / "gpt-oss-20b_decode", num_moe_layers=24, num_experts=32, top_k=4)
+    recorded_trace(tmp_path / "deepseek-v2-lite_esft", num_moe_layers=26, num_experts=64, top_k=6)
     options = "--fake", "--out", str(tmp_path), "--traces", str(tmp_path), "--whole", "gpt-oss-20b"
     first = call(*options, "--minutes", "60")
     rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]

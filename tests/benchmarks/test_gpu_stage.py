@@ -157,10 +157,10 @@ def test_a_stage_without_time_is_left_out(check, tmp_path):
     assert rows_of(check, tmp_path) == {"long: stage": "left out: no time"}
 
 
-def recorded(folder: Path, num_rows: int, lengths: list[int], repeated: int) -> np.ndarray:
+def recorded(folder: Path, num_moe_layers: int, lengths: list[int], repeated: int) -> np.ndarray:
     """A trace of eight experts, two for a token."""
     random = np.random.default_rng(0)
-    shape = sum(lengths), num_rows, 8
+    shape = sum(lengths), num_moe_layers, 8
     experts = np.argsort(random.random(shape), axis=2)[:, :, :2].astype(np.uint8)
     folder.mkdir()
     np.savez(folder / "experts.npz", experts=experts, offsets=np.cumsum([0, *lengths]))

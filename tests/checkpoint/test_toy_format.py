@@ -20,13 +20,11 @@ from torch import Tensor
 from moe_infinity import MoE
 from moe_infinity.checkpoint import formats
 from moe_infinity.checkpoint.packing import PartFormat, WeightFormat
-from tests.closeness import distance, logits_of_steps
-from tests.quantized_checkpoints import QWEN3_MOE, edit_config
-
-pytest.importorskip("numba", reason="numba is not installed")
 from moe_infinity.kernels.cpu import experts as experts_cpu
 from moe_infinity.kernels.cpu import loaders
 from moe_infinity.kernels.cpu.vectors import FLOATS, I8, I32, LANES, all_lanes, load, vector_of
+from tests.closeness import distance, logits_of_steps
+from tests.quantized_checkpoints import QWEN3_MOE, edit_config
 
 pytestmark = pytest.mark.arithmetic
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -25,15 +26,15 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}w77"
 
 
 @pytest.fixture
-def expected(stock_model) -> list[int]:
-    """What stock transformers continues PROMPT with."""
-    ids = stock_model.generate(
-        input_ids=torch.tensor([[5, 6, 9, 100, 31]]),
-        attention_mask=torch.ones(1, 5),
-        do_sample=False,
-        max_new_tokens=16,
-    )
-    tokens: list[int] = ids[0, 5:].tolist()
+def expected(resident_model) -> list[int]:
+    """What a model with all experts in memory continues PROMPT with."""
+    return continued(resident_model)
+
+
+def continued(model: Any, **options: Any) -> list[int]:
+    ids = torch.tensor([[5, 6, 9, 100, 31]])
+    arguments = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 16}
+    tokens: list[int] = model.generate(input_ids=ids, **arguments, **options)[0, 5:].tolist()
     return tokens
 
 
@@ -63,21 +64,25 @@ def test_run_json_is_one_object_with_the_promised_keys(command, tiny_checkpoint,
     assert result["ttft_s"] > 0 < result["tpot_s"]
 
 
-def test_run_with_a_static_cache_gives_what_stock_gives_with_one(
-    command, tiny_checkpoint, stock_model
+@pytest.mark.parametrize("static", [{}, {"cache_implementation": "static"}], ids=str)
+def test_run_exact_gives_the_tokens_of_stock(command, tiny_checkpoint, stock_model, static):
+    arguments = ["--exact", "--json", *["--static-cache"] * len(static)]
+    outcome = command(*run_args(tiny_checkpoint, *arguments))
+    assert json.loads(outcome.out)["token_ids"] == continued(stock_model, **static)
+
+
+def test_run_with_a_static_cache_gives_what_generate_gives_with_one(
+    command, tiny_checkpoint, resident_model
 ):
-    ids = torch.tensor([[5, 6, 9, 100, 31]])
-    cached = {"max_new_tokens": 16, "do_sample": False, "cache_implementation": "static"}
-    expected = stock_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **cached)
     outcome = command(*run_args(tiny_checkpoint, "--static-cache", "--json"))
-    assert json.loads(outcome.out)["token_ids"] == expected[0, 5:].tolist()
+    expected = continued(resident_model, cache_implementation="static")
+    assert json.loads(outcome.out)["token_ids"] == expected
     with (
         on_device(tiny_checkpoint, "100%", "100%") as moe,
         mock.patch.object(cli, "open_model", return_value=nullcontext(moe)),
     ):
         assert command(*run_args(tiny_checkpoint, "--static-cache")).code == 0
-        assert moe._graphed is not None
-        assert moe._graphed._graph is not None  # a step was captured
+        assert moe.has_cuda_graph
 
 
 def test_run_json_reports_what_the_cache_did(command, tiny_checkpoint):
@@ -209,16 +214,15 @@ def test_trace_writes_routing_in_the_shared_format(command, tiny_checkpoint, pro
 
 
 def test_a_trace_is_the_routing_of_stock_transformers(
-    command, tiny_checkpoint, prompts, tmp_path, expected, stock_routing, stock_model
+    command, tiny_checkpoint, prompts, tmp_path, stock_routing, stock_model
 ):
-    command(*trace_args(tiny_checkpoint, prompts, tmp_path / "out.npz", "--limit", 1))
+    command(*trace_args(tiny_checkpoint, prompts, tmp_path / "out.npz", "--limit", 1, "--exact"))
     stock_routing.clear()
-    ids = torch.tensor([[5, 6, 9, 100, 31]])
-    stock_model.generate(input_ids=ids, attention_mask=ids > 0, do_sample=False, max_new_tokens=16)
+    written = continued(stock_model)
     steps = [np.stack(step, axis=1) for step in stock_routing]
     with np.load(tmp_path / "out.npz") as trace:
         assert np.array_equal(trace["experts"], np.concatenate(steps))
-        assert trace["token_ids"].tolist() == [*ids[0].tolist(), *expected[:-1]]
+        assert trace["token_ids"].tolist() == [5, 6, 9, 100, 31, *written[:-1]]
         assert trace["is_prefill"].tolist() == [True] * 5 + [False] * 15
 
 
@@ -271,7 +275,7 @@ def test_chat_without_a_chat_template_is_code_1_and_says_what_to_use(command, ti
     assert "run" in outcome.err
 
 
-def test_chat_answers_every_line_with_the_conversation_so_far(command, chatty, stock_model):
+def test_chat_answers_every_line_with_the_conversation_so_far(command, chatty, resident_model):
     args = ["--host-memory", "25%", "--max-new-tokens", 6]
     outcome = command("chat", chatty, *args, stdin="w5 w6\nw9\n")
     answers = outcome.out.splitlines()
@@ -279,7 +283,7 @@ def test_chat_answers_every_line_with_the_conversation_so_far(command, chatty, s
     told = [5, 6, 77]
     for number, answer in enumerate(answers):
         ids = torch.tensor([told])
-        reply = stock_model.generate(
+        reply = resident_model.generate(
             input_ids=ids, attention_mask=ids > 0, do_sample=False, max_new_tokens=6
         )[0, len(told) :].tolist()
         assert answer == words(reply), number

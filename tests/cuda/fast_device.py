@@ -50,8 +50,8 @@ def compute_as_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
     init, moe_layer = LayerComputer.__init__, ExpertEngine.moe_layer
     mlps: dict[LayerComputer, SlotMlp | None] = {}
 
-    def with_mlp(self: LayerComputer, layer: Any, recipes: Any, *args: Any) -> None:
-        init(self, layer, recipes, *args)
+    def with_mlp(self: LayerComputer, layer: Any, recipes: Any, *args: Any, **more: Any) -> None:
+        init(self, layer, recipes, *args, **more)
         mlps[self] = slot_layer(layer, recipes)
 
     def computed(

@@ -139,7 +139,7 @@ class Captured(BaseException):
         self._forward, self._steps = step._forward, step._steps
         self._kwargs = rest | tree_of_nowhere(values, spec)
         move(self.model, rest[CACHE])
-        self._steps.layers._kernels = KERNELS
+        self._steps.layers.kernels = KERNELS
 
     def run(self) -> Tensor:
         self._steps._state = StepState.RUNNING

@@ -1,5 +1,5 @@
-"""A model with a DEVICE tier: no slot is read or overwritten too early, and what fails or is
-interrupted leaves it usable."""
+"""A model with a DEVICE tier where the host decides: no slot is read or overwritten too early, and
+what fails or is interrupted leaves it usable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.arithmetic
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):
     """Tokens of a run on the CPU, of the short and the long prompt."""
-    with MoE(tiny_checkpoint, device="cpu") as moe:
+    with MoE(tiny_checkpoint, exact=True, device="cpu") as moe:
         return greedy(moe), greedy(moe, LONG_PROMPT)
 
 
@@ -39,7 +39,7 @@ TIGHT: dict[str, Any] = {"device_memory": "30%", "host_memory": "10%"}
 def wrong_tokens(
     checkpoint: Any, expected: tuple[Tensor, Tensor], cuda_device: FakeCudaDevice
 ) -> bool:
-    with fake_device(cuda_device), MoE(checkpoint, **TIGHT) as moe:
+    with fake_device(cuda_device), MoE(checkpoint, exact=True, **TIGHT) as moe:
         return not torch.equal(greedy(moe), expected[0])
 
 
@@ -57,7 +57,7 @@ def test_a_read_from_disk_waits_for_the_copy_out_of_its_slot(
     # Kernels must not wait, either, for that would make the copy in time.
     with (
         fake_device(FakeCudaDevice(bytes_per_s=SLOW)) as cuda_device,
-        MoE(tiny_checkpoint, **TIGHT) as moe,
+        MoE(tiny_checkpoint, exact=True, **TIGHT) as moe,
     ):
         mover = moe.engine.tiers[0].mover
         assert isinstance(mover, DeviceMover)
@@ -65,7 +65,7 @@ def test_a_read_from_disk_waits_for_the_copy_out_of_its_slot(
     monkeypatch.undo()
     with (
         fake_device(FakeCudaDevice(bytes_per_s=SLOW)) as cuda_device,
-        MoE(tiny_checkpoint, **TIGHT) as moe,
+        MoE(tiny_checkpoint, exact=True, **TIGHT) as moe,
     ):
         mover = moe.engine.tiers[0].mover
         assert isinstance(mover, DeviceMover)
@@ -140,7 +140,7 @@ def test_a_slot_is_overwritten_only_after_the_kernels_that_read_it(
 ):
     cuda_device = WatchedCudaDevice()
     watch_kernels(monkeypatch)
-    with fake_device(cuda_device), MoE(tiny_checkpoint, **TIGHT) as moe:
+    with fake_device(cuda_device), MoE(tiny_checkpoint, exact=True, **TIGHT) as moe:
         assert_same_tokens(moe, expected)
     assert cuda_device.num_checked > 50
     monkeypatch.setattr(DeviceSlots, "mark_read", lambda self, slot_ids: None)
@@ -148,7 +148,7 @@ def test_a_slot_is_overwritten_only_after_the_kernels_that_read_it(
     watch_kernels(monkeypatch)
     with (
         fake_device(cuda_device),
-        MoE(tiny_checkpoint, **TIGHT) as moe,
+        MoE(tiny_checkpoint, exact=True, **TIGHT) as moe,
         pytest.raises(AssertionError),
     ):
         greedy(moe)
@@ -175,7 +175,10 @@ def test_a_copy_that_fails_is_an_error_and_the_next_call_works(
     tiny_checkpoint, expected, host_memory, fails_in
 ):
     options = {"device_memory": "20%", "host_memory": host_memory}
-    with fake_device(BrokenCudaDevice()) as cuda_device, MoE(tiny_checkpoint, **options) as moe:
+    with (
+        fake_device(BrokenCudaDevice()) as cuda_device,
+        MoE(tiny_checkpoint, exact=True, **options) as moe,
+    ):
         assert isinstance(cuda_device, BrokenCudaDevice)
         for _ in range(2):
             cuda_device.fails_in = fails_in
@@ -190,7 +193,7 @@ def test_a_read_that_fails_is_an_error_and_the_next_call_works(
 ):
     with (
         fake_device(FakeCudaDevice()),
-        MoE(tiny_checkpoint, device_memory="20%", host_memory="10%") as moe,
+        MoE(tiny_checkpoint, exact=True, device_memory="20%", host_memory="10%") as moe,
     ):
         read, calls = Reader.read, []
 
@@ -211,7 +214,10 @@ def test_a_read_that_fails_is_an_error_and_the_next_call_works(
 def test_an_interrupt_anywhere_leaves_nothing_behind(tiny_checkpoint, expected, monkeypatch, at):
     """Ctrl-C before or after the n-th of the mover's own steps."""
     options = {"device_memory": "40%", "host_memory": "30%"}
-    with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, prefetch=True, **options) as moe:
+    with (
+        fake_device(FakeCudaDevice()),
+        MoE(tiny_checkpoint, exact=True, prefetch=True, **options) as moe,
+    ):
         greedy(moe)
         calls = 0
 
@@ -240,7 +246,10 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(tiny_checkpoint, expected, 
 def test_a_device_without_memory_left_is_answered_with_the_numbers(
     tiny_checkpoint, expected, monkeypatch
 ):
-    with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, device_memory="50%") as moe:
+    with (
+        fake_device(FakeCudaDevice()),
+        MoE(tiny_checkpoint, exact=True, device_memory="50%") as moe,
+    ):
         with monkeypatch.context() as patch:
 
             def run(*args: Any) -> None:
@@ -293,7 +302,7 @@ def test_the_deciding_thread_never_waits_for_a_copy(tiny_checkpoint, monkeypatch
             super().let_kernels_wait(copy)
             del waited[before:]  # kernels did
 
-    with fake_device(Watched()), MoE(tiny_checkpoint, **TIGHT) as moe:
+    with fake_device(Watched()), MoE(tiny_checkpoint, exact=True, **TIGHT) as moe:
         greedy(moe)
     assert waited
     assert decider not in waited

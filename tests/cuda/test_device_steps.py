@@ -245,7 +245,7 @@ def test_a_recording_has_every_token(tiny_checkpoint):
 
 
 def test_a_small_host_is_refused_before_the_first_token(tiny_checkpoint):
-    refused = pytest.raises(ConfigError, match="host_memory holds 7 experts.* needs 8")
+    refused = pytest.raises(ConfigError, match="host_memory holds 7 experts.* need 8")
     with refused, on_device(tiny_checkpoint, "30%", "30%"):
         pass
 
@@ -256,6 +256,26 @@ def test_memory_that_cannot_be_page_locked_is_refused_and_says_what_to_do(tiny_c
         for _ in range(2):
             with pytest.raises(ConfigError, match="page-locked .*\nhint: lower host_memory"):
                 greedy(moe)
+
+
+def test_by_default_the_host_decides_where_memory_cannot_be_page_locked(
+    tiny_checkpoint, resident_model, caplog
+):
+    """It computes as on a CPU, where the fake device is."""
+    expected = greedy(resident_model)
+    cuda_device = FakeCudaDevice(is_locking=False)
+    with fake_device(cuda_device), MoE(tiny_checkpoint, device_memory="30%") as moe:
+        for _ in range(2):
+            assert torch.equal(greedy(moe), expected)
+    assert caplog.text.count("the machine locks no more memory") == 1
+
+
+def test_by_default_the_host_decides_where_host_memory_is_small(tiny_checkpoint, caplog):
+    budgets = {"device_memory": "30%", "host_memory": "30%"}
+    with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, **budgets) as moe:
+        assert moe.engine.device_steps is None
+        assert "without CUDA graphs: host_memory holds 7 experts" in caplog.text
+        greedy(moe)
 
 
 def test_prefetch_leaves_every_step_to_the_host(tiny_checkpoint, caplog):

@@ -1,5 +1,7 @@
-"""A model with a DEVICE tier, on a fake device that copies as late as it may: the tokens of the run
-without one, whatever the budgets, and no slot read or overwritten too early."""
+"""A model with a DEVICE tier where the host decides, on a fake device that copies as late as it
+may: the tokens of the run without one, whatever the budgets, and no slot read or overwritten too
+early.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.arithmetic
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):
     """Tokens of a run on the CPU, of the short and the long prompt."""
-    with MoE(tiny_checkpoint, device="cpu") as moe:
+    with MoE(tiny_checkpoint, exact=True, device="cpu") as moe:
         return greedy(moe), greedy(moe, LONG_PROMPT)
 
 
@@ -44,7 +46,9 @@ def test_no_budget_of_either_tier_changes_a_token(
 ):
     with (
         fake_device(FakeCudaDevice()) as cuda_device,
-        MoE(tiny_checkpoint, device_memory=device_memory, host_memory=host_memory) as moe,
+        MoE(
+            tiny_checkpoint, exact=True, device_memory=device_memory, host_memory=host_memory
+        ) as moe,
     ):
         assert_same_tokens(moe, expected, rounds=2)
         assert isinstance(moe.engine.tiers[0].mover, DeviceMover)
@@ -59,7 +63,7 @@ def test_where_no_page_can_be_locked_copies_go_through_staging_buffers(
     options = {"device_memory": "30%", "host_memory": host_memory}
     with (
         fake_device(FakeCudaDevice(is_locking=False)) as cuda_device,
-        MoE(tiny_checkpoint, **options) as moe,
+        MoE(tiny_checkpoint, exact=True, **options) as moe,
     ):
         assert_same_tokens(moe, expected)
         assert len(cuda_device.locked) <= NUM_STAGING_BUFFERS
@@ -68,7 +72,10 @@ def test_where_no_page_can_be_locked_copies_go_through_staging_buffers(
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_no_policy_changes_a_token(tiny_checkpoint, expected, policy):
     budgets = {"device_memory": "25%", "host_memory": "50%"}
-    with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, policy=policy, **budgets) as moe:
+    with (
+        fake_device(FakeCudaDevice()),
+        MoE(tiny_checkpoint, exact=True, policy=policy, **budgets) as moe,
+    ):
         assert_same_tokens(moe, expected)
 
 
@@ -86,7 +93,9 @@ def test_prefetch_through_both_tiers_changes_no_token(
     options = {"device_memory": device_memory, "host_memory": host_memory}
     with (
         fake_device(cuda_device),
-        MoE(tiny_checkpoint, prefetch=True, early_router=early_router, **options) as moe,
+        MoE(
+            tiny_checkpoint, exact=True, prefetch=True, early_router=early_router, **options
+        ) as moe,
     ):
         assert_same_tokens(moe, expected, rounds=2)
         if device_memory == "40%":
@@ -108,7 +117,10 @@ def test_random_budgets_policies_and_speeds_change_no_token(tiny_checkpoint, exp
             "bytes_per_s": 10 ** chances.uniform(5, 9),
             "is_locking": chances.random() < 0.7,
         }
-        with fake_device(FakeCudaDevice(**speed)), MoE(tiny_checkpoint, **options) as moe:
+        with (
+            fake_device(FakeCudaDevice(**speed)),
+            MoE(tiny_checkpoint, exact=True, **options) as moe,
+        ):
             assert_same_tokens(moe, expected, rounds=1)
 
 
@@ -120,7 +132,7 @@ def test_batches_sampling_and_chunks_of_a_prompt_are_as_ever(tiny_checkpoint, st
     kwargs = {"max_new_tokens": 12, "do_sample": False}
     with (
         fake_device(FakeCudaDevice()),
-        MoE(tiny_checkpoint, device_memory="30%", host_memory="60%") as moe,
+        MoE(tiny_checkpoint, exact=True, device_memory="30%", host_memory="60%") as moe,
     ):
         assert torch.equal(moe.generate(**batch, **kwargs), stock_model.generate(**batch, **kwargs))
         chunked = {"prefill_chunk_size": 32}
@@ -130,10 +142,9 @@ def test_batches_sampling_and_chunks_of_a_prompt_are_as_ever(tiny_checkpoint, st
         assert moe.report().prefill.steps == 1 + 3
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "auto"])
-def test_packed_experts_are_copied_as_they_are_stored(tiny_checkpoint, implementation):
-    """ "grouped_mm" unpacks as they compute, which is what a GPU does."""
-    options = {"expert_dtype": "int8", "experts_implementation": implementation}
+def test_packed_experts_are_copied_as_they_are_stored(tiny_checkpoint):
+    """Both unpack them as they compute."""
+    options: dict[str, Any] = {"expert_dtype": "int8", "exact": True}
     with MoE(tiny_checkpoint, **options) as moe:
         tokens = greedy(moe)
     with (
@@ -150,7 +161,7 @@ def test_packed_experts_are_copied_as_they_are_stored(tiny_checkpoint, implement
 def test_the_report_shows_both_tiers_and_what_came_from_disk(tiny_checkpoint):
     with (
         fake_device(FakeCudaDevice()) as cuda_device,
-        MoE(tiny_checkpoint, device_memory="30%", host_memory="100%") as moe,
+        MoE(tiny_checkpoint, exact=True, device_memory="30%", host_memory="100%") as moe,
     ):
         greedy(moe)
         greedy(moe)
@@ -179,7 +190,7 @@ def test_a_long_prompt_streams_the_next_layer_before_it_is_routed(tiny_checkpoin
             monkeypatch.setattr(DeviceMover, "stream", lambda self, keys: [])
         with (
             fake_device(FakeCudaDevice(bytes_per_s=3e8)) as cuda_device,
-            MoE(tiny_checkpoint, device_memory="70%", host_memory="100%") as moe,
+            MoE(tiny_checkpoint, exact=True, device_memory="70%", host_memory="100%") as moe,
         ):
             greedy(moe, LONG_PROMPT, num_tokens=1)  # from disk, which has no modelled clock
             began_s = cuda_device.clock.now_s
@@ -193,7 +204,7 @@ def test_a_long_prompt_streams_the_next_layer_before_it_is_routed(tiny_checkpoin
 def test_a_short_prompt_loads_only_what_it_activates(tiny_checkpoint):
     with (
         fake_device(FakeCudaDevice()) as cuda_device,
-        MoE(tiny_checkpoint, device_memory="100%") as moe,
+        MoE(tiny_checkpoint, exact=True, device_memory="100%") as moe,
     ):
         greedy(moe, PROMPT[:, :2], num_tokens=1)
         assert cuda_device.num_copies == moe.report().prefill.misses
@@ -201,7 +212,10 @@ def test_a_short_prompt_loads_only_what_it_activates(tiny_checkpoint):
 
 def test_a_long_prompt_leaves_what_decoding_uses(tiny_checkpoint):
     budgets = {"device_memory": "80%", "host_memory": "100%"}
-    with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, policy="lru", **budgets) as moe:
+    with (
+        fake_device(FakeCudaDevice()),
+        MoE(tiny_checkpoint, exact=True, policy="lru", **budgets) as moe,
+    ):
         greedy(moe, PROMPT, num_tokens=60)
         table = moe.engine.tiers[0].table
         used = {key for key in table.resident_keys() if not table.is_transient(key)}
@@ -219,7 +233,7 @@ def test_a_layer_that_needs_none_of_the_experts_streamed_ahead_finds_a_slot(
     save_tokenizer(tmp_path)
     share = f"{100 * (num_slots + 0.01) / (5 * num_experts):.3f}%"
     budgets = {"device_memory": share, "host_memory": "100%"}
-    with fake_device(FakeCudaDevice()), MoE(tmp_path, policy="lru", **budgets) as moe:
+    with fake_device(FakeCudaDevice()), MoE(tmp_path, exact=True, policy="lru", **budgets) as moe:
         for _ in range(4):
             greedy(moe)
         greedy(moe, torch.arange(3, 60).view(1, -1))

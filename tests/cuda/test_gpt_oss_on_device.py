@@ -212,11 +212,11 @@ def test_published_sizes_are_described(layers, num_experts):
     config = transformers.GptOssConfig(num_hidden_layers=layers, num_local_experts=num_experts)
     plan = plan_of(config)
     assert (len(plan.layers), plan.top_k) == (layers, 4)
-    for row, recipes in zip(plan.layers, plan.recipes, strict=True):
-        mlp = slot_layer(row, recipes)
+    for layer, recipes in zip(plan.layers, plan.recipes, strict=True):
+        mlp = slot_layer(layer, recipes)
         assert mlp is not None
         assert mlp.up is not None
-        assert fused_layer(row, recipes) is not None
+        assert fused_layer(layer, recipes) is not None
         assert mlp.activation == Activation("silu", alpha=1.5, shift=1.0, limit=6.0)  # the module's
         assert (mlp.gate.first_row, mlp.up.first_row, mlp.gate.row_step) == (0, 1, 2)
         for matrix in (mlp.gate, mlp.up, mlp.down):
@@ -268,7 +268,7 @@ def test_tritons_kernel_agrees_with_its_reference_on_a_layer(folder):
         greedy(moe, LONG_PROMPT)
         steps = moe.engine.device_steps
         assert steps is not None
-        (mlp, *_), slots = steps.layers._mlps, moe.engine.tiers[0].slots
+        (mlp, *_), slots = steps.layers.mlps, moe.engine.tiers[0].slots
         resident = sorted(moe.engine.tiers[0].table.resident_slots().items())
         at = [slots.address_of(slot) for key, slot in resident if key.moe_layer_idx == 0][:TOP_K]
         x_TD, weights_TK = 8 * torch.randn(1, 64), torch.rand(1, TOP_K)

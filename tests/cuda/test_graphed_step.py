@@ -67,11 +67,12 @@ def test_a_capture_is_on_the_stream_of_its_model(tiny_checkpoint, monkeypatch):
         streams.append(stream)
         return run
 
+    stream = object()
+    monkeypatch.setattr(graphed_step, "new_stream", lambda device: stream)
     monkeypatch.setattr(graphed_step, "capture", capture)
     with on_device(tiny_checkpoint, "100%", "100%") as moe:
-        graphed: Any = moe._graphed
-        graphed._stream = stream = object()
         greedy(moe, **STATIC)
+        assert moe.has_cuda_graph
     assert streams == [stream]
 
 
@@ -251,11 +252,11 @@ def test_a_graph_is_replayed_and_gives_what_the_capture_gave(cuda_stream):
 
 def test_every_model_captures_on_a_stream_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: mock.Mock(device=device))
-    model: Any = SimpleNamespace(device=torch.device("cuda", 1), forward=lambda: None)
-    one, other = (graphed_step.GraphedStep(model, mock.Mock()) for _ in range(2))
-    assert one._stream is not other._stream
-    assert one._stream is not None
-    assert one._stream.device == model.device
+    device = torch.device("cuda", 1)
+    one, other = graphed_step.new_stream(device), graphed_step.new_stream(device)
+    assert one is not None
+    assert one is not other
+    assert one.device == device
 
 
 @pytest.mark.parametrize("collects", [True, False])

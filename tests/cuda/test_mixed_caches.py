@@ -214,11 +214,10 @@ def test_a_cache_that_was_reset_begins_anew(folder_of, graphs, monkeypatch, name
 def run_with_replays(folder: Path) -> tuple[dict[str, Tensor], int]:
     """Logits of each prompt, and how many steps were replayed after a graph; not all were."""
     with on_device(folder, "20%", "95%") as moe:
-        step, restore, replayed_after_graph = moe._graphed, CacheSnapshot.restore, []
-        assert step is not None
+        restore, replayed_after_graph = CacheSnapshot.restore, []
 
         def watched(self: CacheSnapshot) -> None:
-            replayed_after_graph.append(step._graph is not None)
+            replayed_after_graph.append(moe.has_cuda_graph)
             restore(self)
 
         with mock.patch.object(CacheSnapshot, "restore", watched):

@@ -194,11 +194,10 @@ def keep_busy(
         return compute(steps, *args)
 
     def poll_and_note(poller: ReportPoller) -> None:
-        now = poller._current
-        assert now is not None
-        looks[0], num_before = 0, now.last_counted + 1
+        num_before = poller.current.last_counted + 1
+        looks[0] = 0
         poll_reports(poller)
-        counted.append((num_before, now.last_counted + 1))
+        counted.append((num_before, poller.current.last_counted + 1))
 
     monkeypatch.setattr(DeviceTable, "is_over", is_over)
     monkeypatch.setattr(ReportPoller, "poll_reports", poll_and_note)

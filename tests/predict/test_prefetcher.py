@@ -14,6 +14,7 @@ from moe_infinity.cache.policies import Lru
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase
+from moe_infinity.predict.payoff import PayOff
 from moe_infinity.predict.prefetcher import LAYER_TIME_RATE, Prefetcher
 
 DECODE, PREFILL = Phase.DECODE, Phase.PREFILL
@@ -52,7 +53,7 @@ class FakeMover:
 class Engine:
     """A prefetcher, what it acts on, and a clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pay_off: PayOff | None = None) -> None:
         self.now = 0.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         policy = Likely(LAYERS, EXPERTS, num_slots=8)
@@ -60,7 +61,7 @@ class Engine:
         self.mover = FakeMover()
         self.counters = Counters()
         exists_LE = np.ones((LAYERS, EXPERTS), dtype=bool)
-        self.prefetcher = Prefetcher(self.table, policy, self.mover, exists_LE)
+        self.prefetcher = Prefetcher(self.table, policy, self.mover, exists_LE, pay_off=pay_off)
 
     def layers(self, phase: Phase, seconds: float, num: int) -> None:
         for _ in range(num):
@@ -81,7 +82,7 @@ def test_a_policy_that_predicts_nothing_is_refused():
     policy = Lru(LAYERS, EXPERTS, num_slots=8)
     exists_LE = np.ones((LAYERS, EXPERTS), dtype=bool)
     with pytest.raises(ConfigError, match="predicts nothing"):
-        Prefetcher(ResidencyTable(8, policy), policy, FakeMover(), exists_LE)
+        Prefetcher(ResidencyTable(8, policy), policy, FakeMover(), exists_LE, pay_off=None)
 
 
 def test_before_two_decoding_layers_were_timed_there_is_no_room(engine):
@@ -129,3 +130,22 @@ def test_an_expert_whose_prefetch_failed_is_left_to_demand(engine):
     engine.mover.load_s = LAYER_S / 2
     engine.mover.failed.add(ExpertKey(1, 3))
     assert engine.prefetcher.begin_loads(0) == [(1, 2)]
+
+
+def test_how_long_decode_steps_take_is_told_and_prompts_are_left_out(monkeypatch):
+    taken: list[float] = []
+
+    class Noted(PayOff):
+        def end_step(self, seconds: float) -> None:
+            taken.append(round(seconds, 6))
+
+    engine = Engine(monkeypatch, Noted())
+    for phase in (Phase.DECODE, Phase.DECODE, Phase.PREFILL, Phase.DECODE, Phase.DECODE):
+        if phase is Phase.DECODE:
+            engine.prefetcher.begin_decode()
+        for _ in range(4):
+            engine.prefetcher.begin_layer(phase, engine.counters)
+            engine.now += 1
+        engine.now += 50  # of somebody who reads
+    assert taken == [3, 3]
+    assert not engine.prefetcher.has_room()

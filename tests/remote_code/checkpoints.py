@@ -18,7 +18,7 @@ class RemoteModel(NamedTuple):
     config_class: str
     model_class: str
     config: dict[str, Any]  # what differs from the defaults
-    num_rows: int  # MoE rows
+    num_moe_layers: int
     top_k: int
 
 

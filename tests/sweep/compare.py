@@ -16,10 +16,10 @@ import torch
 from moe_infinity import MoE, MoEInfinityError, UnsupportedModelError
 from tests.sweep import tiny
 from tests.sweep.discover import Architecture, architectures_in, modelling_files
-from tests.sweep.overrides import NOT_COMPARED, TOLERANCES, UNSEEN_ROWS
+from tests.sweep.overrides import NOT_COMPARED, TOLERANCES, UNSEEN_LAYERS
 from tests.sweep.runners import Outcome, outcome
 
-BUDGET = "12.5%"  # of all experts: as many slots as there are MoE rows
+BUDGET = "12.5%"  # of all experts: as many slots as there are MoE layers
 EXPERTS_CLASS = re.compile(r"(?<!Parallel)(?<!InklingShared)Experts$|JetMoeMoE|DogeCDMoE|NaiveMoe")
 
 
@@ -52,7 +52,7 @@ def difference(ours: Outcome, theirs: Outcome, tolerance: float) -> str:
 
 
 class Watched:
-    """The recipes of one MoE row that remember which experts were loaded, and can give one for
+    """The recipes of one MoE layer that remember which experts were loaded, and can give one for
     another."""
 
     def __init__(self, recipes: Any) -> None:
@@ -70,26 +70,26 @@ class Watched:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[tuple[MoE, list[Watched]]]:
-    """The checkpoint with few slots, and its recipes by MoE row."""
-    with MoE(folder, host_memory=BUDGET) as moe:
+    """The checkpoint with few slots, and its recipes by MoE layer."""
+    with MoE(folder, host_memory=BUDGET, exact=True) as moe:
         recipes = moe.engine.loader.recipes
-        rows = [Watched(of_layer) for of_layer in recipes]
-        recipes[:] = rows  # type: ignore[assignment]
-        yield moe, rows
+        layers = [Watched(of_layer) for of_layer in recipes]
+        recipes[:] = layers  # type: ignore[assignment]
+        yield moe, layers
 
 
 def run_offloaded(folder: Path, stock: Any) -> tuple[Outcome, list[list[int]]]:
-    """The outcome with few slots, and the experts that were loaded, by MoE row. Asserts that the
+    """The outcome with few slots, and the experts that were loaded, by MoE layer. Asserts that the
     experts were really elsewhere."""
-    with watched(folder) as (moe, rows):
+    with watched(folder) as (moe, layers):
         found = outcome(moe.model, moe.generate)
         moe.check_invariants()
         report = moe.report()
         assert report.evictions > 0, report
-        by_layer = zip(moe.engine.bookkeeping.keys, rows, strict=True)
+        by_layer = zip(moe.engine.bookkeeping.keys, layers, strict=True)
         own = {id(w._recipes): len(keys) * param_bytes(w) for keys, w in by_layer}  # tied ones once
         assert num_bytes(moe.model) <= num_bytes(stock) - sum(own.values())
-        return found, [list(row.loaded) for row in rows]
+        return found, [list(layer.loaded) for layer in layers]
 
 
 def param_bytes(recipes: Any) -> int:
@@ -101,17 +101,17 @@ def num_bytes(model: Any) -> int:
     return sum(param.nbytes for param in model.parameters() if param.device.type != "meta")
 
 
-def rows_that_do_not_matter(
+def layers_that_do_not_matter(
     folder: Path, theirs: Outcome, loaded: list[list[int]], tolerance: float
 ) -> list[int]:
-    """MoE rows of which two experts can change places and the comparison still passes."""
+    """MoE layers of which two experts can change places and the comparison still passes."""
     unnoticed = []
     for moe_layer_idx, experts in enumerate(loaded):
         if not experts:
             continue  # of another modality
         first, second = experts[0], (experts + [(experts[0] + 1) % tiny.NUM_EXPERTS_EACH])[1]
-        with watched(folder) as (moe, rows):
-            rows[moe_layer_idx].instead = {first: second, second: first}
+        with watched(folder) as (moe, layers):
+            layers[moe_layer_idx].instead = {first: second, second: first}
             if not difference(outcome(moe.model, moe.generate), theirs, tolerance):
                 unnoticed.append(moe_layer_idx)
     return unnoticed
@@ -156,16 +156,17 @@ def compare(architecture: Architecture, folder: Path) -> Row:
         differs = difference(ours, theirs, tolerance)
         if differs:
             return give("differs", differs)
-        unnoticed = rows_that_do_not_matter(folder, theirs, loaded, tolerance)
+        unnoticed = layers_that_do_not_matter(folder, theirs, loaded, tolerance)
     except UnsupportedModelError as error:
         return give("refused", in_a_line(error))
     except MoEInfinityError as error:
         return give("fails", in_a_line(error))
-    if unnoticed != UNSEEN_ROWS.get(name, []):
-        return give("not tested", f"swapped experts go unnoticed in MoE rows {unnoticed}")
+    if unnoticed != UNSEEN_LAYERS.get(name, []):
+        return give("not tested", f"swapped experts go unnoticed in MoE layers {unnoticed}")
     if not tolerance or not difference(ours, theirs, 0.0):
-        num_idle = sum(not row_experts for row_experts in loaded)
-        return give("bitwise", f"{num_idle} of {len(loaded)} MoE rows did not run" * bool(num_idle))
+        num_idle = sum(not experts_of_layer for experts_of_layer in loaded)
+        reason = f"{num_idle} of {len(loaded)} MoE layers did not run" if num_idle else ""
+        return give("bitwise", reason)
     return give("tolerance", reason)
 
 

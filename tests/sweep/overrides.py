@@ -120,8 +120,8 @@ DTYPES = {
 # Share of the largest logit by which ours may differ, and why. None does.
 TOLERANCES: dict[str, tuple[float, str]] = {}
 
-# MoE rows whose experts cannot be seen in the result.
-UNSEEN_ROWS: dict[str, list[int]] = {
+# MoE layers whose experts cannot be seen in the result.
+UNSEEN_LAYERS: dict[str, list[int]] = {
     # Of the last encoder layer the decoder reads keys and values, which come before its experts.
     "DiffusionGemmaForBlockDiffusion": [3],
 }

@@ -2,8 +2,8 @@
 
 A folder in the user's cache has the kernels of one state of this package, one version of numba and
 one kind of processor. numba writes each file under another name first and then renames it, and a
-file holds one kernel: so several processes may compile at once. Where nothing can be written,
-kernels are compiled at each start, and a warning says so once.
+file holds one kernel: so several processes may compile at once. A damaged file is replaced. Where
+nothing can be written, kernels are compiled at each start, and a warning says so once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import RLock
@@ -25,7 +26,7 @@ from llvmlite import binding as llvm
 from numba import cfunc, njit, types
 
 PACKAGE = Path(__file__).resolve().parents[2]
-UNUSED_S = 30 * 24 * 3600  # a folder of another version that nobody opened for so long is deleted
+UNUSED_S = 30 * 24 * 3600  # a folder of another version that was not used for so long is deleted
 
 logger = logging.getLogger(__name__)
 _lock = RLock()  # numba has one cache folder for all threads
@@ -36,12 +37,18 @@ def machine_code(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     return lambda function: _compiled(njit, function, signature, nogil=True)
 
 
-def c_function(signature: Any, name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: a function whose `address` other machine code calls. No two have one name."""
+def c_function(
+    signature: Any, name: str, *, is_kept: bool = True
+) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a function whose `address` other machine code calls. Names must differ. Keep only
+    what depends on nothing but this package.
+    """
 
     def compile_named(function: Callable[..., Any]) -> Any:
         function.__name__ = function.__qualname__ = name  # the name of its file
-        return _compiled(cfunc, function, signature)
+        if is_kept:
+            return _compiled(cfunc, function, signature)
+        return cfunc(signature)(function)
 
     return compile_named
 
@@ -54,17 +61,31 @@ def named(kind: Any) -> Any:
 def _compiled(compile_: Any, function: Any, signature: Any, **options: Any) -> Any:
     with _lock:
         folder = cache_folder()
-        if folder is None:
-            return compile_(signature, **options)(function)
-        stock_folder = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(folder)
-        try:
-            return compile_(signature, cache=True, **options)(function)
-        except Exception as error:  # a full disk, a damaged file: whatever pickle makes of it
-            _warn(folder, error)
-        finally:
-            numba.config.CACHE_DIR = stock_folder
+        if folder is not None:
+            try:
+                return _kept(folder, compile_, function, signature, **options)
+            except Exception as error:  # a full disk, say
+                _warn(folder, error)
         return compile_(signature, **options)(function)
+
+
+def _kept(folder: Path, compile_: Any, function: Any, signature: Any, **options: Any) -> Any:
+    """Loaded from the folder, or compiled and written there."""
+    stock_folder = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder)
+    keeping = compile_(signature, cache=True, **options)
+    try:
+        return keeping(function)
+    except OSError:
+        raise
+    except Exception as error:  # whatever pickle makes of a damaged file
+        logger.info("%s: %r of %s", folder, error, function.__qualname__)
+        name = function.__qualname__.replace("<", "").replace(">", "")  # as in numba's file names
+        for file in folder.glob(f"*/*.{name}-*"):
+            file.unlink(missing_ok=True)
+        return keeping(function)
+    finally:
+        numba.config.CACHE_DIR = stock_folder
 
 
 @cache
@@ -82,20 +103,21 @@ def cache_folder() -> Path | None:
 
 
 def _version() -> str:
-    """Of all that machine code depends on."""
-    told = hashlib.sha256()
+    """A hash of all that machine code depends on."""
+    digest = hashlib.sha256()
     for text in (numba.__version__, llvmlite.__version__, llvm.get_host_cpu_name()):
-        told.update(text.encode())
-    told.update(llvm.get_host_cpu_features().flatten().encode())
+        digest.update(text.encode())
+    digest.update(llvm.get_host_cpu_features().flatten().encode())
     for file in sorted(PACKAGE.glob("kernels/**/*.py")):
-        told.update(file.read_bytes())
-    return told.hexdigest()[:16]
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _delete_unused(folder: Path) -> None:
     for mark in folder.glob("*/last-use"):
-        if time.time() - mark.stat().st_mtime > UNUSED_S:
-            shutil.rmtree(mark.parent, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process deletes it, too
+            if time.time() - mark.stat().st_mtime > UNUSED_S:
+                shutil.rmtree(mark.parent, ignore_errors=True)
 
 
 @cache

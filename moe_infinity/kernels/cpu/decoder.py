@@ -1,373 +1,48 @@
-"""What surrounds the experts of a decoder layer, for one new token of each sequence, in one call:
-
-    norm       of the residual
-    products   queries, keys and values                         items: blocks of rows
-    attention  biases, norms of heads, rotation, keys and       items: a head of keys of a sequence
-               values into the cache, scores, softmax, sum
-    product    of the heads' outputs                            items: blocks of rows
-    residual   the sum, and its norm: what the experts get
-
-All threads of a team enter, and meet after each stage. Everything is summed in float32. Rounded to
-the model's dtype are the keys and values that the cache keeps, the residual and its norm.
+"""What surrounds the experts of a decoder layer, in one call of decoder_call.py: the weights of a
+layer, where they lie, and the memory for what is between.
 
 Legend: B sequences, D model width, H heads, G heads of keys and values, N tokens of the cache with
-the new one, d width of a head, v of its values.
+the new one, d width of a head, v of its values, E experts.
 """
 
 from __future__ import annotations
 
-import math
 from array import array
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
 
 import torch
-from numba import njit, types
 from torch import Tensor
 
 from moe_infinity.checkpoint.layout import KINDS
+from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu import team
-from moe_infinity.kernels.cpu.attention import MAX_WIDTH, weigh
-from moe_infinity.kernels.cpu.compiler import c_function
+from moe_infinity.kernels.cpu.attention import MAX_WIDTH
+from moe_infinity.kernels.cpu.decoder_call import (
+    HALVES,
+    NEIGHBOURS,
+    NO_NORM,
+    NORM_OF_ALL,
+    NORM_OF_HEADS,
+    STATE,
+    LayerCall,
+    layer_function,
+)
+from moe_infinity.kernels.cpu.experts import Product
 from moe_infinity.kernels.cpu.linear import product_of
 from moe_infinity.kernels.cpu.rows import row_function
 from moe_infinity.kernels.cpu.steps import (
     Arrangement,
-    KernelArguments,
+    InnerLoop,
     arguments_for,
-    arrange,
     arrangement_for,
     loop_for,
 )
-from moe_infinity.kernels.cpu.team import LINE, fetch_add, wait_for, yield_address
+from moe_infinity.kernels.cpu.team import LINE, yield_address
 from moe_infinity.kernels.cpu.threads import num_threads
-from moe_infinity.kernels.cpu.vectors import LANES, float_at, int_at, put_float
-from moe_infinity.kernels.cpu.work import (
-    BIASES,
-    BLOCK,
-    call_rows,
-    multiply,
-    put_number,
-    reader_of,
-    value_at,
-)
+from moe_infinity.kernels.cpu.vectors import LANES
+from moe_infinity.kernels.cpu.work import BIASES
 
-STAGES = 6
-STATE = STAGES * 2 * LINE  # int64s: of each stage the next item, and how many are done
-NO_NORM, NORM_OF_HEADS, NORM_OF_ALL = range(3)  # of queries and keys
-HALVES, NEIGHBOURS = range(2)  # which two columns of a head are rotated together
-
-
-class LayerCall(NamedTuple):
-    """One call: integers, for numba. Without a unit, an address; vectors are float32."""
-
-    state: int
-    yield_: int
-    # of the layer
-    dtype: int  # of x and the cache: the place of its name in BIASES
-    width: int  # D
-    num_groups: int  # G
-    per_group: int  # H / G
-    head_width: int  # d
-    value_width: int  # v
-    rotated: int  # columns of a head
-    pairs: int  # HALVES or NEIGHBOURS
-    norms: int  # of queries and keys
-    numbers: int  # float32: eps of norm, norm of queries, of keys, of the residual; scale of scores
-    norm: int  # [D]
-    query_norm: int  # [d] or [H * d]
-    key_norm: int
-    residual_norm: int  # [D]
-    blocks: int  # of the first product; see work.Weights
-    num_blocks: int
-    bias: int  # [H * d + G * d + G * v]; 0: none
-    sinks: int  # [H]: scores of nothing; 0: none
-    out_blocks: int
-    num_out_blocks: int
-    out_bias: int  # [D]; 0: none
-    x_places: int  # of Arrangements: of x, of a query, of what goes into the last product
-    query_places: int
-    out_places: int
-    score: int  # function that multiplies keys with queries
-    told: int  # KernelArguments of keys
-    # of the call
-    num_seqs: int  # B
-    num_tokens: int  # N
-    x: int  # [B, D]
-    cos: int  # [B, pairs of columns], and how many bytes from one sequence to the next
-    sin: int
-    angle_bytes: int
-    key: int  # bytes from one sequence, head and token to the next
-    key_seq: int
-    key_head: int
-    key_row: int
-    value: int
-    value_seq: int
-    value_head: int
-    value_row: int
-    mask: int  # [B, N], added to scores; 0: none
-    mask_bytes: int
-    # memory for what is between
-    hidden: int  # [B, D]
-    arranged: int  # the widest of what the products get
-    heads: int  # [B, H * d + G * d + G * v]
-    queries: int  # [B, H, ...]
-    scores: int  # [B, H, score_bytes]
-    score_bytes: int
-    attended: int  # [B, H * v]
-    out: int  # [B, D]
-    # results
-    residual: int  # [B, D]
-    normed: int  # [B, D]
-
-
-_call_at = reader_of(LayerCall)
-_places_at = reader_of(Arrangement)
-
-
-@njit(nogil=True)
-def _take(state, stage):  # type: ignore[no-untyped-def]
-    return fetch_add(state + 8 * LINE * 2 * stage, 1)
-
-
-@njit(nogil=True)
-def _count(state, stage):  # type: ignore[no-untyped-def]
-    fetch_add(state + 8 * LINE * (2 * stage + 1), 1)
-
-
-@njit(nogil=True)
-def _meet(state, stage, num_items, yield_):  # type: ignore[no-untyped-def]
-    wait_for(state + 8 * LINE * (2 * stage + 1), num_items, yield_)
-
-
-@njit(nogil=True, fastmath={"reassoc", "contract"})
-def _sum_of_squares(at, count):  # type: ignore[no-untyped-def]
-    total = types.float32(0)
-    for i in range(count):
-        value = float_at(at, i)
-        total += value * value
-    return total
-
-
-@njit(nogil=True)
-def _scale_of_norm(at, count, eps):  # type: ignore[no-untyped-def]
-    mean = _sum_of_squares(at, count) / types.float32(count)
-    return types.float32(1) / math.sqrt(mean + eps)
-
-
-@njit(nogil=True)
-def _scale(at, count, factor, weight):  # type: ignore[no-untyped-def]
-    for i in range(count):
-        put_float(at, i, float_at(at, i) * factor * float_at(weight, i))
-
-
-@njit(nogil=True)
-def _add(at, other, count):  # type: ignore[no-untyped-def]
-    for i in range(count):
-        put_float(at, i, float_at(at, i) + float_at(other, i))
-
-
-@njit(nogil=True)
-def _rotate(at, cos, sin, rotated, pairs):  # type: ignore[no-untyped-def]
-    half = rotated // 2
-    step = 2 if pairs == NEIGHBOURS else 1
-    apart = 1 if pairs == NEIGHBOURS else half
-    for i in range(half):
-        first = float_at(at, i * step)
-        second = float_at(at, i * step + apart)
-        put_float(at, i * step, first * float_at(cos, i) - second * float_at(sin, i))
-        put_float(at, i * step + apart, second * float_at(cos, i) + first * float_at(sin, i))
-
-
-@njit(nogil=True)
-def _begin(call):  # type: ignore[no-untyped-def]
-    """The norm of x, arranged."""
-    for seq in range(call.num_seqs):
-        row = call.hidden + 4 * call.width * seq
-        for i in range(call.width):
-            put_float(row, i, value_at(call.x, seq * call.width + i, call.dtype))
-        scale = _scale_of_norm(row, call.width, float_at(call.numbers, 0))
-        _scale(row, call.width, scale, call.norm)
-    places = _places_at(call.x_places)
-    arrange(call.hidden, 4 * call.width, call.arranged, call.num_seqs, places)
-
-
-@njit(nogil=True)
-def _keep(call, at, count, to):  # type: ignore[no-untyped-def]
-    """In the cache, which has the dtype of x."""
-    for i in range(count):
-        put_number(to, i, float_at(at, i), call.dtype)
-
-
-@njit(nogil=True)
-def _make_head(call, at, seq, is_query, norm, eps, scale_of_all, head):  # type: ignore[no-untyped-def]
-    """Norm and rotation of one head of queries or keys."""
-    if call.norms == NORM_OF_HEADS:
-        _scale(at, call.head_width, _scale_of_norm(at, call.head_width, eps), norm)
-    elif call.norms == NORM_OF_ALL:
-        _scale(at, call.head_width, scale_of_all, norm + 4 * call.head_width * head)
-    angle = call.angle_bytes * seq
-    _rotate(at, call.cos + angle, call.sin + angle, call.rotated, call.pairs)
-    if is_query:
-        scale = float_at(call.numbers, 4)
-        for i in range(call.head_width):
-            put_float(at, i, float_at(at, i) * scale)
-
-
-@njit(nogil=True)
-def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
-    """Of one head of keys: its queries arranged, its key and value in the cache."""
-    num_heads = call.num_groups * call.per_group
-    columns = (num_heads + call.num_groups) * call.head_width + call.num_groups * call.value_width
-    row = call.heads + 4 * columns * seq
-    first_key = row + 4 * num_heads * call.head_width
-    value = first_key + 4 * call.num_groups * call.head_width + 4 * group * call.value_width
-    key = first_key + 4 * group * call.head_width
-    first = group * call.per_group
-    queries = row + 4 * first * call.head_width
-    if call.bias:
-        key_bias = call.bias + (key - row)
-        _add(queries, call.bias + (queries - row), call.per_group * call.head_width)
-        _add(key, key_bias, call.head_width)
-        _add(value, call.bias + (value - row), call.value_width)
-    query_eps = float_at(call.numbers, 1)
-    key_eps = float_at(call.numbers, 2)
-    of_queries = types.float32(0)
-    of_keys = types.float32(0)
-    if call.norms == NORM_OF_ALL:
-        of_queries = _scale_of_norm(row, num_heads * call.head_width, query_eps)
-        of_keys = _scale_of_norm(first_key, call.num_groups * call.head_width, key_eps)
-    last = call.num_tokens - 1
-    # Norms of all read what these change: the key is made in memory of its own.
-    own = call.scores + call.score_bytes * (seq * num_heads + first)
-    for i in range(call.head_width):
-        put_float(own, i, float_at(key, i))
-    _make_head(call, own, seq, 0, call.key_norm, key_eps, of_keys, group)
-    at = call.key + call.key_seq * seq + call.key_head * group + call.key_row * last
-    _keep(call, own, call.head_width, at)
-    at = call.value + call.value_seq * seq + call.value_head * group + call.value_row * last
-    _keep(call, value, call.value_width, at)
-    places = _places_at(call.query_places)
-    query_bytes = places.num_steps * places.num_vectors * LANES * 4
-    for head in range(first, first + call.per_group):
-        for i in range(call.head_width):
-            put_float(own, i, float_at(row, head * call.head_width + i))
-        _make_head(call, own, seq, 1, call.query_norm, query_eps, of_queries, head)
-        to = call.queries + query_bytes * (seq * num_heads + head)
-        arrange(own, 4 * call.head_width, to, 1, places)
-
-
-@njit(nogil=True)
-def _score(call, seq, group):  # type: ignore[no-untyped-def]
-    """Of the queries of one head of keys, with all keys. Gives the vectors of a query's scores."""
-    num_heads = call.num_groups * call.per_group
-    places = _places_at(call.query_places)
-    query_bytes = places.num_steps * places.num_vectors * LANES * 4
-    keys = call.key + call.key_seq * seq + call.key_head * group
-    count = call.num_tokens + (1 if call.sinks else 0)
-    num_vectors = -(-count // LANES)
-    first = seq * num_heads + group * call.per_group
-    queries = call.queries + query_bytes * first
-    at = call.scores + call.score_bytes * first
-    call_rows(call.score, 0, call.num_tokens, queries, call.per_group, at, call.told, keys)
-    for in_group in range(call.per_group):
-        head = group * call.per_group + in_group
-        at = call.scores + call.score_bytes * (seq * num_heads + head)
-        if call.mask:
-            _add(at, call.mask + call.mask_bytes * seq, call.num_tokens)
-        if call.sinks:
-            put_float(at, call.num_tokens, float_at(call.sinks, head))
-        for i in range(count, num_vectors * LANES):
-            put_float(at, i, types.float32(-math.inf))
-    return num_vectors
-
-
-@njit(nogil=True)
-def _end(call):  # type: ignore[no-untyped-def]
-    """The residual, and its norm."""
-    for seq in range(call.num_seqs):
-        row = call.out + 4 * call.width * seq
-        if call.out_bias:
-            _add(row, call.out_bias, call.width)
-        first = seq * call.width
-        for i in range(call.width):
-            value = float_at(row, i) + value_at(call.x, first + i, call.dtype)
-            put_float(row, i, value)
-            put_number(call.residual, first + i, value, call.dtype)
-        scale = _scale_of_norm(row, call.width, float_at(call.numbers, 3))
-        _scale(row, call.width, scale, call.residual_norm)
-        for i in range(call.width):
-            put_number(call.normed, first + i, float_at(row, i), call.dtype)
-
-
-@cache
-def layer_function(kind: str, num_vectors: int) -> Any:
-    """The C function of layers whose cache has values of this kind, so many vectors wide."""
-
-    @c_function(types.void(types.int64), f"decoder_{kind}_{num_vectors}")
-    def run(address: int) -> None:
-        call = _call_at(address)
-        state = call.state
-        if _take(state, 0) == 0:
-            _begin(call)
-            _count(state, 0)
-        _meet(state, 0, 1, call.yield_)
-
-        num_heads = call.num_groups * call.per_group
-        columns = num_heads * call.head_width
-        columns += call.num_groups * (call.head_width + call.value_width)
-        item = _take(state, 1)
-        while item < call.num_blocks:
-            block = call.blocks + 8 * BLOCK * item
-            x_bytes = int_at(block, 5)
-            multiply(block, 0, 0, call.num_seqs, call.arranged, x_bytes, call.heads, 4 * columns)
-            _count(state, 1)
-            item = _take(state, 1)
-        _meet(state, 1, call.num_blocks, call.yield_)
-
-        num_items = call.num_seqs * call.num_groups
-        item = _take(state, 2)
-        while item < num_items:
-            seq = item // call.num_groups
-            group = item % call.num_groups
-            _make_heads(call, seq, group)
-            num_score_vectors = _score(call, seq, group)
-            values = call.value + call.value_seq * seq + call.value_head * group
-            for in_group in range(call.per_group):
-                row = seq * num_heads + group * call.per_group + in_group
-                scores = call.scores + call.score_bytes * row
-                to = call.attended + 4 * call.value_width * row
-                weigh(
-                    kind, num_vectors, scores, num_score_vectors, values, call.value_row,
-                    call.num_tokens, to,
-                )  # fmt: skip
-            _count(state, 2)
-            item = _take(state, 2)
-        _meet(state, 2, num_items, call.yield_)
-
-        if _take(state, 3) == 0:
-            width = 4 * num_heads * call.value_width
-            places = _places_at(call.out_places)
-            arrange(call.attended, width, call.arranged, call.num_seqs, places)
-            _count(state, 3)
-        _meet(state, 3, 1, call.yield_)
-
-        item = _take(state, 4)
-        while item < call.num_out_blocks:
-            block = call.out_blocks + 8 * BLOCK * item
-            x_bytes = int_at(block, 5)
-            multiply(block, 0, 0, call.num_seqs, call.arranged, x_bytes, call.out, 4 * call.width)
-            _count(state, 4)
-            item = _take(state, 4)
-        _meet(state, 4, call.num_out_blocks, call.yield_)
-
-        if _take(state, 5) == 0:
-            _end(call)
-            _count(state, 5)
-        _meet(state, 5, 1, call.yield_)
-
-    return run
+__all__ = ["HALVES", "NEIGHBOURS", "Attention", "DecoderAttention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,11 +62,27 @@ class Attention:
     query_norm_eps: float
     key_norm_eps: float
     sinks: Tensor | None  # [H]
+    router: Tensor | None  # [E, D]; None: the caller multiplies
     scale: float
     num_heads: int
     num_groups: int
     rotated: int  # columns of a head
     pairs: int  # HALVES or NEIGHBOURS
+
+    @property
+    def head_width(self) -> int:
+        return len(self.products[0]) // self.num_heads
+
+    @property
+    def value_width(self) -> int:
+        return len(self.products[2]) // self.num_groups
+
+    @property
+    def norms(self) -> int:
+        """Of queries and keys."""
+        if self.query_norm is None:
+            return NO_NORM
+        return NORM_OF_HEADS if len(self.query_norm) == self.head_width else NORM_OF_ALL
 
 
 class DecoderAttention:
@@ -399,84 +90,73 @@ class DecoderAttention:
 
     def __init__(self, layer: Attention, dtype: torch.dtype) -> None:
         """`dtype` is that of x and of the cache. Raises ValueError for what kernels do not know."""
-        kind = KINDS.get(dtype)
-        first = product_of(layer.products)
-        last = product_of([layer.out])
-        num_heads = layer.num_heads
-        head_width, uneven = divmod(len(layer.products[0]), num_heads)
-        value_width = len(layer.products[2]) // layer.num_groups
-        loop = kind and loop_for(kind, head_width, group=head_width, scale=None)
-        if first is None or last is None or not loop or uneven or value_width % LANES:
-            raise ValueError("weights that kernels do not read")
-        norms = NO_NORM
-        if layer.query_norm is not None:
-            norms = NORM_OF_HEADS if len(layer.query_norm) == head_width else NORM_OF_ALL
-        if value_width > MAX_WIDTH or num_heads % layer.num_groups:
-            raise ValueError("heads that kernels do not know")
-        if norms == NORM_OF_ALL and layer.biases is not None:
-            raise ValueError("biases in front of norms that kernels do not know")
+        self._layer = layer
         self._dtype = dtype
-        self._width = len(layer.out)
+        self._products = _Products.of(layer, dtype)
         self._vectors: list[Tensor] = []  # kept, as the call has their addresses
-        self._products = first, last
-        self._places = [
-            array("q", places)
-            for places in (first.places, arrangement_for(loop, head_width), last.places)
-        ]
-        self._told = array("q", [0] * len(KernelArguments._fields))
-        self._arguments = arguments_for(loop, (1, head_width), (1, head_width), 1)
-        self._heads = num_heads, head_width, value_width, layer.num_groups
-        query_bytes = arrangement_for(loop, head_width).row_bytes
-        self._state = array("q", bytes(8 * (STATE + LINE)))
-        self._scratch: Tensor | None = None
-        self._row_bytes = (
-            4 * self._width,
-            max(first.places.row_bytes, last.places.row_bytes),
-            4 * first.num_rows,
-            num_heads * query_bytes,
-            4 * num_heads * value_width,
-            4 * self._width,
+        self._arrangements: list[array[int]] = []
+        self._arguments = arguments_for(
+            self._products.keys, (1, layer.head_width), (1, layer.head_width), 1
         )
-        eps = layer.norm_eps, layer.query_norm_eps, layer.key_norm_eps, layer.residual_norm_eps
-        zeros = dict.fromkeys(LayerCall._fields, 0)
-        bias = None if layer.biases is None else torch.cat(layer.biases)
-        fixed: dict[str, int] = {
-            "yield_": yield_address(),
-            "dtype": BIASES.index(str(dtype).removeprefix("torch.")),
-            "width": self._width,
-            "num_groups": layer.num_groups,
-            "per_group": num_heads // layer.num_groups,
-            "head_width": head_width,
-            "value_width": value_width,
-            "rotated": layer.rotated,
-            "pairs": layer.pairs,
-            "norms": norms,
-            "numbers": self._address(torch.tensor([*eps, layer.scale], device="cpu")),
-            "norm": self._address(layer.norm),
-            "query_norm": self._address(layer.query_norm),
-            "key_norm": self._address(layer.key_norm),
-            "residual_norm": self._address(layer.residual_norm),
-            "blocks": first.blocks.ctypes.data,
-            "num_blocks": len(first.blocks),
-            "bias": self._address(bias),
-            "sinks": self._address(layer.sinks),
-            "out_blocks": last.blocks.ctypes.data,
-            "num_out_blocks": len(last.blocks),
-            "out_bias": self._address(layer.out_bias),
-            "x_places": self._places[0].buffer_info()[0],
-            "query_places": self._places[1].buffer_info()[0],
-            "out_places": self._places[2].buffer_info()[0],
-            "score": row_function(loop).address,
-            "told": self._told.buffer_info()[0],
-        }
-        self._fixed = LayerCall(**zeros | fixed)
-        self._function = layer_function(str(kind), value_width // LANES).address
+        self._told = array("q", self._arguments)
+        self._state = array("q", bytes(8 * (STATE + LINE)))
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._fixed = self._call_of_layer()
+        vectors = layer.value_width // LANES
+        self._function = layer_function(self._products.keys.kind, vectors).address
 
-    def _address(self, vector: Tensor | None) -> int:
+    def _call_of_layer(self) -> LayerCall:
+        """What stays the same from call to call."""
+        layer = self._layer
+        products = self._products
+        eps = layer.norm_eps, layer.query_norm_eps, layer.key_norm_eps, layer.residual_norm_eps
+        numbers = torch.tensor([*eps, layer.scale], dtype=torch.float32, device="cpu")
+        bias = None if layer.biases is None else torch.cat(layer.biases)
+        router = products.router
+        return LayerCall(**dict.fromkeys(LayerCall._fields, 0))._replace(
+            yield_=yield_address(),
+            dtype=BIASES.index(str(self._dtype).removeprefix("torch.")),
+            width=len(layer.out),
+            num_groups=layer.num_groups,
+            per_group=layer.num_heads // layer.num_groups,
+            head_width=layer.head_width,
+            value_width=layer.value_width,
+            rotated=layer.rotated,
+            pairs=layer.pairs,
+            norms=layer.norms,
+            numbers=self._kept(numbers),
+            norm=self._kept(layer.norm),
+            query_norm=self._kept(layer.query_norm),
+            key_norm=self._kept(layer.key_norm),
+            residual_norm=self._kept(layer.residual_norm),
+            blocks=products.first.blocks.ctypes.data,
+            num_blocks=len(products.first.blocks),
+            bias=self._kept(bias),
+            sinks=self._kept(layer.sinks),
+            out_blocks=products.last.blocks.ctypes.data,
+            num_out_blocks=len(products.last.blocks),
+            out_bias=self._kept(layer.out_bias),
+            router_blocks=0 if router is None else router.blocks.ctypes.data,
+            num_router_blocks=0 if router is None else len(router.blocks),
+            num_experts=0 if router is None else router.num_rows,
+            x_places=self._arranged(products.first.places),
+            query_places=self._arranged(products.query_places),
+            out_places=self._arranged(products.last.places),
+            router_places=0 if router is None else self._arranged(router.places),
+            score=row_function(products.keys).address,
+            told=self._told.buffer_info()[0],
+        )
+
+    def _kept(self, vector: Tensor | None) -> int:
+        """The address of a copy in float32; 0 for None."""
         if vector is None:
             return 0
         self._vectors.append(vector.detach().to(torch.float32).contiguous().clone())
         return self._vectors[-1].data_ptr()
+
+    def _arranged(self, places: Arrangement) -> int:
+        self._arrangements.append(array("q", places))
+        return self._arrangements[-1].buffer_info()[0]
 
     def __call__(
         self,
@@ -485,36 +165,22 @@ class DecoderAttention:
         keys: Tensor,
         values: Tensor,
         mask_BN: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """[B, D] -> the residual and its norm, [B, D] each. `angles` are the cosine and sine of
-        each pair of columns, float32 [B or 1, pairs]. The new token's keys and values go to the
-        last place of `keys` [B, G, N, d] and `values` [B, G, N, v]. The mask is float32.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, D] -> the residual and its norm, [B, D] each, and the router's logits, float32
+        [B, E], of which there are none without a router. `angles` are the cosine and sine of each
+        pair of columns, float32 [B or 1, pairs]. The new token's keys and values go to the last
+        place of `keys` [B, G, N, d] and `values` [B, G, N, v]. The mask is float32.
         """
         num_seqs = len(x_BD)
-        num_heads, head_width, _, _ = self._heads
         num_tokens = keys.shape[2]
-        score_bytes = 4 * max(-(-(num_tokens + 1) // LANES) * LANES, head_width)
-        sizes = [-(-num_seqs * size // 64) * 64 for size in self._row_bytes]
-        total = sum(sizes) + num_seqs * num_heads * score_bytes
-        if self._scratch is None or self._scratch.numel() < total:
-            self._scratch = torch.empty(2 * total, dtype=torch.uint8, device="cpu")
-        places = [self._scratch.data_ptr()]
-        for size in sizes:
-            places.append(places[-1] + size)
-        cos, sin = angles
         residual_BD = torch.empty_like(x_BD)
         normed_BD = torch.empty_like(x_BD)
+        logits_BE = host_float32(num_seqs, self._fixed.num_experts)
         size = keys.itemsize
         key_seq, key_head, key_row, _ = keys.stride()
         value_seq, value_head, value_row, _ = values.stride()
-        self._told[:] = array(
-            "q", self._arguments._replace(row_bytes=size * key_row, out_bytes=score_bytes)
-        )
-        state = self._state
-        at = state.buffer_info()[0]
-        state[:] = array("q", bytes(8 * len(state)))
-        call = self._fixed._replace(
-            state=at + -at % 64,
+        cos, sin = angles
+        call = self._with_memory(num_seqs, num_tokens)._replace(
             num_seqs=num_seqs,
             num_tokens=num_tokens,
             x=x_BD.data_ptr(),
@@ -531,17 +197,82 @@ class DecoderAttention:
             value_row=size * value_row,
             mask=0 if mask_BN is None else mask_BN.data_ptr(),
             mask_bytes=4 * num_tokens,
-            hidden=places[0],
-            arranged=places[1],
-            heads=places[2],
-            queries=places[3],
-            attended=places[4],
-            out=places[5],
-            scores=places[6],
-            score_bytes=score_bytes,
             residual=residual_BD.data_ptr(),
             normed=normed_BD.data_ptr(),
+            logits=logits_BE.data_ptr(),
         )
+        told = self._arguments._replace(row_bytes=size * key_row, out_bytes=call.score_bytes)
+        self._told[:] = array("q", told)
         memory = array("q", call)
         team.run(self._function, memory.buffer_info()[0], num_threads())
-        return residual_BD, normed_BD
+        return residual_BD, normed_BD, logits_BE
+
+    def _with_memory(self, num_seqs: int, num_tokens: int) -> LayerCall:
+        """A call with cleared counters and places for what is between."""
+        layer = self._layer
+        score_bytes = 4 * max(-(-(num_tokens + 1) // LANES) * LANES, layer.head_width)
+        sizes = *self._products.row_bytes, score_bytes * layer.num_heads
+        places = [0]
+        for size in sizes:
+            places.append(places[-1] + -(-num_seqs * size // 64) * 64)
+        if len(self._scratch) < places[-1] + 64:
+            self._scratch = torch.empty(2 * places[-1] + 64, dtype=torch.uint8, device="cpu")
+        state = self._state
+        at = state.buffer_info()[0]
+        state[:] = array("q", bytes(8 * len(state)))
+        start = self._scratch.data_ptr()
+        start += -start % 64
+        hidden, arranged, heads, queries, attended, out, scores = (
+            start + place for place in places[:-1]
+        )
+        return self._fixed._replace(
+            state=at + -at % 64,
+            hidden=hidden,
+            arranged=arranged,
+            heads=heads,
+            queries=queries,
+            attended=attended,
+            out=out,
+            scores=scores,
+            score_bytes=score_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The weights of one layer, ready for machine code."""
+
+    first: Product  # queries, keys, values
+    last: Product
+    router: Product | None
+    keys: InnerLoop  # of keys as rows of a weight
+    query_places: Arrangement
+    row_bytes: tuple[int, ...]  # of one sequence: LayerCall's memory, in its order, but scores
+
+    @classmethod
+    def of(cls, layer: Attention, dtype: torch.dtype) -> _Products:
+        """Raises ValueError for what kernels do not know."""
+        kind = KINDS.get(dtype)
+        first = product_of(layer.products)
+        last = product_of([layer.out])
+        router = None if layer.router is None else product_of([layer.router])
+        width = layer.head_width
+        keys = None if kind is None else loop_for(kind, width, group=width, scale=None)
+        if first is None or last is None or keys is None:
+            raise ValueError("weights that kernels do not read")
+        uneven = len(layer.products[0]) % layer.num_heads or layer.num_heads % layer.num_groups
+        if uneven or layer.value_width % LANES or layer.value_width > MAX_WIDTH:
+            raise ValueError("heads that kernels do not know")
+        if layer.norms == NORM_OF_ALL and layer.biases is not None:
+            raise ValueError("biases in front of norms that kernels do not know")
+        query_places = arrangement_for(keys, width)
+        products = [product for product in (first, last, router) if product is not None]
+        row_bytes = (
+            4 * len(layer.out),
+            max(product.places.row_bytes for product in products),
+            4 * first.num_rows,
+            layer.num_heads * query_places.row_bytes,
+            4 * layer.num_heads * layer.value_width,
+            4 * len(layer.out),
+        )
+        return cls(first, last, router, keys, query_places, row_bytes)

@@ -1,14 +1,16 @@
-"""The MLPs of all activated experts of one layer in one call, from the slots they lie in: for the
-few rows of a decode step, where calls from Python would cost more than they compute.
+"""The MLPs of all activated experts of one layer in one call, read from their slots. Made for the
+few rows of a decode step, where one call for each expert would take longer than its arithmetic.
 
     FusedExperts(inputs, starts, addresses)
-      up      x times gate and up     float32    blocks of rows of all experts, handed out to
-      act     activation.py           float32    torch's number of threads; work.py
+      up      x times gate and up     float32
+      act     activation.py           float32
       down    hidden times down       float32
       ->      rounded once, to the dtype of the inputs
 
-reference.expert_mlp rounds to the model's dtype after each of the three; this does not. What a row
-gives depends on nothing but the row and its expert: not on the threads, the other rows or experts.
+Threads share the blocks of rows of all experts (work.py); there are as many as torch has.
+
+reference.expert_mlp rounds to the model's dtype after each of the three steps; this does not. The
+result of a row depends on the row and its expert alone, not on threads, other rows or experts.
 
 Legend: P rows of all experts, sorted by expert, D model width, F expert width, R rows (outputs), C
 columns (inputs) of a weight.
@@ -58,10 +60,10 @@ def fused_experts(
     biases: Sequence[ParamSpec] = (),
     is_interleaved: bool = False,
 ) -> FusedExperts | None:
-    """Weights lie one below the other: of `up`, gate's rows come before up's or, interleaved, in
-    turn with them. Biases: of up and of down, one weight each. None: it cannot be computed here.
-    Compiles where no earlier start has: 2 s of processor time for the first, then 0.3 s for each
-    new kind.
+    """Weights lie one below the other. In `up` all rows of gate come before those of up or, with
+    `is_interleaved`, they alternate. Biases are one of up and one of down, or none. None: kernels
+    do not read these weights. Compiles what no earlier start has compiled: 2 s of processor time
+    for the first kind, 0.3 s for each further one.
     """
     first = Product.of(up)
     second = Product.of(down)
@@ -76,13 +78,13 @@ def fused_experts(
         return None
     if biases and (biases[0].dtype not in BIASES or biases[0].dtype != biases[1].dtype):
         return None
-    if biases and {up[0].kind, down[0].kind} & {*WORDS}:  # rows of two blocks would have it twice
+    if biases and {up[0].kind, down[0].kind} & {*WORDS}:  # a row in two blocks would get it twice
         return None
     return FusedExperts(first, second, activation, biases, is_interleaved=is_interleaved)
 
 
 def _loop_of(weight: WeightLayout) -> InnerLoop | None:
-    """None: this weight cannot be computed."""
+    """None: kernels do not read this weight."""
     loader = LOADERS.get(weight.kind)
     columns = weight.shape[1]
     if loader is None or not weight.is_stored_in(loader.bits):
@@ -105,7 +107,7 @@ def _loop_of(weight: WeightLayout) -> InnerLoop | None:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Weights one below the other, ready for machine code."""
+    """A matrix product with weights that lie one below the other, described for machine code."""
 
     num_rows: int  # of all weights
     num_columns: int
@@ -115,7 +117,7 @@ class Product:
 
     @classmethod
     def of(cls, weights: Sequence[WeightLayout]) -> Product | None:
-        """None unless all can be computed, are of one kind, and want x in the same arrangement."""
+        """None unless kernels read all weights, and these agree in kind and arrangement of x."""
         loops = [loop for weight in weights if (loop := _loop_of(weight)) is not None]
         alike = {
             (weight.kind, weight.shape[1], loop.num_vectors, loop.has_zeros)
@@ -144,7 +146,7 @@ class Product:
 
 
 def _arguments(weight: WeightLayout, loop: InnerLoop) -> KernelArguments:
-    """Addresses from the start of a slot."""
+    """For a kernel; addresses count from the start of a slot."""
     rows, columns = weight.shape
     block = block_of(weight) or (rows, columns)
     return arguments_for(loop, weight.shape, block, -(-rows // block[0]))._replace(
@@ -203,14 +205,14 @@ class FusedExperts:
         return rows.out_PD.to(inputs_PD.dtype)
 
     def begin(self, inputs_PD: Tensor, num_rows: int) -> Rows:
-        """Make ready to compute `num_rows` rows; one input may be that of all, for experts that
-        have one row each.
+        """Make ready to compute `num_rows` rows. `inputs_PD` may be a single row, the input of all,
+        if each expert has one row.
         """
         return Rows(self, inputs_PD, num_rows)
 
 
 class Rows:
-    """Rows of all experts of a layer, whose experts come in any number of calls."""
+    """The rows of all experts of one layer in one step, computed in any number of calls."""
 
     def __init__(self, experts: FusedExperts, inputs_PD: Tensor, num_rows: int) -> None:
         x = inputs_PD.to(torch.float32).contiguous()
@@ -250,8 +252,8 @@ class Rows:
         )
 
     def sum(self, place_P: array[int], weights_TK: Tensor) -> Tensor:
-        """[T, D]: each token's weighted rows, in the order of k; its pairs are told by their rows,
-        token by token. Weights are float32 without gaps.
+        """[T, D]: the weighted sum of each token's rows, in the order of k. `place_P` is the row of
+        each pair, token by token. Weights are float32, contiguous.
         """
         num_tokens, top_k = weights_TK.shape
         total_TD = host_float32(num_tokens, self.out_PD.shape[1]).zero_()

@@ -1,5 +1,5 @@
-"""The product of a few rows with dense weights, for decode steps: what experts.py does for
-experts, with weights that stay where they are. Rounded once, to the dtype of the input.
+"""Linear layers for few tokens: what experts.py does for experts, with weights that never move.
+Results are float32.
 
 Legend: T tokens, R rows (outputs), C columns (inputs) of a weight.
 """
@@ -24,7 +24,7 @@ MIN_SHARED_BYTES = 2 << 20  # smaller ones are read before a second thread has w
 
 
 def product_of(weights: Sequence[Tensor]) -> Product | None:
-    """Weights [R, C] of equal C, one below the other, where they lie. None: kernels do not read
+    """The product with weights [R, C] of equal C, read where they are. None: kernels do not read
     them.
     """
     layouts = []
@@ -38,7 +38,7 @@ def product_of(weights: Sequence[Tensor]) -> Product | None:
 
 
 def fused_linear(weights: Sequence[Tensor]) -> FusedLinear | None:
-    """For weights that are given one input. None: kernels do not read them."""
+    """For weights that multiply the same input. None: kernels do not read them."""
     product = product_of(weights)
     return None if product is None else FusedLinear([w.detach() for w in weights], product)
 
@@ -49,13 +49,13 @@ class FusedLinear:
     def __init__(self, weights: list[Tensor], product: Product) -> None:
         self.weights = weights
         self._places = product.places
-        self._product = product  # keeps what `_told` points to
-        weights_of = Weights(
+        self._product = product  # keeps what `_weights` points to
+        layout = Weights(
             up_blocks=product.blocks.ctypes.data,
             num_up=len(product.blocks),
             up_bytes=4 * product.num_rows,
         )
-        self._told = array("q", weights_of)
+        self._weights = array("q", layout)
         self._unused = array("q", product.places)  # there is no second product
         num_bytes = sum(weight.numel() * weight.itemsize for weight in weights)
         self._is_shared = num_bytes >= MIN_SHARED_BYTES
@@ -67,7 +67,7 @@ class FusedLinear:
         arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), self._places)
         out_TR = host_float32(len(x), self._product.num_rows)
         run_job(  # one "expert" has all rows; addresses of weights are absolute
-            self._told,
+            self._weights,
             self._unused,
             [0],
             [len(x)],

@@ -1,10 +1,14 @@
-"""The inner loop of weights for experts.py, as vector instructions; of those
-that lie column by column it is in words.py. LLVM finds worse ones by itself: with sums
-across lanes at every group, or scales spread in memory.
+"""The inner loop over a weight that is stored row by row, as vector instructions; words.py has that
+of the other kinds. Left to vectorize a plain loop, LLVM makes slower ones: with sums across lanes
+at every group, or scales spread in memory.
 
-    for each row    for each step of 64 bytes or so    values x x, times scale, onto 16 sums
+    for each tile of rows and tokens
+        for each step of 64 bytes or so of a row    values x x, times scale, onto 16 sums
 
-steps.py says what a step is and how x lies, loaders.py how values are read.
+A weight is decoded once for all tokens of a tile. The bits of an output depend on nothing but its
+row of the weight and its token: the additions are the same in tiles of every size.
+
+steps.py says what a step is and how x is arranged, loaders.py how values are read.
 """
 
 from __future__ import annotations
@@ -55,9 +59,9 @@ def most_tokens(loop: InnerLoop) -> int:
 
 @cache
 def row_function(loop: InnerLoop) -> Any:
-    """A C function for rows [first, last) of a weight; its `address` takes first, last, x, the
-    number of tokens, out, the address of KernelArguments in memory, and what to add to their
-    addresses.
+    """A C function for rows [first, last). It takes first, last, the address of x, its number of
+    tokens, the addresses of out and of KernelArguments, and that of the slot, from which the
+    weight's parts are counted.
     """
     kind = loop.kind  # constants of the compiled code
     num_vectors = loop.num_vectors
@@ -65,12 +69,15 @@ def row_function(loop: InnerLoop) -> Any:
     scale = loop.scale or ""
     has_zeros = int(loop.has_zeros)
 
-    @c_function(types.void(*[types.int64] * 7), "rows_" + "_".join(map(str, loop)))
+    name = "rows_" + "_".join(map(str, loop))
+    is_kept = loop.loader.load.__module__.startswith("moe_infinity.")
+
+    @c_function(types.void(*[types.int64] * 7), name, is_kept=is_kept)
     def function(
-        first: int, last: int, x: int, num_tokens: int, out: int, told: int, slot: int
+        first: int, last: int, x: int, num_tokens: int, out: int, arguments: int, slot: int
     ) -> None:
         _rows(kind, num_vectors, num_scales, scale, has_zeros,
-              first, last, x, num_tokens, out, told, slot)  # fmt: skip
+              first, last, x, num_tokens, out, arguments, slot)  # fmt: skip
 
     return function
 
@@ -78,7 +85,7 @@ def row_function(loop: InnerLoop) -> Any:
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _rows(
     _: Any, kind: Any, num_vectors: Any, num_scales: Any, scale: Any, has_zeros: Any,
-    first: Any, last: Any, x: Any, num_tokens: Any, out: Any, told: Any, slot: Any,
+    first: Any, last: Any, x: Any, num_tokens: Any, out: Any, arguments: Any, slot: Any,
 ) -> Any:  # fmt: skip
     literals = kind, num_vectors, num_scales, scale, has_zeros
     loop = InnerLoop(*(each.literal_value for each in literals))
@@ -93,9 +100,9 @@ def _rows(
 
 def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
     """out[t, row] for all tokens, as many at once as registers hold."""
-    first, last, x, num_tokens, out, told, slot = args
-    places = [b.inttoptr(b.add(told, I64(8 * k)), I64.as_pointer()) for k in range(NUM_ARGUMENTS)]
-    a = KernelArguments(*map(b.load, places))
+    first, last, x, num_tokens, out, arguments, slot = args
+    at = [b.add(arguments, I64(8 * k)) for k in range(NUM_ARGUMENTS)]
+    a = KernelArguments(*(b.load(b.inttoptr(address, I64.as_pointer())) for address in at))
     a = a._replace(
         weight=b.add(a.weight, slot), scales=b.add(a.scales, slot), zeros=b.add(a.zeros, slot)
     )
@@ -199,8 +206,8 @@ def _scales(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: An
 
 
 def _zeros(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> Any:
-    """Those of a step in one vector: word [row / 8, group], nibble row % 8; None: they are not
-    stored.
+    """The zeros of a step in one vector: in word [row / 8, group], nibble row % 8. None: they are
+    not stored.
     """
     if not loop.has_zeros:
         return None

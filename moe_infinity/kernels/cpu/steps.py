@@ -1,9 +1,9 @@
-"""How a product goes along the columns of a weight, and how x is arranged for it; rows.py
+"""How a product runs along the columns of a weight in steps, and how x is arranged for it. rows.py
 and words.py have the machine code.
 
-A step of the loop is `num_vectors` vectors of LANES columns, and x comes arranged as weights come
-out of decoding; of WORDS, which lie column by column, a step is a group. The last step of a row may
-overlap the one before: x is 0 where it does.
+A step is `num_vectors` vectors of LANES columns. x is arranged in the order in which weights come
+out of decoding. For WORDS, which are stored column by column, a step is a group. The last step of a
+row may overlap the one before; x is 0 where it does.
 
 Legend: T tokens, C columns (inputs) of a weight.
 """
@@ -43,7 +43,7 @@ NIBBLE_UNITS = np.array([*(16.0**-k for k in range(NIBBLES - 1)), 1.0], np.float
 
 
 class InnerLoop(NamedTuple):
-    """What machine code is compiled for: the columns of one row, in steps."""
+    """What one function is compiled for: how the columns of a row are read in steps."""
 
     kind: str  # of LOADERS
     num_vectors: int  # decoded at a step
@@ -82,20 +82,20 @@ class Tile(NamedTuple):
 
 
 class KernelArguments(NamedTuple):
-    """What a kernel is told of a weight: integers; in its code, LLVM's values. Without a unit, an
-    address.
+    """What a kernel gets to know about a weight: integers, and in the kernel's code LLVM's values.
+    Fields that name no unit are addresses.
     """
 
     weight: Any
     scales: Any
-    zeros: Any  # words [rows / 8, groups]; anything if there are none
-    row_bytes: Any  # of weight; of words, of a line: a word of every row, or of every eighth
+    zeros: Any  # words [rows / 8, groups]; not read if there are none
+    row_bytes: Any  # of weight; for WORDS of a line: one word of every row, or of every eighth
     x_bytes: Any  # of a token
     out_bytes: Any  # of a token
-    scales_bytes: Any  # of a row of scales; of words, of a group
+    scales_bytes: Any  # of a row of scales; for WORDS of a group
     block_rows: Any  # that share a row of scales
     num_steps: Any
-    inverse: Any  # 2 ** 32 over the steps that share a scale, and 1
+    inverse: Any  # 2 ** 32 / (steps that share a scale) + 1, to divide by multiplying
     last_scale: Any  # the scale, or first of the scales, of the last step
 
 
@@ -107,7 +107,7 @@ def loop_for(
     scale: str | None,
     has_zeros: bool = False,
 ) -> InnerLoop | None:
-    """For a row of which `group` columns share a scale; None: these columns fit no step."""
+    """For rows whose `group` columns share a scale. None: no step fits these columns."""
     num_groups = -(-num_columns // group)
     num_vectors = _num_vectors(kind, num_columns, num_groups, min(group, num_columns))
     if num_vectors is None:
@@ -117,7 +117,7 @@ def loop_for(
 
 
 def _num_vectors(kind: str, num_columns: int, num_groups: int, group: int) -> int | None:
-    """As many as fit a row and have whole groups, or one group, at a step."""
+    """The most that fit a row, where a step is inside one group or has whole groups."""
     if kind in WORDS:
         return group // LANES if group % LANES == 0 else None
     loader = LOADERS[kind]
@@ -165,10 +165,10 @@ class Arrangement(NamedTuple):
     num_columns: int
     num_steps: int
     num_vectors: int  # of x at a step
-    has_sum: int  # one of the vectors is for zeros: what they stand for times the sum of x, less
+    has_sum: int  # 1: one more vector, minus the zero point times the sum of x
     per_lane: int  # neighbouring columns that lie in the same lane of neighbouring vectors
-    zero: int  # the nibble that stands for 0, or 1 if zeros are stored
-    factors: int  # address of what decoding leaves out, by vector and lane
+    zero: int  # the zero point; 1 if zeros are stored, which are multiplied later
+    factors: int  # address of the factors that decoding leaves out, by vector and lane
 
     @property
     def row_shape(self) -> tuple[int, int, int]:
@@ -202,8 +202,8 @@ def _factors(kind: str, num_vectors: int) -> NDArray[np.float32]:
 
 
 def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
-    """[T, steps, vectors, LANES], as the weights come out of decoding; what has been counted is 0
-    where the last step overlaps the one before.
+    """[T, steps, vectors, LANES], in the order in which weights come out of decoding; 0 where the
+    last step overlaps the one before.
     """
     places = arrangement_for(loop, x_TC.shape[1])
     # numpy aligns to 16 bytes: then every vector would cross a cache line
@@ -263,7 +263,7 @@ def _columns(b: Any, x: Any, first: Any, step: Any, counted: Any) -> Any:
 
 @machine_code(types.void(*[types.int64] * 4, named(Arrangement)))
 def arrange(x, x_bytes, out, num_rows, places):  # type: ignore[no-untyped-def]
-    """Rows at the address x, so many bytes apart, to the address out."""
+    """Arrange `num_rows` rows of x, `x_bytes` apart, at the address `out`."""
     weights_of_step = places.num_vectors - places.has_sum
     width = weights_of_step * LANES
     for _ in range(num_rows):

@@ -4,8 +4,8 @@
     helper    looks for an open call for a while, computes with the caller, or sleeps until woken
 
 A call is a C function of one address that any number of threads enter at once; each returns when
-nothing is left to take, the caller when all is done. A helper that is awake sees a call within a
-microsecond, without Python: between the calls of a decode step there is not time enough to wake it.
+no work is left to take, the caller when all is done. A helper that is awake sees a call within a
+microsecond, without Python. To wake it for every call of a decode step would take too long.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ FUNCTION = 3 * LINE  # of the call, its address, and that of the system's yield
 ADDRESS = FUNCTION + 1
 YIELD = FUNCTION + 2
 SIZE = 4 * LINE
-LOOKS = 40_000  # of a helper, some 1.5 ms, before it sleeps: longer than Python takes between calls
-PATIENCE = 2_000  # looks of one who waits for another thread, before it lets others have its core
+# A helper looks for a call so often, for some 1.5 ms, before it sleeps. Python takes less between
+# two calls.
+LOOKS = 40_000
+PATIENCE = 2_000  # looks for what another thread will write, before a thread yields its core
 
 
 @cache
@@ -66,7 +68,7 @@ def pause(_: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_add(_: Any, address: Any, value: Any) -> Any:
-    """What was there; other threads see this and what came before it in one order."""
+    """Add, and return what was there. All threads see these and what came before in one order."""
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
@@ -76,7 +78,7 @@ def fetch_add(_: Any, address: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch(_: Any, address: Any) -> Any:
-    """What is there, and with it all that was written before it."""
+    """Read, and with it see all that was written before this value."""
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
@@ -107,7 +109,7 @@ def _yield(_: Any, function: Any) -> Any:
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def wait_for(address: int, value: int, yield_: int) -> None:
-    """Until what is there is at least this; another thread is about to make it so."""
+    """Until the number at `address` is at least `value`, which another thread is about to write."""
     looks = 0
     while fetch(address) < value:
         looks += 1
@@ -139,7 +141,7 @@ def _help(team: int, last: int) -> int:
 
 @machine_code(types.void(types.int64))
 def _lead(team: int) -> None:
-    """The call that the team's memory tells of, together with helpers that are awake."""
+    """Run the call that is written in the team's memory, with the helpers that are awake."""
     fetch_add(team + 8 * TURN, 1)
     _call(int_at(team, FUNCTION), int_at(team, ADDRESS))
     fetch_add(team + 8 * TURN, 1)
@@ -153,7 +155,7 @@ def _alone(function: int, address: int) -> None:
 
 
 class Team:
-    """A caller's helpers. Who finds it busy computes alone."""
+    """Helper threads for one caller at a time. A caller that finds them busy computes alone."""
 
     def __init__(self, num_helpers: int) -> None:
         self._lock = threading.Lock()
@@ -198,13 +200,13 @@ def _woken(team: int) -> None:
 
 @cache
 def yield_address() -> int:
-    """Of the system's function that lets another thread have this core; 0 if there is none."""
+    """Address of the system's function that yields a core to other threads; 0: there is none."""
     function = getattr(ctypes.CDLL(None), "sched_yield", None) if os.name == "posix" else None
     return (ctypes.cast(function, ctypes.c_void_p).value or 0) if function is not None else 0
 
 
 def run(function: int, address: int, num_threads: int) -> None:
-    """As Team.run, with so many threads."""
+    """As `Team.run`, with this number of threads."""
     if num_threads > 1:
         _team(os.getpid(), num_threads - 1).run(function, address)
     else:
@@ -213,5 +215,5 @@ def run(function: int, address: int, num_threads: int) -> None:
 
 @cache
 def _team(pid: int, num_helpers: int) -> Team:
-    """By process: threads do not survive a fork."""
+    """One for each process, since threads do not survive a fork."""
     return Team(num_helpers)

@@ -1,8 +1,9 @@
-"""How many threads kernels use: torch's number, also while torch itself has been left with one.
+"""How many threads kernels use: torch's number, also while torch itself is limited to one.
 
-torch's threads meet at the end of every operation that is shared, however small. Where somebody
-else has work for a core, each meeting waits for it: with one core of two taken, decode steps of 7
-layers took 138 ms, 45 when only kernels, which hand out what is left to whoever is free, had both.
+torch's threads wait for each other at the end of every operation they share, however small. If
+another program keeps a core busy, each of these waits is long: with one of two cores busy, a decode
+step of 7 layers took 138 ms. It took 45 ms when only kernels used both cores, whose free threads
+take what work is left.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ def num_threads() -> int:
 
 
 def leave_torch_one() -> None:
-    """In this thread, until `give_torch_all`."""
+    """Limit torch to one thread for what this thread calls, until `give_torch_all`."""
     if _kept.num_threads is None and torch.get_num_threads() > 1:
         _kept.num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
 
 
 def give_torch_all() -> None:
-    """Again is harmless."""
+    """Undo `leave_torch_one`; without it, do nothing."""
     if _kept.num_threads is not None:
         torch.set_num_threads(_kept.num_threads)
         _kept.num_threads = None

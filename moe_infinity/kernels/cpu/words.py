@@ -1,10 +1,10 @@
-"""The inner loop of the kinds that lie column by column, WORDS, as vector instructions.
+"""The inner loop over weights stored column by column, WORDS, as vector instructions.
 
     for each block of rows    for each group    for each line of words    values x x, onto sums
 
 gptq: a word is 8 columns of a row, lanes are rows. awq: a word is 8 rows of a column, lanes are
-words, and a nibble's place tells the row. Either way neighbouring words are other rows, so that a
-block is a stretch of a line of words; the next stretch is prefetched meanwhile.
+words, and a nibble's place in the word gives its row. In both, neighbouring words belong to other
+rows. So a block is a run of words in a line, and the run after it is prefetched meanwhile.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def emit_words(
     a: KernelArguments,
 ) -> None:  # fmt: skip
     """out[t, rows] = the sum over groups of scale x (nibbles x x[t] - zero x sum of x[t]). The last
-    block may begin before `first`, and give what its rows had already.
+    block may begin before `first`; it computes the same numbers again for those rows.
     """
     block_rows = BLOCK_ROWS[loop.kind]
     per_line = 1 if loop.kind == "awq" else NIBBLES
@@ -74,9 +74,9 @@ def emit_words(
             scales = _scales(b, loop, a, first_scale)
             zeros = _zeros(b, loop.kind, a, first_scale)
             for total_of, part_of in zip(totals, parts, strict=True):
-                less = repeated(b, sum_of_lanes(b, load(b, x_at, 4 * loop.num_columns, F32)))
+                minus_sum = repeated(b, sum_of_lanes(b, load(b, x_at, 4 * loop.num_columns, F32)))
                 for total, part, scale, zero in zip(total_of, part_of, scales, zeros, strict=True):
-                    value = fma(b, zero, less, b.load(part))
+                    value = fma(b, zero, minus_sum, b.load(part))
                     b.store(fma(b, value, scale, b.load(total)), total)
                 x_at = b.add(x_at, a.x_bytes)
         for total_of in totals:
@@ -92,7 +92,7 @@ def _clear(b: Any, sums: list[list[Any]]) -> None:
 def _add_line(
     b: Any, kind: str, a: KernelArguments, x: Any, row: Any, line: Any, parts: list[list[Any]]
 ) -> None:
-    """The products of a stretch of a line of words: 8 columns of gptq, a column of awq."""
+    """Add the products of one run of words: 8 columns of gptq, one column of awq."""
     offset = b.lshr(row, I64(1)) if kind == "awq" else b.mul(row, I64(4))
     at = b.add(b.add(a.weight, b.mul(line, a.row_bytes)), offset)
     num_vectors = 1 if kind == "awq" else BLOCK_ROWS[kind] // LANES
@@ -109,13 +109,13 @@ def _add_line(
 
 
 def _number(b: Any, at: Any, index: int) -> Any:
-    """One of x, in every lane."""
+    """One value of x, in every lane."""
     pointer = b.inttoptr(b.add(at, I64(4 * index)), F32.as_pointer())
     return repeated(b, b.load(pointer, align=4))
 
 
 def _scales(b: Any, loop: InnerLoop, a: KernelArguments, first: Any) -> list[Any]:
-    """By vector of sums; those of awq have what masking left too large."""
+    """For each vector of sums. Those of awq undo the factors that masking without shifts leaves."""
     assert loop.scale is not None, loop
     size = loop.scale_bytes
     at = b.add(a.scales, b.mul(first, I64(size)))
@@ -142,7 +142,7 @@ def scales_of(b: Any, dtype: str, stored: Any) -> Any:
 
 
 def _zeros(b: Any, kind: str, a: KernelArguments, first: Any) -> list[Any]:
-    """By vector of sums, as large as these."""
+    """For each vector of sums; of awq with the same factors as those."""
     at = b.add(a.zeros, b.lshr(first, I64(1)))  # 8 rows are 4 bytes
     if kind == "awq":
         return [*nibbles_of(b, load(b, at, 0, I32))]

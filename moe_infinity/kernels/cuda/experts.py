@@ -4,9 +4,10 @@ through the link, page-locked host memory. Two kernels in every layer of a captu
     up     [block of F rows, pair]     hidden = activation(gate x, up x)            float32
     down   [block of D rows, token]    out = sum over k of weight * down hidden     rounded once
 
-One program computes all of an output, in one order: what a token gets depends on x, its experts and
-its weights alone, not on where experts lie, who else is in the batch or what was cached. Weights
-are read once for each pair: right for the few tokens of a decode step, whose experts are distinct.
+One program computes all of an output, always in the same order. So a token's result depends on x,
+its experts and its weights alone, not on where experts are, on the other tokens of the batch or on
+what was cached. Weights are read once for each pair, which suits the few tokens of a decode step:
+most of their experts differ.
 
 Legend: T tokens, K experts per token, P = T * K pairs, D model width, F expert width, R rows, N
 chunks of columns.
@@ -28,24 +29,25 @@ _LOAD_BYTES = tl.constexpr(LOAD_BYTES)
 _NO_LIMIT = tl.constexpr(math.inf)
 _NAN = tl.constexpr(tl.PropagateNan.ALL)
 
-# Loads of 16 bytes in a tile, and the warps that share them: 4 loads of each thread under way, from
-# the two matrices of up or the one of down (8 of each of awq). Down has an input for every expert,
-# which more rows share, and few programs: for one token of Qwen3-30B-A3B 256, so that each needs
-# more warps.
+# Loads of 16 bytes in a tile, and the warps that share them. Each thread has 4 loads under way,
+# from the two matrices of up or the one of down (awq: 8). Down has another input for each expert,
+# so its tiles have more rows to share it. Its programs are few, 256 for one token of Qwen3-30B-A3B,
+# so each has more warps.
 UP_LOADS = 256
 UP_WARPS = 4
 DOWN_LOADS = 1024
 DOWN_WARPS = 8
 DOWN_STAGES = 1  # experts whose loads are under way; not measured: benchmarks/gpu_tiles.py
 AWQ_ROWS = 32
-AWQ_WARPS = 4  # 16 bytes of a column; a thread has chunks of its own
-MAX_CHUNKS = 128  # of a row at once; rows that are shorter leave room for more rows
+AWQ_WARPS = 4  # a load is 16 bytes of a column; each thread has chunks of its own
+MAX_CHUNKS = 128  # of a row at once; tiles of shorter rows have more rows
 MAX_ROWS = 16  # more would leave too few programs
 
 
 def tile_of(matrix: Matrix, num_loads: int, num_warps: int) -> dict[str, int]:
-    """How to launch: rows and chunks, powers of two, and warps. A product and a sum are rounded
-    once, whatever Triton's default is: it changes in 3.10, and with it the last bits.
+    """Launch arguments: rows and chunks of a tile, powers of two, and warps. A multiplication and
+    the addition after it are fused whatever Triton's default is: that changes in 3.10, and with it
+    the last bits.
     """
     rows = MAX_ROWS
     chunks = triton.next_power_of_2(triton.cdiv(matrix.num_columns, matrix.chunk))
@@ -62,8 +64,8 @@ def tile_of(matrix: Matrix, num_loads: int, num_warps: int) -> dict[str, int]:
 
 
 def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
-    """[T, D] -> [T, D], in the dtype of x. Pointers: int64 addresses of slots, or 0 for a pair that
-    adds nothing. Everything is contiguous and on one device; sums are in float32.
+    """[T, D] -> [T, D], in the dtype of x, summed in float32. `pointers_TK` are int64 addresses of
+    slots, 0 for a pair without an expert. All tensors are contiguous and on one device.
     """
     (num_tokens, width) = x_TD.shape
     top_k = pointers_TK.shape[1]
@@ -179,7 +181,9 @@ def _down(
 
 @triton.jit
 def inside(row_R, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr):
-    """Rows beyond the last one are that one. What is clamped is not known to be contiguous."""
+    """Rows beyond the last one become the last. Only where needed: Triton does not know clamped
+    rows to be contiguous.
+    """
     if NUM_ROWS % ROWS != 0:
         row_R = tl.minimum(row_R, NUM_ROWS - 1)
     return row_R

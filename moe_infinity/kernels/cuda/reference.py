@@ -1,5 +1,5 @@
-"""The experts of one MoE layer by the addresses of their slots, in plain PyTorch and Python: the
-definition that the Triton kernels are tested against. On host memory: an address is read as it is.
+"""The reference of the Triton kernels, in plain PyTorch and Python: the experts of one MoE layer,
+from the addresses of their slots, which are in host memory.
 
 Legend: T tokens, K experts per token, D model width, F expert width.
 """
@@ -16,7 +16,7 @@ from moe_infinity.kernels.cuda.slot_mlp import Matrix, SlotMlp
 
 
 def memory_at(address: int, num_bytes: int) -> Tensor:
-    """uint8 [num_bytes], sharing memory that somebody else keeps alive."""
+    """uint8 [num_bytes], sharing memory that the caller keeps alive."""
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -59,6 +59,6 @@ def weight_of(matrix: Matrix, slot: Tensor) -> Tensor:
 
 
 def _rows(matrix: Matrix) -> slice:
-    """Which of the weight are the matrix's."""
+    """Which rows of the weight the matrix has."""
     stop = matrix.first_row + matrix.row_step * (matrix.num_rows - 1) + 1
     return slice(matrix.first_row, stop, matrix.row_step)

@@ -1,12 +1,12 @@
 """The MLP of the experts of one MoE layer, described for kernels that find an expert by the address
-of its slot: everything is a number known when they are compiled.
+of its slot. All numbers here are known when a kernel is compiled.
 
     hidden = activation(gate x + bias, up x + bias)        out = down hidden + bias
 
-Of experts without a gate, the one matrix before `down` stands in its place.
+For experts without a gate, `gate` is the one matrix before `down`.
 
-A matrix is read in chunks: columns of a row that one 16-byte load brings and that share a scale.
-Where a weight lies as [C, R], a load brings neighbouring rows instead.
+A matrix is read in chunks: columns of a row that come with one load of 16 bytes and share a scale.
+Where a weight is stored as [C, R], a load has neighbouring rows instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.unpack import NIBBLES
 
 LOAD_BYTES = 16
-LOADED = {  # of a load
+LOADED = {  # values in one load
     "bf16": 8, "f16": 8, "f32": 4, "int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32,
     **dict.fromkeys(WORDS, 32),
 }  # fmt: skip
-# Whole numbers are read as n * 2 ** (bit - 149); x is multiplied by 2 ** (X_EXPONENT - bit), and
-# sums by the rest. Products are rounded as ever for x from 2 ** -41 to 2 ** 63.
+# A whole number n is read as n * 2 ** (bit - 149). x is multiplied by 2 ** (X_EXPONENT - bit), and
+# sums by the rest of that power. For x from 2 ** -41 to 2 ** 63 this changes no rounding.
 X_EXPONENT = 64
 NUMBER_BITS = {"int8": 8, "int4": 4, **dict.fromkeys(WORDS, 4)}
 UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14, **dict.fromkeys(NUMBER_BITS, 2.0 ** (149 - X_EXPONENT))}
@@ -54,7 +54,7 @@ class Matrix:
 
     @property
     def column_stride(self) -> int:
-        """In numbers, or in rows of words; where the weight lies as [C, R], its R."""
+        """In values; for WORDS in rows of words. R where the weight is stored as [C, R], else 1."""
         is_plain = self.weight.scale is None
         lies_transposed = self.weight.is_transposed if is_plain else self.kind in WORDS
         return self.weight.shape[0] if lies_transposed else 1
@@ -73,17 +73,17 @@ class Matrix:
 
     @property
     def has_exponents(self) -> bool:
-        """Are scales bytes that are exponents of two?"""
+        """Whether scales are stored as bytes, exponents of two."""
         return self.weight.scale is not None and self.weight.scale.dtype in EXPONENTS
 
     @property
     def groups(self) -> ParamSpec | None:
-        """Which scale a column has, if that is not in order."""
+        """The part that says which scale a column has; None: scales are in the order of columns."""
         return self.weight.groups if self.num_scale_columns > 1 else None
 
     @property
     def number_bits(self) -> int:
-        """Of whole numbers; 0 for floats."""
+        """Bits of a whole number; 0 for floats."""
         return NUMBER_BITS.get(self.kind, 0)
 
     @property
@@ -124,25 +124,25 @@ class Matrix:
 
     @property
     def unit(self) -> float:
-        """What values lack whose bits are read as those of another float."""
+        """The factor that values lack because their bits are read as those of another float."""
         return UNITS.get(self.kind, 1.0)
 
     @property
     def num_weight_rows(self) -> int:
-        """Of the weight, as far as this reads it."""
+        """Rows of the weight, up to the last one that belongs to this matrix."""
         return self.first_row + self.row_step * (self.num_rows - 1) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class SlotMlp:
-    """D model width, F expert width."""
+    """The experts of one MoE layer. D model width, F expert width."""
 
     gate: Matrix  # [F, D]
     up: Matrix | None  # [F, D]; None without a gate
     down: Matrix  # [D, F]
     activation: Activation
     num_bytes: int  # of a slot that are read
-    weighs_input: bool  # by the weight of its routing, instead of what comes out
+    weighs_input: bool  # the routing weight scales x, not the output
 
 
 def slot_mlp(
@@ -154,9 +154,9 @@ def slot_mlp(
     is_interleaved: bool = False,
     weighs_input: bool = False,
 ) -> SlotMlp | None:
-    """`up` is gate and up: two weights, or one with gate's rows before up's, or, interleaved, with
-    gate's rows and up's in turn; one weight without a gate. As many biases as weights, down's
-    last, or none. None: kernels cannot read it.
+    """`up` is gate and up: two weights, or one with all rows of gate before those of up or, with
+    `is_interleaved`, with alternating rows. Without a gate it is one weight. There are as many
+    biases as weights, down's last, or none. None: kernels do not read these weights.
     """
     matrices = [_matrix(weight) for weight in (*up, down)]
     if len(biases) not in (0, len(matrices)) or None in matrices:
@@ -189,7 +189,7 @@ def slot_mlp(
 
 
 def _matrix(weight: WeightLayout) -> Matrix | None:
-    """All rows of a weight; None if kernels cannot read it."""
+    """All rows of a weight. None: kernels do not read it."""
     if weight.kind not in LOADED or not weight.is_stored_in(8 * LOAD_BYTES // LOADED[weight.kind]):
         return None
     if any(part.offset % LOAD_BYTES for part in weight.parts.values()):

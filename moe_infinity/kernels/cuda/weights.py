@@ -1,17 +1,18 @@
-"""Products of x with rows of a matrix that lies in a slot, decoded in registers: what the packed
-formats (unpack.py) mean, written for Triton.
+"""Products of x with rows of a matrix in a slot, whose values are decoded in registers: the packed
+formats of unpack.py, written for Triton.
 
-A tile is [R rows, N chunks, C columns of a chunk]. A thread sums up a chunk alone; scales and zeros
-come after that, one for each chunk.
+A tile is [R rows, N chunks, C columns of a chunk]. One thread sums a chunk. Scales and zeros are
+applied to these sums, one for each chunk.
 
-Whole numbers are not converted. A number n, masked where it lies in the lower 24 bits of its word,
-is the float32 n * 2 ** (its lowest bit - 149), unrounded: a denormal or, with bit 23, one of the
-smallest others. The rest of that power of two goes to x or into the sum.
+Whole numbers are not converted. A number n, masked where it is in the lower 24 bits of its word,
+has exactly the bits of the float32 n * 2 ** (its lowest bit - 149): a denormal or, with bit 23, one
+of the smallest normal numbers. x or the sum is multiplied by the rest of that power of two.
 
-Words are loaded with a dimension of 1 that becomes the numbers in them, so that those stay in the
-thread that loaded them.
+Words are loaded with a last dimension of 1, which becomes that of the numbers in a word. So these
+stay in the thread that loaded the word.
 
-Every function has one `return`: what follows one in a branch would be compiled for every kind.
+Every function has one `return`: what follows a `return` in a branch would be compiled for every
+kind.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NIBBLES = tl.constexpr(NIBBLES)
 _X_EXPONENT = tl.constexpr(X_EXPONENT)
 _SYMMETRIC_ZERO = tl.constexpr(float(ZERO_OF_SYMMETRIC))
 _SIGNS = tl.constexpr(-0x7FFF8000)  # of two float16s in an int32
-_INT8_SIGNS = tl.constexpr(-0x7F7F7F80)  # of four int8s: exchanged, they count from 0
+_INT8_SIGNS = tl.constexpr(-0x7F7F7F80)  # of four int8s; inverting them adds 128
 
 
 @triton.jit
@@ -110,8 +111,8 @@ def load_bias(slot, is_there, row_R, MATRIX: tl.constexpr):
 
 @triton.jit
 def load_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
-    """[R, N, C] in float32, in units of their scale and of MATRIX.unit; whole numbers times two to
-    their lowest bit.
+    """[R, N, C] in float32, in units of their scale and of MATRIX.unit. Whole numbers are
+    multiplied by 2 ** their lowest bit.
     """
     if MATRIX.kind == "awq":
         values_RNC = awq_values(slot, is_there, row_R, first_N, MATRIX)
@@ -138,7 +139,7 @@ def load_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
 
 @triton.jit
 def row_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
-    """Of words along the rows; they are little-endian, so lower bits are earlier columns."""
+    """For words along the rows. Words are little-endian: lower bits are earlier columns."""
     NUM_WORDS: tl.constexpr = MATRIX.chunk // MATRIX.per_word
     ROW: tl.constexpr = MATRIX.num_columns // MATRIX.per_word
     words = numbers_at(slot, MATRIX.weight.values.offset, "int32")
@@ -186,8 +187,8 @@ def awq_values(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
 
 @triton.jit
 def column_places(first_N, MATRIX: tl.constexpr):
-    """[N or 1, C]: of each column's number in its word, the lowest bits' first; awq has the same in
-    all columns.
+    """[N or 1, C]: the place of each column's number in its word, counted from the lowest bits; 0
+    for awq, where a word has a single column.
     """
     places_NC = tl.arange(0, MATRIX.chunk)[None, :]
     if MATRIX.kind == "awq":
@@ -199,7 +200,7 @@ def column_places(first_N, MATRIX: tl.constexpr):
 
 @triton.jit
 def row_places(row_R, KIND: tl.constexpr):
-    """The same of words along columns; awq has rows in the order 0, 2, 4, 6, 1, 3, ..."""
+    """The place of each row's number in a word along columns. awq: rows 0, 2, 4, 6, 1, 3, ..."""
     place_R = row_R % _NIBBLES
     if KIND == "awq":
         place_R = place_R // 2 + place_R % 2 * 4
@@ -208,7 +209,7 @@ def row_places(row_R, KIND: tl.constexpr):
 
 @triton.jit
 def lowest_bit(place, MATRIX: tl.constexpr):
-    """After those beyond the lower 24 bits were moved there."""
+    """Of a number in its word, after numbers beyond the lower 24 bits were moved down."""
     return place % (24 // MATRIX.number_bits) * MATRIX.number_bits
 
 
@@ -229,8 +230,9 @@ def power_of_two(EXPONENT: tl.constexpr, less):
 def float_values(
     words, first_bit, SIGN_SHIFT: tl.constexpr, SHIFT: tl.constexpr, REST: tl.constexpr
 ):
-    """float8_e4m3fn or float4_e2m1 on any GPU: two at once are put where the sign and the rest of
-    the float16s in a word are, of which the higher one is another half of the columns.
+    """float8_e4m3fn or float4_e2m1 on any GPU. Two values at once are moved to the places that sign
+    and other bits have in the two float16s of a word. The upper float16 has a column of the word's
+    upper half.
     """
     words = words >> first_bit
     halves = ((words << SIGN_SHIFT) & _SIGNS) | ((words << SHIFT) & (REST | REST << 16))
@@ -241,7 +243,7 @@ def float_values(
 
 @triton.jit
 def load_scale(slot, at, mask, MATRIX: tl.constexpr):
-    """In float32; uint8 is an exponent of two, 127 standing for 2 ** 0."""
+    """In float32. A byte is an exponent of two plus 127."""
     scales = numbers_at(slot, MATRIX.weight.scale.offset, tl.constexpr(MATRIX.weight.scale.dtype))
     stored = tl.load(scales + at, mask=mask, other=0)
     if MATRIX.has_exponents:

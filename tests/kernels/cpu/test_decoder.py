@@ -50,6 +50,7 @@ def layer(
         query_norm_eps=1e-6,
         key_norm_eps=1e-5,
         sinks=torch.randn(num_heads, generator=make) if has_sinks else None,
+        router=weight(7, WIDTH),
         scale=head**-0.5,
         num_heads=num_heads,
         num_groups=num_groups,
@@ -80,8 +81,8 @@ def reference(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Residual, its norm, and the new keys and values, in float64."""
+) -> tuple[Tensor, ...]:
+    """Residual, its norm, logits, and the new keys and values, in float64."""
     dtype = x.dtype
     x = x.double()
     num_seqs = len(x)
@@ -90,7 +91,11 @@ def reference(
     if attention.biases is not None:
         q, k, v = (y + b.double() for y, b in zip((q, k, v), attention.biases, strict=True))
     heads, groups = attention.num_heads, attention.num_groups
-    q, k, v = q.view(num_seqs, heads, -1), k.view(num_seqs, groups, -1), v.view(num_seqs, groups, -1)
+    q, k, v = (
+        q.view(num_seqs, heads, -1),
+        k.view(num_seqs, groups, -1),
+        v.view(num_seqs, groups, -1),
+    )
     if attention.query_norm is not None:
         assert attention.key_norm is not None
         all_of = len(attention.query_norm) != q.shape[-1]
@@ -120,7 +125,8 @@ def reference(
         out = out + attention.out_bias.double()
     residual = x + out
     normed = rms_norm(residual, attention.residual_norm.double(), attention.residual_norm_eps)
-    return residual, normed, k, v
+    assert attention.router is not None
+    return residual, normed, normed @ attention.router.double().T, k, v
 
 
 CASES = [
@@ -171,14 +177,20 @@ def test_what_a_sequence_gets_depends_on_it_alone(norms):
     for seq in range(9):
         rows = slice(seq, seq + 1)
         alone = kernel(
-            x[rows], (angles[0][rows], angles[1][rows]), keys[rows].clone(), values[rows].clone(), None
+            x[rows],
+            (angles[0][rows], angles[1][rows]),
+            keys[rows].clone(),
+            values[rows].clone(),
+            None,
         )
         assert torch.equal(together[0][rows], alone[0])
         assert torch.equal(together[1][rows], alone[1])
+        assert torch.equal(together[2][rows], alone[2])
 
 
 def test_biases_in_front_of_norms_of_all_heads_are_refused():
     attention = layer("grouped", dtype=torch.float32, norms="all")
-    biased = replace(attention, biases=tuple(w[:, 0] for w in attention.products))
+    q, k, v = (weight[:, 0] for weight in attention.products)
+    biased = replace(attention, biases=(q, k, v))
     with pytest.raises(ValueError, match="biases"):
         DecoderAttention(biased, torch.float32)

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("numba", reason="experts_cpu needs the extra `cpu`")
-
 from moe_infinity.checkpoint.layout import PLAIN, WeightLayout
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation

@@ -1,0 +1,132 @@
+"""The parts of a decoder layer, as kernels/cpu/decoder.py wants them described."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_infinity.kernels.cpu.decoder import Attention
+
+NORM = "input_layernorm"
+ATTENTION = "self_attn"
+RESIDUAL_NORM = "post_attention_layernorm"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+SINKS = "sinks"
+EPS = ("variance_epsilon", "eps")  # names of what a norm adds to the mean
+
+
+def feed_forward(layer: nn.Module) -> nn.Module:
+    """What computes after attention."""
+    names = {name for name, _ in layer.named_children()} - {NORM, ATTENTION, RESIDUAL_NORM}
+    (name,) = names
+    module: nn.Module = layer.get_submodule(name)
+    return module
+
+
+def router_of(feed_forward: nn.Module) -> nn.Module | None:
+    """The child that has a weight [E, D] and its own way with it; None if there is not one."""
+    found = [
+        child
+        for child in feed_forward.children()
+        if type(child) is not nn.Linear
+        and not list(child.children())
+        and [name for name, param in child.named_parameters() if param.dim() == 2] == ["weight"]
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def has_usual_parts(layer: nn.Module) -> bool:
+    children = dict(layer.named_children())
+    if len(children) != 4 or not {NORM, ATTENTION, RESIDUAL_NORM} <= children.keys():
+        return False
+    attention = children[ATTENTION]
+    parts = dict(attention.named_children())
+    own = dict(attention.named_parameters(recurse=False))
+    return (
+        all(type(parts.get(name)) is nn.Linear for name in PROJECTIONS)
+        and parts.keys() - {*PROJECTIONS} in (set(), {*HEAD_NORMS})
+        and own.keys() <= {SINKS}
+        and not list(layer.parameters(recurse=False))
+    )
+
+
+def kind_of(layer: nn.Module) -> Any:
+    """Layers of one kind differ in nothing but their weights and their place."""
+    parts = []
+    for name, module in (("", layer), *layer.get_submodule(ATTENTION).named_modules()):
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None)}
+        plain.pop("layer_idx", None)
+        shapes = [(k, v.shape, v.dtype) for k, v in module.named_parameters(recurse=False)]
+        parts.append((name, type(module), repr(sorted(plain.items())), tuple(shapes)))
+    norms = tuple(_eps_of(layer.get_submodule(name)) for name in (NORM, RESIDUAL_NORM))
+    return tuple(parts), norms
+
+
+def _eps_of(norm: nn.Module) -> float | None:
+    found = (getattr(norm, name, None) for name in EPS)
+    return next((eps for eps in found if isinstance(eps, float)), None)
+
+
+def _norm_of(norm: nn.Module) -> tuple[Tensor, float]:
+    """What a root mean square norm multiplies with, in float32, and what it adds to the mean.
+    Raises ValueError if it is something else.
+    """
+    eps = _eps_of(norm)
+    weight = getattr(norm, "weight", None)
+    if eps is None or not isinstance(weight, Tensor) or len([*norm.parameters()]) != 1:
+        raise ValueError("a norm that kernels do not know")
+    own = copy.deepcopy(norm).float()
+    weight = weight.detach().float()
+    ramp = torch.linspace(-1, 1, len(weight), dtype=torch.float32, device="cpu")
+    x = ramp * eps**0.5  # small enough that eps is seen
+    scaled = x * torch.rsqrt(x.square().mean() + eps)
+    with torch.no_grad():
+        found = own(x)
+    for factor in (weight, 1 + weight):
+        if torch.allclose(found, scaled * factor, rtol=1e-4, atol=1e-6):
+            return factor, eps
+    raise ValueError("a norm that kernels do not know")
+
+
+def described(layer: nn.Module, rotated: int, pairs: int) -> Attention:
+    """Raises ValueError for norms that are none of ours."""
+    attention: Any = layer.get_submodule(ATTENTION)
+    q, k, v, out = (attention.get_submodule(name) for name in PROJECTIONS)
+    head_width = attention.head_dim
+    norm, norm_eps = _norm_of(layer.get_submodule(NORM))
+    residual_norm, residual_norm_eps = _norm_of(layer.get_submodule(RESIDUAL_NORM))
+    query_norm = key_norm = None
+    query_norm_eps = key_norm_eps = 0.0
+    if hasattr(attention, HEAD_NORMS[0]):
+        query_norm, query_norm_eps = _norm_of(getattr(attention, HEAD_NORMS[0]))
+        key_norm, key_norm_eps = _norm_of(getattr(attention, HEAD_NORMS[1]))
+    sinks = getattr(attention, SINKS, None)
+    router: Any = router_of(feed_forward(layer))
+    has_bias = [linear.bias is not None for linear in (q, k, v)]
+    if any(has_bias) != all(has_bias):
+        raise ValueError("biases that kernels do not know")
+    return Attention(
+        products=(q.weight.detach(), k.weight.detach(), v.weight.detach()),
+        biases=(q.bias, k.bias, v.bias) if all(has_bias) else None,
+        out=out.weight.detach(),
+        out_bias=out.bias,
+        norm=norm,
+        norm_eps=norm_eps,
+        residual_norm=residual_norm,
+        residual_norm_eps=residual_norm_eps,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        query_norm_eps=query_norm_eps,
+        key_norm_eps=key_norm_eps,
+        sinks=sinks,
+        router=None if router is None else router.weight.detach(),
+        scale=float(attention.scaling),
+        num_heads=len(q.weight) // head_width,
+        num_groups=len(k.weight) // head_width,
+        rotated=rotated,
+        pairs=pairs,
+    )

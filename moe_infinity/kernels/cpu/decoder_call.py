@@ -1,0 +1,364 @@
+"""What surrounds the experts of a decoder layer, for one new token of each sequence, in one call:
+
+    norm       of the residual
+    products   queries, keys and values                         items: blocks of rows
+    attention  biases, norms of heads, rotation, keys and       items: a head of keys of a sequence
+               values into the cache, scores, softmax, sum
+    product    of the heads' outputs                            items: blocks of rows
+    residual   the sum, and its norm: what the experts get
+    router     the product of the norm with its weight          items: blocks of rows
+
+All threads of a team enter, and meet after each stage. Everything is summed in float32. Rounded to
+the model's dtype are the keys and values that the cache keeps, the residual and its norm.
+
+Legend: B sequences, D model width, H heads, G heads of keys and values, N tokens of the cache with
+the new one, d width of a head, v of its values.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+from numba import njit, types
+
+from moe_infinity.kernels.cpu.attention import weigh
+from moe_infinity.kernels.cpu.compiler import c_function
+from moe_infinity.kernels.cpu.steps import (
+    Arrangement,
+    arrange,
+)
+from moe_infinity.kernels.cpu.team import LINE, fetch_add, wait_for
+from moe_infinity.kernels.cpu.vectors import LANES, float_at, int_at, put_float
+from moe_infinity.kernels.cpu.work import (
+    BLOCK,
+    call_rows,
+    multiply,
+    put_number,
+    reader_of,
+    value_at,
+)
+
+STAGES = 7
+STATE = STAGES * 2 * LINE  # int64s: of each stage the next item, and how many are done
+NO_NORM, NORM_OF_HEADS, NORM_OF_ALL = range(3)  # of queries and keys
+HALVES, NEIGHBOURS = range(2)  # which two columns of a head are rotated together
+
+
+class LayerCall(NamedTuple):
+    """One call: integers, for numba. Without a unit, an address; vectors are float32."""
+
+    state: int
+    yield_: int
+    # of the layer
+    dtype: int  # of x and the cache: the place of its name in BIASES
+    width: int  # D
+    num_groups: int  # G
+    per_group: int  # H / G
+    head_width: int  # d
+    value_width: int  # v
+    rotated: int  # columns of a head
+    pairs: int  # HALVES or NEIGHBOURS
+    norms: int  # of queries and keys
+    numbers: int  # float32: eps of norm, norm of queries, of keys, of the residual; scale of scores
+    norm: int  # [D]
+    query_norm: int  # [d] or [H * d]
+    key_norm: int
+    residual_norm: int  # [D]
+    blocks: int  # of the first product; see work.Weights
+    num_blocks: int
+    bias: int  # [H * d + G * d + G * v]; 0: none
+    sinks: int  # [H]: scores of nothing; 0: none
+    out_blocks: int
+    num_out_blocks: int
+    out_bias: int  # [D]; 0: none
+    router_blocks: int
+    num_router_blocks: int
+    num_experts: int
+    x_places: int  # of Arrangements: of x, of a query, of what goes into the products after them
+    query_places: int
+    out_places: int
+    router_places: int
+    score: int  # function that multiplies keys with queries
+    told: int  # KernelArguments of keys
+    # of the call
+    num_seqs: int  # B
+    num_tokens: int  # N
+    x: int  # [B, D]
+    cos: int  # [B, pairs of columns], and how many bytes from one sequence to the next
+    sin: int
+    angle_bytes: int
+    key: int  # bytes from one sequence, head and token to the next
+    key_seq: int
+    key_head: int
+    key_row: int
+    value: int
+    value_seq: int
+    value_head: int
+    value_row: int
+    mask: int  # [B, N], added to scores; 0: none
+    mask_bytes: int
+    # memory for what is between
+    hidden: int  # [B, D]
+    arranged: int  # the widest of what the products get
+    heads: int  # [B, H * d + G * d + G * v]
+    queries: int  # [B, H, ...]
+    scores: int  # [B, H, score_bytes]
+    score_bytes: int
+    attended: int  # [B, H * v]
+    out: int  # [B, D]
+    # results
+    residual: int  # [B, D]
+    normed: int  # [B, D]
+    logits: int  # float32 [B, experts]
+
+
+_call_at = reader_of(LayerCall)
+_places_at = reader_of(Arrangement)
+
+
+@njit(nogil=True)
+def _take(state, stage):  # type: ignore[no-untyped-def]
+    return fetch_add(state + 8 * LINE * 2 * stage, 1)
+
+
+@njit(nogil=True)
+def _count(state, stage):  # type: ignore[no-untyped-def]
+    fetch_add(state + 8 * LINE * (2 * stage + 1), 1)
+
+
+@njit(nogil=True)
+def _meet(state, stage, num_items, yield_):  # type: ignore[no-untyped-def]
+    wait_for(state + 8 * LINE * (2 * stage + 1), num_items, yield_)
+
+
+@njit(nogil=True, fastmath={"reassoc", "contract"})
+def _sum_of_squares(at, count):  # type: ignore[no-untyped-def]
+    total = types.float32(0)
+    for i in range(count):
+        value = float_at(at, i)
+        total += value * value
+    return total
+
+
+@njit(nogil=True)
+def _scale_of_norm(at, count, eps):  # type: ignore[no-untyped-def]
+    mean = _sum_of_squares(at, count) / types.float32(count)
+    return types.float32(1) / math.sqrt(mean + eps)
+
+
+@njit(nogil=True)
+def _scale(at, count, factor, weight):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        put_float(at, i, float_at(at, i) * factor * float_at(weight, i))
+
+
+@njit(nogil=True)
+def _add(at, other, count):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        put_float(at, i, float_at(at, i) + float_at(other, i))
+
+
+@njit(nogil=True)
+def _rotate(at, cos, sin, rotated, pairs):  # type: ignore[no-untyped-def]
+    half = rotated // 2
+    step = 2 if pairs == NEIGHBOURS else 1
+    apart = 1 if pairs == NEIGHBOURS else half
+    for i in range(half):
+        first = float_at(at, i * step)
+        second = float_at(at, i * step + apart)
+        put_float(at, i * step, first * float_at(cos, i) - second * float_at(sin, i))
+        put_float(at, i * step + apart, second * float_at(cos, i) + first * float_at(sin, i))
+
+
+@njit(nogil=True)
+def _begin(call):  # type: ignore[no-untyped-def]
+    """The norm of x, arranged."""
+    for seq in range(call.num_seqs):
+        row = call.hidden + 4 * call.width * seq
+        for i in range(call.width):
+            put_float(row, i, value_at(call.x, seq * call.width + i, call.dtype))
+        scale = _scale_of_norm(row, call.width, float_at(call.numbers, 0))
+        _scale(row, call.width, scale, call.norm)
+    places = _places_at(call.x_places)
+    arrange(call.hidden, 4 * call.width, call.arranged, call.num_seqs, places)
+
+
+@njit(nogil=True)
+def _keep(call, at, count, to):  # type: ignore[no-untyped-def]
+    """In the cache, which has the dtype of x."""
+    for i in range(count):
+        put_number(to, i, float_at(at, i), call.dtype)
+
+
+@njit(nogil=True)
+def _make_head(call, at, seq, is_query, norm, eps, scale_of_all, head):  # type: ignore[no-untyped-def]
+    """Norm and rotation of one head of queries or keys."""
+    if call.norms == NORM_OF_HEADS:
+        _scale(at, call.head_width, _scale_of_norm(at, call.head_width, eps), norm)
+    elif call.norms == NORM_OF_ALL:
+        _scale(at, call.head_width, scale_of_all, norm + 4 * call.head_width * head)
+    angle = call.angle_bytes * seq
+    _rotate(at, call.cos + angle, call.sin + angle, call.rotated, call.pairs)
+    if is_query:
+        scale = float_at(call.numbers, 4)
+        for i in range(call.head_width):
+            put_float(at, i, float_at(at, i) * scale)
+
+
+@njit(nogil=True)
+def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
+    """Of one head of keys: its queries arranged, its key and value in the cache."""
+    num_heads = call.num_groups * call.per_group
+    columns = (num_heads + call.num_groups) * call.head_width + call.num_groups * call.value_width
+    row = call.heads + 4 * columns * seq
+    first_key = row + 4 * num_heads * call.head_width
+    value = first_key + 4 * call.num_groups * call.head_width + 4 * group * call.value_width
+    key = first_key + 4 * group * call.head_width
+    first = group * call.per_group
+    queries = row + 4 * first * call.head_width
+    if call.bias:
+        key_bias = call.bias + (key - row)
+        _add(queries, call.bias + (queries - row), call.per_group * call.head_width)
+        _add(key, key_bias, call.head_width)
+        _add(value, call.bias + (value - row), call.value_width)
+    query_eps = float_at(call.numbers, 1)
+    key_eps = float_at(call.numbers, 2)
+    of_queries = types.float32(0)
+    of_keys = types.float32(0)
+    if call.norms == NORM_OF_ALL:
+        of_queries = _scale_of_norm(row, num_heads * call.head_width, query_eps)
+        of_keys = _scale_of_norm(first_key, call.num_groups * call.head_width, key_eps)
+    last = call.num_tokens - 1
+    # Norms of all read what these change: the key is made in memory of its own.
+    own = call.scores + call.score_bytes * (seq * num_heads + first)
+    for i in range(call.head_width):
+        put_float(own, i, float_at(key, i))
+    _make_head(call, own, seq, 0, call.key_norm, key_eps, of_keys, group)
+    at = call.key + call.key_seq * seq + call.key_head * group + call.key_row * last
+    _keep(call, own, call.head_width, at)
+    at = call.value + call.value_seq * seq + call.value_head * group + call.value_row * last
+    _keep(call, value, call.value_width, at)
+    places = _places_at(call.query_places)
+    query_bytes = places.num_steps * places.num_vectors * LANES * 4
+    for head in range(first, first + call.per_group):
+        for i in range(call.head_width):
+            put_float(own, i, float_at(row, head * call.head_width + i))
+        _make_head(call, own, seq, 1, call.query_norm, query_eps, of_queries, head)
+        to = call.queries + query_bytes * (seq * num_heads + head)
+        arrange(own, 4 * call.head_width, to, 1, places)
+
+
+@njit(nogil=True)
+def _score(call, seq, group):  # type: ignore[no-untyped-def]
+    """Of the queries of one head of keys, with all keys. Gives the vectors of a query's scores."""
+    num_heads = call.num_groups * call.per_group
+    places = _places_at(call.query_places)
+    query_bytes = places.num_steps * places.num_vectors * LANES * 4
+    keys = call.key + call.key_seq * seq + call.key_head * group
+    count = call.num_tokens + (1 if call.sinks else 0)
+    num_vectors = -(-count // LANES)
+    first = seq * num_heads + group * call.per_group
+    queries = call.queries + query_bytes * first
+    at = call.scores + call.score_bytes * first
+    call_rows(call.score, 0, call.num_tokens, queries, call.per_group, at, call.told, keys)
+    for in_group in range(call.per_group):
+        head = group * call.per_group + in_group
+        at = call.scores + call.score_bytes * (seq * num_heads + head)
+        if call.mask:
+            _add(at, call.mask + call.mask_bytes * seq, call.num_tokens)
+        if call.sinks:
+            put_float(at, call.num_tokens, float_at(call.sinks, head))
+        for i in range(count, num_vectors * LANES):
+            put_float(at, i, types.float32(-math.inf))
+    return num_vectors
+
+
+@njit(nogil=True)
+def _end(call):  # type: ignore[no-untyped-def]
+    """The residual, and its norm."""
+    for seq in range(call.num_seqs):
+        row = call.out + 4 * call.width * seq
+        if call.out_bias:
+            _add(row, call.out_bias, call.width)
+        first = seq * call.width
+        for i in range(call.width):
+            value = float_at(row, i) + value_at(call.x, first + i, call.dtype)
+            put_float(row, i, value)
+            put_number(call.residual, first + i, value, call.dtype)
+        scale = _scale_of_norm(row, call.width, float_at(call.numbers, 3))
+        _scale(row, call.width, scale, call.residual_norm)
+        for i in range(call.width):
+            put_number(call.normed, first + i, float_at(row, i), call.dtype)
+    if call.num_router_blocks:
+        places = _places_at(call.router_places)
+        arrange(call.out, 4 * call.width, call.arranged, call.num_seqs, places)
+
+
+@njit(nogil=True)
+def _product(call, stage, blocks, num_blocks, out, num_columns):  # type: ignore[no-untyped-def]
+    """What was arranged, times a weight in blocks of rows: [B, columns]."""
+    item = _take(call.state, stage)
+    while item < num_blocks:
+        block = blocks + 8 * BLOCK * item
+        x_bytes = int_at(block, 5)
+        multiply(block, 0, 0, call.num_seqs, call.arranged, x_bytes, out, 4 * num_columns)
+        _count(call.state, stage)
+        item = _take(call.state, stage)
+    _meet(call.state, stage, num_blocks, call.yield_)
+
+
+@cache
+def layer_function(kind: str, num_vectors: int) -> Any:
+    """The C function of layers whose cache has values of this kind, so many vectors wide."""
+
+    @c_function(types.void(types.int64), f"decoder_{kind}_{num_vectors}")
+    def run(address: int) -> None:
+        call = _call_at(address)
+        state = call.state
+        if _take(state, 0) == 0:
+            _begin(call)
+            _count(state, 0)
+        _meet(state, 0, 1, call.yield_)
+
+        num_heads = call.num_groups * call.per_group
+        columns = num_heads * call.head_width
+        columns += call.num_groups * (call.head_width + call.value_width)
+        _product(call, 1, call.blocks, call.num_blocks, call.heads, columns)
+
+        num_items = call.num_seqs * call.num_groups
+        item = _take(state, 2)
+        while item < num_items:
+            seq = item // call.num_groups
+            group = item % call.num_groups
+            _make_heads(call, seq, group)
+            steps = _score(call, seq, group)
+            values = call.value + call.value_seq * seq + call.value_head * group
+            for in_group in range(call.per_group):
+                row = seq * num_heads + group * call.per_group + in_group
+                at = call.scores + call.score_bytes * row
+                to = call.attended + 4 * call.value_width * row
+                weigh(kind, num_vectors, at, steps, values, call.value_row, call.num_tokens, to)
+            _count(state, 2)
+            item = _take(state, 2)
+        _meet(state, 2, num_items, call.yield_)
+
+        if _take(state, 3) == 0:
+            width = 4 * num_heads * call.value_width
+            places = _places_at(call.out_places)
+            arrange(call.attended, width, call.arranged, call.num_seqs, places)
+            _count(state, 3)
+        _meet(state, 3, 1, call.yield_)
+
+        _product(call, 4, call.out_blocks, call.num_out_blocks, call.out, call.width)
+
+        if _take(state, 5) == 0:
+            _end(call)
+            _count(state, 5)
+        _meet(state, 5, 1, call.yield_)
+
+        to = call.logits
+        _product(call, 6, call.router_blocks, call.num_router_blocks, to, call.num_experts)
+
+    return run

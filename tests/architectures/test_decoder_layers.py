@@ -1,0 +1,219 @@
+"""Decoder layers whose attention one kernel computes: what comes out is what the layers' own code
+gives, to rounding, and whatever the kernel does not know goes to that code.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from moe_infinity import MoE
+from moe_infinity.architectures import decoder_layers, growing_cache
+from moe_infinity.architectures.decoder_trial import find_attention
+from moe_infinity.kernels.cpu.decoder import DecoderAttention
+
+pytestmark = pytest.mark.arithmetic
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    "Qwen2Moe": {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
+    "Mixtral": {},
+    "Olmoe": {},
+    "GptOss": {
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "Glm4Moe": {"n_routed_experts": 8, "first_k_dense_replace": 1, "use_qk_norm": True},
+}
+TOKENS = torch.arange(3, 3 + 2 * 40).view(2, 40) * 37 % 128
+
+
+def saved(name: str, folder: Path, **more: Any) -> Path:
+    """A tiny random model in float32."""
+    config = getattr(transformers, f"{name}Config")(**SMALL | MODELS[name] | more)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.15) if param.ndim > 1 else param.add_(torch.randn_like(param) / 9)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request, tmp_path_factory) -> Path:
+    return saved(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The number of sequences of every call of the kernel."""
+    seen: list[int] = []
+    call = DecoderAttention.__call__
+
+    def counted(self: DecoderAttention, x_BD: Tensor, *args: Any) -> Any:
+        seen.append(len(x_BD))
+        return call(self, x_BD, *args)
+
+    monkeypatch.setattr(DecoderAttention, "__call__", counted)
+    return seen
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: Tensor, *, num_prompt: int = 5, mask: Tensor | None = None):
+    """[B, T, vocabulary] of a prompt and then token by token, each given."""
+    cache = DynamicCache(config=model.config)
+    found = []
+    for start, stop in [(0, num_prompt), *((t, t + 1) for t in range(num_prompt, tokens.shape[1]))]:
+        kwargs = {} if mask is None else {"attention_mask": mask[:, :stop]}
+        found.append(model(tokens[:, start:stop], past_key_values=cache, **kwargs).logits)
+    return torch.cat(found, dim=1)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (found.roll(1, dims=1) - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_logits_are_those_of_stock(checkpoint, calls, padding):
+    stock = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    tokens = TOKENS[:1] if padding is None else TOKENS
+    mask = None
+    if padding is not None:
+        mask = torch.ones_like(tokens)
+        mask[0, :padding] = 0
+    expected = logits_of(stock, tokens, mask=mask)
+    with MoE(checkpoint, host_memory="50%") as moe:
+        calls.clear()
+        found = logits_of(moe.model, tokens, mask=mask)
+    assert calls == [len(tokens)] * 35 * 3
+    first = 0 if padding is None else padding
+    assert_close(found[:, first:], expected[:, first:])
+
+
+def test_what_the_kernel_does_not_know_goes_to_the_layers_own_code(tmp_path, calls):
+    with MoE(saved("Qwen3Moe", tmp_path), host_memory="50%") as moe, torch.no_grad():
+        model = moe.model
+        expected = logits_of(model, TOKENS[:1, :8])
+        calls.clear()
+
+        def step(**kwargs: Any) -> tuple[int, Tensor]:
+            cache = DynamicCache(config=model.config)
+            model(TOKENS[:1, :7], past_key_values=cache)
+            calls.clear()
+            logits = model(TOKENS[:1, 7:8], **{"past_key_values": cache} | kwargs).logits
+            return len(calls), logits
+
+        num_calls, logits = step()
+        assert num_calls == 3
+        assert (logits[0, 0] - expected[0, 7]).abs().max() < 1e-4  # after another prompt
+        static = transformers.StaticCache(config=model.config, max_cache_len=20)
+        model(TOKENS[:1, :7], past_key_values=static)
+        assert step(past_key_values=static)[0] == 0
+        with torch.enable_grad():
+            assert step()[0] == 0
+        layer = model.model.layers[1].self_attn
+        layer.q_proj.weight = nn.Parameter(layer.q_proj.weight.clone())
+        assert step()[0] == 2
+        calls.clear()
+        model(TOKENS[:1, :1], past_key_values=DynamicCache(config=model.config))  # nothing cached
+        assert calls == []
+        num_calls, logits = step(output_attentions=True)  # hooks on attention, which stay there
+        assert num_calls == 0
+        assert_close(torch.cat([expected[:, 6:7], logits], 1), expected[:, 6:8])
+
+
+def test_caches_that_are_copied_cropped_or_reordered_stay_apart(checkpoint):
+    with MoE(checkpoint, host_memory="50%") as moe, torch.no_grad():
+        model = moe.model
+        expected = logits_of(model, TOKENS[:, :12])
+        other = TOKENS[:, 20:32].clone()
+        other[:, :6] = TOKENS[:, :6]
+        expected_other = logits_of(model, other)
+        cache = DynamicCache(config=model.config)
+        model(TOKENS[:, :5], past_key_values=cache)
+        model(TOKENS[:, 5:6], past_key_values=cache)
+        kept = copy.copy(cache)
+        kept.layers = [copy.copy(layer) for layer in cache.layers]  # the same tensors
+        for t in range(6, 12):  # in turn
+            logits = model(TOKENS[:, t : t + 1], past_key_values=cache).logits[:, 0]
+            assert torch.equal(logits, expected[:, t])
+            logits = model(other[:, t : t + 1], past_key_values=kept).logits[:, 0]
+            assert torch.equal(logits, expected_other[:, t])
+        cache.crop(-2)
+        logits = model(TOKENS[:, 10:11], past_key_values=cache).logits[:, 0]
+        assert torch.equal(logits, expected[:, 10])
+        cache.reorder_cache(torch.tensor([1, 0]))
+        logits = model(TOKENS[:, 11:].flip(0), past_key_values=cache).logits[:, 0]
+        assert (logits - expected[:, 11].flip(0)).abs().max() < 1e-4  # torch's bits are by place
+
+
+def test_a_cache_that_grows_is_not_copied_for_every_token():
+    cache = DynamicCache()
+    keys, values = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 8)
+    cache.update(keys, values, 0)
+    layer = cache.layers[0]
+    addresses = set()
+    for _ in range(growing_cache.MIN_ROOM):
+        new_keys, new_values = growing_cache.with_room(layer)
+        new_keys[:, :, -1] = layer.keys.shape[2]
+        new_values[:, :, -1] = -layer.keys.shape[2]
+        growing_cache.take(layer)
+        addresses.add(layer.keys.data_ptr())
+    assert len(addresses) == 1
+    assert torch.equal(layer.keys[:, :, :5], keys)
+    assert torch.equal(layer.values[:, :, :5], values)
+    assert layer.keys[0, 0, 5:, 0].tolist() == [*range(5, 5 + growing_cache.MIN_ROOM)]
+    assert cache.get_seq_length() == 5 + growing_cache.MIN_ROOM
+
+
+class Scaled(nn.Module):
+    """Adds less of the attention than others do."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.input_layernorm = layer.input_layernorm
+        self.self_attn = layer.self_attn
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.mlp = layer.mlp
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        x = x + 0.999 * self.self_attn(self.input_layernorm(x), **kwargs)[0]
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def test_a_layer_that_computes_a_little_otherwise_is_left_alone(tmp_path):
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(saved("Qwen3Moe", tmp_path))
+    layer = model.model.layers[0]
+    assert find_attention(layer, model.model.rotary_emb) is not None
+    assert find_attention(Scaled(layer), model.model.rotary_emb) is None
+    layer.self_attn.scaling *= 1.01
+    assert find_attention(layer, model.model.rotary_emb) is not None
+    other = copy.deepcopy(layer)
+    other.self_attn.q_norm.forward = lambda x: x
+    assert find_attention(other, model.model.rotary_emb) is None
+    decoder_layers.use_kernels(Scaled(layer))
