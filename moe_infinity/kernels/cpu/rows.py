@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from moe_infinity.checkpoint.layout import WORDS
-from moe_infinity.kernels.cpu.compiler import c_function
+from moe_infinity.kernels.cpu.compiler import c_function, processor
 from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments, Tile
 from moe_infinity.kernels.cpu.vectors import (
     F32,
@@ -29,7 +29,6 @@ from moe_infinity.kernels.cpu.vectors import (
     I32,
     I64,
     LANES,
-    WIDE,
     all_lanes,
     fma,
     larger,
@@ -47,14 +46,14 @@ NUM_ARGUMENTS = len(KernelArguments._fields)
 
 
 FEW = 2  # tokens for which memory is the limit: one row at a time comes fastest
-MANY_ROWS = 4 if WIDE else 2  # at once, for more tokens
 
 
-def most_tokens(loop: InnerLoop) -> int:
-    """Of a tile, so that its sums fit the registers."""
-    if loop.kind == "awq":  # has sums of twice as many rows
-        return 3 if WIDE else 2
-    return 6 if WIDE else 3
+def largest_tile(loop: InnerLoop) -> Tile:
+    """Its sums fit the registers: 32 of 16 lanes with AVX-512, half as much elsewhere or less."""
+    is_wide = "+avx512f" in processor()[1].split(",")
+    if loop.kind == "awq":  # has sums of 128 rows
+        return Tile(1, 3 if is_wide else 2)
+    return Tile(4, 6) if is_wide else Tile(2, 3)
 
 
 @cache
@@ -113,7 +112,7 @@ def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
         emit_tiles = emit_words if loop.kind in WORDS else _emit_tiles
         emit_tiles(loop, tile, b, first, last, x_at, out_at, a)
 
-    most = most_tokens(loop)
+    height, most = largest_tile(loop)
     is_few = b.icmp_signed("<=", num_tokens, I64(FEW))
     with b.if_else(is_few) as (then, otherwise):
         with then:
@@ -124,10 +123,10 @@ def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
             rest = b.urem(num_tokens, I64(most))
             whole = b.sub(num_tokens, rest)
             with cgutils.for_range_slice(b, I64(0), whole, I64(most), intp=I64) as (start, _):
-                emit(Tile(MANY_ROWS, most), start)
+                emit(Tile(height, most), start)
             for tokens in range(1, most):
                 with b.if_then(b.icmp_signed("==", rest, I64(tokens))):
-                    emit(Tile(MANY_ROWS, tokens), whole)
+                    emit(Tile(height, tokens), whole)
 
 
 def _emit_tiles(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -17,7 +16,6 @@ from numba.extending import intrinsic
 
 from moe_infinity.kernels.unpack import NIBBLES
 
-WIDE = "+avx512f" in llvm.get_host_cpu_features().flatten()
 LANES = 16  # float32 values of a vector; LLVM splits them where the machine has narrower ones
 
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))

@@ -177,10 +177,12 @@ def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
 
 
 @machine_code(types.void(*[types.int64] * 7))
-def add_weighted(rows, width, places, weights, top_k, total, num_tokens):  # type: ignore[no-untyped-def]
-    """Add rows at `places` [T, K], times `weights` [T, K], to `total` [T, D]: addresses."""
+def add_weighted(rows, width, row_of, weights, top_k, total, num_tokens):  # type: ignore[no-untyped-def]
+    """Add rows `row_of` [T, K] that are not negative, times `weights` [T, K], to `total` [T, D]: addresses."""
     for pair in range(num_tokens * top_k):
-        row = rows + 4 * width * int_at(places, pair)
+        if int_at(row_of, pair) < 0:
+            continue
+        row = rows + 4 * width * int_at(row_of, pair)
         weight = float_at(weights, pair)
         onto = total + 4 * width * (pair // top_k)
         for d in range(width):

@@ -12,23 +12,26 @@ GFLOP/s of [rows, 2048] x [2048, 1536], two cores, bf16 weights:
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
 
 MOST_TOKENS = 64  # of a forward pass; no longer one goes to torch
+MEAN_ROWS = 12  # of an expert; as far as ours are faster
 
 
-def is_for_torch(num_tokens: int, dtype: torch.dtype) -> bool:
+def is_for_torch(num_tokens: int, dtype: torch.dtype, mean_rows: float = math.inf) -> bool:
     """Depends on the number of tokens of a pass and not on how many of them an expert gets: else a
-    token's bits would depend on where other tokens go.
+    token's bits would depend on where other tokens go. An expert gets `mean_rows` on average.
     """
-    return num_tokens > MOST_TOKENS and dtype == torch.bfloat16 and _has_products_of_bfloat16()
+    is_long = num_tokens > MOST_TOKENS and mean_rows > MEAN_ROWS
+    return is_long and dtype == torch.bfloat16 and has_products_of_bfloat16()
 
 
 @cache
-def _has_products_of_bfloat16() -> bool:
-    """AVX512-BF16 or AMX; a machine without multiplies such numbers forty times more slowly."""
+def has_products_of_bfloat16() -> bool:
+    """AVX512-BF16 or AMX. Without them torch multiplies such numbers forty times more slowly."""
     knows_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return knows_avx512 and (
         torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
