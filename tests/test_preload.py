@@ -282,7 +282,7 @@ def test_a_server_is_ready_once_all_slots_are_filled(tiny_checkpoint, disk):
     go_on = threading.Event()
     disk.act = lambda read: not is_of_preload() or go_on.wait(20)
     with MoE(tiny_checkpoint, host_memory="100%", preload="wait") as moe:
-        engine = server.Engine(moe)
+        engine = server.Engine(moe, server.ServeConfig())
         engine.start()
         try:
             assert engine.is_alive
@@ -299,7 +299,7 @@ def test_a_server_that_is_stopped_does_not_wait_for_it(tiny_checkpoint, disk):
     go_on = threading.Event()
     disk.act = lambda read: not is_of_preload() or go_on.wait(20)
     with MoE(tiny_checkpoint, host_memory="100%", preload="wait") as moe:
-        engine = server.Engine(moe)
+        engine = server.Engine(moe, server.ServeConfig())
         engine.start()
         began = time.monotonic()
         engine.close()

@@ -47,7 +47,9 @@ def generate(moe: MoE, batches: Sequence[Prompts]) -> None:
 def test_replaying_a_runs_own_trace_gives_its_hits_misses_and_evictions(
     tiny_checkpoint, tmp_path: Path, policy, host_memory, batches
 ):
-    with MoE(tiny_checkpoint, host_memory=host_memory, policy=policy) as moe:
+    with MoE(
+        tiny_checkpoint, host_memory=host_memory, policy=policy, prefetch=False, preload="off"
+    ) as moe:
         with moe.recording() as finish:
             generate(moe, batches)
             sequences = finish()

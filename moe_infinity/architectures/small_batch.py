@@ -22,10 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_infinity.architectures.decoder_layers import use_kernels
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.engine.fused import FUSED_ROWS
 from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.threads import give_torch_all, leave_torch_one
+from moe_infinity.kernels.many_rows import MOST_TOKENS, is_for_torch
 
 MARK = "_moe_infinity_takes_small_batches"  # set on every module of a model that we run
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -51,7 +51,7 @@ class SmallBatchSteps:
             given = [*map(kwargs.get, ("decoder_input_ids", "input_ids", "inputs_embeds")), *args]
             inputs = next((value for value in given if isinstance(value, Tensor)), None)
             try:
-                if inputs is not None and inputs.shape[:2].numel() <= FUSED_ROWS:
+                if inputs is not None and inputs.shape[:2].numel() <= MOST_TOKENS:
                     leave_torch_one()
                 return stock(*args, **kwargs)
             finally:  # also after Ctrl-C, for which torch calls no hook
@@ -80,7 +80,7 @@ class Siblings:
     def forward(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """By the kernel for few tokens without gradients, else by torch."""
         rows = x.shape[:-1]
-        if rows.numel() > FUSED_ROWS or torch.is_grad_enabled():
+        if is_for_torch(rows.numel(), x.dtype) or torch.is_grad_enabled():
             return nn.functional.linear(x, linear.weight, linear.bias)
         version = None if x.is_inference() else x._version
         is_same = x is self._x and version is not None and version == self._version

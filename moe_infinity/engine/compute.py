@@ -17,9 +17,10 @@ from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule
 from moe_infinity.checkpoint.recipe import LayerRecipes
 from moe_infinity.engine.exact import ExactBackend
 from moe_infinity.engine.expert_kernels import fused_layer
-from moe_infinity.engine.fused import FUSED_ROWS, PACKED_ROWS, FusedBackend
+from moe_infinity.engine.fused import FusedBackend
 from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import ExpertKey
+from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.memory.host import Slots
 
 
@@ -66,6 +67,8 @@ class LayerComputer:
             weighs_input=layer.adapter.weighs_input,
         )
         self._fused = None if is_exact else self._fused_backend(layer, recipes)
+        self._is_packed = recipes.is_packed
+        self._num_experts = layer.num_experts
         read, other = ("read by kernels", "unpacked") if recipes.is_packed else ("fast", "exact")
         self.how = other if self._fused is None else read
 
@@ -79,15 +82,17 @@ class LayerComputer:
         return FusedBackend(
             experts,
             self._slots.address_of,
-            most_rows=PACKED_ROWS if recipes.is_packed else FUSED_ROWS,
             weighs_input=layer.adapter.weighs_input,
         )
 
     def begin(self, x_TD: Tensor, routing: Routing) -> LayerWork:
-        """The work of one step: fused where that pays."""
+        """The work of one step."""
         backend: Backend = self._exact
-        if self._fused is not None and self._fused.takes(routing):
-            backend = self._fused
+        if self._fused is not None and routing.experts_TK is not None:
+            mean_rows = routing.experts_TK.size / self._num_experts
+            is_plain = not self._is_packed
+            if not (is_plain and is_for_torch(routing.num_tokens, x_TD.dtype, mean_rows)):
+                backend = self._fused
         return backend.begin(x_TD, routing)
 
     def answering(self, calls: ExpertCalls) -> Work:

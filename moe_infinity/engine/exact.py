@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.engine.routing import Routing
+from moe_infinity.engine.routing import Routing, rows_of_experts
 from moe_infinity.experts import Ints
 
 ExpertMlp = Callable[..., Tensor]  # (weights of one expert by name, its rows [R, D]) -> [R, D]
@@ -57,7 +57,7 @@ class ExactWork:
         self._shape_TK = routing.experts_TK.shape
         self._dtype = x_TD.dtype
         self._num_without = routing.num_without
-        self._rows = _rows_of(routing)
+        self._rows = rows_of_experts(routing)
         self._pairs_P = torch.from_numpy(self._order(routing.experts_TK)).to(x_TD.device)
         self._inputs_PD = x_TD[self._pairs_P // self._shape_TK[1]]
         self._weights_P1: Tensor | None = routing.weights_TK.reshape(-1, 1)
@@ -108,16 +108,6 @@ class ExactWork:
             pairs_R = self._pairs_P[rows]
             total_TD.index_add_(0, pairs_R // top_k, self._outputs_PD[pairs_R].to(self._dtype))
         return total_TD
-
-
-def _rows_of(routing: Routing) -> dict[int, slice]:
-    """Of the sorted pairs, those of each activated expert. Pairs without an expert come first."""
-    first = routing.num_without
-    if isinstance(routing.counts, int):
-        stops = [*range(first + 1, first + len(routing.activated) + 1)]
-    else:
-        stops = (routing.counts.cumsum() + first).tolist()
-    return dict(zip(routing.activated, map(slice, [first, *stops], stops), strict=False))
 
 
 def _order_of_grouped_mm(experts_P: Ints) -> Ints:

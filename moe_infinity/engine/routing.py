@@ -47,6 +47,16 @@ class Routing(NamedTuple):
         return cls(num_tokens, found.tolist(), counts, num_without, experts_TK, weights_TK)
 
 
+def rows_of_experts(routing: Routing) -> dict[int, slice]:
+    """Of the pairs sorted by expert, those of each activated one. Pairs without one come first."""
+    first = routing.num_without
+    if isinstance(routing.counts, int):
+        stops = [*range(first + 1, first + len(routing.activated) + 1)]
+    else:
+        stops = (routing.counts.cumsum() + first).tolist()
+    return dict(zip(routing.activated, map(slice, [first, *stops], stops), strict=False))
+
+
 def without_gaps(experts_TK: Ints) -> Ints:
     """For the recorder and the predictor, which do not know NO_EXPERT: replaced by another expert
     of the token, or by 0 if the token has none.

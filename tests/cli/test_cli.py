@@ -86,7 +86,9 @@ def test_run_with_a_static_cache_gives_what_generate_gives_with_one(
 
 
 def test_run_json_reports_what_the_cache_did(command, tiny_checkpoint):
-    report = json.loads(command(*run_args(tiny_checkpoint, "--json")).out)["report"]
+    report = json.loads(command(*run_args(tiny_checkpoint, "--json", "--preload", "off")).out)[
+        "report"
+    ]
     assert 0 <= report["prefill"]["hit_rate"] <= 1
     assert 0 < report["decode"]["hit_rate"] < 1
     misses = report["prefill"]["misses"] + report["decode"]["misses"]

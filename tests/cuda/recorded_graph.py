@@ -76,7 +76,7 @@ def run_again(func: Any, args: Any, kwargs: Any, outs: list[Tensor], fresh: list
             out.copy_(new)
 
 
-def no_kernels_for_a_cpu(self: ComputeDevice, model: Any) -> None:
+def no_kernels_for_a_cpu(self: ComputeDevice, model: Any, early_router: Any) -> None:
     """They are none of torch's, which a recording notes."""
 
 

@@ -58,7 +58,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor | None:
     """[B, H, 1, d], [B, G, N, d], [B, G, N, dv] -> [B, H, dv]. The mask is added, or says where to
-    look if it is bool; [B or 1, H or 1, 1, N]. None: for these, somebody else.
+    look if it is bool; [B or 1, H or 1, 1, N]. None: not for these shapes, dtypes or devices.
     """
     num_seqs, num_groups, num_tokens, width = key.shape
     value_width = value.shape[3]
@@ -77,9 +77,9 @@ def attend(
     bias = None if mask is None else _bias(mask).expand(num_seqs, num_heads, 1, num_tokens)
     arguments = arguments_for(loop, (num_tokens, width), (1, width), 1)
     arguments = arguments._replace(row_bytes=key.stride(2) * key.itemsize, out_bytes=4 * in_row)
-    told: NDArray[np.int64] = np.array(arguments, np.int64)
+    packed: NDArray[np.int64] = np.array(arguments, np.int64)
     attention(str(kind), value_width // LANES)(
-        row_function(loop).address, told.ctypes.data, x.ctypes.data, arguments.x_bytes,
+        row_function(loop).address, packed.ctypes.data, x.ctypes.data, arguments.x_bytes,
         key.data_ptr(), *_bytes(key)[:2], value.data_ptr(), *_bytes(value),
         *((0, 0, 0) if bias is None else (bias.data_ptr(), *_bytes(bias)[:2])),
         scores.data_ptr(), 4 * in_row, out.data_ptr(),
@@ -95,7 +95,7 @@ def _bytes(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def _bias(mask: Tensor) -> Tensor:
-    """As numbers to add."""
+    """The mask as float32 to add to scores."""
     if mask.dtype == torch.bool:
         return host_float32(*mask.shape).zero_().masked_fill_(~mask, -torch.inf)
     return mask.to(torch.float32).contiguous()
@@ -103,8 +103,8 @@ def _bias(mask: Tensor) -> Tensor:
 
 @cache
 def attention(kind: str, num_vectors: int) -> Any:
-    """Machine code for values of so many vectors. It is told addresses, and the bytes from one
-    sequence, head or token to the next.
+    """Machine code for a cache of this kind whose values are `num_vectors` vectors wide. Its
+    arguments are addresses, and strides in bytes from one sequence, head or token to the next.
     """
 
     # fmt: off
@@ -148,14 +148,14 @@ def weigh(
 
 
 def _emit_weigh(kind: str, num_vectors: int, context: Any, b: Any, args: Any) -> Any:
-    """out = the sum of rows, weighted by the softmax of scores, which become exponentials."""
+    """out = the sum of rows, weighted by the softmax of scores. Overwrites scores."""
     scores, num_steps, rows, row_bytes, num_rows, out = args
     largest = cgutils.alloca_once_value(b, all_lanes(F32, -math.inf))
     total = cgutils.alloca_once_value(b, FLOATS(None))
     with cgutils.for_range(b, num_steps, intp=I64) as loop:
         found = load(b, b.add(scores, b.mul(loop.index, I64(4 * LANES))), 0, F32)
         b.store(larger(b, found, b.load(largest)), largest)
-    # where all is masked, the largest is no number to subtract
+    # where all is masked, the largest is -inf, which must not be subtracted
     peak = larger(b, repeated(b, largest_of_lanes(b, b.load(largest))), all_lanes(F32, -FINITE))
     with cgutils.for_range(b, num_steps, intp=I64) as loop:
         at = b.add(scores, b.mul(loop.index, I64(4 * LANES)))

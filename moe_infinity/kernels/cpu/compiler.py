@@ -105,12 +105,21 @@ def cache_folder() -> Path | None:
 def _version() -> str:
     """A hash of all that machine code depends on."""
     digest = hashlib.sha256()
-    for text in (numba.__version__, llvmlite.__version__, llvm.get_host_cpu_name()):
+    for text in (numba.__version__, llvmlite.__version__, *processor()):
         digest.update(text.encode())
-    digest.update(llvm.get_host_cpu_features().flatten().encode())
     for file in sorted(PACKAGE.glob("kernels/**/*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def processor() -> tuple[str, str]:
+    """The name and the features of the one that code is compiled for: this machine's, unless
+    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise.
+    """
+    name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    if features is None:
+        features = llvm.get_host_cpu_features().flatten() if name is None else ""
+    return name or llvm.get_host_cpu_name(), features
 
 
 def _delete_unused(folder: Path) -> None:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.checkpoint.layout import EXPONENTS, WORDS, WeightLayout, block_of
-from moe_infinity.experts import ParamSpec
+from moe_infinity.experts import Ints, ParamSpec
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cpu import work as experts_work
@@ -204,32 +204,33 @@ class FusedExperts:
         rows.compute(starts[:-1], starts[1:], addresses)
         return rows.out_PD.to(inputs_PD.dtype)
 
-    def begin(self, inputs_PD: Tensor, num_rows: int) -> Rows:
-        """Make ready to compute `num_rows` rows. `inputs_PD` may be a single row, the input of all,
-        if each expert has one row.
+    def begin(self, inputs_TD: Tensor, num_rows: int, tokens_P: Tensor | None = None) -> Rows:
+        """Make ready to compute `num_rows` rows, of which row i has the input tokens_P[i]. Without
+        `tokens_P` it has input i, or the only one, if each expert has one row.
         """
-        return Rows(self, inputs_PD, num_rows)
+        return Rows(self, inputs_TD, num_rows, tokens_P)
 
 
 class Rows:
     """The rows of all experts of one layer in one step, computed in any number of calls."""
 
-    def __init__(self, experts: FusedExperts, inputs_PD: Tensor, num_rows: int) -> None:
-        x = inputs_PD.to(torch.float32).contiguous()
+    def __init__(
+        self, experts: FusedExperts, inputs_TD: Tensor, num_rows: int, tokens_P: Tensor | None
+    ) -> None:
+        x = inputs_TD.to(torch.float32).contiguous()
         places = experts.up.places
-        num_x = len(x)
         self._experts = experts
-        self._is_shared = num_x < num_rows
-        # arranged x, and of each row what comes out of up and what goes into down
+        self._x = host_float32(len(x), places.row_bytes // 4)
+        arrange(x.data_ptr(), 4 * x.shape[1], self._x.data_ptr(), len(x), places)
+        if tokens_P is not None:
+            self._x = self._x[tokens_P]
+        self._is_shared = len(self._x) < num_rows
+        # of each row what comes out of up and what goes into down
         self._scratch = torch.empty(
-            num_x * places.row_bytes + num_rows * experts.row_bytes + SPARE_BYTES,
-            dtype=torch.uint8,
-            device="cpu",
+            num_rows * experts.row_bytes + SPARE_BYTES, dtype=torch.uint8, device="cpu"
         )
-        self._up_at = self._scratch.data_ptr() + num_x * places.row_bytes
-        self._hidden_at = self._up_at + num_rows * experts.up_bytes
+        self._hidden_at = self._scratch.data_ptr() + num_rows * experts.up_bytes
         self.out_PD = host_float32(num_rows, experts.down.num_rows)
-        arrange(x.data_ptr(), 4 * x.shape[1], self._scratch.data_ptr(), num_x, places)
 
     def compute(
         self, starts: Sequence[int], stops: Sequence[int], addresses: Sequence[int]
@@ -244,21 +245,21 @@ class Rows:
             stops,
             addresses,
             num_threads=num_threads(),
-            x=self._scratch.data_ptr(),
+            x=self._x.data_ptr(),
             x_is_shared=int(self._is_shared),
-            up=self._up_at,
+            up=self._scratch.data_ptr(),
             hidden=self._hidden_at,
             out=self.out_PD.data_ptr(),
         )
 
-    def sum(self, place_P: array[int], weights_TK: Tensor) -> Tensor:
-        """[T, D]: the weighted sum of each token's rows, in the order of k. `place_P` is the row of
-        each pair, token by token. Weights are float32, contiguous.
+    def sum(self, row_P: Ints, weights_TK: Tensor) -> Tensor:
+        """[T, D]: the weighted sum of each token's rows, in the order of k. `row_P` is the row of
+        each pair, token by token; negative: it has none. Weights are float32, contiguous.
         """
         num_tokens, top_k = weights_TK.shape
         total_TD = host_float32(num_tokens, self.out_PD.shape[1]).zero_()
         experts_work.add_weighted(
-            self.out_PD.data_ptr(), self.out_PD.shape[1], place_P.buffer_info()[0],
+            self.out_PD.data_ptr(), self.out_PD.shape[1], row_P.ctypes.data,
             weights_TK.data_ptr(), top_k, total_TD.data_ptr(), num_tokens,
         )  # fmt: skip
         return total_TD

@@ -1,7 +1,7 @@
-"""How values of each kind become vectors of float32: what a kernel of the CPU must know of a format
-beside its WeightLayout. Kinds that lie column by column have words.py instead.
+"""How stored values of each kind become vectors of float32. A kernel of the CPU needs this and the
+WeightLayout. Kinds that are stored column by column are read by words.py instead.
 
-A loader may leave a factor out that is the same for all values: x is multiplied by it instead.
+A loader may leave out a factor that all values share: x is multiplied by it instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LoadValues = Callable[[Any, int, Any], Iterable[Any]]
 
 
 class ValueLoader(NamedTuple):
-    """Of one kind."""
+    """How the values of one kind are loaded."""
 
     bits: int  # of a value
     num_vectors: tuple[int, ...]  # that one call may load; the most that fit a row are taken
@@ -40,7 +40,7 @@ class ValueLoader(NamedTuple):
     left_out: float = 1.0
     short_groups: tuple[int, ...] = ()  # columns that share a scale, fewer than one call loads
     columns_per_lane: int = 1  # neighbouring columns that lie in one lane of neighbouring vectors
-    subtracts_zero: bool = False  # values count from 0; what stands for 0 is subtracted later
+    subtracts_zero: bool = False  # values are unsigned; their zero point is subtracted later
 
 
 def _int4(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
@@ -48,7 +48,7 @@ def _int4(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
 
 
 def _mxfp4(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
-    """The sign to bit 15, the others to bits 9-11: a float16 / 2 ** 14."""
+    """Moves the sign to bit 15, the others to bits 9-11: a float16 / 2 ** 14."""
     halves = load(b, at, 0, I16)
     for k in range(num_vectors):
         top = b.ashr(b.shl(halves, all_lanes(I16, 12 - 4 * k)), all_lanes(I16, 3))
@@ -61,7 +61,7 @@ def _int8(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
 
 
 def _fp8(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
-    """A float16 / 2 ** 8."""
+    """As the bits of a float16, which is the value / 2 ** 8."""
     for k in range(num_vectors):
         halves = b.shl(b.sext(load(b, at, k * LANES, I8), vector_of(I16)), all_lanes(I16, 7))
         yield from_half(b, b.and_(halves, all_lanes(I16, 0xBF80)))

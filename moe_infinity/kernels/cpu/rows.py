@@ -1,10 +1,14 @@
-"""The inner loop of weights for experts.py, as vector instructions; of those
-that lie column by column it is in words.py. LLVM finds worse ones by itself: with sums
-across lanes at every group, or scales spread in memory.
+"""The inner loop over a weight that is stored row by row, as vector instructions; words.py has that
+of the other kinds. Left to vectorize a plain loop, LLVM makes slower ones: with sums across lanes
+at every group, or scales spread in memory.
 
-    for each row    for each step of 64 bytes or so    values x x, times scale, onto 16 sums
+    for each tile of rows and tokens
+        for each step of 64 bytes or so of a row    values x x, times scale, onto 16 sums
 
-steps.py says what a step is and how x lies, loaders.py how values are read.
+A weight is decoded once for all tokens of a tile. The bits of an output depend on nothing but its
+row of the weight and its token: the additions are the same in tiles of every size.
+
+steps.py says what a step is and how x is arranged, loaders.py how values are read.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from moe_infinity.checkpoint.layout import WORDS
-from moe_infinity.kernels.cpu.compiler import c_function
+from moe_infinity.kernels.cpu.compiler import c_function, processor
 from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments, Tile
 from moe_infinity.kernels.cpu.vectors import (
     F32,
@@ -25,7 +29,6 @@ from moe_infinity.kernels.cpu.vectors import (
     I32,
     I64,
     LANES,
-    WIDE,
     all_lanes,
     fma,
     larger,
@@ -43,21 +46,21 @@ NUM_ARGUMENTS = len(KernelArguments._fields)
 
 
 FEW = 2  # tokens for which memory is the limit: one row at a time comes fastest
-MANY_ROWS = 4 if WIDE else 2  # at once, for more tokens
 
 
-def most_tokens(loop: InnerLoop) -> int:
-    """Of a tile, so that its sums fit the registers."""
-    if loop.kind == "awq":  # has sums of twice as many rows
-        return 3 if WIDE else 2
-    return 6 if WIDE else 3
+def largest_tile(loop: InnerLoop) -> Tile:
+    """Its sums fit the registers: 32 of 16 lanes with AVX-512, half as much elsewhere or less."""
+    is_wide = "+avx512f" in processor()[1].split(",")
+    if loop.kind == "awq":  # has sums of 128 rows
+        return Tile(1, 3 if is_wide else 2)
+    return Tile(4, 6) if is_wide else Tile(2, 3)
 
 
 @cache
 def row_function(loop: InnerLoop) -> Any:
-    """A C function for rows [first, last) of a weight; its `address` takes first, last, x, the
-    number of tokens, out, the address of KernelArguments in memory, and what to add to their
-    addresses.
+    """A C function for rows [first, last). It takes first, last, the address of x, its number of
+    tokens, the addresses of out and of KernelArguments, and that of the slot, from which the
+    weight's parts are counted.
     """
     kind = loop.kind  # constants of the compiled code
     num_vectors = loop.num_vectors
@@ -65,12 +68,15 @@ def row_function(loop: InnerLoop) -> Any:
     scale = loop.scale or ""
     has_zeros = int(loop.has_zeros)
 
-    @c_function(types.void(*[types.int64] * 7), "rows_" + "_".join(map(str, loop)))
+    name = "rows_" + "_".join(map(str, loop))
+    is_kept = loop.loader.load.__module__.startswith("moe_infinity.")
+
+    @c_function(types.void(*[types.int64] * 7), name, is_kept=is_kept)
     def function(
-        first: int, last: int, x: int, num_tokens: int, out: int, told: int, slot: int
+        first: int, last: int, x: int, num_tokens: int, out: int, arguments: int, slot: int
     ) -> None:
         _rows(kind, num_vectors, num_scales, scale, has_zeros,
-              first, last, x, num_tokens, out, told, slot)  # fmt: skip
+              first, last, x, num_tokens, out, arguments, slot)  # fmt: skip
 
     return function
 
@@ -78,7 +84,7 @@ def row_function(loop: InnerLoop) -> Any:
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _rows(
     _: Any, kind: Any, num_vectors: Any, num_scales: Any, scale: Any, has_zeros: Any,
-    first: Any, last: Any, x: Any, num_tokens: Any, out: Any, told: Any, slot: Any,
+    first: Any, last: Any, x: Any, num_tokens: Any, out: Any, arguments: Any, slot: Any,
 ) -> Any:  # fmt: skip
     literals = kind, num_vectors, num_scales, scale, has_zeros
     loop = InnerLoop(*(each.literal_value for each in literals))
@@ -93,9 +99,9 @@ def _rows(
 
 def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
     """out[t, row] for all tokens, as many at once as registers hold."""
-    first, last, x, num_tokens, out, told, slot = args
-    places = [b.inttoptr(b.add(told, I64(8 * k)), I64.as_pointer()) for k in range(NUM_ARGUMENTS)]
-    a = KernelArguments(*map(b.load, places))
+    first, last, x, num_tokens, out, arguments, slot = args
+    at = [b.add(arguments, I64(8 * k)) for k in range(NUM_ARGUMENTS)]
+    a = KernelArguments(*(b.load(b.inttoptr(address, I64.as_pointer())) for address in at))
     a = a._replace(
         weight=b.add(a.weight, slot), scales=b.add(a.scales, slot), zeros=b.add(a.zeros, slot)
     )
@@ -106,7 +112,7 @@ def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
         emit_tiles = emit_words if loop.kind in WORDS else _emit_tiles
         emit_tiles(loop, tile, b, first, last, x_at, out_at, a)
 
-    most = most_tokens(loop)
+    height, most = largest_tile(loop)
     is_few = b.icmp_signed("<=", num_tokens, I64(FEW))
     with b.if_else(is_few) as (then, otherwise):
         with then:
@@ -117,10 +123,10 @@ def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
             rest = b.urem(num_tokens, I64(most))
             whole = b.sub(num_tokens, rest)
             with cgutils.for_range_slice(b, I64(0), whole, I64(most), intp=I64) as (start, _):
-                emit(Tile(MANY_ROWS, most), start)
+                emit(Tile(height, most), start)
             for tokens in range(1, most):
                 with b.if_then(b.icmp_signed("==", rest, I64(tokens))):
-                    emit(Tile(MANY_ROWS, tokens), whole)
+                    emit(Tile(height, tokens), whole)
 
 
 def _emit_tiles(
@@ -199,8 +205,8 @@ def _scales(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: An
 
 
 def _zeros(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> Any:
-    """Those of a step in one vector: word [row / 8, group], nibble row % 8; None: they are not
-    stored.
+    """The zeros of a step in one vector: in word [row / 8, group], nibble row % 8. None: they are
+    not stored.
     """
     if not loop.has_zeros:
         return None

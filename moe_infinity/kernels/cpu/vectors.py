@@ -1,6 +1,7 @@
 """Vectors of 16 lanes in LLVM's terms, for the inner loops of rows.py and words.py.
 
-Only what LLVM can give every processor; `b` builds the code of a function, values are its values.
+Only what LLVM has for every processor. `b` builds the code of a function; what functions here take
+and return are values in that code.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -16,7 +16,6 @@ from numba.extending import intrinsic
 
 from moe_infinity.kernels.unpack import NIBBLES
 
-WIDE = "+avx512f" in llvm.get_host_cpu_features().flatten()
 LANES = 16  # float32 values of a vector; LLVM splits them where the machine has narrower ones
 
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -47,7 +46,7 @@ def store(b: Any, vector: Any, at: Any) -> None:
 
 
 def spread(b: Any, vector: Any) -> Any:
-    """Each element over as many lanes as it is for."""
+    """LANES lanes from fewer: each element is repeated over neighbouring lanes."""
     count = vector.type.count
     lanes = [lane * count // LANES for lane in range(LANES)]
     return b.shuffle_vector(vector, vector, ir.Constant(vector_of(I32), lanes))
@@ -86,8 +85,8 @@ def _from_top(b: Any, bits: Any, shift: int) -> Any:
 
 
 def nibbles_of(b: Any, words: Any) -> Iterator[Any]:
-    """Of every lane the 8, in float32: nibble k times 16 ** k where it is masked without a shift,
-    which is for all but the last.
+    """The 8 nibbles of each lane's word, in float32. Nibble k is multiplied by 16 ** k, as it is
+    masked without a shift; only the last one is shifted.
     """
     for k in range(NIBBLES - 1):
         yield b.sitofp(b.and_(words, all_lanes(I32, 15 << 4 * k)), FLOATS)
@@ -173,7 +172,7 @@ def store_some(b: Any, vector: Any, at: Any, count: Any) -> None:
     places = ir.Constant(vector_of(I64, lanes), [*range(lanes)])
     is_kept = b.icmp_signed("<", places, repeated(b, count, lanes))
     pointer = b.inttoptr(at, vector.type.as_pointer())
-    args = [vector, pointer, I32(4), is_kept]
+    args = vector, pointer, I32(4), is_kept
     _call(b, f"llvm.masked.store.v{lanes}f32.p0", ir.VoidType(), args)
 
 
@@ -191,8 +190,8 @@ def _call(b: Any, name: str, result: Any, args: list[Any], fastmath: tuple[str, 
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), args, fastmath=fastmath)
 
 
-# For functions that numba compiles, to which memory is an address: they compile several times as
-# fast as with arrays.
+# For functions that numba compiles. Memory is an address to them, not an array: so they compile
+# several times as fast.
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -248,7 +247,7 @@ def put_half(_: Any, address: Any, index: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def put_bfloat(_: Any, address: Any, index: Any, value: Any) -> Any:
-    """To the nearest, of two the even one. No number stays none."""
+    """Rounds to nearest, ties to even. NaN stays NaN."""
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         bits = b.bitcast(args[2], I32)

@@ -1,9 +1,9 @@
-"""The work of one call of experts.py, in machine code that all threads of a team enter at once.
+"""The work of one call of experts.py, in machine code that all threads of a team run at once.
 
     items    expert 0: blocks of up, expert 1: ..., then expert 0: blocks of down, expert 1: ...
 
-Whoever is free takes the next item. Who finishes the last block of up of an expert computes what
-goes into its down; by the time that its blocks are taken this has happened, as a rule.
+A free thread takes the next item. The thread that finishes an expert's last block of up also
+computes the input of its down. Usually that is done before the first block of its down is taken.
 
 Legend: P rows of all experts, sorted by expert, F expert width.
 """
@@ -45,9 +45,10 @@ BLOCK = 6  # int64s; see Weights
 
 
 class Weights(NamedTuple):
-    """Where things lie in a slot, the same for all experts: integers, for numba. Blocks are six:
-    addresses of a row function and KernelArguments; first and last row; offset in a row of out and
-    bytes of a row of x. A single product is up without anything else.
+    """Where things are in a slot, the same for all experts: integers, for numba. A block is six
+    numbers: the addresses of a row function and of KernelArguments; its first row, and one more
+    than its last; its offset in a row of out; the bytes of a row of x. A single product has an up
+    and nothing else.
     """
 
     up_blocks: int  # address
@@ -84,8 +85,8 @@ class KernelJob(NamedTuple):
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_rows(
-    _: Any, function: Any, first: Any, last: Any, x: Any, num_tokens: Any, out: Any, told: Any,
-    slot: Any,
+    _: Any, function: Any, first: Any, last: Any, x: Any, num_tokens: Any, out: Any,
+    arguments: Any, slot: Any,
 ) -> Any:  # fmt: skip
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64] * 7)
@@ -117,7 +118,7 @@ _job_at = reader_of(KernelJob)
 
 @njit(nogil=True)
 def multiply(block, slot, p, stop, x, x_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
-    """A block of rows of a weight that lies in this slot with rows of x, from p to stop."""
+    """Multiply a block of rows of a weight in this slot by rows of x, from p to stop."""
     x += p * x_bytes
     out += p * out_bytes + int_at(block, 4)
     first = int_at(block, 2)
@@ -136,7 +137,7 @@ def _add_bias(rows, row_bytes, num_rows, bias, dtype, first, last):  # type: ign
 
 @njit(nogil=True)
 def value_at(at, index, dtype):  # type: ignore[no-untyped-def]
-    """A number, whose dtype is this one of BIASES, in float32."""
+    """In float32, from an array whose dtype is number `dtype` of BIASES."""
     if dtype == 0:
         return float_at(at, index)
     return bfloat_at(at, index) if dtype == 1 else half_at(at, index)
@@ -144,7 +145,7 @@ def value_at(at, index, dtype):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def put_number(at, index, value, dtype):  # type: ignore[no-untyped-def]
-    """Rounded to this dtype of BIASES."""
+    """Rounded to dtype number `dtype` of BIASES."""
     if dtype == 0:
         put_float(at, index, value)
     elif dtype == 1:
@@ -155,7 +156,7 @@ def put_number(at, index, value, dtype):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
-    """What goes into down, of an expert whose up is complete."""
+    """The input of down, for an expert whose up is complete."""
     first = int_at(job.starts, expert)
     num_rows = int_at(job.stops, expert) - first
     at = job.up + first * weights.up_bytes
@@ -176,10 +177,12 @@ def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
 
 
 @machine_code(types.void(*[types.int64] * 7))
-def add_weighted(rows, width, places, weights, top_k, total, num_tokens):  # type: ignore[no-untyped-def]
-    """Rows at `places` [T, K], times `weights` [T, K], onto `total` [T, D]: addresses."""
+def add_weighted(rows, width, row_of, weights, top_k, total, num_tokens):  # type: ignore[no-untyped-def]
+    """Add rows `row_of` [T, K] that are not negative, times `weights` [T, K], to `total` [T, D]: addresses."""
     for pair in range(num_tokens * top_k):
-        row = rows + 4 * width * int_at(places, pair)
+        if int_at(row_of, pair) < 0:
+            continue
+        row = rows + 4 * width * int_at(row_of, pair)
         weight = float_at(weights, pair)
         onto = total + 4 * width * (pair // top_k)
         for d in range(width):
@@ -188,8 +191,8 @@ def add_weighted(rows, width, places, weights, top_k, total, num_tokens):  # typ
 
 @c_function(types.void(types.int64), "experts")
 def experts(call: int) -> None:
-    """Take items until none is left, and wait until all are done. `call` is where the addresses of
-    Weights and of an Arrangement are, and then a KernelJob.
+    """Take items until none is left, and wait until all are done. At the address `call` are the
+    addresses of Weights and of an Arrangement, then a KernelJob.
     """
     weights = _weights_at(int_at(call, 0))
     places = _places_at(int_at(call, 1))
@@ -240,8 +243,8 @@ def run_job(
     num_threads: int,
     **rest: int,
 ) -> None:
-    """Compute a job: `rest` are the other fields of KernelJob but the first. What it has addresses
-    of has to stay until this returns.
+    """Compute a job. `rest` are the fields of KernelJob from `x` to `out`. The memory at their
+    addresses has to stay until this returns.
     """
     num_experts = len(slots)
     num_state = OF_EXPERTS + LINE * num_experts
