@@ -33,7 +33,7 @@ def stream_chat(
             "POST", f"{base}/v1/chat/completions", json=body, headers=headers, timeout=timeout
         ) as response:
             if response.status_code != 200:
-                raise MoEInfinityError(_said(response.read()))
+                raise MoEInfinityError(_message_of(response.read()))
             yield from _pieces(response)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise MoEInfinityError(f"{base}: no answer: {error}") from error
@@ -63,10 +63,10 @@ def _text_of(payload: str) -> str:
             return "".join(text or "" for text in texts)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise MoEInfinityError(f"not a chunk of an answer: {payload[:MAX_SHOWN]}") from error
-    raise MoEInfinityError(_said(payload.encode()))
+    raise MoEInfinityError(_message_of(payload.encode()))
 
 
-def _said(body: bytes) -> str:
+def _message_of(body: bytes) -> str:
     """The message of an error object, or the beginning of any other body."""
     try:
         error = json.loads(body)["error"]

@@ -76,17 +76,17 @@ def refused_by(error: BaseException) -> Refused:
 def _refused_by_fields(error: RequestValidationError) -> Refused:
     """A refusal with status 400 that names the first wrong field."""
     errors = error.errors()
-    # A field that allows several types has an error for each. The type that the client meant got
-    # furthest. A location begins with "body".
+    # A location begins with "body". A field that allows several types has an error for each; the
+    # deepest one is of the type that the client meant.
     of_field = [each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]]
-    told = max(of_field, key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
-    message = told["msg"]
-    if told["type"] == "extra_forbidden":
+    shown = max(of_field, key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
+    message = shown["msg"]
+    if shown["type"] == "extra_forbidden":
         message = "this field is not supported"
-    elif told["type"] == "literal_error":
+    elif shown["type"] == "literal_error":
         message = f"not supported with this value: {message}"
-    if len(told["loc"]) == 1:
+    if len(shown["loc"]) == 1:
         return BadRequest("the body must be a JSON object")
-    param, *rest = map(str, told["loc"][1:])
+    param, *rest = map(str, shown["loc"][1:])
     place = ".".join([param, *(part for part in rest if not TRIED_TYPE.fullmatch(part))])
     return Refused(400, f"{place}: {message}", param=param)

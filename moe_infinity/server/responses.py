@@ -204,8 +204,8 @@ class ResponseAnswer(ChatAnswer):
 
         The fields are flat, as documented, and nested, as clients need them to raise an error.
         """
-        told = error.model_dump(include={"code", "message", "param"})
-        return self._named("error", **told, error=error.model_dump())
+        flat = error.model_dump(include={"code", "message", "param"})
+        return self._named("error", **flat, error=error.model_dump())
 
     @property
     def _status(self) -> str:
