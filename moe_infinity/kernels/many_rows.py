@@ -6,8 +6,6 @@ GFLOP/s of [rows, 2048] x [2048, 1536], two cores, bf16 weights:
     rows                           1    8   16   38   64  600
     Zen 5, ours                   47  270  330  400  415  430
            torch, bf16 products   28  210  350  550  650  880
-    the same with AVX2 only, ours
-           torch
 """
 
 from __future__ import annotations

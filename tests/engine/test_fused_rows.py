@@ -12,9 +12,10 @@ from torch import Tensor
 from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.engine.compute import Backend
 from moe_infinity.engine.exact import ExactBackend
-from moe_infinity.engine.fused import FUSED_ROWS, FusedBackend
+from moe_infinity.engine.fused import FusedBackend
 from moe_infinity.engine.routing import NO_EXPERT, Routing
 from moe_infinity.experts import ParamSpec
+from moe_infinity.kernels import many_rows
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.reference import expert_mlp
@@ -63,7 +64,6 @@ def fused_backend(*, weighs_input: bool = False) -> FusedBackend:
     return FusedBackend(
         fused,
         lambda slot_id: SLOTS[slot_id].data_ptr(),
-        most_rows=FUSED_ROWS,
         weighs_input=weighs_input,
     )
 
@@ -87,7 +87,7 @@ def sum_of(backend: Backend, num_tokens: int, portions: list[list[int]]) -> Tens
 
 
 @pytest.mark.parametrize("weighs_input", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 40])
 def test_any_order_and_any_portions_give_the_sum_of_experts_one_by_one(num_tokens, weighs_input):
     fused, exact = (make(weighs_input=weighs_input) for make in (fused_backend, exact_backend))
     activated = routing_of(num_tokens)[0].activated
@@ -103,14 +103,46 @@ def test_any_order_and_any_portions_give_the_sum_of_experts_one_by_one(num_token
         assert torch.equal(sum_of(exact, num_tokens, portions), expected), (order, cut)
 
 
-def test_few_rows_are_those_kernels_are_good_for():
-    def takes(experts_P: list[int], num_tokens: int) -> bool:
-        index_TK = torch.tensor(experts_P, dtype=torch.int64).view(num_tokens, -1)
-        return fused_backend().takes(Routing.of(index_TK, torch.ones(index_TK.shape)))
+def test_a_pair_without_an_expert_adds_nothing():
+    x_TD = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
+    with_gap = torch.tensor([[0, 1, NO_EXPERT], [2, NO_EXPERT, 3]])
+    weights_TK = torch.rand(2, 3, generator=torch.Generator().manual_seed(2))
+    found = []
+    for backend in (fused_backend(), exact_backend()):
+        routing = Routing.of(with_gap, weights_TK)
+        work = backend.begin(x_TD, routing)
+        work.run(routing.activated, routing.activated)
+        found.append(work.sum())
+    assert (found[0] - found[1]).abs().max() < 1e-5 * found[1].abs().max()
 
-    one_each = list(range(6 * FUSED_ROWS))
-    assert takes(one_each, 3 * FUSED_ROWS)
-    assert takes([expert % FUSED_ROWS for expert in one_each], 3 * FUSED_ROWS)
-    assert takes([0] * FUSED_ROWS, FUSED_ROWS)
-    assert not takes([0] * (FUSED_ROWS + 1), FUSED_ROWS + 1)
-    assert not takes([0, 1, 2, NO_EXPERT], 2)
+
+def test_a_token_gets_the_same_bits_with_any_number_of_others():
+    routing, x_TD = routing_of(90)
+    assert routing.experts_TK is not None
+    assert routing.weights_TK is not None
+    together = sum_of(fused_backend(), 90, [routing.activated])
+    for token in range(0, 90, 7):
+        rows = slice(token, token + 1)
+        alone = Routing.of(torch.from_numpy(routing.experts_TK[rows]), routing.weights_TK[rows])
+        work = fused_backend().begin(x_TD[rows], alone)
+        work.run(alone.activated, alone.activated)
+        assert torch.equal(work.sum(), together[rows])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype", "mean_rows", "expected"),
+    [
+        (64, torch.bfloat16, 100.0, False),
+        (65, torch.bfloat16, 100.0, True),
+        (600, torch.bfloat16, 5.0, False),
+        (600, torch.float32, 100.0, False),
+        (600, torch.float16, 100.0, False),
+    ],
+)
+def test_long_passes_go_to_torch_where_it_has_products_of_bfloat16(
+    num_tokens, dtype, mean_rows, expected, monkeypatch
+):
+    monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda: True)
+    assert many_rows.is_for_torch(num_tokens, dtype, mean_rows) == expected
+    monkeypatch.setattr(many_rows, "has_products_of_bfloat16", lambda: False)
+    assert not many_rows.is_for_torch(num_tokens, dtype, mean_rows)

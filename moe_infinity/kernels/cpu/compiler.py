@@ -116,7 +116,8 @@ def processor() -> tuple[str, str]:
     """The name and the features of the one that code is compiled for: this machine's, unless
     NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise.
     """
-    name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    name = numba.config.CPU_NAME
+    features = numba.config.CPU_FEATURES
     if features is None:
         features = llvm.get_host_cpu_features().flatten() if name is None else ""
     return name or llvm.get_host_cpu_name(), features

@@ -172,7 +172,7 @@ def store_some(b: Any, vector: Any, at: Any, count: Any) -> None:
     places = ir.Constant(vector_of(I64, lanes), [*range(lanes)])
     is_kept = b.icmp_signed("<", places, repeated(b, count, lanes))
     pointer = b.inttoptr(at, vector.type.as_pointer())
-    args = vector, pointer, I32(4), is_kept
+    args = [vector, pointer, I32(4), is_kept]
     _call(b, f"llvm.masked.store.v{lanes}f32.p0", ir.VoidType(), args)
 
 
