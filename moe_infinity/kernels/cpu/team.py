@@ -166,7 +166,7 @@ class Team:
         self._at = at + 8 * self._first
         self._memory[self._first + YIELD] = yield_address()
         for i in range(num_helpers):
-            name = f"moe-infinity-cpu-{i}"
+            name = f"experts-cpu-{i}"
             threading.Thread(target=self._helper, name=name, daemon=True).start()
 
     def run(self, function: int, address: int) -> None:
