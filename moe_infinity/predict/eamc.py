@@ -22,7 +22,6 @@ from moe_infinity.experts import Ints, Phase
 from moe_infinity.predict.eam import RequestEam
 
 TINY = np.finfo(np.float64).tiny  # squared norms start from it: 0 / sqrt(TINY) is 0, 0 / 0 is not
-FEW = 8  # up to here taking the best out one by one beats sorting: 4 and 25 us for 5 of 1,000
 
 Floats = NDArray[np.float64]
 
@@ -93,36 +92,21 @@ class Eamc:
         return np.array(self._mean_LE)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What a file keeps: the capacity, and prefill and decode as float32 [P, L, E]."""
-        capacity = np.array(self.capacity, dtype=np.int64)
+        """What a file keeps: prefill and decode as float32 [P, L, E]."""
         stored_LEP = {ph.value: of[:, :, : self.num_stored] for ph, of in self.cells.items()}
-        return {"capacity": capacity} | {k: v.transpose(2, 0, 1) for k, v in stored_LEP.items()}
+        return {name: of.transpose(2, 0, 1) for name, of in stored_LEP.items()}
 
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Eamc:
-        """The collection whose `arrays()` these are; others are ignored. Raises ValueError."""
-        names = {"capacity", *(phase.value for phase in Phase)}
-        if not names <= arrays.keys():
-            raise ValueError(f"arrays {sorted(arrays)}, expected {sorted(names)}")
-        capacity = arrays["capacity"]
-        decode_PLE = arrays[Phase.DECODE.value]
-        stored = {phase: arrays[phase.value] for phase in Phase}
-        if not (
-            capacity.dtype.kind in "iu"
-            and capacity.shape == ()
-            and all(s.dtype == np.float32 and s.ndim == 3 for s in stored.values())
-            and {s.shape for s in stored.values()} == {decode_PLE.shape}
-            and len(decode_PLE) <= capacity
-            and min(decode_PLE.shape[1:]) > 0
-        ):
-            found = {name: (arrays[name].dtype.name, arrays[name].shape) for name in sorted(names)}
-            raise ValueError(f"arrays that do not belong together: {found}")
-        if not all(map(_is_normalised, stored.values())) or not decode_PLE.any((1, 2)).all():
-            raise ValueError("a matrix with rows that sum to neither 1 nor 0, or an empty one")
-        eamc = cls(int(capacity), *decode_PLE.shape[1:])
-        for idx in range(len(decode_PLE)):
-            eamc._store(idx, {phase: s[idx] for phase, s in stored.items()})
-        return eamc
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Store what `arrays()` gave; `arrays` may have others, too. Raises ValueError for arrays
+        of another shape, or of more requests than there is room for.
+        """
+        stored_PLE = {phase: arrays[phase.value] for phase in Phase}
+        num_stored = len(arrays[Phase.DECODE.value])
+        shape = (num_stored, *self.decode.shape[1:])
+        if num_stored > self.capacity or any(of.shape != shape for of in stored_PLE.values()):
+            raise ValueError(f"requests of shapes {[of.shape for of in stored_PLE.values()]}")
+        for idx in range(num_stored):
+            self._store(idx, {phase: of[idx] for phase, of in stored_PLE.items()})
 
 
 class EamcMatch:
@@ -203,16 +187,7 @@ class EamcMatch:
 
     def nearest(self, num: int) -> NDArray[np.intp]:
         """Indices of the `num` (or all) most similar, best first; of equals the lower index."""
-        similarities_P = self.similarities()
-        num = min(num, len(similarities_P))
-        if num > FEW:
-            return np.argsort(-similarities_P, kind="stable")[:num]
-        left_P = similarities_P.copy()
-        nearest_N = np.empty(num, dtype=np.intp)
-        for rank in range(num):
-            nearest_N[rank] = best = left_P.argmax()
-            left_P[best] = -1.0
-        return nearest_N
+        return np.argsort(-self.similarities(), kind="stable")[:num]
 
     def predict(self, num_nearest: int) -> Floats:
         """[L, E] sum of the nearest decode matrices, each row normalised; empty rows zero. The mean
@@ -231,9 +206,3 @@ class EamcMatch:
             self._observed_squares_P[:] = TINY + self._squares_LP[self._is_observed_L].sum(axis=0)
             self._similarities_P = None
             self._version = self._eamc.version
-
-
-def _is_normalised(matrices_PLE: NDArray[np.float32]) -> bool:
-    sums_PL = matrices_PLE.sum(axis=2)
-    is_1_or_0 = (np.abs(sums_PL - 1) < 1e-3) | (sums_PL == 0)
-    return bool(is_1_or_0.all() and (matrices_PLE >= 0).all())

@@ -5,35 +5,35 @@ predict/predictor.py explains what each factor means.
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 
-BASE = 0
-BIAS = 1
-REQUEST = 2
-TRANSITION = 3
-NEXT_TOKEN = 4
-EAMC = 5
-TOKEN = 6
-LAYER = 7
-ROUTER = 8
-NUM_FEATURES = 9
 
-FEATURE_OF = {  # those that can be left out
-    "request": REQUEST,
-    "transition": TRANSITION,
-    "next_token": NEXT_TOKEN,
-    "eamc": EAMC,
-    "token": TOKEN,
-    "layer": LAYER,
-    "router": ROUTER,
-}
-FACTORS = tuple(FEATURE_OF)
+class Feature(IntEnum):
+    """Place of a feature in an array. All but the first two are factors: they can be left out."""
 
-# The stages of a prediction.
-NEXT = 0  # for the next token, right after a layer was routed
-NOW = 1  # for the token that is beginning
-AHEAD = 2  # for the layer after the one that was routed
-NUM_STAGES = 3
+    BASE = 0
+    BIAS = 1
+    REQUEST = 2
+    TRANSITION = 3
+    NEXT_TOKEN = 4
+    EAMC = 5
+    TOKEN = 6
+    LAYER = 7
+    ROUTER = 8
+
+
+FACTORS = tuple(feature.name.lower() for feature in Feature if feature > Feature.BIAS)
+
+
+class Stage(IntEnum):
+    """What a prediction is made for."""
+
+    NEXT = 0  # the next token, right after a layer was routed
+    NOW = 1  # the token that is beginning
+    AHEAD = 2  # the layer after the one that was routed
+
 
 # What a prototype with weights per layer converged to, on average over the layers, on development
 # requests of gpt-oss. The router's weight is a guess, as no trace has one.
@@ -47,7 +47,6 @@ START_WEIGHTS = np.array(
 )
 
 # 1 for the features that each stage can know.
-KNOWN = np.zeros((NUM_STAGES, NUM_FEATURES), dtype=np.float32)
-KNOWN[NEXT, : EAMC + 1] = 1
-KNOWN[NOW, : TOKEN + 1] = 1
-KNOWN[AHEAD] = 1
+KNOWN = np.ones_like(START_WEIGHTS)
+KNOWN[Stage.NEXT, Feature.TOKEN :] = 0
+KNOWN[Stage.NOW, Feature.LAYER :] = 0

@@ -1,6 +1,7 @@
 """What a predictor learned, on disk: the collection of earlier requests, the tables, the weights.
 
-A file belongs to one model, told by a signature, and to one version of the format.
+A file belongs to one model, told by a signature, and to one version of the format. The checksums of
+the .npz find damage. Beyond that only shapes are checked: values are those that a predictor wrote.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
 from moe_infinity.predict.archive import DAMAGED, read_arrays, write_arrays
-from moe_infinity.predict.eamc import Eamc
 from moe_infinity.predict.predictor import Predictor
 
 FORMAT_VERSION = 1
@@ -60,24 +60,8 @@ def load_history(path: Path, predictor: Predictor, *, signature: str) -> None:
 
 def _restore(predictor: Predictor, arrays: dict[str, NDArray[Any]]) -> None:
     """Raises ValueError or KeyError for arrays that do not fit; some may have been taken then."""
-    eamc = Eamc.from_arrays(arrays)
-    base = arrays["base"]
-    weights = arrays["weights"]
-    shape_LE = (predictor.num_layers, predictor.num_experts)
-    if base.shape != shape_LE or weights.shape != predictor.weights.shape:
-        raise ValueError(f"base rates {base.shape} and weights {weights.shape}")
-    if eamc.decode.shape[1:] != shape_LE:
-        raise ValueError(f"requests of shape {eamc.decode.shape[1:]}, not {shape_LE}")
-    numbers = [arrays[f"{name}_{part}"] for name in FOLLOW_TABLES for part in ("counts", "uses")]
-    if not all(np.isfinite(n).all() and (n >= 0).all() for n in (*numbers, base)):
-        raise ValueError("counts that are negative or no numbers")
-    num_tokens = arrays["num_tokens"]
-    ids = arrays["token_ids"].tolist()
-    if not (np.isfinite(weights).all() and (base > 0).all() and num_tokens >= 0):
-        raise ValueError("weights or rates no predictor has")
-    if len(set(ids)) != len(ids):
-        raise ValueError("a token id twice")
+    predictor.eamc.restore(arrays)
     for name in FOLLOW_TABLES:
         getattr(predictor, name).restore(arrays[f"{name}_counts"], arrays[f"{name}_uses"])
     predictor.tokens.restore(arrays)
-    predictor.restore(eamc, base, weights, int(num_tokens))
+    predictor.restore(arrays["base"], arrays["weights"], int(arrays["num_tokens"]))

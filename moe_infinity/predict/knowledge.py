@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.predict.eamc import Eamc
-from moe_infinity.predict.features import AHEAD, FACTORS, FEATURE_OF, KNOWN, START_WEIGHTS
+from moe_infinity.predict.features import FACTORS, KNOWN, START_WEIGHTS, Feature, Stage
 from moe_infinity.predict.tables import Floats, FollowTable, TokenTable
 
 LEARNING_RATE = 0.004  # of the weights, per token, divided by the number of layers
@@ -33,31 +33,29 @@ class Knowledge:
         self.factors = frozenset(FACTORS) - set(without)
         self._mask = KNOWN.copy()
         for name in without:
-            self._mask[:, FEATURE_OF[name]] = 0
+            self._mask[:, Feature[name.upper()]] = 0
         self.weights = START_WEIGHTS * self._mask
         self.base_LE = np.full((num_layers, num_experts), 1 / num_experts, dtype=np.float32)
         self.log_base_LE = np.log(self.base_LE)
         self.num_tokens = 0  # learned from so far
 
-    def restore(self, eamc: Eamc, base_LE: Floats, weights: Floats, num_tokens: int) -> None:
-        """Go on from what an earlier predictor learned. No step has begun yet."""
-        self.eamc = eamc
-        self.num_tokens = num_tokens
-        self.base_LE[:] = base_LE
-        self.weights = weights * self._mask
-
-    def add_token_evidence(self, factor: str, token_id: int, out_LE: Floats) -> None:
-        """Write to `out_LE` what is known of the experts of a token, or of the token after it; zero
-        if nothing.
+    def restore(self, base_LE: Floats, weights: Floats, num_tokens: int) -> None:
+        """Go on with what an earlier predictor learned. No step has begun yet. Raises ValueError for
+        arrays of another shape.
         """
-        evidence_LE = None
-        if factor in self.factors:
-            evidence_LE = self.tokens.evidence(
-                token_id,
-                after=factor == "next_token",
-                base_LE=self.base_LE,
-                log_base_LE=self.log_base_LE,
-            )
+        if (base_LE.shape, weights.shape) != (self.base_LE.shape, self.weights.shape):
+            raise ValueError(f"base rates {base_LE.shape} and weights {weights.shape}")
+        self.base_LE[:] = base_LE
+        self.weights[:] = weights
+        self.num_tokens = num_tokens
+
+    def add_token_evidence(self, token_id: int, out_LE: Floats, *, after: bool) -> None:
+        """Write to `out_LE` [L, E] what a token says of its experts, or of those of the token
+        after it; zeros if nothing is known.
+        """
+        evidence_LE = self.tokens.evidence(
+            token_id, after=after, base_LE=self.base_LE, log_base_LE=self.log_base_LE
+        )
         out_LE[:] = 0 if evidence_LE is None else evidence_LE
 
     def learn_weights(
@@ -68,7 +66,7 @@ class Knowledge:
         """
         features = features_FLE.reshape(len(features_FLE), -1)
         error = used_LE.reshape(-1) - chances_of(self.weights @ features)
-        error.reshape(-1, *used_LE.shape)[AHEAD, ~is_refined_L] = 0
+        error.reshape(-1, *used_LE.shape)[Stage.AHEAD, ~is_refined_L] = 0
         step = error @ features.T
         step *= self._mask * np.float32(LEARNING_RATE / self.num_layers)
         self.weights += step

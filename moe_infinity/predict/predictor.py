@@ -108,11 +108,10 @@ class Predictor(Knowledge):
 
     def hint(self, moe_layer_idx: int, experts_TK: Ints) -> None:
         """What the router of a layer chose for the counted tokens when it was asked early."""
-        if "router" in self.factors:
-            sequence_T = self._sequence_of_token_T
-            for idx, sequence in enumerate(self._sequences):
-                mine = slice(None) if sequence_T is None else sequence_T == idx
-                sequence.hint(moe_layer_idx, experts_TK[mine])
+        sequence_T = self._sequence_of_token_T
+        for idx, sequence in enumerate(self._sequences):
+            mine = slice(None) if sequence_T is None else sequence_T == idx
+            sequence.hint(moe_layer_idx, experts_TK[mine])
 
     def look_ahead(self, moe_layer_idx: int) -> None:
         """Refine the chances of the layer after this one by the routing of this one."""

@@ -9,21 +9,7 @@ import numpy as np
 
 from moe_infinity.experts import Ints, Phase
 from moe_infinity.predict.eamc import EamcMatch
-from moe_infinity.predict.features import (
-    AHEAD,
-    BASE,
-    BIAS,
-    EAMC,
-    LAYER,
-    NEXT,
-    NEXT_TOKEN,
-    NOW,
-    NUM_FEATURES,
-    REQUEST,
-    ROUTER,
-    TOKEN,
-    TRANSITION,
-)
+from moe_infinity.predict.features import Feature, Stage
 from moe_infinity.predict.knowledge import Knowledge, chances_of
 from moe_infinity.predict.tables import Floats
 
@@ -44,8 +30,8 @@ class SequencePredictor:
         num_experts = knowledge.num_experts
         shape_LE = (num_layers, num_experts)
         # Features of this step's predictions, and of the next step's, made as layers pass.
-        self._now_FLE = np.zeros((NUM_FEATURES, *shape_LE), dtype=np.float32)
-        self._next_FLE = np.zeros((NUM_FEATURES, *shape_LE), dtype=np.float32)
+        self._now_FLE = np.zeros((len(Feature), *shape_LE), dtype=np.float32)
+        self._next_FLE = np.zeros((len(Feature), *shape_LE), dtype=np.float32)
         self.chance_LE = np.zeros(shape_LE, dtype=np.float32)
         self.recent_LE = np.zeros(shape_LE, dtype=np.float32)
         self._match = {phase: EamcMatch(knowledge.eamc, phase) for phase in Phase}
@@ -64,8 +50,8 @@ class SequencePredictor:
         """A new request: nothing is known but what is true of all."""
         for features_FLE in (self._now_FLE, self._next_FLE):
             features_FLE[:] = 0
-            features_FLE[BASE] = knowledge.log_base_LE
-            features_FLE[BIAS] = 1
+            features_FLE[Feature.BASE] = knowledge.log_base_LE
+            features_FLE[Feature.BIAS] = 1
         self.recent_LE[:] = knowledge.base_LE
         self.chance_LE[:] = knowledge.base_LE
         self._before_LK = None
@@ -90,16 +76,16 @@ class SequencePredictor:
         self._now_FLE, self._next_FLE = self._next_FLE, self._now_FLE
         now_FLE = self._now_FLE
         next_FLE = self._next_FLE
-        next_FLE[BASE] = knowledge.log_base_LE
-        knowledge.add_token_evidence("token", int(token_ids_T[0]), now_FLE[TOKEN])
-        knowledge.add_token_evidence("next_token", int(token_ids_T[-1]), next_FLE[NEXT_TOKEN])
-        now_FLE[LAYER:] = 0
+        next_FLE[Feature.BASE] = knowledge.log_base_LE
+        knowledge.add_token_evidence(int(token_ids_T[0]), now_FLE[Feature.TOKEN], after=False)
+        knowledge.add_token_evidence(int(token_ids_T[-1]), next_FLE[Feature.NEXT_TOKEN], after=True)
+        now_FLE[Feature.LAYER :] = 0
         if "eamc" in knowledge.factors:
             if self._num_steps < MATCH_EVERY or self._num_steps % MATCH_EVERY == 0:
-                now_FLE[EAMC] = self._eamc_evidence(knowledge)
-            next_FLE[EAMC] = now_FLE[EAMC]
+                now_FLE[Feature.EAMC] = self._eamc_evidence(knowledge)
+            next_FLE[Feature.EAMC] = now_FLE[Feature.EAMC]
         self._num_steps += 1
-        odds = knowledge.weights[NOW].dot(now_FLE.reshape(NUM_FEATURES, -1))
+        odds = knowledge.weights[Stage.NOW].dot(now_FLE.reshape(len(Feature), -1))
         self.chance_LE[:] = chances_of(odds).reshape(self.chance_LE.shape)
         self.chance_LE[self._times_passed_L > 1] = LEAST_CHANCE
 
@@ -144,13 +130,13 @@ class SequencePredictor:
         np.maximum(recent_E, LEAST_CHANCE, out=logs_FE[0])
         knowledge.transitions.probabilities(moe_layer_idx, last_K, base_E, logs_FE[1])
         np.log(logs_FE, out=logs_FE)
-        np.subtract(logs_FE, log_base_E, out=next_FE[REQUEST : TRANSITION + 1])
-        self.chance_LE[moe_layer_idx] = chances_of(knowledge.weights[NEXT].dot(next_FE))
+        np.subtract(logs_FE, log_base_E, out=next_FE[Feature.REQUEST : Feature.TRANSITION + 1])
+        self.chance_LE[moe_layer_idx] = chances_of(knowledge.weights[Stage.NEXT].dot(next_FE))
 
     def hint(self, moe_layer_idx: int, experts_TK: Ints) -> None:
         """What the router of this layer chose when it was asked early."""
-        self._now_FLE[ROUTER, moe_layer_idx] = 0
-        self._now_FLE[ROUTER, moe_layer_idx, experts_TK.ravel()] = 1
+        self._now_FLE[Feature.ROUTER, moe_layer_idx] = 0
+        self._now_FLE[Feature.ROUTER, moe_layer_idx, experts_TK.ravel()] = 1
 
     def look_ahead(self, knowledge: Knowledge, moe_layer_idx: int) -> None:
         """Refine the chances of the layer after this one, which was just observed."""
@@ -160,12 +146,12 @@ class SequencePredictor:
         next_idx = moe_layer_idx + 1
         self._is_refined_L[next_idx] = True
         now_FE = self._now_FLE[:, next_idx]
-        follow_E = now_FE[LAYER]  # a view
+        follow_E = now_FE[Feature.LAYER]  # a view
         base_E = knowledge.base_LE[next_idx]
         knowledge.layers.probabilities(next_idx, experts_TK[-1], base_E, follow_E)
         np.log(follow_E, out=follow_E)
         follow_E -= knowledge.log_base_LE[next_idx]
-        self.chance_LE[next_idx] = chances_of(knowledge.weights[AHEAD].dot(now_FE))
+        self.chance_LE[next_idx] = chances_of(knowledge.weights[Stage.AHEAD].dot(now_FE))
 
     def _observe_many(self, recent_E: Floats, experts_TK: Ints) -> None:
         """The moving average over a prompt."""

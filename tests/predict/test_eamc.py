@@ -4,8 +4,6 @@ far, and survives on disk or is refused.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -238,11 +236,6 @@ def assert_equals_comparison(
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "eamc.npz"
-
-
-@pytest.fixture
 def full() -> Eamc:
     """Three places, of which the last was taken twice or more."""
     eamc, rng = Eamc(3, NUM_ROWS, NUM_EXPERTS), np.random.default_rng(1)
@@ -260,46 +253,7 @@ def assert_same(got: Eamc, expected: Eamc) -> None:
         np.testing.assert_array_equal(got.squares[phase], expected.squares[phase])
 
 
-def test_the_arrays_of_a_collection_may_lie_among_others(full):
-    arrays = full.arrays() | {"statistics": np.zeros(3)}
-    assert_same(Eamc.from_arrays(arrays), full)
-
-
-def two(decode: object) -> np.ndarray:
-    return np.stack([normalised(np.array(decode)).astype(np.float32)] * 2)
-
-
-WELL_FORMED = {"capacity": np.array(2), "prefill": two(A), "decode": two(B)}
-DIFFERENT_ARRAYS = {
-    "more than the capacity": {"capacity": np.array(1)},
-    "a capacity that is not whole": {"capacity": np.array(2.0)},
-    "a list of capacities": {"capacity": np.array([2])},
-    "fewer prompts than answers": {"prefill": two(A)[:1]},
-    "other experts in prefill": {"prefill": two([[1, 1]] * NUM_ROWS)},
-    "no rows": {"prefill": two(A)[:0, :0], "decode": two(B)[:0, :0]},
-    "matrices of two dimensions": {"prefill": two(A)[0], "decode": two(B)[0]},
-    "a number for decode": {"decode": np.float32(1)},
-    "another dtype": {"decode": two(B).astype(np.float64)},
-    "counts that are not normalised": {"decode": two(B) * 7},
-    "negative values": {"prefill": two(A) + np.array([1, -1, 0, 0], np.float32)},
-    "not a number": {"decode": two(B) * np.float32(np.nan)},
-    "an empty decode matrix": {"decode": two(B) * np.array([[[1]], [[0]]], np.float32)},
-    "no capacity": {"capacity": np.array(0), "prefill": two(A)[:0], "decode": two(B)[:0]},
-    "a capacity beyond any memory": {"capacity": np.array(1 << 60)},
-}
-
-
-@pytest.mark.parametrize("change", DIFFERENT_ARRAYS.values(), ids=DIFFERENT_ARRAYS)
-def test_arrays_that_do_not_make_a_collection_are_refused(change):
-    with pytest.raises((ValueError, MemoryError)):
-        Eamc.from_arrays(WELL_FORMED | change)
-
-
-def test_the_arrays_the_refused_ones_were_changed_from_make_a_collection():
-    assert Eamc.from_arrays(WELL_FORMED).num_stored == 2
-
-
-@pytest.mark.parametrize("missing", WELL_FORMED)
-def test_a_collection_without_one_of_its_arrays_is_refused(missing):
-    with pytest.raises(ValueError, match="expected .*" + missing):
-        Eamc.from_arrays({k: v for k, v in WELL_FORMED.items() if k != missing})
+def test_a_collection_made_of_the_arrays_of_another_is_equal(full):
+    restored = Eamc(full.capacity, NUM_ROWS, NUM_EXPERTS)
+    restored.restore(full.arrays() | {"statistics": np.zeros(3)})
+    assert_same(restored, full)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -93,9 +94,7 @@ def test_another_format_version_is_refused(path, learned, version, said):
 
 DAMAGES = {
     "base rates of another model": {"base": np.ones((2, 2), np.float32)},
-    "base rates of nothing": {"base": np.zeros((NUM_LAYERS, NUM_EXPERTS), np.float32)},
     "other weights": {"weights": np.zeros((1, 8), np.float32)},
-    "weights that are no numbers": {"weights": np.full((3, 8), np.nan, np.float32)},
     "requests of another shape": {
         "prefill": np.zeros((1, 1, 2), np.float32),
         "decode": np.full((1, 1, 2), 0.5, np.float32),
@@ -104,17 +103,15 @@ DAMAGES = {
     "no transitions": {"transitions_uses": None},
     "tokens without counts": {"token_counts": np.zeros((2, 1), np.uint8)},
     "one token id": {"token_ids": np.array(3)},
-    "no collection": {"capacity": None},
-    "an infinite base rate": {"base": np.full((NUM_LAYERS, NUM_EXPERTS), np.inf, np.float32)},
-    "base rates in words": {"base": np.full((NUM_LAYERS, NUM_EXPERTS), "often")},
-    "negative uses": {"layers_uses": np.full((NUM_LAYERS, NUM_EXPERTS), -2, np.float32)},
-    "fewer tokens than none": {"num_tokens": np.array(-5)},
-    "many numbers of tokens": {"num_tokens": np.arange(3)},
-    "a token id twice": {
-        "token_ids": np.array([3, 3]),
-        "token_counts": np.zeros((2, 2, NUM_LAYERS, NUM_EXPERTS), np.uint8),
-        "token_uses": np.zeros((2, 2), np.uint8),
+    "more requests than there is room for": {
+        "prefill": np.zeros((121, NUM_LAYERS, NUM_EXPERTS), np.float32),
+        "decode": np.zeros((121, NUM_LAYERS, NUM_EXPERTS), np.float32),
     },
+    "prompts without answers": {"decode": np.zeros((0, NUM_LAYERS, NUM_EXPERTS), np.float32)},
+    "no prompts": {"prefill": None},
+    "a number for answers": {"decode": np.float32(1)},
+    "base rates in words": {"base": np.full((NUM_LAYERS, NUM_EXPERTS), "often")},
+    "many numbers of tokens": {"num_tokens": np.arange(3)},
 }
 
 
@@ -122,6 +119,17 @@ DAMAGES = {
 def test_arrays_that_do_not_fit_are_refused(path, learned, changes):
     save_history(path, learned, signature="tiny")
     rewrite(path, **changes)
+    with pytest.raises(TraceError, match="not a history"):
+        load_history(path, fresh(), signature="tiny")
+
+
+def test_a_file_with_another_byte_in_the_middle_is_refused(path, learned):
+    save_history(path, learned, signature="tiny")
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        offset = archive.getinfo("transitions_counts.npy").header_offset
+    content[offset + 100] ^= 1
+    path.write_bytes(content)
     with pytest.raises(TraceError, match="not a history"):
         load_history(path, fresh(), signature="tiny")
 

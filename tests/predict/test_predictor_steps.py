@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from moe_infinity.cache.activation_aware import ActivationAware
 from moe_infinity.experts import Phase, Step
-from moe_infinity.predict.features import AHEAD, NOW
+from moe_infinity.predict.features import Stage
 from moe_infinity.predict.predictor import Predictor
 from tests.predict.feed import LAYERS, UNKNOWN, Feed, Token, pair, random_experts
 
@@ -241,6 +241,6 @@ def test_the_stage_ahead_learns_only_from_layers_that_were_looked_ahead_at():
                 if feed is looking:
                     feed.model.look_ahead(layer)
         feed.begin([(0, pair(0))])
-    assert_array_equal(blind.model.weights[AHEAD], start[AHEAD])
-    assert not np.array_equal(looking.model.weights[AHEAD], start[AHEAD])
-    assert not np.array_equal(blind.model.weights[NOW], start[NOW])
+    assert_array_equal(blind.model.weights[Stage.AHEAD], start[Stage.AHEAD])
+    assert not np.array_equal(looking.model.weights[Stage.AHEAD], start[Stage.AHEAD])
+    assert not np.array_equal(blind.model.weights[Stage.NOW], start[Stage.NOW])

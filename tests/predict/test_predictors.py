@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from moe_infinity.predict.features import FACTORS, FEATURE_OF, KNOWN
+from moe_infinity.predict.features import FACTORS, KNOWN, Feature
 from tests.predict.feed import EXPERTS, LAYERS, UNKNOWN, Feed, Token, is_used, pair, random_experts
 
 SEED = 0
@@ -188,9 +188,9 @@ def varied(feed: Feed, num_tokens: int = 60) -> None:
 def test_a_factor_left_out_weighs_nothing_and_the_others_do(factor):
     feed = Feed(without=[factor])
     varied(feed)
-    feature = FEATURE_OF[factor]
+    feature = Feature[factor.upper()]
     assert not feed.model.weights[:, feature].any()
-    others = [FEATURE_OF[other] for other in FACTORS if other != factor]
+    others = [Feature[other.upper()] for other in FACTORS if other != factor]
     assert (feed.model.weights[:, others].any(axis=0)).all()
 
 
