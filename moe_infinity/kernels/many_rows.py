@@ -26,11 +26,11 @@ def is_for_torch(num_tokens: int, dtype: torch.dtype, mean_rows: float = math.in
     token's bits would depend on where other tokens go. An expert gets `mean_rows` on average.
     """
     is_long = num_tokens > MOST_TOKENS and mean_rows > MEAN_ROWS
-    return is_long and dtype == torch.bfloat16 and has_products_of_bfloat16()
+    return is_long and dtype == torch.bfloat16 and _has_products_of_bfloat16()
 
 
 @cache
-def has_products_of_bfloat16() -> bool:
+def _has_products_of_bfloat16() -> bool:
     """AVX512-BF16 or AMX. Without them torch multiplies such numbers forty times more slowly."""
     knows_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return knows_avx512 and (

@@ -6,7 +6,7 @@ A loader may leave out a factor that all values share: x is multiplied by it ins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from moe_infinity.checkpoint.layout import WORDS
@@ -28,7 +28,7 @@ from moe_infinity.kernels.unpack import NIBBLES
 
 # (builder, number of vectors, address of the first value) -> those vectors, each when asked for:
 # then few registers hold values that wait for their use
-LoadValues = Callable[[Any, int, Any], Iterator[Any]]
+LoadValues = Callable[[Any, int, Any], Iterable[Any]]
 
 
 class ValueLoader(NamedTuple):

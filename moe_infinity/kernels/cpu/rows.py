@@ -53,7 +53,7 @@ def largest_tile(loop: InnerLoop) -> Tile:
     is_wide = "+avx512f" in processor()[1].split(",")
     if loop.kind == "awq":  # has sums of 128 rows
         return Tile(1, 3 if is_wide else 2)
-    return Tile(4, 6) if is_wide else Tile(2, 3)
+    return Tile(4, 6) if is_wide else Tile(2, 2)
 
 
 @cache

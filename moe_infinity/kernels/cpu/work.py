@@ -178,7 +178,9 @@ def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
 
 @machine_code(types.void(*[types.int64] * 7))
 def add_weighted(rows, width, row_of, weights, top_k, total, num_tokens):  # type: ignore[no-untyped-def]
-    """Add rows `row_of` [T, K] that are not negative, times `weights` [T, K], to `total` [T, D]: addresses."""
+    """Add rows `row_of` [T, K], times `weights` [T, K], to `total` [T, D]: addresses. A negative row
+    is left out.
+    """
     for pair in range(num_tokens * top_k):
         if int_at(row_of, pair) < 0:
             continue
