@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_infinity import ConfigError, MoE, UnsupportedModelError
 from moe_infinity.checkpoint.recipe import Recipe
-from moe_infinity.engine import compute
 from moe_infinity.engine.fused import FusedWork
+from moe_infinity.kernels import many_rows
 from moe_infinity.kernels.cpu import experts as experts_cpu
 from moe_infinity.quantize import pack_checkpoint
 from tests import conftest
@@ -79,20 +79,29 @@ def test_kernels_give_what_unpacked_experts_give_and_wrong_experts_do_not(
     assert distance(token_by_token(folder), expected) > 10 * tolerance
 
 
-def test_many_rows_are_computed_with_unpacked_experts(folder, monkeypatch):
-    """A prompt pays for unpacking once: its logits are bit for bit those of unpacked experts."""
-    monkeypatch.setattr(compute, "PACKED_ROWS", 8)
-    ids = torch.full((1, 32), 7)  # nearly all routed alike
+def test_a_long_prompt_is_computed_with_packed_experts(name, folder, monkeypatch):
+    """Also where torch has fast products: packed experts are not unpacked for them."""
+    monkeypatch.setattr(many_rows, "_has_products_of_bfloat16", lambda: True)
+    ids = torch.full((1, 80), 7)  # nearly all routed alike
     logits = []
-    for implementation in ("auto", "grouped_mm"):
+    for dtype, implementation in (
+        ("float32", "grouped_mm"),
+        ("float32", "auto"),
+        ("bfloat16", "auto"),
+    ):
         with (
-            MoE(folder, dtype="bfloat16", experts_implementation=implementation) as moe,
+            MoE(folder, dtype=dtype, experts_implementation=implementation) as moe,
+            mock.patch.object(
+                experts_cpu.Rows, "compute", autospec=True, side_effect=experts_cpu.Rows.compute
+            ) as fused,
             torch.no_grad(),
         ):
             logits.append(moe.model(ids).logits)
             counts = moe.request_eams()[0].prefill
+        is_read = implementation == "auto" and not name.endswith("act-order")
+        assert fused.called == is_read
     assert counts[counts > 0].min() > 8
-    assert torch.equal(*logits)
+    assert distance(*logits[:2]) < TOLERANCE[kind_of(name)]
 
 
 # packed when they are loaded

@@ -14,8 +14,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_infinity import MoE
 from moe_infinity.architectures.small_batch import MARK, SmallBatchSteps
-from moe_infinity.engine.fused import FUSED_ROWS
+from moe_infinity.kernels import many_rows
 from moe_infinity.kernels.cpu.linear import FusedLinear, fused_linear
+from moe_infinity.kernels.many_rows import MOST_TOKENS
 
 pytestmark = pytest.mark.arithmetic
 
@@ -33,7 +34,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, FUSED_ROWS])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 65])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(64, 32), (48, 33), (1100, 1024)])
 def test_a_product_is_that_of_float64_rounded_and_another_row_is_not(shape, dtype, num_tokens):
@@ -148,12 +149,24 @@ def test_an_input_that_is_changed_on_the_way_is_read_anew(layers, mode):
             assert distance(found, expected) < 1e-5
 
 
-def test_many_rows_and_gradients_go_the_usual_way(layers, products):
+@pytest.mark.parametrize("has_products", [False, True])
+def test_torch_multiplies_long_inputs_where_it_has_products_of_bfloat16(
+    layers, products, has_products, monkeypatch
+):
+    monkeypatch.setattr(many_rows, "_has_products_of_bfloat16", lambda: has_products)
+    plain, small = (model.bfloat16() for model in layers)
+    for num_tokens in (MOST_TOKENS, MOST_TOKENS + 1):
+        x = torch.randn(1, num_tokens, 64).bfloat16()
+        products.clear()
+        assert distance(small(x), plain(x)) < 5e-2
+        assert bool(products) == (num_tokens <= MOST_TOKENS or not has_products)
+
+
+def test_gradients_go_the_usual_way(layers, products):
     plain, small = layers
-    x = torch.randn(1, FUSED_ROWS + 1, 64)
-    assert torch.equal(small(x), plain(x))
     with torch.enable_grad():
         x = torch.randn(1, 1, 64)
+        assert torch.equal(small(x), plain(x))
         assert small(x).requires_grad
     assert products == []
 
@@ -175,7 +188,7 @@ def test_torch_has_one_thread_in_a_short_step_and_all_of_them_after_it(layers):
     _, small = layers
     small(torch.randn(1, 1, 64))
     assert (small.num_threads, torch.get_num_threads()) == (1, 2)
-    small(inputs_embeds=torch.randn(2, FUSED_ROWS, 64))
+    small(inputs_embeds=torch.randn(2, MOST_TOKENS, 64))
     assert (small.num_threads, torch.get_num_threads()) == (2, 2)
     with pytest.raises(ValueError, match="not a number"):
         small(torch.full((1, 1, 64), torch.nan))

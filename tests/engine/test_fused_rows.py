@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.engine.compute import Backend
 from moe_infinity.engine.exact import ExactBackend
-from moe_infinity.engine.fused import FUSED_ROWS, FusedBackend
+from moe_infinity.engine.fused import FusedBackend
 from moe_infinity.engine.routing import NO_EXPERT, Routing
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
@@ -63,7 +63,6 @@ def fused_backend(*, weighs_input: bool = False) -> FusedBackend:
     return FusedBackend(
         fused,
         lambda slot_id: SLOTS[slot_id].data_ptr(),
-        most_rows=FUSED_ROWS,
         weighs_input=weighs_input,
     )
 
@@ -103,14 +102,44 @@ def test_any_order_and_any_portions_give_the_sum_of_experts_one_by_one(num_token
         assert torch.equal(sum_of(exact, num_tokens, portions), expected), (order, cut)
 
 
-def test_few_rows_are_those_kernels_are_good_for():
-    def takes(experts_P: list[int], num_tokens: int) -> bool:
-        index_TK = torch.tensor(experts_P, dtype=torch.int64).view(num_tokens, -1)
-        return fused_backend().takes(Routing.of(index_TK, torch.ones(index_TK.shape)))
+def test_pairs_without_an_expert_add_nothing():
+    index_TK = torch.tensor([[0, NO_EXPERT, 2], [NO_EXPERT, NO_EXPERT, NO_EXPERT], [2, 5, 0]])
+    x_TD = torch.randn(3, WIDTH)
+    weights_TK = torch.rand(3, 3)
+    sums = []
+    for backend in (fused_backend(), exact_backend()):
+        routing = Routing.of(index_TK, weights_TK)
+        work = backend.begin(x_TD, routing)
+        work.run(routing.activated, routing.activated)
+        sums.append(work.sum())
+    assert (sums[0] - sums[1]).abs().max() < 1e-5 * sums[1].abs().max()
+    assert not sums[0][1].any()
 
-    one_each = list(range(6 * FUSED_ROWS))
-    assert takes(one_each, 3 * FUSED_ROWS)
-    assert takes([expert % FUSED_ROWS for expert in one_each], 3 * FUSED_ROWS)
-    assert takes([0] * FUSED_ROWS, FUSED_ROWS)
-    assert not takes([0] * (FUSED_ROWS + 1), FUSED_ROWS + 1)
-    assert not takes([0, 1, 2, NO_EXPERT], 2)
+
+def test_a_token_may_name_an_expert_twice():
+    index_TK = torch.tensor([[3, 1, 3]])
+    x_TD = torch.randn(1, WIDTH)
+    weights_TK = torch.tensor([[0.5, 1.0, 0.25]])
+    routing = Routing.of(index_TK, weights_TK)
+    work = fused_backend().begin(x_TD, routing)
+    work.run([3, 1], [3, 1])
+    one, three = (expert_mlp(Gated, weights_of(expert), x_TD) for expert in (1, 3))
+    expected = one + 0.75 * three
+    assert (work.sum() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("weighs_input", [False, True])
+def test_a_token_gets_the_same_bits_alone_and_among_many(weighs_input):
+    index_TK = torch.tensor([[0, 1, 2]]).repeat(70, 1)  # all to the same experts
+    x_TD = torch.randn(70, WIDTH)
+    weights_TK = torch.rand(70, 3)
+    backend = fused_backend(weighs_input=weighs_input)
+
+    def computed(rows: slice) -> Tensor:
+        work = backend.begin(x_TD[rows], Routing.of(index_TK[rows], weights_TK[rows]))
+        work.run([0, 1, 2], [0, 1, 2])
+        return work.sum()
+
+    together = computed(slice(0, 70))
+    for first, last in ((0, 1), (3, 5), (7, 20), (69, 70)):
+        assert torch.equal(computed(slice(first, last)), together[first:last])

@@ -45,13 +45,13 @@ PREFETCH_BYTES = 2048  # ahead, at least; bf16, one token, two threads: 47 GB/s,
 NUM_ARGUMENTS = len(KernelArguments._fields)
 
 
-# Tokens for which memory is the limit. One row after the other comes fastest: of 3 tokens, bf16, two
+# Tokens for which memory is the limit. Rows one after the other come fastest: bf16, 3 tokens, two
 # threads, 41 GB/s where four rows at a time give 36.
 FEW = 4
 
 
 def largest_tile(loop: InnerLoop) -> Tile:
-    """As many sums as registers hold: 24 vectors with AVX-512, 4 of two registers each elsewhere."""
+    """As many sums as registers hold: 24 with AVX-512, elsewhere 4, of two registers each."""
     is_wide = "+avx512f" in processor()[1].split(",")
     if loop.kind in WORDS:  # a row stands for a block, which has 8 vectors of sums or 4
         return Tile(1, {"awq": 3}.get(loop.kind, 6) if is_wide else 2)
