@@ -30,7 +30,7 @@ IDS = torch.arange(3, 3 + 12).view(1, 12) * 4 % 128
 WIDE = {"hidden_size": 256, "num_attention_heads": 4}  # as many columns as the kernels need
 # Largest difference of float32 logits, of the largest logit. The kernels do not round a weight to
 # the dtype of its scale, as unpacking does: 2 ** -9 for bfloat16, 2 ** -12 for float16.
-TOLERANCE = {"int4": 0.02, "gptq": 0.002, "awq": 0.002, "fp8": 1e-5, "mxfp4": 1e-5}
+TOLERANCE = {"int4": 0.02, "gptq": 0.002, "awq": 0.002, "fp8": 1e-4, "mxfp4": 1e-4}
 
 
 def kind_of(name: str) -> str:
@@ -114,7 +114,7 @@ def test_packing_on_load_gives_the_bits_of_the_packed_checkpoint(source, expert_
         ):  # on the way to a kernel gate and up are one matrix or two
             assert torch.equal(on_load, packed)
         else:
-            assert distance(on_load, packed) < 1e-5
+            assert distance(on_load, packed) < 1e-4
 
 
 @pytest.mark.parametrize(("expert_dtype", "bits"), [("int4", 4.5), ("int8", 8), ("fp8", 8)])
@@ -144,14 +144,14 @@ def test_experts_stored_transposed_are_packed_along_their_inputs(tmp_path):
     near = token_by_token(tmp_path, expert_dtype="int8")
     assert 0 < (near - plain).norm() < 0.15 * plain.norm()
     unpacked = token_by_token(tmp_path, expert_dtype="int8", experts_implementation="grouped_mm")
-    assert distance(near, unpacked) < 1e-5
+    assert distance(near, unpacked) < 1e-4
 
 
 def test_routing_may_weigh_what_goes_into_packed_experts(tmp_path):
     tiny_model(architectures_in("llama4")[0]).save_pretrained(tmp_path)
     found = token_by_token(tmp_path, expert_dtype="int8")
     unpacked = token_by_token(tmp_path, expert_dtype="int8", experts_implementation="grouped_mm")
-    assert distance(found, unpacked) < 1e-5
+    assert distance(found, unpacked) < 1e-4
 
 
 def test_what_cannot_be_packed_on_load_is_refused(folder, tiny_checkpoint, tmp_path):
@@ -172,7 +172,7 @@ def test_kernels_are_near_the_bits_of_stock_and_with_wrong_experts_are_not(sourc
     for ids, host_memory in ((IDS, "50%"), (torch.arange(3, 3 + 72).view(6, 12), "20%")):
         exact = token_by_token(source, ids, host_memory=host_memory, exact=True)
         with MoE(source, dtype="float32", host_memory=host_memory) as moe:
-            assert distance(logits_of_steps(moe.model, ids), exact) < 1e-5
+            assert distance(logits_of_steps(moe.model, ids), exact) < 1e-4
             assert moe.report().experts == "as stored, fast"
     run = FusedWork.run
 

@@ -40,8 +40,8 @@ class Knowledge:
         self.num_tokens = 0  # learned from so far
 
     def restore(self, base_LE: Floats, weights: Floats, num_tokens: int) -> None:
-        """Go on with what an earlier predictor learned. No step has begun yet. Raises ValueError for
-        arrays of another shape.
+        """Go on with what an earlier predictor learned. No step has begun yet. Raises ValueError
+        for arrays of another shape.
         """
         if (base_LE.shape, weights.shape) != (self.base_LE.shape, self.weights.shape):
             raise ValueError(f"base rates {base_LE.shape} and weights {weights.shape}")

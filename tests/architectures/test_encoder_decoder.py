@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 NUM_STEPS = 19  # decode steps of 20 tokens
 # Of the largest logit. The loop that stands for stock's NLLB-MoE is code of this test, with other
 # bits in float32 under MKL_CBWR=COMPATIBLE: 5e-6.
-TOLERANCE = 1e-5
+TOLERANCE = 1e-4
 TOP_K = {"SwitchTransformers": 1, "NllbMoe": 2}
 
 

@@ -23,7 +23,7 @@ NAMED = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "DbrxForCausalLM": "dbrx",
 }
-TOLERANCE = 1e-5  # of the largest logit, float32: sums of at most 96 numbers in another order
+TOLERANCE = 1e-4  # of the largest logit, float32: sums of at most 96 numbers in another order
 BUDGETS = ["4.2%", "50%", "100%"]  # the first is one slot: 24 to 32 experts in all
 
 

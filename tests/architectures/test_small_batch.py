@@ -20,7 +20,7 @@ from moe_infinity.kernels.many_rows import MOST_TOKENS
 
 pytestmark = pytest.mark.arithmetic
 
-DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+DTYPES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_a_product_is_that_of_float64_rounded_and_another_row_is_not(shape, dtyp
     assert fused is not None
     found = fused(x)
     expected = x.double() @ torch.cat(weights).double().t()
-    assert distance(found, expected) < 1e-5
+    assert distance(found, expected) < 1e-4
     assert distance(found.roll(1, dims=1), expected) > 1e-2
     torch.set_num_threads(1)
     assert torch.equal(fused(x), found)
@@ -125,7 +125,7 @@ def test_layers_that_are_given_one_input_are_computed_together(layers, products)
     for _ in range(4):
         x = torch.randn(1, 2, 64)
         products.clear()
-        assert distance(small(x), plain(x)) < 1e-5
+        assert distance(small(x), plain(x)) < 1e-4
     assert products == [3, 1, 3, 1, 1]
 
 
@@ -134,9 +134,9 @@ def test_a_layer_that_is_left_out_once_does_not_get_an_old_product(layers):
     x = torch.randn(1, 1, 64)
     for is_short in (False, False, False, True, False, True, True, False):
         x = torch.randn(1, 1, 64)
-        assert distance(small(x, is_short=is_short), plain(x, is_short=is_short)) < 1e-5
+        assert distance(small(x, is_short=is_short), plain(x, is_short=is_short)) < 1e-4
     x.copy_(torch.randn(1, 1, 64))  # the same object
-    assert distance(small(x), plain(x)) < 1e-5
+    assert distance(small(x), plain(x)) < 1e-4
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -146,7 +146,7 @@ def test_an_input_that_is_changed_on_the_way_is_read_anew(layers, mode):
         for factor in (1, 1, 1, 2, 1, 3):
             x = torch.randn(1, 1, 64)
             found, expected = (one(x.clone(), factor=factor) for one in (small, plain))
-            assert distance(found, expected) < 1e-5
+            assert distance(found, expected) < 1e-4
 
 
 def test_many_rows_go_to_torch_where_it_is_faster_and_gradients_always(
@@ -154,7 +154,7 @@ def test_many_rows_go_to_torch_where_it_is_faster_and_gradients_always(
 ):
     plain, small = layers
     x = torch.randn(1, MOST_TOKENS + 1, 64)
-    assert distance(small(x), plain(x)) < 1e-5
+    assert distance(small(x), plain(x)) < 1e-4
     assert products
     products.clear()
     monkeypatch.setattr(small_batch, "is_for_torch", lambda *_: True)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.arithmetic
 
 IDS = torch.arange(3, 15).view(1, 12) * 4 % 128
 # Of the largest logit, in float32: the kernel multiplies sums by the scale, not each weight.
-TOLERANCE = 1e-5
+TOLERANCE = 1e-4
 UNPACKED = {"experts_implementation": "grouped_mm"}
 
 TOY = WeightFormat(

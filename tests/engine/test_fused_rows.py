@@ -93,7 +93,7 @@ def test_any_order_and_any_portions_give_the_sum_of_experts_one_by_one(num_token
     activated = routing_of(num_tokens)[0].activated
     expected = sum_of(exact, num_tokens, [activated])
     all_at_once = sum_of(fused, num_tokens, [activated])
-    assert (all_at_once - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (all_at_once - expected).abs().max() < 1e-4 * expected.abs().max()
     generator = np.random.default_rng(0)
     for _ in range(20):
         order = generator.permutation(activated).tolist()
@@ -113,7 +113,18 @@ def test_a_pair_without_an_expert_adds_nothing():
         work = backend.begin(x_TD, routing)
         work.run(routing.activated, routing.activated)
         found.append(work.sum())
-    assert (found[0] - found[1]).abs().max() < 1e-5 * found[1].abs().max()
+    assert (found[0] - found[1]).abs().max() < 1e-4 * found[1].abs().max()
+
+
+def test_a_token_may_name_an_expert_twice():
+    index_TK = torch.tensor([[3, 1, 3]])
+    x_TD = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1))
+    routing = Routing.of(index_TK, torch.tensor([[0.5, 1.0, 0.25]]))
+    work = fused_backend().begin(x_TD, routing)
+    work.run([3, 1], [3, 1])
+    one, three = (expert_mlp(Gated, weights_of(expert), x_TD) for expert in (1, 3))
+    expected = one + 0.75 * three
+    assert (work.sum() - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def test_a_token_gets_the_same_bits_with_any_number_of_others():
