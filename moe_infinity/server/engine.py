@@ -132,7 +132,8 @@ class Engine:
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs. It also runs while the engine drains."""
-        return self._thread is not None and self._thread.is_alive()
+        has_thread = self._thread is not None and self._thread.is_alive()
+        return has_thread and self.death is None
 
     @property
     def is_ready(self) -> bool:

@@ -87,6 +87,8 @@ class Experts(StoredExperts):
         largest = 0.0
         for i in range(len(starts) - 1):
             rows = slice(starts[i], starts[i + 1])
+            if starts[i] == starts[i + 1]:
+                continue
             x, (up, down), (up_sizes, down_sizes), biases = (
                 x_PD[rows].double(),
                 self.weights[i],
