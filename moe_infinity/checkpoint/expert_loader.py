@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from moe_infinity.checkpoint.extents import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import LayerRecipes
+from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertKey
+
+logger = logging.getLogger(__name__)
+MIN_MAPPED_BYTES = 1 << 30  # fewer are copied in less than a second
+MIN_MAPPED_SHARE = 0.9  # the others, which begin in one file and end in the next, are copied
 
 
 class ExpertLoader:
     """Reads experts of one checkpoint as the recipes of their MoE layers say."""
 
-    def __init__(self, recipes: Sequence[LayerRecipes], reader: Reader) -> None:
+    def __init__(self, recipes: Sequence[LayerRecipes], reader: Reader, num_experts: int) -> None:
         self.recipes = list(recipes)  # by MoE layer
+        self._num_experts = num_experts  # of the first
         self._reader = reader
         self._places: dict[ExpertKey, tuple[int, str, int]] = {}  # as far as they were asked for
 
@@ -37,6 +45,37 @@ class ExpertLoader:
             first = self.recipes[key.moe_layer_idx].recipes[0].extents(key.expert_idx)[0]
             self._places[key] = key.moe_layer_idx, str(first.file), first.offset
         return self._places[key]
+
+    def place_of(self, key: ExpertKey) -> memoryview | None:
+        """Where the page cache has the expert as a slot would have it; `read` to this place makes
+        it present. None if its parts lie apart or are converted. Raises CheckpointError.
+        """
+        extent = self.recipes[key.moe_layer_idx].extent(key.expert_idx)
+        if extent is None:
+            return None
+        try:
+            return self._reader.mapped(extent)
+        except OSError as error:
+            where = f"{extent.file}: cannot be read at byte {extent.offset}"
+            raise CheckpointError(f"{where}: {error.strerror or error}") from error
+
+    def can_map(self) -> bool:
+        """Whether to have experts where the page cache has them: they are so many that copying them
+        takes seconds, nearly all lie in their files as in a slot, and the system can do it.
+        """
+        recipes = self.recipes[0]
+        extents = [recipes.extent(expert_idx) for expert_idx in range(self._num_experts)]
+        mappable = [extent for extent in extents if extent is not None]
+        num_bytes = len(self.recipes) * self._num_experts * recipes.bytes_per_expert()
+        if num_bytes < MIN_MAPPED_BYTES or len(mappable) < MIN_MAPPED_SHARE * len(extents):
+            return False
+        first = Extent(mappable[0].file, mappable[0].offset, 1)
+        try:
+            self._reader.read_into(first, self._reader.mapped(first))
+        except OSError as error:
+            logger.info("experts are copied, as files cannot be mapped: %s", error)
+            return False
+        return True
 
     def close(self) -> None:
         """Close the files."""

@@ -104,7 +104,7 @@ class PackedRecipe(Recipe):
             weights.append(weight)
         self.weights = tuple(weights)
 
-    def pieces(self, expert_idx: int, slot: memoryview) -> None:
+    def places(self, expert_idx: int) -> None:
         return None
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:

@@ -1,7 +1,7 @@
 """Reads from checkpoint files into the memory that wants the bytes: positional, past the page cache
 where the file system allows it, many at a time.
 
-    pieces --chunks.py--> chunks --read threads--> page cache        what it has
+    pieces --chunks.py--> chunks --read threads--> page cache        what it has, what stays there
                                                    in place          memory and file aligned alike
                                                    bounce buffer     everything else
                                                    page cache        small files, O_DIRECT refused
@@ -13,6 +13,8 @@ or a file that vanished is a CheckpointError that names file and offset; the rea
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -22,6 +24,7 @@ from pathlib import Path
 from moe_infinity.checkpoint.chunks import BounceBuffer, Chunk, Piece, chunks_of
 from moe_infinity.checkpoint.extents import Extent
 from moe_infinity.checkpoint.files import OpenFile
+from moe_infinity.checkpoint.mapped_file import MappedFile
 from moe_infinity.errors import CheckpointError
 from moe_infinity.memory import threads
 from moe_infinity.memory.threads import ReadThreads
@@ -41,6 +44,7 @@ class Reader:
         self._num_threads = num_threads
         self._threads: ReadThreads | None = None
         self._files: dict[Path, OpenFile] = {}
+        self._mapped: dict[Path, MappedFile] = {}
         self._lock = threading.Lock()
         self._thread = threading.local()  # a bounce buffer, and whether its reads give way
         self._num_urgent = 0  # reads going on that do not give way
@@ -65,6 +69,19 @@ class Reader:
                 self._read_all(chunks[num_read:])
         with self._lock:
             self.bytes_read += sum(chunk.num_bytes for chunk in chunks)
+
+    def mapped(self, extent: Extent) -> memoryview:
+        """An extent where the page cache has it. It is present once it was read to this place.
+        Raises OSError where files cannot be mapped, ENODATA for a file that has become shorter.
+        """
+        end = extent.offset + extent.num_bytes
+        with self._lock:
+            file = self._mapped.get(extent.file)
+            if file is None or len(file.bytes) < end:  # it may have become whole again
+                file = self._mapped[extent.file] = MappedFile(extent.file)
+        if len(file.bytes) < end:
+            raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+        return file.bytes[extent.offset : end]
 
     @contextmanager
     def giving_way(self, until: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -132,6 +149,10 @@ class Reader:
     def _read_chunk(self, chunk: Chunk) -> None:
         done = 0
         try:
+            mapped = self._mapped.get(chunk.file)
+            if mapped is not None and mapped.has(chunk):
+                mapped.populate(chunk.offset, chunk.num_bytes)
+                return
             file = self._opened(chunk.file)
             if file.read_if_cached(chunk):
                 return
@@ -147,6 +168,7 @@ class Reader:
         except OSError as error:
             with self._lock:  # the next read opens it anew: it may be replaced by a whole one
                 self._files.pop(chunk.file, None)
+                self._mapped.pop(chunk.file, None)
             if isinstance(error, CheckpointError):
                 raise
             where = f"{chunk.file}: cannot be read at byte {chunk.offset + done}"
@@ -175,3 +197,4 @@ class Reader:
             threads.close(ended)
         with self._lock:
             self._files.clear()
+            self._mapped.clear()

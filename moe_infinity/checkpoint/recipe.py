@@ -146,8 +146,10 @@ class Recipe:
     def extents(self, expert_idx: int) -> list[Extent]:
         return [extent for source in self.sources for extent in source.extents(expert_idx)]
 
-    def pieces(self, expert_idx: int, slot: memoryview) -> list[Piece] | None:
-        """Which bytes of files go where in a slot; None if they are converted on the way."""
+    def places(self, expert_idx: int) -> list[tuple[Extent, int]] | None:
+        """Which bytes of files go where in a slot, in bytes from its start; None if they are
+        converted on the way.
+        """
         extents = self.extents(expert_idx)
         if self.is_packed:
             offsets = [spec.offset for spec in self.stored]
@@ -156,10 +158,13 @@ class Recipe:
             offsets = list(accumulate(sizes, initial=self.stored[0].offset))
         else:
             return None
-        return [
-            (extent, slot[offset : offset + extent.num_bytes])
-            for extent, offset in zip(extents, offsets, strict=True)
-        ]
+        return list(zip(extents, offsets, strict=True))
+
+    def pieces(self, expert_idx: int, slot: memoryview) -> list[Piece] | None:
+        """The same for a slot that is there."""
+        if (places := self.places(expert_idx)) is None:
+            return None
+        return [(extent, slot[at : at + extent.num_bytes]) for extent, at in places]
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
         """Bring what `slot` holds of this expert. Raises CheckpointError."""
@@ -282,13 +287,41 @@ class LayerRecipes:
 
     def __init__(self, recipes: Sequence[Recipe], *, is_transposed: bool) -> None:
         self.recipes = tuple(recipes)
+        self._is_transposed = is_transposed
         shapes: Shapes = {}
         for recipe in recipes:
             shapes |= recipe.slot_shapes()
-        self.layout = ExpertLayout.of(shapes)
-        specs = {spec.name: spec for spec in self.layout.params}
-        for recipe in recipes:
-            recipe.place(specs, is_transposed=is_transposed)
+        self.layout = self._laid_out(shapes)
+        if (places := self._places(0)) is not None:  # parts lie in a slot as they do in the file
+            begins = {at: (str(extent.file), extent.offset) for extent, at in places}
+            specs = sorted(self.layout.params, key=lambda spec: begins[spec.offset])
+            self.layout = self._laid_out({spec.name: shapes[spec.name] for spec in specs})
+
+    def _laid_out(self, shapes: Shapes) -> ExpertLayout:
+        """A slot that has these in that order, which the recipes are told."""
+        layout = ExpertLayout.of(shapes)
+        specs = {spec.name: spec for spec in layout.params}
+        for recipe in self.recipes:
+            recipe.place(specs, is_transposed=self._is_transposed)
+        return layout
+
+    def _places(self, expert_idx: int) -> list[tuple[Extent, int]] | None:
+        """Which bytes of files go where in a slot; None if some are converted on the way."""
+        found = [recipe.places(expert_idx) for recipe in self.recipes]
+        if None in found:
+            return None
+        return [place for places in found for place in places or ()]
+
+    def extent(self, expert_idx: int) -> Extent | None:
+        """The bytes of a file that are those of a slot with this expert. None if there are not."""
+        places = self._places(expert_idx)
+        if places is None:
+            return None
+        begins = {(extent.file, extent.offset - at) for extent, at in places}
+        if len(begins) > 1:
+            return None
+        ((file, first),) = begins
+        return Extent(file, first, max(at + extent.num_bytes for extent, at in places))
 
     @property
     def is_byte_copy(self) -> bool:

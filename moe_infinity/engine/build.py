@@ -23,6 +23,7 @@ from moe_infinity.engine.preloader import Preloader
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
+from moe_infinity.memory.mapped import MappedSlots
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.predict.payoff import PayOff
@@ -41,12 +42,14 @@ def build_engine(
     early_router: EarlyRouter | None,
 ) -> ExpertEngine:
     """Raises ConfigError for budgets that are too small or too large."""
-    loader = ExpertLoader(plan.recipes, reader)
+    loader = ExpertLoader(plan.recipes, reader, plan.layers[0].num_experts)
     bookkeeping = _bookkeeping(plan, loader, config, device_slots)
     path = _layer_path(plan, config, bookkeeping, early_router)
     device_steps = _device_steps(model, plan, config, bookkeeping)
     ways = " or ".join(sorted({computer.how for computer in path.computers}))
     experts = f"{plan.packing or 'as stored'}, {ways}"
+    if isinstance(bookkeeping.tiers[-1].slots, MappedSlots):
+        experts += ", in the page cache"
     if device_steps is not None:
         experts += ", steps of few tokens by the device alone"
     stored = {  # tied experts once
@@ -90,6 +93,7 @@ def _bookkeeping(
         ),
         fills=(loader.read, loader.read_ahead),
         in_file_order=loader.in_file_order,
+        place_of=loader.place_of if loader.can_map() else None,
     )
     return Bookkeeping(
         tiers=tiers,

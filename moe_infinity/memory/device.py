@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.cuda import Copy, CudaDevice, Event
-from moe_infinity.memory.host import HostSlots, Slots, format_bytes
+from moe_infinity.memory.host import BufferSlots, HostSlots, format_bytes
 from moe_infinity.sizes import parse_size
 
 # The share that experts get of what is free beside the dense weights, unless device_memory is set.
@@ -35,7 +35,7 @@ def round_up(num_bytes: int, alignment: int) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-class DeviceSlots(Slots):
+class DeviceSlots(BufferSlots):
     """One allocation on the device, cut into equal slots."""
 
     def __init__(self, cuda_device: CudaDevice, num_slots: int, slot_bytes: int) -> None:

@@ -1,13 +1,17 @@
-"""HOST slots: one allocation, cut into equal slots, each wide enough for an expert of any layer."""
+"""Slots, each wide enough for an expert of any layer. Those of HOST are one allocation, cut into
+equal parts.
+"""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.layout import view_of
 from moe_infinity.errors import ConfigError
-from moe_infinity.experts import ExpertLayout
+from moe_infinity.experts import ExpertKey, ExpertLayout
 from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
 from moe_infinity.memory.pages import huge_pages
 from moe_infinity.sizes import parse_size
@@ -18,32 +22,46 @@ from moe_infinity.sizes import parse_size
 AUTOMATIC_SHARE = 0.7
 
 
-class Slots:
-    """`buffer`, uint8 in any memory, cut into slots of `slot_bytes` bytes."""
+class Slots(ABC):
+    """Places of `slot_bytes` bytes for experts, all in the memory of one device."""
 
-    def __init__(self, buffer: Tensor, slot_bytes: int) -> None:
-        self.num_slots = len(buffer) // slot_bytes
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
+        self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self.num_bytes = self.num_slots * slot_bytes
-        self.device = buffer.device
-        self._buffer = buffer
+        self.num_bytes = num_slots * slot_bytes
+        self.device = device
         self._views: dict[ExpertLayout, SlotViews] = {}
 
     def views(self, layout: ExpertLayout) -> SlotViews:
         """The slots seen as experts of this layout. Layers of one layout share one object."""
         return self._views.setdefault(layout, SlotViews(self, layout))
 
+    @abstractmethod
     def address_of(self, slot_id: int) -> int:
         """The memory address of the slot's first byte."""
+
+    @abstractmethod
+    def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] from the slot's first byte."""
+
+
+class BufferSlots(Slots):
+    """`buffer`, uint8 in any memory, cut into slots."""
+
+    def __init__(self, buffer: Tensor, slot_bytes: int) -> None:
+        super().__init__(len(buffer) // slot_bytes, slot_bytes, buffer.device)
+        self._buffer = buffer
+
+    def address_of(self, slot_id: int) -> int:
         return self._buffer.data_ptr() + slot_id * self.slot_bytes
 
     def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] from the slot's first byte; may reach into the slots that follow."""
+        """May reach into the slots that follow."""
         start = slot_id * self.slot_bytes
         return self._buffer[start : start + num_bytes]
 
 
-class HostSlots(Slots):
+class HostSlots(BufferSlots):
     """Slots in DRAM. The operating system gives them memory as they are first filled.
 
     Raises ConfigError if the allocation fails.
@@ -63,6 +81,10 @@ class HostSlots(Slots):
         """The slot as bytes that may be written now."""
         return self.tensor_of(slot_id, self.slot_bytes).numpy().data
 
+    def bytes_for(self, slot_id: int, key: ExpertKey) -> memoryview:
+        """The same, for whichever expert."""
+        return self.bytes_of(slot_id)
+
 
 class SlotViews:
     """views[slot_id] -> {parameter name: tensor}. Tensors share the slot's memory, and are made
@@ -72,13 +94,14 @@ class SlotViews:
     def __init__(self, slots: Slots, layout: ExpertLayout) -> None:
         self._slots = slots
         self._layout = layout
-        self._params: dict[int, dict[str, Tensor]] = {}
+        self._params: dict[int, dict[str, Tensor]] = {}  # by address
 
     def __getitem__(self, slot_id: int) -> dict[str, Tensor]:
-        if slot_id not in self._params:
+        address = self._slots.address_of(slot_id)
+        if address not in self._params:
             slot = self._slots.tensor_of(slot_id, self._slots.slot_bytes)
-            self._params[slot_id] = {spec.name: view_of(spec, slot) for spec in self._layout.params}
-        return self._params[slot_id]
+            self._params[address] = {spec.name: view_of(spec, slot) for spec in self._layout.params}
+        return self._params[address]
 
 
 def num_host_slots(host_memory: int | str | None, *, slot_bytes: int, num_experts: int) -> int:

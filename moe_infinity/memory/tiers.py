@@ -19,6 +19,7 @@ from moe_infinity.experts import ExpertKey, Tier
 from moe_infinity.memory.device import PAGE_BYTES, DeviceSlots, SourceSlots, round_up
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.host import HostSlots, num_host_slots
+from moe_infinity.memory.mapped import MappedSlots, PlaceOf
 from moe_infinity.memory.mover import Mover
 
 Fill = Callable[..., None]  # (expert, slot, ...): read an expert's bytes from disk
@@ -30,7 +31,7 @@ class SlotTier:
     """One tier of slots."""
 
     tier: Tier
-    slots: HostSlots | DeviceSlots
+    slots: HostSlots | MappedSlots | DeviceSlots
     policy: EvictionPolicy
     table: ResidencyTable
     mover: Mover | DeviceMover
@@ -45,6 +46,7 @@ def make_tiers(
     make_policy: Callable[..., EvictionPolicy],
     fills: tuple[Fill, Fill],  # for demand loads, for those that give way
     in_file_order: InOrder,
+    place_of: PlaceOf | None = None,  # where files have experts as slots would; None: nowhere
 ) -> list[SlotTier]:
     """The tiers of a model; without `device_slots` HOST alone.
 
@@ -54,11 +56,13 @@ def make_tiers(
     if device_slots is not None:
         slot_bytes = round_up(slot_bytes, PAGE_BYTES)
     num_slots = num_host_slots(config.host_memory, slot_bytes=slot_bytes, num_experts=num_experts)
-    slots = (
-        HostSlots(num_slots, slot_bytes)
-        if device_slots is None
-        else SourceSlots(device_slots.cuda_device, num_slots, slot_bytes)
-    )
+    slots: HostSlots | MappedSlots
+    if device_slots is not None:
+        slots = SourceSlots(device_slots.cuda_device, num_slots, slot_bytes)
+    elif num_slots == num_experts and place_of is not None:
+        slots = MappedSlots(num_slots, slot_bytes, place_of)
+    else:
+        slots = HostSlots(num_slots, slot_bytes)
     policy = make_policy(num_slots=num_slots)
     table = ResidencyTable(num_slots, policy)
     read, read_ahead = (_into_slots(fill, slots) for fill in fills)
@@ -81,5 +85,5 @@ def make_tiers(
     return tiers
 
 
-def _into_slots(fill: Fill, slots: HostSlots) -> Callable[..., None]:
-    return lambda key, slot_id, *more: fill(key, slots.bytes_of(slot_id), *more)
+def _into_slots(fill: Fill, slots: HostSlots | MappedSlots) -> Callable[..., None]:
+    return lambda key, slot_id, *more: fill(key, slots.bytes_for(slot_id, key), *more)

@@ -1,0 +1,164 @@
+"""Experts that all fit compute where the page cache has them, with the bits of copied ones."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_infinity import MoE
+from moe_infinity.checkpoint import expert_loader, mapped_file
+from moe_infinity.checkpoint.extents import Extent
+from moe_infinity.checkpoint.mapped_file import MappedFile
+from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.errors import CheckpointError
+from moe_infinity.memory.mapped import MappedSlots
+from tests.closeness import logits_of_steps
+
+IDS = torch.arange(3, 15).view(1, 12)
+
+
+@pytest.fixture(autouse=True)
+def small_models_are_mapped(monkeypatch):
+    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
+
+
+@pytest.fixture(scope="module")
+def can_map(tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("probe") / "file"
+    file.write_bytes(b"1")
+    try:
+        MappedFile(file).populate(0, 1)
+    except OSError as error:
+        pytest.skip(f"this system cannot map files: {error}")
+
+
+def slots_of(moe: MoE) -> Any:
+    return moe.engine.tiers[-1].slots
+
+
+def computed(folder: Path, **options: Any) -> tuple[Tensor, bool]:
+    """Logits after a prompt and twelve tokens, and whether experts were mapped."""
+    with MoE(folder, preload="off", **options) as moe, torch.no_grad():
+        assert ("in the page cache" in moe.report().experts) == isinstance(
+            slots_of(moe), MappedSlots
+        )
+        return logits_of_steps(moe.model, IDS), isinstance(slots_of(moe), MappedSlots)
+
+
+@pytest.mark.usefixtures("can_map")
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_mapped_experts_have_the_bits_of_copied_ones(tiny_checkpoint, is_exact, monkeypatch):
+    mapped, is_mapped = computed(tiny_checkpoint, exact=is_exact)
+    assert is_mapped
+    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
+    copied, is_mapped = computed(tiny_checkpoint, exact=is_exact)
+    assert not is_mapped
+    assert torch.equal(mapped, copied)
+
+
+@pytest.mark.usefixtures("can_map")
+def test_an_expert_in_two_files_is_copied(sharded_checkpoint, monkeypatch):
+    monkeypatch.setattr(expert_loader, "MIN_MAPPED_SHARE", 0.1)
+    asked = []
+    place_of = expert_loader.ExpertLoader.place_of
+
+    def watched(self: Any, key: Any) -> memoryview | None:
+        asked.append(place_of(self, key))
+        return asked[-1]
+
+    monkeypatch.setattr(expert_loader.ExpertLoader, "place_of", watched)
+    mapped, is_mapped = computed(sharded_checkpoint)
+    assert is_mapped
+    assert None in asked
+    assert any(place is not None for place in asked)
+    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
+    assert torch.equal(mapped, computed(sharded_checkpoint)[0])
+
+
+def test_experts_that_do_not_all_fit_or_are_packed_on_load_are_copied(tiny_checkpoint):
+    assert not computed(tiny_checkpoint, host_memory="50%")[1]
+    assert not computed(tiny_checkpoint, expert_dtype="int8")[1]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENODEV])
+def test_without_such_a_system_call_experts_are_copied(tiny_checkpoint, code, monkeypatch):
+    """EINVAL: of Linux before 5.14."""
+
+    def refused(*args: Any) -> int:
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(mapped_file.LIBC, "madvise", refused)
+    assert not computed(tiny_checkpoint)[1]
+
+
+@pytest.mark.skipif(sys.platform == "linux", reason="Linux maps files")
+def test_elsewhere_experts_are_copied(tiny_checkpoint):
+    assert not computed(tiny_checkpoint)[1]
+
+
+@pytest.mark.usefixtures("can_map")
+def test_a_file_that_was_shortened_is_an_error_and_a_whole_one_is_used_again(
+    tiny_checkpoint, tmp_path
+):
+    folder = tmp_path / "copy"
+    shutil.copytree(tiny_checkpoint, folder)
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    with MoE(folder, preload="off") as moe, torch.no_grad():
+        assert isinstance(slots_of(moe), MappedSlots)
+        file.write_bytes(whole[: len(whole) // 8])
+        with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read at byte"):
+            moe.model(IDS)
+        file.write_bytes(whole)
+        found = moe.model(IDS).logits
+    with MoE(tiny_checkpoint) as moe, torch.no_grad():
+        assert torch.equal(found, moe.model(IDS).logits)
+
+
+@pytest.mark.usefixtures("can_map")
+def test_a_failing_disk_is_an_error(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_bytes(bytes(3 << 20))
+    reader = Reader()
+    extent = Extent(file, 5000, 2 << 20)
+    place = reader.mapped(extent)
+
+    def failing(*args: Any) -> int:
+        ctypes.set_errno(errno.EFAULT)
+        return -1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mapped_file.LIBC, "madvise", failing)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            reader.read_into(extent, place)
+    reader.read_into(extent, reader.mapped(extent))
+    assert reader.bytes_read == 2 << 20
+    reader.close()
+
+
+@pytest.mark.usefixtures("can_map")
+def test_an_interrupted_call_is_made_again(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_bytes(b"12345")
+    mapped = MappedFile(file)
+    codes = [errno.EINTR, errno.EAGAIN]
+
+    def interrupted(*args: Any) -> int:
+        if not codes:
+            return 0
+        ctypes.set_errno(codes.pop())
+        return -1
+
+    monkeypatch.setattr(mapped_file.LIBC, "madvise", interrupted)
+    mapped.populate(0, 5)
+    assert not codes
+    assert mapped.bytes.tobytes() == b"12345"
