@@ -23,12 +23,14 @@ class Choice:
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)
     num_generated: int = 0
+    num_cached: int = 0
     finish: str | None = None
 
     def add(self, output: Output) -> None:
         self.text += output.text
         self.tokens += output.tokens
         self.num_generated = output.num_generated
+        self.num_cached = output.num_cached
         self.finish = output.finish
 
 
@@ -45,6 +47,10 @@ class Answer(ABC):
         self._choices = [Choice() for _ in requests]
         prompts = {id(request.prompt_ids): len(request.prompt_ids) for request in requests}
         self._prompt_tokens = sum(prompts.values())
+        self._is_first = [  # of the choices of its prompt
+            at == 0 or requests[at - 1].prompt_ids is not request.prompt_ids
+            for at, request in enumerate(requests)
+        ]
         self._has_logprobs = requests[0].sampling.num_logprobs is not None
         self._wants_usage = wants_usage
         self._tokenizer = tokenizer
@@ -58,13 +64,16 @@ class Answer(ABC):
         """Add an output to choice `index`."""
         self._choices[index].add(output)
 
-    def usage(self) -> dict[str, int]:
-        """Tokens of prompt and answer so far."""
+    def usage(self) -> dict[str, Any]:
+        """Tokens of prompt and answer so far. A prompt counts once, however many its choices."""
         generated = sum(choice.num_generated for choice in self._choices)
+        pairs = zip(self._choices, self._is_first, strict=True)
+        cached = sum(choice.num_cached for choice, is_first in pairs if is_first)
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self._prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def body(self) -> dict[str, Any]:

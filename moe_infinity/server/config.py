@@ -49,6 +49,14 @@ class ServeConfig:
     prefill_chunk: Annotated[
         int, Option(min=1, help="Tokens of a prompt that one step computes.")
     ] = 512
+    prefix_cache: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE|off",
+            help="Memory for what later requests may begin with, e.g. 2GiB. Default: a tenth of "
+            "what is free, and off with --max-batch 1 --exact.",
+        ),
+    ] = None
     deadline: Annotated[
         float, Option(min=0.001, help="Seconds that a request may take, waiting included.")
     ] = 600.0
