@@ -212,7 +212,7 @@ def test_every_field_openai_documents_is_honoured_or_refused_by_name(server):
 def test_a_wrong_key_and_another_model_are_refused(moe, server, client):
     with pytest.raises(openai.NotFoundError, match="'tiny'"):
         ask(client, model="gpt-5")
-    with serving(moe, api_key="right") as locked:
+    with serving(moe, api_key=["right"]) as locked:
         with pytest.raises(openai.AuthenticationError):
             ask(locked.client(api_key="wrong"))
         assert ask(locked.client(api_key="right")).status == "incomplete"
