@@ -30,6 +30,7 @@ from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange, ExchangeStream
+from moe_infinity.server.messages import MessageReader
 from moe_infinity.server.metrics import Metrics, stats_of
 from moe_infinity.server.prompts import PromptReader
 from moe_infinity.server.protocol import (
@@ -215,14 +216,24 @@ class Api:
         """Answer a conversation."""
         self._require_model(body.model)
         requests = await run_in_threadpool(self._reader.chat, body)
-        return await self._generate(request, body, requests, ChatAnswer)
+        answer_to = partial(ChatAnswer, messages=self._message_readers(body, requests))
+        return await self._generate(request, body, requests, answer_to)
 
     async def responses(self, request: HttpRequest, body: ResponsesBody) -> Response:
         """Answer a conversation; nothing is kept."""
         self._require_model(body.model)
         chat = body.for_chat()
         requests = await run_in_threadpool(self._reader.chat, chat, "input")
-        return await self._generate(request, chat, requests, partial(ResponseAnswer, asked=body))
+        readers = self._message_readers(chat, requests)
+        answer_to = partial(ResponseAnswer, asked=body, messages=readers)
+        return await self._generate(request, chat, requests, answer_to)
+
+    def _message_readers(self, body: ChatBody, requests: Sequence[Request]) -> list[MessageReader]:
+        tools, max_calls = body.template_tools, body.max_calls
+        return [
+            self._reader.format.reader(each.prompt_ids, tools, max_calls=max_calls)
+            for each in requests
+        ]
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text or of a conversation."""

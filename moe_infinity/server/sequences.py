@@ -40,6 +40,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     owner: str = ""  # requests of one owner share prefixes
+    has_special: bool = False  # the text of special tokens is part of the answer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Running:
         self.ids = list(request.prompt_ids)  # and of the answer
         self._deliver = deliver
         self._sampler = Sampler(request.sampling, request.prompt_ids)
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, has_special=request.has_special)
         self._stops = StopStrings(request.stop)
         self._num_generated = 0
         self._num_decoded = 0  # characters
