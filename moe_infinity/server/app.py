@@ -229,9 +229,9 @@ class Api:
         return await self._generate(request, chat, requests, answer_to)
 
     def _message_readers(self, body: ChatBody, requests: Sequence[Request]) -> list[MessageReader]:
-        tools, max_calls = body.template_tools, body.max_calls
+        tools = body.template_tools
         return [
-            self._reader.format.reader(each.prompt_ids, tools, max_calls=max_calls)
+            self._reader.format.reader(each.prompt_ids, tools, max_calls=body.max_calls)
             for each in requests
         ]
 

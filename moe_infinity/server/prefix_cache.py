@@ -115,7 +115,7 @@ class PrefixCache:
 
     def fill(self, cache: DynamicCache, nodes: Sequence[Node], device: torch.device) -> None:
         """Put the keys and values of these blocks into an empty cache of one sequence."""
-        places_N = torch.tensor([node.place for node in nodes], device="cpu")
+        places_N = torch.tensor([node.place for node in nodes], dtype=torch.long, device="cpu")
         found: dict[int, dict[str, Tensor]] = {}
         for part in self._parts:
             x_NHBd = part.pool[places_N]
