@@ -286,8 +286,8 @@ def test_metrics_and_stats_add_up(moe):
         stats = httpx.get(f"{server.url}/stats").json()
         assert len(stats["experts"]) == 3
         assert all(len(row) == 8 and set(row) <= set(".lra") for row in stats["experts"])
-        resident = sum(row.count("r") + row.count("a") for row in stats["experts"])
-        assert resident >= stats["report"]["tiers"]["host"]["experts"]
+        placed = sum(len(row) - row.count(".") for row in stats["experts"])  # some still load
+        assert placed >= stats["report"]["tiers"]["host"]["experts"]
 
 
 def test_the_page_is_one_file_that_asks_only_this_server(server):
