@@ -3,22 +3,19 @@
     moe-infinity serve MODEL &        # one whose chat template knows tools, such as Qwen3
     python examples/agent.py "What is 17 times 23?" [URL]
 
-The server passes tools and tool messages to the chat template and returns text. Models write calls
-in different ways; this reads Qwen's, a JSON object between <tool_call> tags. A model that calls no
-tool, like the bundled one, just answers.
+The server gives the tools to the chat template, and finds the calls in what the model writes. A
+model that calls no tool, like the bundled one, just answers.
 """
 
 import ast
 import json
 import operator
-import re
 import sys
 from typing import Any
 
 import openai
 
 MOST_TURNS = 5
-CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -54,12 +51,12 @@ def calculate(expression: str) -> float:
     return value(ast.parse(expression, mode="eval").body)
 
 
-def run(call: dict[str, Any]) -> str:
+def run(name: str, arguments: str) -> str:
     try:
-        if call["name"] != "calculate":
-            return f"error: no tool {call['name']!r}"
-        return str(calculate(**call["arguments"]))
-    except (KeyError, TypeError, ValueError, SyntaxError, ZeroDivisionError) as error:
+        if name != "calculate":
+            return f"error: no tool {name!r}"
+        return str(calculate(**json.loads(arguments)))
+    except (TypeError, ValueError, SyntaxError, ZeroDivisionError) as error:
         return f"error: {error}"
 
 
@@ -73,16 +70,17 @@ def main() -> None:
         answer = client.chat.completions.create(
             model=model, messages=messages, tools=TOOLS, temperature=0, max_tokens=256
         )
-        text = answer.choices[0].message.content or ""
-        messages.append({"role": "assistant", "content": text})
-        calls = CALL.findall(text)
-        if not calls:
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
             break
-        for call in calls:
-            result = run(json.loads(call))
-            print(f"[{call} -> {result}]", file=sys.stderr)
-            messages.append({"role": "tool", "content": result})
-    print(messages[-1]["content"])
+        for call in message.tool_calls:
+            if call.type != "function":
+                continue
+            result = run(call.function.name, call.function.arguments)
+            print(f"[{call.function.arguments} -> {result}]", file=sys.stderr)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    print(messages[-1].get("content"))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ from moe_infinity.errors import (
     TraceError,
     UnsupportedModelError,
 )
-from moe_infinity.experts import Step, Tier
+from moe_infinity.experts import Ints, Step, Tier
 from moe_infinity.legacy_config import config_of
 from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.history import load_history, save_history
@@ -171,6 +171,21 @@ class MoE:
                 return self.model(**{k: self._device.move(v) for k, v in inputs.items()})
             finally:
                 self._steps.named = None
+
+    def note_known(self, step: Step, experts_TLK: Ints) -> None:
+        """For the same caller: tokens that need no pass, because their keys and values are kept,
+        and what they activated, [T, MoE layers, K].
+        """
+        with self._lock:
+            self._require_open()
+            self.engine.note_known(step, experts_TLK)
+
+    def last_routing(self) -> Ints | None:
+        """[T, MoE layers, K]: what the tokens of the last pass activated. None if layers choose
+        different numbers of experts, or a device has not reported yet.
+        """
+        with self._lock:
+            return self.engine.recorder.routing()
 
     @property
     def is_ready(self) -> bool:

@@ -50,6 +50,18 @@ class Bookkeeping:
         counters.steps += 1
         counters.tokens += step.num_counted
 
+    def note_known(self, step: Step, experts_TLK: Ints) -> None:
+        """Tokens that are not computed, because their keys and values are known, but belong to
+        requests. What they activated counts for the requests, not for the caches.
+        """
+        ended = self.recorder.begin_step(step)
+        if self.predictor is not None:
+            self.predictor.begin_step(step, ended)
+        for moe_layer_idx in range(len(self.keys)):
+            counted_TK = self.recorder.record(moe_layer_idx, experts_TLK[:, moe_layer_idx])
+            if self.predictor is not None:
+                self.predictor.observe(moe_layer_idx, counted_TK)
+
     def note_routing(self, moe_layer_idx: int, routing: Routing) -> None:
         """What the router of this layer chose in the step that began last."""
         self.activated[moe_layer_idx] = routing.activated

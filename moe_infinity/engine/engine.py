@@ -31,7 +31,7 @@ from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
 from moe_infinity.engine.preloader import Preloader, start_turns
 from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import Cancelled, ClosedError
-from moe_infinity.experts import Phase, Step
+from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
@@ -100,6 +100,13 @@ class ExpertEngine:
             self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, is_loading=True)
             self.path.begin_decode(self._ongoing)
             self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, is_loading=False)
+
+    def note_known(self, step: Step, experts_TLK: Ints) -> None:
+        """A step whose tokens need no computing, and what they activated."""
+        with self._deciding:
+            self.settle()
+            self._settle_interrupted()
+            self.bookkeeping.note_known(step, experts_TLK)
 
     def moe_layer(
         self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor

@@ -29,6 +29,7 @@ class Recorder:
         self._sequence_of_token_T: Ints = np.zeros(0, dtype=np.int64)
         self._counts_BLE = self._no_counts(0)
         self._tokens: TokenRecorder | None = None
+        self._routing: dict[int, Ints] = {}  # by MoE layer, of the current step
 
     def _no_counts(self, num_sequences: int) -> dict[Phase, Ints]:
         """[B, L, E] for each phase: one step adds to the matrices of all sequences at once."""
@@ -49,6 +50,7 @@ class Recorder:
         if self._tokens is not None:
             self._tokens.begin_step(step)
         self.step = step
+        self._routing = {}
         self._sequence_of_token_T = step.sequence_of_token_T
         return [e for i, e in enumerate(eams) if i >= step.num_sequences or step.begins_B[i]]
 
@@ -62,7 +64,16 @@ class Recorder:
         np.add.at(self._counts_BLE[self.step.phase], cells, 1)  # type: ignore[arg-type]  # its stubs forbid tuples
         if self._tokens is not None:
             self._tokens.record(moe_layer_idx, counted_TK)
+        self._routing[moe_layer_idx] = counted_TK
         return counted_TK
+
+    def routing(self) -> Ints | None:
+        """[T, L, K]: what the counted tokens of the current step activated. None if a layer has not
+        run yet, or layers choose different numbers of experts.
+        """
+        routing = [self._routing[layer] for layer in sorted(self._routing)]
+        is_whole = len(routing) == self._num_layers and len({x.shape for x in routing}) == 1
+        return np.stack(routing, axis=1) if is_whole else None
 
     def drop_step(self) -> None:
         """The step under way will not end: it counts for nothing, and its requests are over."""

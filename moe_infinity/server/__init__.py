@@ -6,6 +6,7 @@ engine.py     the step loop: which sequences wait, which run, what a step comput
 sequences.py  requests to the engine, its outputs, and a sequence between them
 passes.py     the forward passes
 batch.py      the KV cache of the sequences that decode together
+prefix_cache.py  keys and values that later requests may begin with
 sampling.py   the next token of one sequence
 text.py       tokens to text, piece by piece; stop strings
 
@@ -16,6 +17,7 @@ protocol.py   request bodies
 prompts.py    from a request body to requests for the engine
 exchange.py   one HTTP request that generates, from submission to its answer
 answers.py    response bodies, whole or in chunks
+messages.py   an answer's reasoning, content and calls of tools
 responses.py  OpenAI's Responses API
 auth.py       checks of origin, key and size
 refusals.py   errors as answers

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_infinity.server.messages import MessageReader, Parts
 from moe_infinity.server.refusals import ErrorBody, ErrorObject
 from moe_infinity.server.sequences import Output, Request, TokenText
 
@@ -23,12 +24,14 @@ class Choice:
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)
     num_generated: int = 0
+    num_cached: int = 0
     finish: str | None = None
 
     def add(self, output: Output) -> None:
         self.text += output.text
         self.tokens += output.tokens
         self.num_generated = output.num_generated
+        self.num_cached = output.num_cached
         self.finish = output.finish
 
 
@@ -45,6 +48,10 @@ class Answer(ABC):
         self._choices = [Choice() for _ in requests]
         prompts = {id(request.prompt_ids): len(request.prompt_ids) for request in requests}
         self._prompt_tokens = sum(prompts.values())
+        self._is_first = [  # of the choices of its prompt
+            at == 0 or requests[at - 1].prompt_ids is not request.prompt_ids
+            for at, request in enumerate(requests)
+        ]
         self._has_logprobs = requests[0].sampling.num_logprobs is not None
         self._wants_usage = wants_usage
         self._tokenizer = tokenizer
@@ -58,13 +65,16 @@ class Answer(ABC):
         """Add an output to choice `index`."""
         self._choices[index].add(output)
 
-    def usage(self) -> dict[str, int]:
-        """Tokens of prompt and answer so far."""
+    def usage(self) -> dict[str, Any]:
+        """Tokens of prompt and answer so far. A prompt counts once, however many its choices."""
         generated = sum(choice.num_generated for choice in self._choices)
+        pairs = zip(self._choices, self._is_first, strict=True)
+        cached = sum(choice.num_cached for choice, is_first in pairs if is_first)
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self._prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def body(self) -> dict[str, Any]:
@@ -72,9 +82,9 @@ class Answer(ABC):
         choices = [
             {
                 "index": index,
-                "finish_reason": choice.finish,
+                "finish_reason": self._finish_reason(index),
                 "logprobs": self._logprobs(choice.tokens),
-                **self._content(choice.text),
+                **self._content(index),
             }
             for index, choice in enumerate(self._choices)
         ]
@@ -86,7 +96,7 @@ class Answer(ABC):
 
     def chunk(self, index: int, output: Output) -> str:
         """The event for one output; empty if the output adds nothing to show."""
-        return self._chunk(index, self._delta(output.text), output)
+        return self._chunk(index, self._delta(index, output), output)
 
     def last_chunks(self) -> list[str]:
         """The events with which a stream ends, after the last output."""
@@ -100,7 +110,8 @@ class Answer(ABC):
 
     def _chunk(self, index: int, content: dict[str, Any], output: Output) -> str:
         logprobs = self._logprobs(output.tokens) if output.tokens else None
-        choice = {"index": index, "finish_reason": output.finish, "logprobs": logprobs, **content}
+        finish = output.finish and self._finish_reason(index)
+        choice = {"index": index, "finish_reason": finish, "logprobs": logprobs, **content}
         usage = {"usage": None} if self._wants_usage else {}
         return self._event({"choices": [choice], **usage})
 
@@ -114,13 +125,16 @@ class Answer(ABC):
         text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text
 
+    def _finish_reason(self, index: int) -> str | None:
+        return self._choices[index].finish
+
     @abstractmethod
-    def _content(self, text: str) -> dict[str, Any]:
+    def _content(self, index: int) -> dict[str, Any]:
         """The fields of a complete choice."""
 
     @abstractmethod
-    def _delta(self, text: str) -> dict[str, Any]:
-        """The fields of a choice in a chunk that adds `text`."""
+    def _delta(self, index: int, output: Output) -> dict[str, Any]:
+        """The fields of a choice in the chunk for an output."""
 
     @abstractmethod
     def _shape_logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
@@ -132,10 +146,11 @@ class CompletionAnswer(Answer):
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _content(self, index: int) -> dict[str, Any]:
+        return {"text": self._choices[index].text}
 
-    _delta = _content
+    def _delta(self, index: int, output: Output) -> dict[str, Any]:
+        return {"text": output.text}
 
     def _shape_logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
         return {
@@ -154,15 +169,55 @@ class ChatAnswer(Answer):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        *,
+        messages: Sequence[MessageReader],  # one for each choice
+        **settings: Any,
+    ) -> None:
+        super().__init__(requests, **settings)
+        self._messages = messages
+        self._new: list[Parts] = [Parts() for _ in requests]  # what the newest output added
+
+    def add(self, index: int, output: Output) -> None:
+        super().add(index, output)
+        self._new[index] = self._messages[index].add(output.text, is_last=output.is_last)
+
     def first_chunks(self) -> list[str]:
         role = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(index, role, Output()) for index in range(len(self._choices))]
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _finish_reason(self, index: int) -> str | None:
+        finish = super()._finish_reason(index)
+        has_calls = bool(self._messages[index].message.calls)
+        return "tool_calls" if has_calls and finish == "stop" else finish
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def _content(self, index: int) -> dict[str, Any]:
+        message = self._messages[index].message
+        calls = [call.as_dict() for call in message.calls]
+        fields: dict[str, Any] = {
+            "role": "assistant",
+            "content": message.content if message.content or not calls else None,
+            "refusal": None,
+        }
+        if message.reasoning:
+            fields["reasoning_content"] = message.reasoning
+        if calls:
+            fields["tool_calls"] = calls
+        return {"message": fields}
+
+    def _delta(self, index: int, output: Output) -> dict[str, Any]:
+        new = self._new[index]
+        delta: dict[str, Any] = {"content": new.content} if new.content else {}
+        if new.reasoning:
+            delta["reasoning_content"] = new.reasoning
+        if new.calls:
+            first = len(self._messages[index].message.calls) - len(new.calls)
+            delta["tool_calls"] = [
+                {"index": first + at, **call.as_dict()} for at, call in enumerate(new.calls)
+            ]
+        return {"delta": delta}
 
     def _shape_logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
         content = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server import auth
 from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
-from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange, ExchangeStream
+from moe_infinity.server.messages import MessageReader
 from moe_infinity.server.metrics import Metrics, stats_of
 from moe_infinity.server.prompts import PromptReader
 from moe_infinity.server.protocol import (
@@ -95,7 +97,9 @@ class GuardedRoute(APIRoute):
             api: Api = request.app.state.api
             try:
                 auth.refuse_other_sites(request)
-                auth.require_key(request, api.config.api_key)
+                if api.is_on_loopback:
+                    auth.refuse_other_names(request, api.config.allowed_host or ())
+                request.state.owner = auth.owner_of(request, api.api_keys)
                 response = await handle(auth.JsonRequest(request, api.config.max_body))
             except Exception as error:
                 refused = refused_by(error)
@@ -113,6 +117,8 @@ class Api:
 
     def __init__(self, moe: MoE, engine: Engine, config: ServeConfig) -> None:
         self.config = config
+        self.api_keys = config.keys()
+        self.is_on_loopback = config.host in LOOPBACK
         self.metrics = Metrics(moe, engine)
         self._moe = moe
         self._engine = engine
@@ -210,14 +216,24 @@ class Api:
         """Answer a conversation."""
         self._require_model(body.model)
         requests = await run_in_threadpool(self._reader.chat, body)
-        return await self._generate(request, body, requests, ChatAnswer)
+        answer_to = partial(ChatAnswer, messages=self._message_readers(body, requests))
+        return await self._generate(request, body, requests, answer_to)
 
     async def responses(self, request: HttpRequest, body: ResponsesBody) -> Response:
         """Answer a conversation; nothing is kept."""
         self._require_model(body.model)
         chat = body.for_chat()
         requests = await run_in_threadpool(self._reader.chat, chat, "input")
-        return await self._generate(request, chat, requests, partial(ResponseAnswer, asked=body))
+        readers = self._message_readers(chat, requests)
+        answer_to = partial(ResponseAnswer, asked=body, messages=readers)
+        return await self._generate(request, chat, requests, answer_to)
+
+    def _message_readers(self, body: ChatBody, requests: Sequence[Request]) -> list[MessageReader]:
+        tools = body.template_tools
+        return [
+            self._reader.format.reader(each.prompt_ids, tools, max_calls=body.max_calls)
+            for each in requests
+        ]
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text or of a conversation."""
@@ -248,6 +264,7 @@ class Api:
         requests: Sequence[Request],
         answer_to: Callable[..., Answer],
     ) -> Response:
+        requests = [replace(each, owner=request.state.owner) for each in requests]
         answer = answer_to(
             requests,
             model=self._model_name,

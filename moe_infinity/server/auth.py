@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from ipaddress import ip_address
 from typing import Any
 
 from pydantic_core import from_json
@@ -36,20 +37,39 @@ def _has_own_origin(request: HttpRequest) -> bool:
     return bool(place) and place in (host, host.removesuffix(":80"))  # browsers omit port 80
 
 
-def require_key(request: HttpRequest, api_key: str | None) -> None:
-    """Raises Refused (401) without the key. The comparison takes constant time."""
-    if api_key is None:
+def refuse_other_names(request: HttpRequest, allowed: Sequence[str]) -> None:
+    """Raises Refused for a request to a name that is not known: a site may let its own name stand
+    for our address (DNS rebinding), and to a browser it then asks itself.
+    """
+    host = request.headers.get("host", "").lower()
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    if name in ("", "localhost", *allowed):
         return
+    try:
+        ip_address(name)
+    except ValueError:
+        message = f"this server is not known as {name!r}: start it with --allowed-host {name}"
+        raise Refused(403, message, code="unknown_host") from None
+
+
+def owner_of(request: HttpRequest, api_keys: Sequence[str]) -> str:
+    """The key that a request was sent with; empty if none is needed. Raises Refused (401) without a
+    right one. Comparisons take constant time.
+    """
+    if not api_keys:
+        return ""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     # Starlette decodes headers as Latin-1; encoding gives back the bytes that were sent.
-    is_right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
-    if scheme.lower() != "bearer" or not is_right:
+    sent = given.strip().encode("latin-1")
+    right = [key for key in api_keys if hmac.compare_digest(sent, key.encode())]
+    if scheme.lower() != "bearer" or not right:
         raise Refused(
             401,
             "this server wants an API key: Authorization: Bearer KEY",
             headers={"WWW-Authenticate": "Bearer"},
             code="invalid_api_key",
         )
+    return right[0]
 
 
 class JsonRequest(HttpRequest):

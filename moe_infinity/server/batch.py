@@ -56,6 +56,11 @@ class DecodeBatch:
         return len(self._lengths)
 
     @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each sequence."""
+        return self._lengths
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(self._lengths, default=0)

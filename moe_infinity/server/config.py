@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
 from moe_infinity.errors import ConfigError
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +24,21 @@ class ServeConfig:
         int, Option(min=0, max=65535, help="Port to listen on; 0 takes one that is free.")
     ] = 8000
     api_key: Annotated[
-        str | None,
+        list[str] | None,
         Option(
-            help="Key that requests must send. Better given in the environment, which `ps` does "
-            "not show.",
+            help="Key that requests must send; may be given again, one for each user. Better in "
+            "the environment, separated by spaces, or in a file: `ps` shows neither.",
             envvar="MOE_INFINITY_API_KEY",
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None, Option(help="A file with such keys, one a line.", dir_okay=False)
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        Option(
+            help="Name by which browsers may reach a server on loopback, as behind a proxy; may be "
+            "given again. Always allowed: localhost and addresses."
         ),
     ] = None
     served_name: Annotated[
@@ -49,11 +62,35 @@ class ServeConfig:
     prefill_chunk: Annotated[
         int, Option(min=1, help="Tokens of a prompt that one step computes.")
     ] = 512
+    prefix_cache: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE|off",
+            help="Memory for what later requests may begin with, e.g. 2GiB. Default: a tenth of "
+            "what is free, and off with --max-batch 1 --exact.",
+        ),
+    ] = None
     deadline: Annotated[
         float, Option(min=0.001, help="Seconds that a request may take, waiting included.")
     ] = 600.0
     max_body: Annotated[int, Option(min=1, help="The most bytes of a request body.")] = 4 << 20
 
     def __post_init__(self) -> None:
-        if self.api_key is not None and not self.api_key.strip():
+        if self.api_key is not None and not all(key.strip() for key in self.api_key):
             raise ConfigError("the API key is empty")
+
+    def keys(self) -> tuple[str, ...]:
+        """All API keys; without any, requests need none. Raises ConfigError for a file that cannot
+        be read, or has no key.
+        """
+        keys = [key.strip() for key in self.api_key or ()]
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text("utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{self.api_key_file}: cannot be read: {error}") from error
+            found = [line.strip() for line in lines if line.strip()]
+            if not found:
+                raise ConfigError(f"{self.api_key_file}: has no API key")
+            keys += found
+        return tuple(keys)

@@ -51,6 +51,7 @@ class EngineCounts:
     failed: int = 0
     refused: int = 0  # because the queue was full
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, not computed, because the prefix cache had them
     generated_tokens: int = 0
     steps: int = 0
     stepping_s: float = 0.0  # in all of these steps
@@ -147,6 +148,7 @@ class Engine:
             "prefilling": len(self._prefilling),
             "decoding": len(self._decoding),
             "kv_bytes": self._batch.num_bytes,
+            "prefix_bytes": self._passes.prefixes.used_bytes,
             **asdict(self.counts),
         }
 
@@ -212,6 +214,7 @@ class Engine:
             before = sequence.num_prefilled
             logits_V = self._passes.prefill(sequence)
             self.counts.prompt_tokens += sequence.num_prefilled - before
+            self.counts.cached_tokens += sequence.num_cached if before == 0 else 0
             is_last = sequence.is_prefilled and sequence.add(logits_V, self._passes.end_ids)
         except Exception as error:
             self._fail(sequence, error)

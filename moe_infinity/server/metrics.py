@@ -59,12 +59,14 @@ def engine_metrics(state: dict[str, Any]) -> Iterator[Metric]:
         gauge.add_metric([name], state[name])
     yield gauge
     yield GaugeMetricFamily(f"{PREFIX}_kv_bytes", "KV cache of decoding", value=state["kv_bytes"])
+    yield GaugeMetricFamily(f"{PREFIX}_prefix_bytes", "Prefix cache", value=state["prefix_bytes"])
     ended = CounterMetricFamily(f"{PREFIX}_sequences_ended", "By outcome", labels=["outcome"])
     for name in ("finished", "cancelled", "expired", "failed", "refused"):
         ended.add_metric([name], state[name])
     yield ended
     tokens = CounterMetricFamily(f"{PREFIX}_tokens", "Tokens", labels=["kind"])
     tokens.add_metric(["prompt"], state["prompt_tokens"])
+    tokens.add_metric(["cached"], state["cached_tokens"])
     tokens.add_metric(["generated"], state["generated_tokens"])
     yield tokens
     yield CounterMetricFamily(f"{PREFIX}_steps", "Steps of the engine", value=state["steps"])

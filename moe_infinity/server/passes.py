@@ -6,6 +6,7 @@ With one seat the model gets the same arguments as from generate(), so it gives 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.errors import ConfigError, UnsupportedModelError
 from moe_infinity.experts import Phase, Step
+from moe_infinity.memory.machine import available_memory_bytes
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch, has_recurrent_layers, layers_that_cannot_join
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.prefix_cache import PrefixCache, why_not
 from moe_infinity.server.sequences import Running
+from moe_infinity.sizes import parse_size
+
+logger = logging.getLogger(__name__)
+PREFIX_SHARE = 0.1  # of the memory that is free once the model is loaded
 
 
 class Passes:
@@ -39,6 +46,7 @@ class Passes:
         # with each chunk.
         is_chunked = config.max_batch > 1 and not has_recurrent_layers(moe.model.config)
         self._chunk = config.prefill_chunk if is_chunked else None
+        self.prefixes = PrefixCache(prefix_bytes(moe, config))
 
     def _require_servable(self) -> None:
         model = self._moe.model
@@ -60,21 +68,45 @@ class Passes:
     def prefill(self, sequence: Running) -> Tensor:
         """Compute the next chunk of a prompt. Returns [V] float32 logits of its last token."""
         prompt_ids = sequence.request.prompt_ids
+        cache = sequence.cache or self._begin(sequence)
         start = sequence.num_prefilled
         end = None if self._chunk is None else start + self._chunk
         chunk = prompt_ids[start:end]
-        if sequence.cache is None:
-            sequence.cache = DynamicCache(config=self._moe.model.config)
         inputs = {
             "input_ids": torch.tensor([chunk], dtype=torch.long, device="cpu"),
             "attention_mask": torch.ones((1, start + len(chunk)), dtype=torch.long, device="cpu"),
             "position_ids": torch.arange(start, start + len(chunk), device="cpu")[None],
-            "past_key_values": sequence.cache,
+            "past_key_values": cache,
         }
-        step = self._step(Phase.PREFILL, [sequence] * len(chunk), chunk, begins=start == 0)
+        step = self._step(Phase.PREFILL, [sequence] * len(chunk), chunk)
         logits_1V = self._forward(step, inputs)
         sequence.num_prefilled += len(chunk)
+        if sequence.branch is not None:
+            sequence.branch.note(self._moe.last_routing())
+            self.prefixes.extend(sequence.branch, prompt_ids, cache, 0, sequence.num_prefilled)
+            cut_windows(cache, is_last=sequence.is_prefilled)
         return logits_1V[0]
+
+    def _begin(self, sequence: Running) -> DynamicCache:
+        """Give a sequence its cache, with what is known of its prompt. Its last token is computed
+        in any case: there is no first token without its logits.
+        """
+        sequence.cache = cache = DynamicCache(config=self._moe.model.config)
+        if self.prefixes.num_bytes == 0:
+            return cache
+        sequence.branch = self.prefixes.branch(sequence.request.owner)
+        known_ids = sequence.request.prompt_ids[:-1]
+        nodes = self.prefixes.find(sequence.branch, known_ids)
+        if nodes:
+            self.prefixes.fill(cache, nodes, self._moe.model.device)
+            sequence.num_prefilled = sequence.num_cached = sequence.branch.num_tokens
+            experts = [node.experts for node in nodes if node.experts is not None]
+            if len(experts) == len(nodes):
+                known_ids = known_ids[: sequence.num_cached]
+                step = self._step(Phase.PREFILL, [sequence] * sequence.num_cached, known_ids)
+                self._moe.note_known(step, np.concatenate(experts).astype(np.int64))
+        keep_windows(cache)
+        return cache
 
     def decode(self, sequences: Sequence[Running], batch: DecodeBatch) -> Tensor:
         """Compute one token of each sequence. Returns [B, V] float32 logits.
@@ -82,10 +114,21 @@ class Passes:
         The caller must empty the batch if this raises.
         """
         token_ids = [sequence.last_id for sequence in sequences]
-        step = self._step(Phase.DECODE, sequences, token_ids, begins=False)
+        step = self._step(Phase.DECODE, sequences, token_ids)
         logits_BV = self._forward(step, batch.inputs(token_ids))
         batch.grow()
+        self._keep_answers(sequences, batch)
         return logits_BV
+
+    def _keep_answers(self, sequences: Sequence[Running], batch: DecodeBatch) -> None:
+        """Give what a step has added to the prefix cache."""
+        if self.prefixes.num_bytes == 0 or batch.cache is None:
+            return
+        experts_BLK = self._moe.last_routing()
+        for row, (sequence, length) in enumerate(zip(sequences, batch.lengths, strict=True)):
+            if sequence.branch is not None:
+                sequence.branch.note(None if experts_BLK is None else experts_BLK[row : row + 1])
+                self.prefixes.extend(sequence.branch, sequence.ids, batch.cache, row, length)
 
     def _forward(self, step: Step, inputs: dict[str, Any]) -> Tensor:
         """[B, V] float32 logits of the last token, on the CPU: there the tokens are chosen."""
@@ -95,13 +138,13 @@ class Passes:
         logits_BV: Tensor = output.logits[:, -1].to("cpu", copy=True, dtype=torch.float32)
         return logits_BV
 
-    def _step(
-        self, phase: Phase, owners: Sequence[Running], token_ids: Sequence[int], *, begins: bool
-    ) -> Step:
+    def _step(self, phase: Phase, owners: Sequence[Running], token_ids: Sequence[int]) -> Step:
         """The step for the recorder. `owners` has the sequence of each token."""
         sequence_T = np.array([owner.seat for owner in owners])
         begins_B = np.zeros(self._num_seats, dtype=bool)
-        begins_B[sequence_T] = begins
+        begins_B[sequence_T] = not owners[0].is_known
+        for owner in owners:
+            owner.is_known = True
         return Step(
             phase=phase,
             num_sequences=self._num_seats,
@@ -110,6 +153,40 @@ class Passes:
             token_ids_T=np.array(token_ids),
             sequence_T=sequence_T,
         )
+
+
+def prefix_bytes(moe: MoE, config: ServeConfig) -> int:
+    """How much memory prefixes may take; 0 for none. Raises ConfigError for what is no size, and
+    for a size where a model's prefixes cannot be kept.
+    """
+    wanted = config.prefix_cache
+    if wanted == "off":
+        return 0
+    reason = why_not(moe.model.config)
+    if reason is not None:
+        if wanted is not None:
+            raise ConfigError(f"prefixes of this model cannot be kept: {reason}")
+        logger.info("no prefixes are kept: %s", reason)
+        return 0
+    if wanted is None:
+        gives_exact_bits = config.max_batch == 1 and moe.config.is_exact
+        return 0 if gives_exact_bits else int(available_memory_bytes() * PREFIX_SHARE)
+    return parse_size(wanted, whole_bytes=available_memory_bytes())
+
+
+def keep_windows(cache: DynamicCache) -> None:
+    """Let layers with a sliding window keep the tokens of a chunk until `cut_windows`."""
+    for layer in cache.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.activate_past_recording()
+
+
+def cut_windows(cache: DynamicCache, *, is_last: bool) -> None:
+    """Cut these layers to their windows; with `is_last` for good."""
+    for layer in cache.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.crop(0)
+            layer.record_past = not is_last
 
 
 def end_ids_of(model: Any) -> frozenset[int]:

@@ -5,11 +5,13 @@ sampling settings, defaults are filled in and bounds are checked.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.messages import MessageFormat
 from moe_infinity.server.protocol import ChatBody, CompletionBody, GenerationBody, Message
 from moe_infinity.server.refusals import BadRequest
 from moe_infinity.server.sampling import Sampling
@@ -26,6 +28,7 @@ class PromptReader:
 
     def __init__(self, moe: MoE, config: ServeConfig) -> None:
         self.tokenizer = moe.tokenizer
+        self.format = MessageFormat(moe.tokenizer, moe.model)
         self.max_context = context_of(moe, config.max_context)  # tokens of prompt and answer
         self._max_new_tokens = config.max_new_tokens
         self._generation_config = moe.model.generation_config
@@ -53,7 +56,8 @@ class PromptReader:
         if max_tokens is None:
             room = max(self.max_context - len(ids), 1)
             max_tokens = min(self._max_new_tokens, room)
-        return self._requests(ids, body, max_tokens, param)
+        requests = self._requests(ids, body, max_tokens, param)
+        return [replace(each, has_special=self.format.is_known) for each in requests]
 
     def text_ids(self, text: str) -> list[int]:
         """The token ids of a text."""

@@ -7,6 +7,7 @@ would name neither field.
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
@@ -117,14 +118,25 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: `content` is a string."""
+        """The message as chat templates expect it: `content` is a string, and the arguments of a
+        call are an object.
+        """
         message = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content)
         message.setdefault("content", "")
+        for call in message.get("tool_calls", ()):
+            function = call.get("function")
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                try:
+                    function["arguments"] = json.loads(function["arguments"] or "{}")
+                except ValueError as error:
+                    problem = f"the arguments of a call are no JSON: {error}"
+                    raise BadRequest(problem, param="messages") from error
         return message
 
 
@@ -139,6 +151,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -156,6 +169,11 @@ class ChatBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_calls(self) -> int | None:
+        """Of tools, in one answer; None for any number."""
+        return 1 if self.parallel_tool_calls is False else None
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:

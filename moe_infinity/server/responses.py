@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from moe_infinity.server.answers import ChatAnswer
+from moe_infinity.server.messages import ToolCall
 from moe_infinity.server.protocol import (
     MAX_LOGPROBS,
     Body,
@@ -51,6 +53,33 @@ class InputMessage(Body):
         return Message(role=self.role, content=text)
 
 
+class FunctionCall(Body):
+    """Of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None  # ignored, as is status
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def for_chat(self) -> Message:
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        return Message(role="assistant", tool_calls=[call])
+
+
+class FunctionCallOutput(Body):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def for_chat(self) -> Message:
+        return Message(role="tool", content=self.output, tool_call_id=self.call_id)
+
+
 class FunctionTool(Body):
     type: Literal["function"]
     name: str
@@ -61,6 +90,9 @@ class FunctionTool(Body):
     def for_chat(self) -> dict[str, Any]:
         function = self.model_dump(exclude={"type", "strict"}, exclude_none=True)
         return {"type": "function", "function": {"parameters": {}} | function}
+
+
+InputItem = FunctionCall | FunctionCallOutput | InputMessage
 
 
 class TextConfig(Body):
@@ -75,7 +107,7 @@ class ResponsesBody(SampledBody):
     """The body of /v1/responses."""
 
     # The list is first: an error in a message then names the message.
-    input: Annotated[list[InputMessage], Field(min_length=1)] | str
+    input: Annotated[list[InputItem], Field(min_length=1)] | str
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -85,7 +117,7 @@ class ResponsesBody(SampledBody):
     stream_options: EventOptions | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     background: Literal[False] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     text: TextConfig | None = None
@@ -109,6 +141,7 @@ class ResponsesBody(SampledBody):
             "top_logprobs": self.top_logprobs if has_logprobs else None,
             "tools": [tool.for_chat() for tool in self.tools] if self.tools else None,
             "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
             "stream": self.stream,
         }
         return ChatBody.model_validate(chat)
@@ -120,7 +153,7 @@ class ResponsesBody(SampledBody):
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
             "service_tier": "default",
             "store": False,
@@ -134,11 +167,11 @@ class ResponsesBody(SampledBody):
 
 
 class ResponseAnswer(ChatAnswer):
-    """An answer of one message that has one part of text.
+    """An answer of one message that has one part of text, and of calls of functions.
 
     The events of a stream: response.created, response.in_progress, output_item.added,
     content_part.added, output_text.delta for each piece, output_text.done, content_part.done,
-    output_item.done, then response.completed or response.incomplete.
+    output_item.done; four for each call; then response.completed or response.incomplete.
     """
 
     def __init__(
@@ -160,11 +193,11 @@ class ResponseAnswer(ChatAnswer):
         is_cut = status == "incomplete"
         return self._response(
             status,
-            output=[self._item(status)],
+            output=[self._item(status), *map(self._call, self._messages[0].message.calls)],
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             usage={
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
@@ -182,10 +215,11 @@ class ResponseAnswer(ChatAnswer):
         ]
 
     def chunk(self, index: int, output: Output) -> str:
-        if not output.text and not output.tokens:
+        text = self._new[index].content
+        if not text and not output.tokens:
             return ""
         logprobs = self._entries(output.tokens)
-        return self._of_part("output_text.delta", delta=output.text, logprobs=logprobs)
+        return self._of_part("output_text.delta", delta=text, logprobs=logprobs)
 
     def last_chunks(self) -> list[str]:
         part = self._part()
@@ -196,8 +230,33 @@ class ResponseAnswer(ChatAnswer):
             self._of_part("output_text.done", **text_done),
             self._of_part("content_part.done", part=part),
             self._named("response.output_item.done", output_index=0, item=item),
+            *chain.from_iterable(
+                self._call_chunks(at, call) for at, call in enumerate(body["output"]) if at > 0
+            ),
             self._named(f"response.{body['status']}", response=body),
         ]
+
+    def _call_chunks(self, output_index: int, call: dict[str, Any]) -> list[str]:
+        begun = call | {"arguments": "", "status": "in_progress"}
+        place = {"output_index": output_index, "item_id": call["id"]}
+        kind = "response.function_call_arguments"
+        done = {"name": call["name"], "arguments": call["arguments"]}
+        return [
+            self._named("response.output_item.added", output_index=output_index, item=begun),
+            self._named(f"{kind}.delta", **place, delta=call["arguments"]),
+            self._named(f"{kind}.done", **place, **done),
+            self._named("response.output_item.done", output_index=output_index, item=call),
+        ]
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        return {
+            "type": "function_call",
+            "id": call.id.replace("call_", "fc_"),
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
 
     def error_chunk(self, error: ErrorObject) -> str:
         """The event that ends a stream with an error.
@@ -232,7 +291,8 @@ class ResponseAnswer(ChatAnswer):
 
     def _part(self) -> dict[str, Any]:
         choice = self._choices[0]
-        part = {"type": "output_text", "text": choice.text, "annotations": []}
+        text = self._messages[0].message.content
+        part = {"type": "output_text", "text": text, "annotations": []}
         return part | {"logprobs": self._entries(choice.tokens)}
 
     def _entries(self, tokens: Sequence[TokenText]) -> list[dict[str, Any]]:

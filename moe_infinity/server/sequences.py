@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from moe_infinity.errors import MoEInfinityError
+from moe_infinity.server.prefix_cache import Branch
 from moe_infinity.server.sampling import ChosenToken, Sampler, Sampling
 from moe_infinity.server.text import Detokenizer, StopStrings
 
@@ -38,6 +39,8 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    owner: str = ""  # requests of one owner share prefixes
+    has_special: bool = False  # the text of special tokens is part of the answer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Output:
     text: str = ""
     tokens: tuple[TokenText, ...] = ()
     num_generated: int = 0  # tokens so far
+    num_cached: int = 0  # tokens of the prompt that were not computed
     finish: FinishReason | None = None
     error: BaseException | None = None
 
@@ -77,17 +81,25 @@ class Running:
         self.is_cancelled = False  # set by any thread
         self.seat: int | None = None
         self.cache: DynamicCache | None = None  # its own, until it joins the batch
+        self.branch: Branch | None = None  # None: no prefixes are kept
+        self.is_known = False  # to the recorder, by an earlier step
         self.num_prefilled = 0
-        self.last_id = -1
+        self.num_cached = 0  # of these, tokens that were not computed
+        self.ids = list(request.prompt_ids)  # and of the answer
         self._deliver = deliver
         self._sampler = Sampler(request.sampling, request.prompt_ids)
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, has_special=request.has_special)
         self._stops = StopStrings(request.stop)
         self._num_generated = 0
         self._num_decoded = 0  # characters
         self._num_shown = 0  # characters
         self._tokens: deque[TokenText] = deque()  # not yet shown
         self._last: Output | None = None
+
+    @property
+    def last_id(self) -> int:
+        """The newest token, which the next pass gets."""
+        return self.ids[-1]
 
     @property
     def is_prefilled(self) -> bool:
@@ -100,7 +112,7 @@ class Running:
         sequence's seat and cache.
         """
         chosen = self._sampler.choose(logits_V)
-        self.last_id = chosen.token_id
+        self.ids.append(chosen.token_id)
         self._num_generated += 1
         if chosen.token_id in end_ids:
             self._finish("stop")
@@ -122,7 +134,8 @@ class Running:
     def end(self, error: BaseException | None = None) -> None:
         """Deliver the last output: an error, or what `add` kept back."""
         if error is not None:
-            self._deliver(Output(num_generated=self._num_generated, error=error))
+            made = Output(num_generated=self._num_generated, num_cached=self.num_cached)
+            self._deliver(replace(made, error=error))
         else:
             assert self._last is not None
             self._deliver(self._last)
@@ -144,7 +157,7 @@ class Running:
         is_all = finish is not None and not is_cut
         while self._tokens and (is_all or self._tokens[0].offset < self._num_shown):
             tokens.append(self._tokens.popleft())
-        output = Output(text, tuple(tokens), self._num_generated, finish)
+        output = Output(text, tuple(tokens), self._num_generated, self.num_cached, finish)
         if finish:
             self._last = output
         elif text or tokens:

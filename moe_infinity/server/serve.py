@@ -19,13 +19,12 @@ import uvicorn
 from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.app import create_app
-from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.engine import Engine
 
 # The engine's thread runs Python between torch's calls. With Python's 5 ms the event loop waited
 # several times per request and answered /health late.
 SWITCH_INTERVAL_S = 0.001
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 logger = logging.getLogger(__name__)
 uvicorn_logger = logging.getLogger("uvicorn.error")
 
@@ -91,7 +90,7 @@ def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
     """
     engine = Engine(moe, config)
     app = create_app(moe, engine, config)
-    if config.host not in LOOPBACK and config.api_key is None:
+    if config.host not in LOOPBACK and not config.keys():
         logger.warning("anyone who reaches %s can use this model: no API key", config.host)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     settings = uvicorn.Config(

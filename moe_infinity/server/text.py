@@ -18,8 +18,10 @@ class Detokenizer:
     since the last certain piece.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, has_special: bool = False) -> None:
+        """`has_special`: the text of special tokens is part of the text."""
         self._tokenizer = tokenizer
+        self._has_special = has_special
         self._window: list[int] = []  # ids of the last certain piece and after it
         self._certain = 0  # how many of these ids are certain
         self._text = ""  # of the certain ids
@@ -42,7 +44,9 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            token_ids,
+            skip_special_tokens=not self._has_special,
+            clean_up_tokenization_spaces=False,
         )
         return text
 

@@ -285,7 +285,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(server, change, para
 
 ODD: dict[str, Any] = {  # a value of each field of OpenAI's that is not its default
     "audio": {}, "function_call": "auto", "functions": [{"name": "f"}], "metadata": {"a": "b"},
-    "moderation": {}, "parallel_tool_calls": False, "prediction": {}, "prompt_cache_key": "k",
+    "moderation": {}, "prediction": {}, "prompt_cache_key": "k",
     "prompt_cache_options": {}, "prompt_cache_retention": "24h", "reasoning_effort": "low",
     "safety_identifier": "s", "verbosity": "low", "web_search_options": {}, "store": True,
     "service_tier": "flex", "modalities": ["audio"], "response_format": {"type": "json_object"},
@@ -294,7 +294,7 @@ ODD: dict[str, Any] = {  # a value of each field of OpenAI's that is not its def
 HONOURED = {
     "model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p",
     "n", "stop", "seed", "logprobs", "top_logprobs", "frequency_penalty", "presence_penalty",
-    "logit_bias", "stream", "stream_options", "tools", "user",
+    "logit_bias", "stream", "stream_options", "tools", "user", "parallel_tool_calls",
 }  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def test_light_and_dark_differ_and_both_can_be_read(served, open_page):
 
 
 def test_the_page_asks_for_the_key_and_goes_on_with_it(served, open_page):
-    with serving(served.moe, api_key=KEY) as locked:
+    with serving(served.moe, api_key=[KEY]) as locked:
         page = open_page(locked.url, may_say="401 (Unauthorized)")
         wait_for_state(page, "needs an API key")
         page.keyboard.press("Tab")

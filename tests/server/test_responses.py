@@ -170,7 +170,7 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": [IMAGE]}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "o"}]}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input"),
         ({"input": [{"role": "tool", "content": "w5"}]}, "input"),
         ({"input": "w5 " * 600}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -192,10 +192,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, change, param):
 
 HONOURED = {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs",
-    "tools", "metadata", "user",
+    "tools", "metadata", "user", "parallel_tool_calls",
 }  # fmt: skip
 ODD: dict[str, Any] = {  # a value that is not the default; for the rest, any will do
-    "background": True, "include": ["reasoning.encrypted_content"], "parallel_tool_calls": False,
+    "background": True, "include": ["reasoning.encrypted_content"],
     "service_tier": "flex", "store": True, "stream_options": {"include_obfuscation": True},
     "text": {"verbosity": "low"}, "tool_choice": "required", "truncation": "auto",
 }  # fmt: skip
@@ -212,7 +212,7 @@ def test_every_field_openai_documents_is_honoured_or_refused_by_name(server):
 def test_a_wrong_key_and_another_model_are_refused(moe, server, client):
     with pytest.raises(openai.NotFoundError, match="'tiny'"):
         ask(client, model="gpt-5")
-    with serving(moe, api_key="right") as locked:
+    with serving(moe, api_key=["right"]) as locked:
         with pytest.raises(openai.AuthenticationError):
             ask(locked.client(api_key="wrong"))
         assert ask(locked.client(api_key="right")).status == "incomplete"

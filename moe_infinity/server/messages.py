@@ -1,0 +1,205 @@
+"""What a model wrote, taken apart: reasoning, content and calls of tools.
+
+transformers' ResponseParser does it, as the tokenizer's `response_template` says or, where it has
+none, as transformers or this file know of the kind of model. Without any, all is content.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.cli.serving.utils import get_response_template
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+logger = logging.getLogger(__name__)
+CALL_WITH_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+THINKING = {"open": "<think>", "close": "</think>", "content": "text"}
+# By `model_type`, as their chat templates write messages.
+FORMATS: dict[tuple[str, ...], dict[str, Any]] = {
+    ("gpt_oss",): {  # https://cookbook.openai.com/articles/openai-harmony
+        "start_anchor": "<|start|>assistant",
+        "fields": {
+            "thinking": {
+                "open": "<|channel|>analysis<|message|>", "close": "<|end|>", "content": "text",
+                "repeats": True, "join": "\n",
+            },
+            "content": {
+                "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
+                "close": ["<|end|>", "<|return|>"], "content": "text",
+                "repeats": True, "join": "\n",
+            },
+            "tool_calls": {
+                "open_pattern": r"(?:<\|channel\|>\w+)? to=functions\.(?P<name>[^\s<]+)"
+                r"[^{]*<\|message\|>",
+                "close": "<|call|>", "content": "json", "repeats": True,
+                "transform": CALL_WITH_NAME,
+            },
+        },
+    },
+    ("deepseek_v2", "deepseek_v3"): {  # the names between bars of V3, and of V3.1
+        "start_anchor": "<｜Assistant｜>",
+        "fields": {
+            "thinking": THINKING,
+            "content": {"content": "text", "close": "<｜tool▁calls▁end｜>"},
+            "tool_calls": {
+                "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>"
+                r"(?:function<｜tool▁sep｜>)?(?P<name>(?!function<)[^\n<]+)"
+                r"(?:<｜tool▁sep｜>|\n```json\n)",
+                "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
+                "content": "json", "repeats": True, "transform": CALL_WITH_NAME,
+            },
+        },
+    },
+    ("glm4_moe",): {
+        "start_anchor": "<|assistant|>",
+        "fields": {
+            "thinking": THINKING,
+            "content": {"content": "text"},
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>(?P<name>[^\n<]+)", "close": "</tool_call>",
+                "content": "xml-inline", "repeats": True, "transform": CALL_WITH_NAME,
+                "content_args": {
+                    "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*"
+                    r"<arg_value>(?P<value>.*?)</arg_value>"
+                },
+            },
+        },
+    },
+    ("mixtral", "mistral"): {
+        "start_anchor": "[/INST]",
+        "fields": {
+            "content": {"content": "text"},
+            "tool_calls": {
+                "open_pattern": r"\s*\[TOOL_CALLS\]\s*", "close": "</s>", "content": "json",
+                "transform": {
+                    "type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}
+                },
+                "transform_each": True,
+            },
+        },
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function that the client has."""
+
+    name: str
+    arguments: str  # JSON
+    id: str
+
+    def as_dict(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(slots=True)
+class Parts:
+    """Of a message, or what was added to one."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+class MessageFormat:
+    """How the model of a server writes messages. Raises ValueError for a `response_template` that
+    is none.
+    """
+
+    def __init__(self, tokenizer: Any, model: Any) -> None:
+        self._tokenizer = tokenizer
+        spec = get_response_template(tokenizer, model)
+        if spec is None:
+            kind = model.config.model_type
+            spec = next((form for kinds, form in FORMATS.items() if kind in kinds), None)
+        self._template = None if spec is None else load_response_template(spec)
+
+    @property
+    def is_known(self) -> bool:
+        return self._template is not None
+
+    def reader(
+        self,
+        prompt_ids: Sequence[int],
+        tools: list[dict[str, Any]] | None,
+        *,
+        max_calls: int | None,
+    ) -> MessageReader:
+        """For one answer to this prompt, which may have begun the message. Later calls than the
+        first `max_calls` are left out.
+        """
+        parser = None
+        if self._template is not None:
+            prompt = self._tokenizer.decode(prompt_ids)
+            try:
+                parser = ResponseParser(self._template, prefix=prompt, tools=tools)
+            except (ValueError, KeyError, TypeError) as error:
+                logger.info("a prompt could not be parsed: %s", error)
+        return MessageReader(parser, max_calls)
+
+
+class MessageReader:
+    """One answer, as its text comes. What cannot be parsed is content."""
+
+    def __init__(self, parser: ResponseParser | None, max_calls: int | None) -> None:
+        self._parser = parser
+        self._max_calls = max_calls
+        self._unsure = ""  # text of a call that is not complete
+        self.message = Parts()  # so far
+
+    def add(self, text: str, *, is_last: bool) -> Parts:
+        """What this text adds."""
+        new = Parts()
+        if self._parser is None:
+            new.content = text
+        else:
+            self._unsure += text
+            try:
+                events = self._parser.feed(text)
+                if is_last:
+                    events += self._parser.finalize()[1]
+                self._apply(events, new)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                logger.info("a message could not be parsed: %s", error)
+                self._parser = None
+                new.content += self._unsure
+        self.message.content += new.content
+        self.message.reasoning += new.reasoning
+        self.message.calls += new.calls
+        return new
+
+    def _apply(self, events: list[dict[str, Any]], new: Parts) -> None:
+        for event in events:
+            kind = event["type"]
+            if event["field"] == "tool_calls":
+                if kind == "region_close":
+                    value = event["value"]
+                    self._add_calls(value if isinstance(value, list) else [value], new)
+                    self._unsure = ""
+            elif kind == "region_chunk":
+                is_reasoning = event["field"] in ("thinking", "reasoning_content", "reasoning")
+                new.reasoning += event["text"] if is_reasoning else ""
+                new.content += "" if is_reasoning else event["text"]
+                self._unsure = ""
+
+    def _add_calls(self, values: list[dict[str, Any]], new: Parts) -> None:
+        for value in values:
+            function = value["function"]
+            arguments = function.get("arguments", function.get("parameters", {}))
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            has_room = self._max_calls is None or (
+                len(self.message.calls) + len(new.calls) < self._max_calls
+            )
+            if has_room:
+                new.calls.append(
+                    ToolCall(str(function["name"]), arguments, f"call_{uuid.uuid4().hex[:24]}")
+                )

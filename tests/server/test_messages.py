@@ -1,0 +1,266 @@
+"""Answers of five kinds of models are taken apart into reasoning, content and calls of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from moe_infinity import MoE
+from moe_infinity.server import prompts
+from moe_infinity.server.messages import MessageFormat, MessageReader, Parts
+from moe_infinity.server.sequences import Running
+from tests.server.conftest import TEMPLATE
+from tests.server.serving import Serving, serving
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+CALL = ("weather", {"city": "Rome", "days": 3})
+JSON = json.dumps(CALL[1])
+# By model type: the end of a prompt, an answer as such a model writes it, and its parts: content,
+# reasoning, calls.
+QWEN = '<tool_call>\n{"name": "weather", "arguments": ' + JSON + "}\n</tool_call>"
+CASES: dict[str, tuple[str, str, tuple[str, str, list[Any]]]] = {
+    "qwen3_moe": (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        f"<think>\nhm\n</think>\n\nLet me see.\n{QWEN}\n{QWEN}",
+        ("\n\nLet me see.", "\nhm\n", [CALL, CALL]),
+    ),
+    "qwen3_moe, thinking begun": (
+        "<|im_start|>assistant\n<think>\n",
+        "hm</think>No call.",
+        ("No call.", "hm", []),
+    ),
+    "gpt_oss": (
+        "<|start|>user<|message|>hi<|end|><|start|>assistant",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+        f"to=functions.weather <|constrain|>json<|message|>{JSON}",
+        ("", "hm", [CALL]),
+    ),
+    "gpt_oss, recipient first": (
+        "<|start|>assistant",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.weather"
+        f"<|channel|>commentary json<|message|>{JSON}<|call|>",
+        ("I look.", "", [CALL]),
+    ),
+    "gpt_oss, no call": (
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Hi.",
+        ("Hi.", "hm", []),
+    ),
+    "deepseek_v3": (
+        "<｜User｜>hi<｜Assistant｜>",
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+        f"```json\n{JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+        f"weather\n```json\n{JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("I look.", "", [CALL, CALL]),
+    ),
+    "deepseek_v3, of version 3.1": (
+        "<｜User｜>hi<｜Assistant｜></think>",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("", "", [CALL]),
+    ),
+    "glm4_moe": (
+        "<|user|>\nhi<|assistant|>",
+        "<think>hm</think>\nI look.\n<tool_call>weather\n<arg_key>city</arg_key>\n"
+        "<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+        "</tool_call>",
+        ("\nI look.", "hm", [CALL]),
+    ),
+    "mixtral": (
+        "[INST] hi [/INST]",
+        f' [TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}]',
+        ("", "", [CALL]),
+    ),
+}
+
+
+class Plain:
+    """Stands for tokenizer and model of a kind: a token is a character."""
+
+    def __init__(self, model_type: str) -> None:
+        self.config = self
+        self.model_type = model_type.split(",")[0]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def reader_of(name: str, prompt: str, max_calls: int | None = None) -> MessageReader:
+    plain = Plain(name)
+    ids = list(map(ord, prompt))
+    return MessageFormat(plain, plain).reader(ids, [WEATHER], max_calls=max_calls)
+
+
+def shown(parts: Parts) -> tuple[str, str, list[Any]]:
+    return (
+        parts.content,
+        parts.reasoning,
+        [(call.name, json.loads(call.arguments)) for call in parts.calls],
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_taken_apart_however_they_are_cut(name, size):
+    prompt, text, expected = CASES[name]
+    reader = reader_of(name, prompt)
+    added = []
+    for start in range(0, len(text), size):
+        added.append(reader.add(text[start : start + size], is_last=start + size >= len(text)))
+    assert shown(reader.message) == expected
+    assert "".join(each.content for each in added) == expected[0]
+    assert "".join(each.reasoning for each in added) == expected[1]
+    assert len({call.id for call in reader.message.calls}) == len(expected[2])
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": broken\n</tool_call> and more',
+        '<tool_call>\n{"name": "weather", "argum',
+        "<tool_call>\n[1, 2]\n</tool_call>",
+        '<tool_call>\n{"arguments": {}}\n</tool_call>',
+    ],
+)
+def test_what_is_no_call_is_content(text, size):
+    reader = reader_of("qwen3_moe", "<|im_start|>assistant\n")
+    for start in range(0, len(text), size):
+        reader.add(text[start : start + size], is_last=start + size >= len(text))
+    assert shown(reader.message) == (text, "", [])
+
+
+def test_calls_may_be_limited_to_one():
+    prompt, text, expected = CASES["qwen3_moe"]
+    reader = reader_of("qwen3_moe", prompt, max_calls=1)
+    reader.add(text, is_last=True)
+    assert shown(reader.message) == (*expected[:2], [CALL])
+
+
+def test_of_an_unknown_kind_all_is_content():
+    reader = reader_of("unknown", "hi")
+    reader.add(QWEN, is_last=True)
+    assert shown(reader.message) == (QWEN, "", [])
+
+
+# through the server
+
+
+@pytest.fixture
+def scripted(moe: MoE, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
+    """A server whose model writes an answer of Qwen3, three letters a token."""
+    prompt, text, _ = CASES["qwen3_moe"]
+    pieces = [text[start : start + 3] for start in range(0, len(text), 3)]
+
+    class Letters:
+        def add(self, token_id: int) -> str:
+            return pieces[self.at.pop()]
+
+        def finish(self) -> str:
+            return ""
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            self.at = list(range(len(pieces)))[::-1]
+
+    add = Running.add
+
+    def scripted_add(self: Running, logits_V: Any, end_ids: frozenset[int]) -> bool:
+        letters: Any = self._detokenizer
+        ends = frozenset[int]() if letters.at else frozenset(range(len(logits_V)))
+        return add(self, logits_V, ends)
+
+    class Prompt(MessageFormat):
+        def __init__(self, *args: Any) -> None:
+            plain = Plain("qwen3_moe")
+            plain.decode = lambda ids: prompt  # type: ignore[method-assign]
+            super().__init__(plain, plain)
+
+    monkeypatch.setattr(moe.tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(prompts, "MessageFormat", Prompt)
+    monkeypatch.setattr("moe_infinity.server.sequences.Detokenizer", Letters)
+    monkeypatch.setattr(Running, "add", scripted_add)
+    with serving(moe, max_batch=2) as server:
+        yield server
+
+
+ASKED: list[Any] = [{"role": "user", "content": "w5"}]
+
+
+def test_a_client_of_openai_gets_calls_and_sends_their_results(scripted):
+    _, _, (content, reasoning, calls) = CASES["qwen3_moe"]
+    client = scripted.client()
+    answer = client.chat.completions.create(
+        model="tiny", messages=ASKED, tools=[WEATHER], max_tokens=200
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    message = choice.message
+    assert message.content == content
+    assert message.model_extra == {"reasoning_content": reasoning}
+    found = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls]
+    assert found == calls
+    results = [{"role": "tool", "tool_call_id": c.id, "content": "w9"} for c in message.tool_calls]
+    again = [*ASKED, message.model_dump(exclude_none=True), *results]
+    answer = client.chat.completions.create(
+        model="tiny", messages=again, tools=[WEATHER], max_tokens=200, parallel_tool_calls=False
+    )
+    assert len(answer.choices[0].message.tool_calls) == 1
+
+
+def test_a_stream_has_calls_as_deltas(scripted):
+    _, _, (content, reasoning, calls) = CASES["qwen3_moe"]
+    chunks: list[ChatCompletionChunk] = list(
+        scripted.client().chat.completions.create(
+            model="tiny", messages=ASKED, tools=[WEATHER], max_tokens=200, stream=True
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == content
+    extras = [delta.model_extra or {} for delta in deltas]
+    assert "".join(extra.get("reasoning_content", "") for extra in extras) == reasoning
+    found = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [call.index for call in found] == [0, 1]
+    functions = [call.function for call in found if call.function is not None]
+    assert [(f.name, json.loads(f.arguments or "")) for f in functions] == calls
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_responses_have_calls_as_items(scripted):
+    _, _, (content, _, calls) = CASES["qwen3_moe"]
+    client = scripted.client()
+    tool = {"type": "function", **WEATHER["function"]}
+    answer = client.responses.create(model="tiny", input="w5", tools=[tool], max_output_tokens=200)
+    assert answer.output_text == content
+    items = answer.output[1:]
+    assert [(item.name, json.loads(item.arguments)) for item in items] == calls
+    result = {"type": "function_call_output", "call_id": items[0].call_id, "output": "w9"}
+    again = [{"role": "user", "content": "w5"}, items[0].model_dump(exclude_none=True), result]
+    with client.responses.stream(
+        model="tiny", input=again, tools=[tool], max_output_tokens=200
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds.count("response.function_call_arguments.done") == 2
+    assert [(item.name, json.loads(item.arguments)) for item in final.output[1:]] == calls
+
+
+def test_arguments_that_are_no_json_are_refused_by_name(server):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    body = {"messages": [*ASKED, {"role": "assistant", "tool_calls": [call]}]}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"

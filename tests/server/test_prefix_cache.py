@@ -1,0 +1,262 @@
+"""A request copies what is known of its prompt, and its answer is the one it gets without."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from moe_infinity import MoE
+from moe_infinity.errors import ConfigError
+from moe_infinity.server.prefix_cache import BLOCK, PrefixCache, why_not
+from tests.server.driving import Client, assert_same_answer, make_engine, run_all
+from tests.sweep import tiny
+from tests.sweep.discover import architectures_in
+
+pytestmark = pytest.mark.arithmetic
+
+TEXT = [(7 * at * at + at) % 120 + 3 for at in range(200)]
+
+
+def answered(engine: Any, prompt_ids: list[int], **wishes: Any) -> Client:
+    client = Client(engine, prompt_ids, **wishes)
+    run_all(engine, client)
+    assert client.error is None
+    return client
+
+
+def cached(client: Client) -> int:
+    return client.outputs[-1].num_cached
+
+
+# answers
+
+
+def test_a_conversation_that_grows_computes_only_what_is_new(moe):
+    engine = make_engine(moe, max_batch=2, prefix_cache="64MiB", prefill_chunk=24)
+    without = make_engine(moe, max_batch=2, prefix_cache="off", prefill_chunk=24)
+    prompt = TEXT[:40]
+    known = 0
+    for turn in range(4):
+        found, expected = (answered(each, prompt) for each in (engine, without))
+        assert_same_answer(found, expected)
+        assert cached(expected) == 0
+        assert cached(found) == known // BLOCK * BLOCK
+        # The last token of an answer is chosen, and no pass has got it yet.
+        known = len(prompt) + len(found.token_ids) - 1
+        prompt = [*prompt, *found.token_ids, *TEXT[50 + 20 * turn :][:17]]
+    state = engine.state()
+    assert state["cached_tokens"] > 100
+    assert state["prefix_bytes"] > 0
+
+
+def test_the_last_token_of_a_known_prompt_is_computed(moe):
+    engine = make_engine(moe, max_batch=2, prefix_cache="64MiB")
+    prompt = TEXT[: 3 * BLOCK]
+    first, again = (answered(engine, prompt) for _ in range(2))
+    assert [cached(first), cached(again)] == [0, 2 * BLOCK]
+    assert_same_answer(again, first)
+
+
+def test_a_running_sequence_shares_its_prompt(moe):
+    engine = make_engine(moe, max_batch=4, prefix_cache="64MiB")
+    clients = [Client(engine, TEXT[:50]) for _ in range(3)]
+    run_all(engine, *clients)
+    assert [cached(client) for client in clients] == [0, 48, 48]
+    for client in clients[1:]:
+        assert_same_answer(client, clients[0])
+
+
+def test_owners_do_not_share(moe):
+    engine = make_engine(moe, max_batch=2, prefix_cache="64MiB")
+    shares = [
+        cached(answered(engine, TEXT[:40], owner=owner)) for owner in ("a", "b", "a", "b", "")
+    ]
+    assert shares == [0, 0, 32, 32, 0]
+
+
+def test_a_wrong_block_changes_the_answer(moe, monkeypatch):
+    """The comparisons above can fail."""
+    engine = make_engine(moe, max_batch=2, prefix_cache="64MiB")
+    expected = answered(engine, TEXT[:60])
+    find = PrefixCache.find
+    monkeypatch.setattr(PrefixCache, "find", lambda *args: 3 * find(*args)[:1])
+    found = answered(engine, TEXT[:60])
+    assert cached(found) == 48
+    with pytest.raises(AssertionError):
+        assert_same_answer(found, expected)
+
+
+def test_the_eam_of_a_request_is_that_of_all_its_tokens(moe):
+    eams = []
+    for size in ("off", "64MiB"):
+        engine = make_engine(moe, max_batch=1, prefix_cache=size)
+        for _ in range(2):
+            client = answered(engine, TEXT[:70])
+        eams.append(moe.request_eams()[0])
+    assert cached(client) == 64
+    np.testing.assert_array_equal(eams[0].prefill, eams[1].prefill)
+    np.testing.assert_array_equal(eams[0].decode, eams[1].decode)
+
+
+# models
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "mixtral"])
+def test_sliding_windows_and_latent_attention(name, tmp_path, monkeypatch):
+    """gpt-oss has windows in every other layer; DeepSeek's keys and values differ in width."""
+    monkeypatch.setitem(tiny.SIZES, "sliding_window", 20)
+    tiny.tiny_model(architectures_in(name)[0]).save_pretrained(tmp_path)
+    with MoE(tmp_path, dtype="float32") as moe:
+        moe.tokenizer = letters()
+        with_cache = make_engine(moe, max_batch=2, prefix_cache="16MiB", prefill_chunk=24)
+        without = make_engine(moe, max_batch=2, prefix_cache="off", prefill_chunk=24)
+        prompt = [token % 90 for token in TEXT[:70]]
+        answered(with_cache, prompt[:50])
+        found, expected = (answered(engine, prompt) for engine in (with_cache, without))
+        assert cached(found) >= 48
+        assert_same_answer(found, expected)
+
+
+def letters() -> Any:
+    class Letters:
+        def decode(self, ids: list[int], **settings: Any) -> str:
+            return "".join(chr(97 + token % 26) for token in ids)
+
+    return Letters()
+
+
+def test_what_cannot_be_kept_is_said_and_refused(tmp_path, caplog):
+    model = tiny.tiny_model(architectures_in("qwen3_next")[0])
+    model.save_pretrained(tmp_path)
+    assert "LinearAttention" in (why_not(model.config) or "")
+    with MoE(tmp_path) as moe:
+        moe.tokenizer = letters()
+        with caplog.at_level(logging.INFO):
+            engine = make_engine(moe, max_batch=1)
+        assert "no prefixes are kept" in caplog.text
+        assert engine.state()["prefix_bytes"] == 0
+        with pytest.raises(ConfigError, match="prefixes of this model cannot be kept"):
+            make_engine(moe, max_batch=1, prefix_cache="1GiB")
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_with_one_seat_and_exact_nothing_is_kept_unless_asked_for(tiny_checkpoint, is_exact):
+    with MoE(tiny_checkpoint, exact=is_exact) as moe:
+        sizes = [
+            make_engine(moe, **options)._passes.prefixes.num_bytes > 0
+            for options in (
+                {"max_batch": 1},
+                {"max_batch": 2},
+                {"max_batch": 1, "prefix_cache": "1MB"},
+            )
+        ]
+    assert sizes == [not is_exact, True, True]
+
+
+# blocks
+
+
+def cache_of(tokens: list[int]) -> DynamicCache:
+    """Keys and values that say which token they are of."""
+    cache = DynamicCache()
+    x = torch.tensor(tokens, dtype=torch.float32).view(1, 1, -1, 1)
+    for layer_idx in range(2):
+        cache.update(x + layer_idx, x.repeat(1, 2, 1, 3) - layer_idx, layer_idx)
+    return cache
+
+
+BLOCK_BYTES = 2 * (1 + 6) * 4 * BLOCK  # of the cache above
+
+
+def add(prefixes: PrefixCache, tokens: list[int], owner: str = "") -> None:
+    branch = prefixes.branch(owner)
+    prefixes.find(branch, tokens)
+    prefixes.extend(branch, tokens, cache_of(tokens), 0, len(tokens))
+
+
+def found(prefixes: PrefixCache, tokens: list[int], owner: str = "") -> list[int]:
+    """The tokens whose keys and values are there."""
+    branch = prefixes.branch(owner)
+    nodes = prefixes.find(branch, tokens)
+    assert branch.num_tokens == len(nodes) * BLOCK
+    if not nodes:
+        return []
+    cache = DynamicCache()
+    for _ in range(2):
+        cache.layers.append(cache.layer_class_to_replicate())
+    prefixes.fill(cache, nodes, torch.device("cpu"))
+    (first, second) = cache.layers
+    assert torch.equal(first.keys + 1, second.keys)
+    assert torch.equal(first.values - 1, second.values)
+    assert torch.equal(first.values[0, 1, :, 2], first.keys[0, 0, :, 0])
+    assert cache.get_seq_length() == branch.num_tokens
+    return first.keys.flatten().int().tolist()
+
+
+def test_whole_blocks_of_the_longest_prefix_are_found():
+    prefixes = PrefixCache(100 * BLOCK_BYTES)
+    add(prefixes, TEXT[:50])
+    add(prefixes, [*TEXT[:20], *TEXT[100:140]])
+    assert found(prefixes, TEXT[:50]) == TEXT[:48]
+    assert found(prefixes, TEXT[:47]) == TEXT[:32]
+    assert found(prefixes, [*TEXT[:20], *TEXT[100:140]]) == [*TEXT[:20], *TEXT[100:128]]
+    assert found(prefixes, TEXT[1:60]) == []
+    assert prefixes.used_bytes == 5 * BLOCK_BYTES  # the first block is shared
+
+
+def test_the_least_recently_used_goes_first_and_never_from_the_middle():
+    prefixes = PrefixCache(6 * BLOCK_BYTES)
+    one, two, three = ([*[start] * BLOCK, *TEXT[: 2 * BLOCK]] for start in (1, 2, 3))
+    add(prefixes, one)
+    add(prefixes, two)
+    assert found(prefixes, one) == one
+    add(prefixes, three[: 2 * BLOCK])  # two loses its last two blocks
+    assert found(prefixes, one) == one
+    assert found(prefixes, two) == two[:BLOCK]
+    assert found(prefixes, three) == three[: 2 * BLOCK]
+    assert prefixes.used_bytes == 6 * BLOCK_BYTES
+
+
+def test_one_branch_may_fill_it_and_more_is_left_out():
+    prefixes = PrefixCache(3 * BLOCK_BYTES)
+    add(prefixes, TEXT)
+    assert found(prefixes, TEXT) == TEXT[: 3 * BLOCK]
+    add(prefixes, TEXT[100:])
+    assert found(prefixes, TEXT[100:]) == TEXT[100 : 100 + 3 * BLOCK]
+
+
+def test_too_little_memory_is_said(caplog):
+    prefixes = PrefixCache(BLOCK_BYTES - 1)
+    add(prefixes, TEXT)
+    assert "no block of 16 tokens fits" in caplog.text
+    assert found(prefixes, TEXT) == []
+
+
+def test_a_branch_that_was_dropped_meanwhile_grows_no_more():
+    prefixes = PrefixCache(2 * BLOCK_BYTES)
+    branch = prefixes.branch("")
+    prefixes.extend(branch, TEXT, cache_of(TEXT[:16]), 0, 16)
+    add(prefixes, TEXT[50 : 50 + 2 * BLOCK])
+    prefixes.extend(branch, TEXT, cache_of(TEXT[:48]), 0, 48)
+    assert found(prefixes, TEXT) == []
+    assert found(prefixes, TEXT[50:]) == TEXT[50 : 50 + 2 * BLOCK]
+
+
+def test_any_order_of_uses_keeps_what_was_used_last():
+    chance = random.Random(0)
+    prefixes = PrefixCache(12 * BLOCK_BYTES)
+    texts = [
+        [*TEXT[: BLOCK * chance.randrange(3)], *chance.choices(range(100), k=40)] for _ in range(9)
+    ]
+    for _ in range(300):
+        text, owner = chance.choice(texts), chance.choice("ab")
+        add(prefixes, text, owner)
+        whole = len(text) // BLOCK * BLOCK
+        assert found(prefixes, text, owner) == text[:whole]
+        assert prefixes.used_bytes <= prefixes.num_bytes
