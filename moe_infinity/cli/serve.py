@@ -22,7 +22,7 @@ OF_CHAT_WITH_SERVER = ("url", "api_key", "max_new_tokens", "temperature", "top_p
 
 @with_options_of(ServeConfig, ModelOptions)
 def serve(model: Model, **options: Any) -> None:
-    """Serve a model to several users with OpenAI's HTTP API, and a page at /."""
+    """Serve a model to several users with OpenAI's and Anthropic's HTTP APIs, and a page at /."""
     require_extra()
     from moe_infinity.server.serve import bound_sockets, serve_model
 

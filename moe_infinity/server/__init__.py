@@ -1,4 +1,4 @@
-"""A server that offers one model to several users, with OpenAI's HTTP API.
+"""A server that offers one model to several users, with the HTTP APIs of OpenAI and Anthropic.
 
 Generation, without HTTP:
 
@@ -19,6 +19,7 @@ exchange.py   one HTTP request that generates, from submission to its answer
 answers.py    response bodies, whole or in chunks
 messages.py   an answer's reasoning, content and calls of tools
 responses.py  OpenAI's Responses API
+anthropic.py  Anthropic's Messages API
 auth.py       checks of origin, key and size
 refusals.py   errors as answers
 metrics.py    what /metrics and /stats show

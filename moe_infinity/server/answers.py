@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_infinity.server.messages import MessageReader, Parts
-from moe_infinity.server.refusals import ErrorBody, ErrorObject
+from moe_infinity.server.refusals import ErrorBody, Refused
 from moe_infinity.server.sequences import Output, Request, TokenText
 
 DONE = "data: [DONE]\n\n"
@@ -26,6 +26,7 @@ class Choice:
     num_generated: int = 0
     num_cached: int = 0
     finish: str | None = None
+    stop: str | None = None  # the stop string that was the reason
 
     def add(self, output: Output) -> None:
         self.text += output.text
@@ -33,6 +34,7 @@ class Choice:
         self.num_generated = output.num_generated
         self.num_cached = output.num_cached
         self.finish = output.finish
+        self.stop = output.stop
 
 
 class Answer(ABC):
@@ -104,9 +106,9 @@ class Answer(ABC):
             return [DONE]
         return [self._event({"choices": [], "usage": self.usage()}), DONE]
 
-    def error_chunk(self, error: ErrorObject) -> str:
+    def error_chunk(self, refused: Refused) -> str:
         """The event that ends a stream with an error."""
-        return sse(ErrorBody(error=error).model_dump())
+        return sse(ErrorBody(error=refused.error).model_dump())
 
     def _chunk(self, index: int, content: dict[str, Any], output: Output) -> str:
         logprobs = self._logprobs(output.tokens) if output.tokens else None
@@ -235,6 +237,7 @@ class ChatAnswer(Answer):
         return {"token": text, "logprob": logprob, "bytes": as_bytes}
 
 
-def sse(payload: dict[str, Any]) -> str:
+def sse(payload: dict[str, Any], name: str | None = None) -> str:
     """A server-sent event. It is ASCII: some clients split lines at Unicode line separators."""
-    return f"data: {json.dumps(payload)}\n\n"
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(payload)}\n\n"

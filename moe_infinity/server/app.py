@@ -27,6 +27,13 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server import auth
 from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
+from moe_infinity.server.anthropic import (
+    AnthropicErrorBody,
+    CountTokensBody,
+    MessagesAnswer,
+    MessagesBody,
+    error_of,
+)
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange, ExchangeStream
@@ -58,6 +65,10 @@ Responses = dict[int | str, dict[str, Any]]
 REFUSALS: Responses = {
     "4XX": {"model": ErrorBody, "description": "refused; `param` names the field that is wrong"},
     "5XX": {"model": ErrorBody, "description": "stopping, too late, or generation failed"},
+}
+ANTHROPIC_REFUSALS: Responses = {
+    "4XX": {"model": AnthropicErrorBody, "description": "refused; the message names the field"},
+    "5XX": {"model": AnthropicErrorBody, "description": REFUSALS["5XX"]["description"]},
 }
 STREAM: Responses = {200: {"content": {"text/event-stream": {}}}}
 NOT_HEALTHY: Responses = {503: {"description": "no"}}
@@ -105,11 +116,21 @@ class GuardedRoute(APIRoute):
                 refused = refused_by(error)
                 if refused.status_code == 500:
                     logger.exception("%s failed", request.url.path)
-                response = refused.response()
+                response = self.refusal(refused)
             api.metrics.responses.labels(self.path, response.status_code).inc()
             return response
 
         return guarded
+
+    def refusal(self, refused: Refused) -> Response:
+        return refused.response()
+
+
+class AnthropicRoute(GuardedRoute):
+    """A route whose errors have Anthropic's form."""
+
+    def refusal(self, refused: Refused) -> Response:
+        return JSONResponse(error_of(refused), refused.status_code, headers=refused.headers)
 
 
 class Api:
@@ -148,6 +169,9 @@ class Api:
         add_post("/v1/completions", self.completions, responses=STREAM)
         add_post("/v1/chat/completions", self.chat_completions, responses=STREAM)
         add_post("/v1/responses", self.responses, responses=STREAM)
+        add_anthropic = partial(add_post, route_class_override=AnthropicRoute)
+        add_anthropic("/v1/messages", self.messages, responses=STREAM | ANTHROPIC_REFUSALS)
+        add_anthropic("/v1/messages/count_tokens", self.count_tokens, responses=ANTHROPIC_REFUSALS)
         add_post("/tokenize", self.tokenize)
         add_post("/detokenize", self.detokenize)
         return router
@@ -227,6 +251,21 @@ class Api:
         readers = self._message_readers(chat, requests)
         answer_to = partial(ResponseAnswer, asked=body, messages=readers)
         return await self._generate(request, chat, requests, answer_to)
+
+    async def messages(self, request: HttpRequest, body: MessagesBody) -> Response:
+        """Answer a conversation in Anthropic's form."""
+        self._require_model(body.model)
+        chat = body.for_chat()
+        requests = await run_in_threadpool(self._reader.chat, chat)
+        answer_to = partial(MessagesAnswer, messages=self._message_readers(chat, requests))
+        return await self._generate(request, chat, requests, answer_to)
+
+    async def count_tokens(self, body: CountTokensBody) -> Response:
+        """How many tokens a conversation of Anthropic's form has."""
+        self._require_model(body.model)
+        chat = body.for_chat()
+        ids = await run_in_threadpool(self._reader.chat_ids, chat.messages, chat.template_tools)
+        return JSONResponse({"input_tokens": len(ids)})
 
     def _message_readers(self, body: ChatBody, requests: Sequence[Request]) -> list[MessageReader]:
         tools = body.template_tools

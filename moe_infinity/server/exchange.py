@@ -83,7 +83,7 @@ class Exchange:
             refused = refused_by(error)
             if refused.status_code == 500:
                 logger.exception("a stream failed")
-            yield self._answer.error_chunk(refused.error)
+            yield self._answer.error_chunk(refused)
             return
         for chunk in self._answer.last_chunks():
             yield chunk

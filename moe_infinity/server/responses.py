@@ -6,7 +6,6 @@ its stream have names and sequence numbers.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Sequence
 from itertools import chain
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from moe_infinity.server.answers import ChatAnswer
+from moe_infinity.server.answers import ChatAnswer, sse
 from moe_infinity.server.messages import ToolCall
 from moe_infinity.server.protocol import (
     MAX_LOGPROBS,
@@ -24,7 +23,7 @@ from moe_infinity.server.protocol import (
     SampledBody,
     TextFormat,
 )
-from moe_infinity.server.refusals import ErrorObject
+from moe_infinity.server.refusals import Refused
 from moe_infinity.server.sequences import Output, Request, TokenText
 
 MetadataKey = Annotated[str, Field(max_length=64)]
@@ -258,13 +257,14 @@ class ResponseAnswer(ChatAnswer):
             "status": "completed",
         }
 
-    def error_chunk(self, error: ErrorObject) -> str:
+    def error_chunk(self, refused: Refused) -> str:
         """The event that ends a stream with an error.
 
         The fields are flat, as documented, and nested, as clients need them to raise an error.
         """
-        flat = error.model_dump(include={"code", "message", "param"})
-        return self._named("error", **flat, error=error.model_dump())
+        error = refused.error.model_dump()
+        flat = {name: error[name] for name in ("code", "message", "param")}
+        return self._named("error", **flat, error=error)
 
     @property
     def _status(self) -> str:
@@ -310,4 +310,4 @@ class ResponseAnswer(ChatAnswer):
     def _named(self, kind: str, **rest: Any) -> str:
         event = {"type": kind, "sequence_number": self._num_events, **rest}
         self._num_events += 1
-        return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
+        return sse(event, kind)

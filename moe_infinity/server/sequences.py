@@ -60,6 +60,7 @@ class Output:
     num_generated: int = 0  # tokens so far
     num_cached: int = 0  # tokens of the prompt that were not computed
     finish: FinishReason | None = None
+    stop: str | None = None  # the stop string that was the reason
     error: BaseException | None = None
 
     @property
@@ -122,7 +123,7 @@ class Running:
         piece = self._detokenizer.add(chosen.token_id)
         self._num_decoded += len(piece)
         text = self._stops.add(piece)
-        if self._stops.has_stopped:
+        if self._stops.found is not None:
             self._show(text, finish="stop", is_cut=True)
             return True
         if self._num_generated == self.request.max_new_tokens:
@@ -142,7 +143,7 @@ class Running:
 
     def _finish(self, reason: FinishReason, text: str = "") -> None:
         text += self._stops.add(self._detokenizer.finish())
-        if self._stops.has_stopped:
+        if self._stops.found is not None:
             self._show(text, finish="stop", is_cut=True)
         else:
             self._show(text + self._stops.finish(), finish=reason)
@@ -157,7 +158,8 @@ class Running:
         is_all = finish is not None and not is_cut
         while self._tokens and (is_all or self._tokens[0].offset < self._num_shown):
             tokens.append(self._tokens.popleft())
-        output = Output(text, tuple(tokens), self._num_generated, self.num_cached, finish)
+        counts = self._num_generated, self.num_cached
+        output = Output(text, tuple(tokens), *counts, finish, self._stops.found)
         if finish:
             self._last = output
         elif text or tokens:

@@ -57,16 +57,16 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._kept = ""
-        self.has_stopped = False
+        self.found: str | None = None  # the stop string that ended the text
 
     def add(self, text: str) -> str:
         """Add text. Returns the text that may be shown."""
         text = self._kept + text
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            self.has_stopped = True
+        places = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if places:
+            at, self.found = min(places)
             self._kept = ""
-            return text[: min(found)]
+            return text[:at]
         end = len(text) - self._num_suspicious(text)
         self._kept = text[end:]
         return text[:end]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import anthropic
 import openai
 import uvicorn
 
@@ -28,6 +29,10 @@ class Serving:
     def client(self, **options: Any) -> openai.OpenAI:
         settings: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 30} | options
         return openai.OpenAI(base_url=f"{self.url}/v1", **settings)
+
+    def anthropic(self, **options: Any) -> anthropic.Anthropic:
+        settings: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 30} | options
+        return anthropic.Anthropic(base_url=self.url, **settings)
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
         end = time.monotonic() + seconds

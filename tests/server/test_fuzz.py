@@ -19,7 +19,10 @@ schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
 openapi_checks = pytest.importorskip("schemathesis.specs.openapi.checks")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_CASES = 300
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
+    "/v1/messages/count_tokens", "/tokenize", "/detokenize",
+)  # fmt: skip
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     openapi_checks.status_code_conformance,

@@ -8,10 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic import Anthropic
+from anthropic.types import Message
 from openai.types.chat import ChatCompletionChunk
 
 from moe_infinity import MoE
 from moe_infinity.server import prompts
+from moe_infinity.server.anthropic import input_of
 from moe_infinity.server.messages import MessageFormat, MessageReader, Parts
 from moe_infinity.server.sequences import Running
 from tests.server.conftest import TEMPLATE
@@ -198,6 +201,11 @@ def scripted(moe: MoE, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
 
 
 ASKED: list[Any] = [{"role": "user", "content": "w5"}]
+ANTHROPIC: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 200,
+    "tools": [{"name": "weather", "input_schema": WEATHER["function"]["parameters"]}],
+}
 
 
 def test_a_client_of_openai_gets_calls_and_sends_their_results(scripted):
@@ -256,6 +264,59 @@ def test_responses_have_calls_as_items(scripted):
         final = stream.get_final_response()
     assert kinds.count("response.function_call_arguments.done") == 2
     assert [(item.name, json.loads(item.arguments)) for item in final.output[1:]] == calls
+
+
+@pytest.fixture
+def anthropic_client(scripted) -> Iterator[Anthropic]:
+    with scripted.anthropic() as client:
+        yield client
+
+
+def test_messages_of_anthropic_have_calls_as_blocks(anthropic_client):
+    _, _, (content, reasoning, calls) = CASES["qwen3_moe"]
+    asked = ANTHROPIC | {"messages": ASKED}
+    answer = anthropic_client.messages.create(**asked)
+    Message.model_validate(answer.to_dict())
+    thinking, text, *uses = answer.content
+    assert (thinking.type, thinking.thinking) == ("thinking", reasoning)
+    assert (text.type, text.text) == ("text", content)
+    assert [(use.name, use.input) for use in uses] == calls
+    assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
+    results = [
+        {"type": "tool_result", "tool_use_id": use.id, "content": "w9", "is_error": False}
+        for use in uses
+    ]
+    said = {"role": "assistant", "content": answer.content}
+    asked["messages"] = [*ASKED, said, {"role": "user", "content": results}]
+    asked["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    again = anthropic_client.messages.create(**asked)
+    assert [block.type for block in again.content] == ["thinking", "text", "tool_use"]
+
+
+def test_a_stream_of_anthropic_has_a_block_for_each_part(anthropic_client):
+    asked = ANTHROPIC | {"messages": ASKED}
+    whole = anthropic_client.messages.create(**asked).to_dict()
+    events = list(anthropic_client.messages.create(**asked, stream=True))
+    begun = [event for event in events if event.type == "content_block_start"]
+    kinds = ["thinking", "text", "tool_use", "tool_use"]
+    assert [event.content_block.type for event in begun] == kinds
+    assert [event.index for event in begun] == [0, 1, 2, 3]
+    ended = [event.index for event in events if event.type == "content_block_stop"]
+    assert ended == [0, 1, 2, 3]
+    for event in events:
+        type(event).model_validate(event.to_dict())
+    with anthropic_client.messages.stream(**asked) as stream:
+        final = stream.get_final_message().to_dict()
+    for one in (whole, final):
+        del one["id"]
+        for use in one["content"][2:]:
+            del use["id"]
+    assert final == whole | {"stop_details": None}  # which the helper adds
+
+
+@pytest.mark.parametrize("arguments", ['"Rome"', "[1, 2]"])
+def test_arguments_that_are_no_object_come_as_one_to_anthropic(arguments):
+    assert input_of(arguments) == {"arguments": json.loads(arguments)}
 
 
 def test_arguments_that_are_no_json_are_refused_by_name(server):

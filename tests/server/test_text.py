@@ -45,13 +45,14 @@ def test_text_is_cut_at_the_first_stop_however_it_comes(text, stops, cuts):
     for end in [*sorted(cuts), len(text)]:
         shown += stopping.add(text[start:end])
         start = max(start, end)
-        if stopping.has_stopped:
+        if stopping.found is not None:
             break
     else:
         shown += stopping.finish()
-    assert stopping.has_stopped == bool(found)
     if not found:
+        assert stopping.found is None
         assert shown == text
     else:  # where a stop was complete first: another may begin before it but end after it
-        assert any(text[len(shown) :].startswith(stop) for stop in stops)
+        assert stopping.found in stops
+        assert text[len(shown) :].startswith(stopping.found)
         assert text.startswith(shown)
