@@ -1,5 +1,6 @@
-"""Decoder layers whose attention kernels/cpu/decoder.py computes in one call, in steps of one token
-of each sequence.
+"""Decoder layers that kernels/cpu/decoder_steps.py computes in steps of one token of each sequence:
+one call for what surrounds a layer's experts or, while all experts are in memory, one call for this
+layer and those after it.
 
 Whether a layer is one of them is found by trying, not by the model's name: it has the usual parts,
 and on random tokens, in float32, it gives what the kernel gives. One layer of each kind is tried
@@ -9,12 +10,11 @@ arguments that are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from moe_infinity.architectures import growing_cache
@@ -26,16 +26,32 @@ from moe_infinity.architectures.decoder_parts import (
     feed_forward,
     has_usual_parts,
     kind_of,
-    router_of,
 )
 from moe_infinity.architectures.decoder_trial import find_attention
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.kernels.cpu.decoder import Attention, DecoderAttention
+from moe_infinity.architectures.layers_ahead import Angles, ExpertsCall, LayersAhead
+from moe_infinity.architectures.routers import (
+    KnownRouting,
+    experts_of,
+    find_gate,
+    gives_experts_alone,
+    router_of,
+)
+from moe_infinity.kernels.cpu.decoder import Attention, DecoderKernel, Gate
+from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
 
 MOST_SEQUENCES = 64  # of a step
 # Arguments of a layer that the kernel serves, or that say nothing to it; others only if not given.
 SERVED = {"attention_mask", "past_key_values", "position_embeddings"}
 KNOWN = SERVED | {"position_ids", "use_cache", "cache_position"}
+
+
+class LayerKind(NamedTuple):
+    """What layers of one kind have in common, as far as kernels know it."""
+
+    attention: Attention  # of one of them
+    gate: Gate | None  # of the router
+    is_all: bool  # what follows the attention is a router and experts, no more
 
 
 class DecoderLayer:
@@ -44,54 +60,80 @@ class DecoderLayer:
     def __init__(
         self,
         layer: nn.Module,
-        attention: Attention,
+        kind: LayerKind,
         angles: Angles,
         early_router: EarlyRouter | None,
+        *,
+        may_follow: bool,
     ) -> None:
+        block = feed_forward(layer)
+        self.kernel = DecoderKernel(
+            described(layer, kind.attention.rotated, kind.attention.pairs, kind.gate),
+            kind.attention.out.dtype,
+        )
+        self.angles = angles
+        self.call: ExpertsCall | None = experts_of(block) if kind.is_all else None
+        self.may_follow = may_follow
         self._early_router = early_router
         self._attention = getattr(layer, ATTENTION)
-        self._feed_forward = feed_forward(layer)
+        self._feed_forward = block
         self._stock: Callable[..., Any] = layer.forward
-        self._angles = angles
-        router = router_of(self._feed_forward)
-        self._router = None if router is None else KnownLogits(router)
+        router = router_of(block)
+        self._router = KnownRouting(router) if kind.gate is not None and router else None
         self._norms = getattr(layer, NORM), getattr(layer, RESIDUAL_NORM)
-        self._dtype = attention.out.dtype
-        self._kernel = DecoderAttention(attention, self._dtype)
         modules = [*self._attention.modules(), *self._norms]
+        if self._router is not None:
+            modules.append(router)
         self._weights = [
             (module._parameters, name, weight.data_ptr())
             for module in modules
             for name, weight in module.named_parameters(recurse=False)
         ]
 
+    def connect(
+        self, layer: nn.Module, number: int, steps: DecoderSteps, ahead: LayersAhead
+    ) -> None:
+        """Become the forward method of layer `number` of the steps."""
+        self._number = number
+        self._steps = steps
+        self._ahead = ahead
+        vars(layer)["forward"] = self.forward
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the stock method."""
-        cache_layer = None if args else self._cache_layer(hidden_states, kwargs)
+        if not args and (out := self._ahead.take(self._number, hidden_states, kwargs)) is not None:
+            return out
+        cache_layer = None if args else self.cache_layer(hidden_states, kwargs)
         if cache_layer is None:
             return self._stock(hidden_states, *args, **kwargs)
-        keys, values = growing_cache.with_room(cache_layer)
-        mask = self._angles.mask_of(kwargs.get("attention_mask"), keys.shape[2])
-        residual_BD, normed_BD, logits_BE = self._kernel(
-            hidden_states[:, 0], self._angles.of(kwargs["position_embeddings"]), keys, values, mask
-        )
-        growing_cache.take(cache_layer)
-        if self._early_router is not None:
-            self._early_router.note_residual(residual_BD[:, None])
-        if self._router is not None:
-            self._router.expect(normed_BD, logits_BE)
-        out = self._feed_forward(normed_BD[:, None])
-        return residual_BD[:, None] + (out[0] if isinstance(out, tuple) else out)
+        out = self._ahead.run(self._number, hidden_states, kwargs)
+        return self._with_experts(hidden_states, cache_layer, kwargs) if out is None else out
 
-    def _cache_layer(self, x: Tensor, kwargs: dict[str, Any]) -> Any | None:
-        """None if this call is not the kernel's."""
+    def _with_experts(self, x: Tensor, cache_layer: Any, kwargs: dict[str, Any]) -> Tensor:
+        """By the kernel, and then the block that has the experts."""
+        cached = Cached(*growing_cache.with_room(cache_layer))
+        angles = self.angles.of(kwargs["position_embeddings"])
+        mask = self.angles.mask_of(kwargs.get("attention_mask"), cached.keys.shape[2])
+        given = self._steps.attend(self._number, x[:, 0], angles, cached, mask)
+        growing_cache.take(cache_layer)
+        residual = given.residual[:, None]
+        if self._early_router is not None:
+            self._early_router.note_residual(residual)
+        if self._router is not None:
+            self._router.expect(given)
+        out = self._feed_forward(given.normed[:, None])
+        added: Tensor = out[0] if isinstance(out, tuple) else out
+        return residual + added
+
+    def cache_layer(self, x: Tensor, kwargs: dict[str, Any]) -> Any | None:
+        """Its part of the cache; None if a call with these arguments is not the kernel's."""
         cache: Any = kwargs.get("past_key_values")
         index = getattr(self._attention, "layer_idx", None)
         known = (
             x.shape[1] == 1
             and x.is_contiguous()
             and len(x) <= MOST_SEQUENCES
-            and x.dtype == self._dtype
+            and x.dtype == self.kernel.dtype
             and not torch.is_grad_enabled()
             and type(cache) is DynamicCache
             and index is not None
@@ -129,100 +171,48 @@ class DecoderLayer:
         return self._early_router is None or getattr(hook, "__self__", 0) is not self._early_router
 
 
-class KnownLogits:
-    """Gives a router the logits that the kernel has computed from its next input, in place of its
-    product with its own weight; all else is the router's own code.
-    """
-
-    def __init__(self, router: nn.Module) -> None:
-        self._weight: Any = router.weight
-        self._stock = router.forward
-        self._x: Tensor | None = None
-        self._logits: Tensor | None = None
-        vars(router)["forward"] = self._forward
-
-    def expect(self, x_BD: Tensor, logits_BE: Tensor) -> None:
-        """The next input, and its logits."""
-        self._x = x_BD
-        self._logits = logits_BE
-
-    def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        expected = self._x
-        self._x = None
-        if expected is None or x.data_ptr() != expected.data_ptr() or len(args) + len(kwargs):
-            return self._stock(x, *args, **kwargs)
-        with _Answer(self._weight, self._logits):
-            return self._stock(x)
-
-
-class _Answer(TorchFunctionMode):
-    """Answers one product with a weight."""
-
-    def __init__(self, weight: Tensor, out: Any) -> None:
-        super().__init__()
-        self._weight = weight
-        self._out = out
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is nn.functional.linear and args[1] is self._weight and len(args) == 2:
-            return self._out.to(args[0].dtype).view(*args[0].shape[:-1], -1)
-        return function(*args, **(kwargs or {}))
-
-
-class Angles:
-    """Cosines, sines and masks as the kernel wants them: the layers of a step are given the same,
-    so each is made once.
-    """
-
-    def __init__(self, num_pairs: int) -> None:
-        self._num_pairs = num_pairs
-        self._given: Any = None
-        self._angles: tuple[Tensor, Tensor]
-        self._mask: Tensor | None = None
-        self._numbers: Tensor | None = None
-
-    def of(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """[B or 1, 1, ...] -> float32 [B or 1, pairs]."""
-        if given is not self._given:
-            cos, sin = (
-                angle[:, 0, : self._num_pairs].to(torch.float32).contiguous() for angle in given
-            )
-            self._angles = cos, sin
-            self._given = given
-        return self._angles
-
-    def mask_of(self, mask: Tensor | None, num_tokens: int) -> Tensor | None:
-        """[B, 1, 1, N], added or True where to look -> float32 [B, N]."""
-        if mask is None:
-            return None
-        if mask is not self._mask:
-            numbers = mask.view(len(mask), num_tokens)
-            if numbers.dtype == torch.bool:
-                numbers = torch.zeros_like(numbers, dtype=torch.float32).masked_fill_(
-                    ~numbers, -torch.inf
-                )
-            self._numbers = numbers.to(torch.float32).contiguous()
-            self._mask = mask
-        return self._numbers
-
-
 def use_kernels(model: nn.Module, early_router: EarlyRouter | None) -> None:
-    """Replace the forward methods of the decoder layers of a model that the kernel can compute."""
+    """Replace the forward methods of the decoder layers of a model that kernels can compute."""
     rotations = [m for m in model.modules() if hasattr(m, "inv_freq") and not list(m.children())]
-    found: dict[Any, Attention | None] = {}
+    kinds: dict[Any, LayerKind | None] = {}
     angles: dict[int, Angles] = {}
-    for layer in list(model.modules()):
+    found: list[tuple[nn.Module, DecoderLayer]] = []
+    before = ""
+    for name, layer in list(model.named_modules()):
         if not has_usual_parts(layer):
             continue
-        kind = kind_of(layer)
-        if kind not in found:
-            tried = (find_attention(layer, rotation) for rotation in rotations)
-            found[kind] = next((good for good in tried if good is not None), None)
-        example = found[kind]
-        if example is not None:
-            num_pairs = example.rotated // 2
-            own = described(layer, example.rotated, example.pairs)
+        key = kind_of(layer)
+        if key not in kinds:
+            kinds[key] = _find_kind(layer, rotations)
+        kind = kinds[key]
+        if kind is not None:
+            num_pairs = kind.attention.rotated // 2
             of_step = angles.setdefault(num_pairs, Angles(num_pairs))
-            vars(layer)["forward"] = DecoderLayer(layer, own, of_step, early_router).forward
+            follows = bool(before) and name == _next_name(before)
+            own = DecoderLayer(layer, kind, of_step, early_router, may_follow=follows)
+            found.append((layer, own))
+            before = name
+    by_dtype = {own.kernel.dtype for _, own in found}
+    if len(by_dtype) != 1:
+        return
+    steps = DecoderSteps([own.kernel for _, own in found])
+    ahead = LayersAhead(steps, [own for _, own in found])
+    for number, (layer, own) in enumerate(found):
+        own.connect(layer, number, steps, ahead)
+
+
+def _find_kind(layer: nn.Module, rotations: Sequence[nn.Module]) -> LayerKind | None:
+    tried = (find_attention(layer, rotation) for rotation in rotations)
+    attention = next((good for good in tried if good is not None), None)
+    if attention is None:
+        return None
+    block = feed_forward(layer)
+    router = router_of(block)
+    gate = None if router is None else find_gate(router)
+    return LayerKind(attention, gate, gate is not None and gives_experts_alone(block))
+
+
+def _next_name(name: str) -> str:
+    """Of the module after this one in its list."""
+    parent, _, index = name.rpartition(".")
+    return f"{parent}.{int(index) + 1}" if index.isdecimal() else ""

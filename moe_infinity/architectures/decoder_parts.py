@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_infinity.kernels.cpu.decoder import Attention
+from moe_infinity.architectures.routers import router_of
+from moe_infinity.architectures.trial_copy import in_float32
+from moe_infinity.kernels.cpu.decoder import Attention, Gate, Router
 
 NORM = "input_layernorm"
 ATTENTION = "self_attn"
@@ -19,31 +20,12 @@ SINKS = "sinks"
 EPS = ("variance_epsilon", "eps")  # names of what a norm adds to the mean
 
 
-def in_float32(module: nn.Module) -> Any:
-    """A copy without hooks: nobody is to be told of a trial."""
-    hooks = [h for m in module.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
-    nothing: dict[int, Any] = {id(of_module): type(of_module)() for of_module in hooks}
-    return copy.deepcopy(module, nothing).float()
-
-
 def feed_forward(layer: nn.Module) -> nn.Module:
     """What computes after attention."""
     names = {name for name, _ in layer.named_children()} - {NORM, ATTENTION, RESIDUAL_NORM}
     (name,) = names
     module: nn.Module = layer.get_submodule(name)
     return module
-
-
-def router_of(feed_forward: nn.Module) -> nn.Module | None:
-    """The child that has a weight [E, D] and its own way with it; None if there is not one."""
-    found = [
-        child
-        for child in feed_forward.children()
-        if type(child) is not nn.Linear
-        and not list(child.children())
-        and [name for name, param in child.named_parameters() if param.dim() == 2] == ["weight"]
-    ]
-    return found[0] if len(found) == 1 else None
 
 
 def has_usual_parts(layer: nn.Module) -> bool:
@@ -64,7 +46,10 @@ def has_usual_parts(layer: nn.Module) -> bool:
 def kind_of(layer: nn.Module) -> Any:
     """Layers of one kind differ in nothing but their weights and their place."""
     parts = []
-    for name, module in (("", layer), *layer.get_submodule(ATTENTION).named_modules()):
+    last = feed_forward(layer)
+    own = [("", layer), *layer.get_submodule(ATTENTION).named_modules()]
+    own += [(name, last.get_submodule(name)) for name in ("", *dict(last.named_children()))]
+    for name, module in own:
         plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None)}
         plain.pop("layer_idx", None)
         shapes = [(k, v.shape, v.dtype) for k, v in module.named_parameters(recurse=False)]
@@ -99,7 +84,7 @@ def _norm_of(norm: nn.Module) -> tuple[Tensor, float]:
     raise ValueError("a norm that kernels do not know")
 
 
-def described(layer: nn.Module, rotated: int, pairs: int) -> Attention:
+def described(layer: nn.Module, rotated: int, pairs: int, gate: Gate | None = None) -> Attention:
     """Raises ValueError for norms that are none of ours."""
     attention: Any = layer.get_submodule(ATTENTION)
     q, k, v, out = (attention.get_submodule(name) for name in PROJECTIONS)
@@ -112,7 +97,10 @@ def described(layer: nn.Module, rotated: int, pairs: int) -> Attention:
         query_norm, query_norm_eps = _norm_of(getattr(attention, HEAD_NORMS[0]))
         key_norm, key_norm_eps = _norm_of(getattr(attention, HEAD_NORMS[1]))
     sinks = getattr(attention, SINKS, None)
-    router: Any = router_of(feed_forward(layer))
+    router = None
+    if gate is not None:
+        chooses: Any = router_of(feed_forward(layer))
+        router = Router(chooses.weight.detach(), getattr(chooses, "bias", None), gate)
     has_bias = [linear.bias is not None for linear in (q, k, v)]
     if any(has_bias) != all(has_bias):
         raise ValueError("biases that kernels do not know")
@@ -130,7 +118,7 @@ def described(layer: nn.Module, rotated: int, pairs: int) -> Attention:
         query_norm_eps=query_norm_eps,
         key_norm_eps=key_norm_eps,
         sinks=sinks,
-        router=None if router is None else router.weight.detach(),
+        router=router,
         scale=float(attention.scaling),
         num_heads=len(q.weight) // head_width,
         num_groups=len(k.weight) // head_width,

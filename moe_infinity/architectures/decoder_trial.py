@@ -19,9 +19,10 @@ from moe_infinity.architectures.decoder_parts import (
     NORM,
     described,
     feed_forward,
-    in_float32,
 )
-from moe_infinity.kernels.cpu.decoder import HALVES, NEIGHBOURS, Attention, DecoderAttention
+from moe_infinity.architectures.trial_copy import in_float32
+from moe_infinity.kernels.cpu.decoder import HALVES, NEIGHBOURS, Attention, DecoderKernel
+from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
 
 TOLERANCE = 2e-5  # of the largest number: float32, summed in another order
 STRONGER = 8  # the norm in a second trial, so that what limits large numbers is seen
@@ -101,11 +102,12 @@ class _Trial:
 
     def passes(self, rotated: int, pairs: int) -> bool:
         """Whether the kernel gives the same, with these columns rotated in such pairs."""
-        kernel = DecoderAttention(described(self._layer, rotated, pairs), torch.float32)
+        kernel = DecoderKernel(described(self._layer, rotated, pairs), torch.float32)
         cos, sin = (angle[:, : rotated // 2].contiguous() for angle in self._angles)
         keys, values = (torch.cat([kept, kept[:, :, :1]], dim=2) for kept in self._keys)
-        residual, normed, _ = kernel(self._x[:, 0], (cos, sin), keys, values, None)
-        found = residual + _FeedForward.of(normed), normed, keys, values
+        cached = Cached(keys, values)
+        given = DecoderSteps([kernel]).attend(0, self._x[:, 0], (cos, sin), cached, None)
+        found = given.residual + _FeedForward.of(given.normed), given.normed, keys, values
         wanted = self._wanted[:, 0], self._normed[:, 0], *self._wanted_keys
         return all(_is_close(one, other) for one, other in zip(found, wanted, strict=True))
 

@@ -16,6 +16,8 @@ from moe_infinity.architectures.adapters import CALL_ATTRIBUTE, ExpertCalls, Exp
 from moe_infinity.architectures.early_router import EarlyRouter, Routed
 from moe_infinity.architectures.gradients import without_gradient
 from moe_infinity.engine.routing import Routing
+from moe_infinity.experts import Ints
+from moe_infinity.kernels.residents import Residents
 
 BACKEND = "moe_infinity"  # the name of our experts implementation in transformers
 
@@ -42,6 +44,10 @@ class LayerEngine(Protocol):
 
     def answer_calls(self, moe_layer_idx: int, routing: Routing, calls: ExpertCalls) -> None: ...
 
+    def residents(self, moe_layer_idx: int) -> Residents | None: ...
+
+    def note_residents(self, moe_layer_idx: int, experts_TK: Ints) -> None: ...
+
 
 class EngineLayer:
     """One MoE layer of an engine, as adapters call it."""
@@ -65,6 +71,14 @@ class EngineLayer:
         if self._is_asked_early:
             raise Routed(routing.experts_TK)
         self._engine.answer_calls(self._moe_layer_idx, routing, calls)
+
+    def residents(self) -> Residents | None:
+        """The layer's experts, if those of all layers are in memory and none has to leave."""
+        return None if self._is_asked_early else self._engine.residents(self._moe_layer_idx)
+
+    def note(self, experts_TK: Ints) -> None:
+        """Those were computed for these tokens."""
+        self._engine.note_residents(self._moe_layer_idx, experts_TK)
 
     @property
     def _is_asked_early(self) -> bool:

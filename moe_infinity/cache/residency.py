@@ -68,6 +68,14 @@ class ResidencyTable:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_resident(self) -> int:
+        return len(self._entries) - len(self._loading)
+
+    def slots_of(self, keys: Iterable[ExpertKey]) -> list[int]:
+        """The slots of experts that have one."""
+        return [self._entries[key].slot_id for key in keys]
+
     def lookup(self, key: ExpertKey) -> Residency | None:
         """RESIDENT, LOADING, or None for absent."""
         entry = self._entries.get(key)

@@ -27,6 +27,7 @@ class Bookkeeping:
         num_experts: int,  # of the widest MoE layer
         layer_bytes: Sequence[int],
         predictor: Predictor | None,
+        keeps_history: bool,  # what the predictor has learned is wanted in the end
     ) -> None:
         self.tiers = tiers
         self.keys = keys
@@ -38,6 +39,7 @@ class Bookkeeping:
         self.counters = Counters()
         self.activated: list[list[int]] = [[] for _ in keys]  # by each layer's last step
         self._layer_bytes = layer_bytes
+        self._keeps_history = keeps_history
 
     def note_begin(self, step: Step) -> None:
         """A forward pass begins."""
@@ -49,6 +51,11 @@ class Bookkeeping:
         counters = self.counters.of(step.phase)
         counters.steps += 1
         counters.tokens += step.num_counted
+
+    def note_all_resident(self) -> None:
+        """All experts are in memory and stay there: nothing has to be predicted any more."""
+        if not self._keeps_history:
+            self.predictor = None
 
     def note_known(self, step: Step, experts_TLK: Ints) -> None:
         """Tokens that are not computed, because their keys and values are known, but belong to
@@ -79,6 +86,13 @@ class Bookkeeping:
         """These experts are about to be looked up in the tier that computes."""
         counters = self.counters.of(self.recorder.step.phase)
         counters.add_lookups(*self.tiers[0].table.census(keys))
+
+    def note_residents(self, moe_layer_idx: int, experts_TK: Ints) -> None:
+        """What a layer of the step that began last chose, all of it in memory."""
+        routing = Routing.of_experts(experts_TK, None)
+        self.note_routing(moe_layer_idx, routing)
+        counters = self.counters.of(self.recorder.step.phase)
+        counters.add_lookups(len(routing.activated), 0, 0)
 
     def note_layer(self, moe_layer_idx: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
         """A layer of the decode step that began last, as the device has decided it. If the layer

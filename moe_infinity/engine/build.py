@@ -101,6 +101,7 @@ def _bookkeeping(
         num_experts=num_experts,
         layer_bytes=[recipes.bytes_per_expert() for recipes in plan.recipes],
         predictor=predictor,
+        keeps_history=config.history is not None,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule
@@ -21,6 +22,7 @@ from moe_infinity.engine.fused import FusedBackend
 from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels.many_rows import is_for_torch
+from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.host import Slots
 
 
@@ -94,6 +96,15 @@ class LayerComputer:
             if not (is_plain and is_for_torch(routing.num_tokens, x_TD.dtype, mean_rows)):
                 backend = self._fused
         return backend.begin(x_TD, routing)
+
+    def residents(self, slot_ids: Sequence[int]) -> Residents | None:
+        """All experts of the layer, which lie in these slots, for steps of few tokens. None if no
+        kernel computes them as they are.
+        """
+        if self._fused is None or self._fused.weighs_input:
+            return None
+        addresses = [self._fused.address_of(slot_id) for slot_id in slot_ids]
+        return Residents(self._fused.experts, np.array(addresses, np.int64))
 
     def answering(self, calls: ExpertCalls) -> Work:
         """The work of answering calls of experts, each with the bits of the expert's own class."""

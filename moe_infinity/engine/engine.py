@@ -32,6 +32,7 @@ from moe_infinity.engine.preloader import Preloader, start_turns
 from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Phase, Step
+from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
@@ -124,6 +125,21 @@ class ExpertEngine:
         work = self.path.computers[moe_layer_idx].begin(x_TD, routing)
         self._run(moe_layer_idx, routing, work)
         return work.sum()
+
+    def residents(self, moe_layer_idx: int) -> Residents | None:
+        """The experts of one layer, if those of all layers are in memory and none has to leave. A
+        caller may compute them, and then calls `note_residents` in place of `moe_layer`.
+        """
+        if self._is_closed or self._ongoing.is_loading or self.device_steps is not None:
+            return None
+        return self.path.residents(moe_layer_idx)
+
+    def note_residents(self, moe_layer_idx: int, experts_TK: Ints) -> None:
+        """The residents of one layer were computed for these tokens."""
+        with self._deciding:
+            step = self._enter(moe_layer_idx, len(experts_TK))
+            self._ongoing = OngoingStep(step, moe_layer_idx)
+            self.bookkeeping.note_residents(moe_layer_idx, experts_TK)
 
     def answer_calls(self, moe_layer_idx: int, routing: Routing, calls: ExpertCalls) -> None:
         """Answer the calls that a block makes of its experts. Raises as moe_layer does."""

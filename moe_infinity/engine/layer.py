@@ -25,6 +25,7 @@ from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer, Work
 from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import ExpertKey, Phase, Step
+from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.prefetcher import Prefetcher
 
@@ -68,6 +69,7 @@ class LayerPath:
         self._early_router = early_router
         self._stream = stream
         self._streams_while_computing = streams_while_computing
+        self._residents: dict[int, Residents | None] = {}  # once all experts are
 
     def run(
         self, ongoing: OngoingStep, routing: Routing, work: Work, go_on: Callable[[], None]
@@ -112,6 +114,18 @@ class LayerPath:
 
         if phase is Phase.PREFILL:
             self._stream_next(layer_idx, len(routing.activated))
+
+    def residents(self, moe_layer_idx: int) -> Residents | None:
+        """The experts of one layer, where they stay; None if not all experts of the model are in
+        their slots, or this layer's are not computed by kernels as they are.
+        """
+        if self._table.num_resident < self._books.total_experts:
+            self._residents.clear()
+            return None
+        if moe_layer_idx not in self._residents:
+            slot_ids = self._table.slots_of(self._books.keys[moe_layer_idx])
+            self._residents[moe_layer_idx] = self.computers[moe_layer_idx].residents(slot_ids)
+        return self._residents[moe_layer_idx]
 
     def _arrivals(
         self, keys: Sequence[ExpertKey], counters: PhaseCounters, most: int
@@ -159,5 +173,6 @@ class LayerPath:
 
     def recover(self) -> None:
         """After a layer that was cut short: release what it held, settle what it had begun."""
+        self._residents.clear()
         self._table.recover()
         self._mover.recover()

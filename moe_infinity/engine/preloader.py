@@ -59,6 +59,8 @@ class Preloader:
             slot_id = self._table.begin_load(key, Phase.PREFILL)
             self._mover.preload({key: slot_id}, self.load_ended.set)
             self._books.note_preload(key)
+        if self._table.num_resident == self._books.total_experts:
+            self._books.note_all_resident()
         return self._table.num_free > 0 or self._mover.num_preloading > 0
 
     def _next(self, count: int) -> list[ExpertKey]:

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from moe_infinity import MoE
 from moe_infinity.architectures import decoder_layers, growing_cache
 from moe_infinity.architectures.decoder_trial import find_attention
-from moe_infinity.kernels.cpu.decoder import DecoderAttention
+from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
@@ -70,15 +70,29 @@ def checkpoint(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The number of sequences of every call of the kernel."""
+    """The number of sequences of every call for one layer without its experts."""
     seen: list[int] = []
-    call = DecoderAttention.__call__
+    attend = DecoderSteps.attend
 
-    def counted(self: DecoderAttention, x_BD: Tensor, *args: Any) -> Any:
+    def counted(self: DecoderSteps, layer: int, x_BD: Tensor, *args: Any) -> Any:
         seen.append(len(x_BD))
-        return call(self, x_BD, *args)
+        return attend(self, layer, x_BD, *args)
 
-    monkeypatch.setattr(DecoderAttention, "__call__", counted)
+    monkeypatch.setattr(DecoderSteps, "attend", counted)
+    return seen
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The number of layers of every call for layers with their experts."""
+    seen: list[int] = []
+    run = DecoderSteps.run
+
+    def counted(self: DecoderSteps, first: int, x: Tensor, angles: Any, cached: Any, *args: Any):
+        seen.append(len(cached))
+        return run(self, first, x, angles, cached, *args)
+
+    monkeypatch.setattr(DecoderSteps, "run", counted)
     return seen
 
 
@@ -113,6 +127,95 @@ def test_logits_are_those_of_stock(checkpoint, calls, padding):
     assert calls == [len(tokens)] * 35 * 3
     first = 0 if padding is None else padding
     assert_close(found[:, first:], expected[:, first:])
+
+
+RUNS = {  # layers of each call of a step, when all experts are in memory
+    "Qwen3Moe": [1, 1],  # between them is one without experts
+    "Qwen2Moe": [],  # has shared experts
+    "Mixtral": [3],
+    "Olmoe": [3],
+    "GptOss": [],  # kernels do not read its experts, unless they are packed
+    "Glm4Moe": [],
+}
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(checkpoint, runs, padding):
+    tokens = TOKENS[:1] if padding is None else TOKENS
+    mask = None
+    if padding is not None:
+        mask = torch.ones_like(tokens)
+        mask[0, :padding] = 0
+    with MoE(checkpoint, host_memory="50%") as moe:
+        expected = logits_of(moe.model, tokens, mask=mask)
+        few = moe.report()
+    assert runs == []
+    with MoE(checkpoint) as moe:
+        moe.preload()
+        found = logits_of(moe.model, tokens, mask=mask)
+        all_in_memory = moe.report()
+    first = 0 if padding is None else padding
+    assert torch.equal(found[:, first:], expected[:, first:])
+    name = type(moe.model).__name__.removesuffix("ForCausalLM")
+    assert runs == RUNS[name] * 35
+    assert all_in_memory.decode.lookups == few.decode.lookups
+    assert all_in_memory.decode.misses == 0
+
+
+def test_what_was_computed_ahead_is_dropped_when_something_comes_between(tmp_path, runs):
+    with MoE(saved("Mixtral", tmp_path)) as moe, torch.no_grad():
+        model = moe.model
+        moe.preload()
+
+        def step() -> Tensor:
+            cache = DynamicCache(config=model.config)
+            model(TOKENS[:1, :7], past_key_values=cache)
+            return model(TOKENS[:1, 7:8], past_key_values=cache).logits
+
+        expected = step()
+        assert runs == [3]
+        layers = model.model.layers
+        double = layers[0].register_forward_hook(lambda module, args, out: out * 2)
+        doubled = step()
+        assert runs == [3, 3, 2]
+        double.remove()
+        in_place = layers[0].register_forward_hook(lambda module, args, out: out.mul_(2))
+        assert torch.equal(step(), doubled)
+        in_place.remove()
+        assert not torch.equal(doubled, expected)
+        runs.clear()
+        assert torch.equal(step(), expected)
+        assert runs == [3]
+        seen = []
+        spy = layers[1].self_attn.register_forward_hook(lambda module, args, out: seen.append(1))
+        assert (step() - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert len(seen) == 2  # the prompt's, and the step's: by the layer's own code
+        spy.remove()
+
+
+def test_a_step_that_ended_early_leaves_nothing_behind(tmp_path, runs):
+    with MoE(saved("Mixtral", tmp_path)) as moe, torch.no_grad():
+        model = moe.model
+        moe.preload()
+        cache = DynamicCache(config=model.config)
+        expected = logits_of(model, TOKENS[:1, :12])
+        model(TOKENS[:1, :5], past_key_values=cache)
+        for t in range(5, 7):
+            model(TOKENS[:1, t : t + 1], past_key_values=cache)
+
+        def fail(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(TOKENS[:1, 7:8], past_key_values=cache)
+        hook.remove()
+        for layer in cache.layers:  # the first has one token more
+            layer.keys = layer.keys[:, :, :7]
+            layer.values = layer.values[:, :, :7]
+        for t in range(7, 12):
+            logits = model(TOKENS[:1, t : t + 1], past_key_values=cache).logits[:, 0]
+            assert torch.equal(logits, expected[:, t])
 
 
 def test_what_the_kernel_does_not_know_goes_to_the_layers_own_code(tmp_path, calls):

@@ -1,5 +1,5 @@
-"""What surrounds the experts of a decoder layer, in one call of decoder_call.py: the weights of a
-layer, where they lie, and the memory for what is between.
+"""What surrounds the experts of a decoder layer, for decoder_call.py: the weights of a layer, and
+where they lie.
 
 Legend: B sequences, D model width, H heads, G heads of keys and values, N tokens of the cache with
 the new one, d width of a head, v of its values, E experts.
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.layout import KINDS
-from moe_infinity.kernels import host_float32
-from moe_infinity.kernels.cpu import team
 from moe_infinity.kernels.cpu.attention import MAX_WIDTH
 from moe_infinity.kernels.cpu.decoder_call import (
     HALVES,
@@ -23,12 +22,12 @@ from moe_infinity.kernels.cpu.decoder_call import (
     NO_NORM,
     NORM_OF_ALL,
     NORM_OF_HEADS,
-    STATE,
     LayerCall,
     layer_function,
 )
 from moe_infinity.kernels.cpu.experts import Product
 from moe_infinity.kernels.cpu.linear import product_of
+from moe_infinity.kernels.cpu.routing import OF_ALL, OF_CHOSEN
 from moe_infinity.kernels.cpu.rows import row_function
 from moe_infinity.kernels.cpu.steps import (
     Arrangement,
@@ -37,12 +36,37 @@ from moe_infinity.kernels.cpu.steps import (
     arrangement_for,
     loop_for,
 )
-from moe_infinity.kernels.cpu.team import LINE, yield_address
-from moe_infinity.kernels.cpu.threads import num_threads
+from moe_infinity.kernels.cpu.team import yield_address
 from moe_infinity.kernels.cpu.vectors import LANES
 from moe_infinity.kernels.cpu.work import BIASES
 
-__all__ = ["HALVES", "NEIGHBOURS", "Attention", "DecoderAttention"]
+__all__ = [
+    "HALVES",
+    "NEIGHBOURS",
+    "OF_ALL",
+    "OF_CHOSEN",
+    "Attention",
+    "Gate",
+    "DecoderKernel",
+    "Router",
+]
+
+
+class Gate(NamedTuple):
+    """How a router chooses; see routing.py."""
+
+    top_k: int
+    shares: int  # OF_ALL or OF_CHOSEN
+    dtype: torch.dtype  # that shares are rounded to
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses experts for the norm of the residual."""
+
+    weight: Tensor  # [E, D]
+    bias: Tensor | None  # [E], added to logits
+    gate: Gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +86,7 @@ class Attention:
     query_norm_eps: float
     key_norm_eps: float
     sinks: Tensor | None  # [H]
-    router: Tensor | None  # [E, D]; None: the caller multiplies
+    router: Router | None  # None: the caller chooses
     scale: float
     num_heads: int
     num_groups: int
@@ -85,37 +109,40 @@ class Attention:
         return NORM_OF_HEADS if len(self.query_norm) == self.head_width else NORM_OF_ALL
 
 
-class DecoderAttention:
-    """Computes what surrounds the experts of one layer. Used by one thread at a time."""
+class DecoderKernel:
+    """One layer as machine code sees it: addresses, and what they point to, kept. decoder_steps.py
+    calls it.
+    """
 
     def __init__(self, layer: Attention, dtype: torch.dtype) -> None:
         """`dtype` is that of x and of the cache. Raises ValueError for what kernels do not know."""
-        self._layer = layer
-        self._dtype = dtype
+        self.layer = layer
+        self.dtype = dtype
         self._products = _Products.of(layer, dtype)
         self._vectors: list[Tensor] = []  # kept, as the call has their addresses
         self._arrangements: list[array[int]] = []
-        self._arguments = arguments_for(
+        self.told = arguments_for(
             self._products.keys, (1, layer.head_width), (1, layer.head_width), 1
         )
-        self._told = array("q", self._arguments)
-        self._state = array("q", bytes(8 * (STATE + LINE)))
-        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._fixed = self._call_of_layer()
+        self.fixed = self._call_of_layer()
         vectors = layer.value_width // LANES
-        self._function = layer_function(self._products.keys.kind, vectors).address
+        self.function: int = layer_function(self._products.keys.kind, vectors).address
+
+    @property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Of one sequence: the memory of LayerCall from `hidden` to `out`, in its order."""
+        return self._products.row_bytes
 
     def _call_of_layer(self) -> LayerCall:
         """What stays the same from call to call."""
-        layer = self._layer
+        layer = self.layer
         products = self._products
         eps = layer.norm_eps, layer.query_norm_eps, layer.key_norm_eps, layer.residual_norm_eps
         numbers = torch.tensor([*eps, layer.scale], dtype=torch.float32, device="cpu")
         bias = None if layer.biases is None else torch.cat(layer.biases)
-        router = products.router
         return LayerCall(**dict.fromkeys(LayerCall._fields, 0))._replace(
             yield_=yield_address(),
-            dtype=BIASES.index(str(self._dtype).removeprefix("torch.")),
+            dtype=index_of(self.dtype),
             width=len(layer.out),
             num_groups=layer.num_groups,
             per_group=layer.num_heads // layer.num_groups,
@@ -136,16 +163,28 @@ class DecoderAttention:
             out_blocks=products.last.blocks.ctypes.data,
             num_out_blocks=len(products.last.blocks),
             out_bias=self._kept(layer.out_bias),
-            router_blocks=0 if router is None else router.blocks.ctypes.data,
-            num_router_blocks=0 if router is None else len(router.blocks),
-            num_experts=0 if router is None else router.num_rows,
             x_places=self._arranged(products.first.places),
             query_places=self._arranged(products.query_places),
             out_places=self._arranged(products.last.places),
-            router_places=0 if router is None else self._arranged(router.places),
             score=row_function(products.keys).address,
-            told=self._told.buffer_info()[0],
+            **self._of_router(),
         )
+
+    def _of_router(self) -> dict[str, int]:
+        router = self.layer.router
+        product = self._products.router
+        if router is None or product is None:
+            return {}
+        return {
+            "router_blocks": product.blocks.ctypes.data,
+            "num_router_blocks": len(product.blocks),
+            "num_experts": product.num_rows,
+            "router_bias": self._kept(router.bias),
+            "router_places": self._arranged(product.places),
+            "top_k": router.gate.top_k,
+            "shares": router.gate.shares,
+            "share_dtype": index_of(router.gate.dtype),
+        }
 
     def _kept(self, vector: Tensor | None) -> int:
         """The address of a copy in float32; 0 for None."""
@@ -158,84 +197,10 @@ class DecoderAttention:
         self._arrangements.append(array("q", places))
         return self._arrangements[-1].buffer_info()[0]
 
-    def __call__(
-        self,
-        x_BD: Tensor,
-        angles: tuple[Tensor, Tensor],
-        keys: Tensor,
-        values: Tensor,
-        mask_BN: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, D] -> the residual and its norm, [B, D] each, and the router's logits, float32
-        [B, E], of which there are none without a router. `angles` are the cosine and sine of each
-        pair of columns, float32 [B or 1, pairs]. The new token's keys and values go to the last
-        place of `keys` [B, G, N, d] and `values` [B, G, N, v]. The mask is float32.
-        """
-        num_seqs = len(x_BD)
-        num_tokens = keys.shape[2]
-        residual_BD = torch.empty_like(x_BD)
-        normed_BD = torch.empty_like(x_BD)
-        logits_BE = host_float32(num_seqs, self._fixed.num_experts)
-        size = keys.itemsize
-        key_seq, key_head, key_row, _ = keys.stride()
-        value_seq, value_head, value_row, _ = values.stride()
-        cos, sin = angles
-        call = self._with_memory(num_seqs, num_tokens)._replace(
-            num_seqs=num_seqs,
-            num_tokens=num_tokens,
-            x=x_BD.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            angle_bytes=4 * cos.shape[1] if len(cos) > 1 else 0,
-            key=keys.data_ptr(),
-            key_seq=size * key_seq,
-            key_head=size * key_head,
-            key_row=size * key_row,
-            value=values.data_ptr(),
-            value_seq=size * value_seq,
-            value_head=size * value_head,
-            value_row=size * value_row,
-            mask=0 if mask_BN is None else mask_BN.data_ptr(),
-            mask_bytes=4 * num_tokens,
-            residual=residual_BD.data_ptr(),
-            normed=normed_BD.data_ptr(),
-            logits=logits_BE.data_ptr(),
-        )
-        told = self._arguments._replace(row_bytes=size * key_row, out_bytes=call.score_bytes)
-        self._told[:] = array("q", told)
-        memory = array("q", call)
-        team.run(self._function, memory.buffer_info()[0], num_threads())
-        return residual_BD, normed_BD, logits_BE
 
-    def _with_memory(self, num_seqs: int, num_tokens: int) -> LayerCall:
-        """A call with cleared counters and places for what is between."""
-        layer = self._layer
-        score_bytes = 4 * max(-(-(num_tokens + 1) // LANES) * LANES, layer.head_width)
-        sizes = *self._products.row_bytes, score_bytes * layer.num_heads
-        places = [0]
-        for size in sizes:
-            places.append(places[-1] + -(-num_seqs * size // 64) * 64)
-        if len(self._scratch) < places[-1] + 64:
-            self._scratch = torch.empty(2 * places[-1] + 64, dtype=torch.uint8, device="cpu")
-        state = self._state
-        at = state.buffer_info()[0]
-        state[:] = array("q", bytes(8 * len(state)))
-        start = self._scratch.data_ptr()
-        start += -start % 64
-        hidden, arranged, heads, queries, attended, out, scores = (
-            start + place for place in places[:-1]
-        )
-        return self._fixed._replace(
-            state=at + -at % 64,
-            hidden=hidden,
-            arranged=arranged,
-            heads=heads,
-            queries=queries,
-            attended=attended,
-            out=out,
-            scores=scores,
-            score_bytes=score_bytes,
-        )
+def index_of(dtype: torch.dtype) -> int:
+    """Its place in BIASES. Raises ValueError if it is not one of them."""
+    return BIASES.index(str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +220,11 @@ class _Products:
         kind = KINDS.get(dtype)
         first = product_of(layer.products)
         last = product_of([layer.out])
-        router = None if layer.router is None else product_of([layer.router])
+        router = None if layer.router is None else product_of([layer.router.weight])
         width = layer.head_width
         keys = None if kind is None else loop_for(kind, width, group=width, scale=None)
-        if first is None or last is None or keys is None:
+        is_unread = layer.router is not None and router is None
+        if first is None or last is None or keys is None or is_unread:
             raise ValueError("weights that kernels do not read")
         uneven = len(layer.products[0]) % layer.num_heads or layer.num_heads % layer.num_groups
         if uneven or layer.value_width % LANES or layer.value_width > MAX_WIDTH:

@@ -7,6 +7,7 @@
     product    of the heads' outputs                            items: blocks of rows
     residual   the sum, and its norm: what the experts get
     router     the product of the norm with its weight          items: blocks of rows
+    choice     each sequence's experts; see routing.py
 
 All threads of a team enter, and meet after each stage. Everything is summed in float32. Rounded to
 the model's dtype are the keys and values that the cache keeps, the residual and its norm.
@@ -25,6 +26,7 @@ from numba import njit, types
 
 from moe_infinity.kernels.cpu.attention import weigh
 from moe_infinity.kernels.cpu.compiler import c_function
+from moe_infinity.kernels.cpu.routing import choose
 from moe_infinity.kernels.cpu.steps import (
     Arrangement,
     arrange,
@@ -40,7 +42,7 @@ from moe_infinity.kernels.cpu.work import (
     value_at,
 )
 
-STAGES = 7
+STAGES = 8
 STATE = STAGES * 2 * LINE  # int64s: of each stage the next item, and how many are done
 NO_NORM, NORM_OF_HEADS, NORM_OF_ALL = range(3)  # of queries and keys
 HALVES, NEIGHBOURS = range(2)  # which two columns of a head are rotated together
@@ -76,6 +78,10 @@ class LayerCall(NamedTuple):
     router_blocks: int
     num_router_blocks: int
     num_experts: int
+    router_bias: int  # [E]; 0: none
+    top_k: int
+    shares: int  # OF_ALL or OF_CHOSEN
+    share_dtype: int  # the place of its name in BIASES
     x_places: int  # of Arrangements: of x, of a query, of what goes into the products after them
     query_places: int
     out_places: int
@@ -104,14 +110,16 @@ class LayerCall(NamedTuple):
     arranged: int  # the widest of what the products get
     heads: int  # [B, H * d + G * d + G * v]
     queries: int  # [B, H, ...]
-    scores: int  # [B, H, score_bytes]
-    score_bytes: int
     attended: int  # [B, H * v]
     out: int  # [B, D]
+    scores: int  # [B, H, score_bytes]
+    score_bytes: int
     # results
     residual: int  # [B, D]
     normed: int  # [B, D]
-    logits: int  # float32 [B, experts]
+    logits: int  # float32 [B, E]
+    chosen: int  # int64 [B, K]
+    chosen_shares: int  # [B, K]
 
 
 _call_at = reader_of(LayerCall)
@@ -309,6 +317,18 @@ def _product(call, stage, blocks, num_blocks, out, num_columns):  # type: ignore
     _meet(call.state, stage, num_blocks, call.yield_)
 
 
+@njit(nogil=True)
+def _choose(call, seq):  # type: ignore[no-untyped-def]
+    row = call.logits + 4 * call.num_experts * seq
+    if call.router_bias:
+        _add(row, call.router_bias, call.num_experts)
+    first = call.top_k * seq
+    choose(
+        row, call.num_experts, call.top_k, call.shares,
+        call.chosen + 8 * first, call.chosen_shares, first, call.share_dtype,
+    )  # fmt: skip
+
+
 @cache
 def layer_function(kind: str, num_vectors: int) -> Any:
     """The C function of layers whose cache has values of this kind, so many vectors wide."""
@@ -360,5 +380,12 @@ def layer_function(kind: str, num_vectors: int) -> Any:
 
         to = call.logits
         _product(call, 6, call.router_blocks, call.num_router_blocks, to, call.num_experts)
+
+        if _take(state, 7) == 0:
+            if call.num_router_blocks:
+                for seq in range(call.num_seqs):
+                    _choose(call, seq)
+            _count(state, 7)
+        _meet(state, 7, 1, call.yield_)
 
     return run

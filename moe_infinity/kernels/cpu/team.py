@@ -87,7 +87,7 @@ def fetch(_: Any, address: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _call(_: Any, function: Any, address: Any) -> Any:
+def call_at(_: Any, function: Any, address: Any) -> Any:
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64])
         b.call(b.inttoptr(args[0], kind.as_pointer()), [args[1]])
@@ -131,7 +131,7 @@ def _help(team: int, last: int) -> int:
             continue
         fetch_add(team + 8 * INSIDE, 1)
         if fetch(team + 8 * TURN) == turn:
-            _call(int_at(team, FUNCTION), int_at(team, ADDRESS))
+            call_at(int_at(team, FUNCTION), int_at(team, ADDRESS))
         fetch_add(team + 8 * INSIDE, -1)
         last = turn
         looks = 0
@@ -143,7 +143,7 @@ def _help(team: int, last: int) -> int:
 def _lead(team: int) -> None:
     """Run the call that is written in the team's memory, with the helpers that are awake."""
     fetch_add(team + 8 * TURN, 1)
-    _call(int_at(team, FUNCTION), int_at(team, ADDRESS))
+    call_at(int_at(team, FUNCTION), int_at(team, ADDRESS))
     fetch_add(team + 8 * TURN, 1)
     while fetch(team + 8 * INSIDE) > 0:
         pause()
@@ -151,7 +151,7 @@ def _lead(team: int) -> None:
 
 @machine_code(types.void(types.int64, types.int64))
 def _alone(function: int, address: int) -> None:
-    _call(function, address)
+    call_at(function, address)
 
 
 class Team:

@@ -237,6 +237,15 @@ def put_float(_: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def put_int(_: Any, address: Any, index: Any, value: Any) -> Any:
+    def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+        b.store(args[2], _element(b, args, I64))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def put_half(_: Any, address: Any, index: Any, value: Any) -> Any:
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         b.store(b.fptrunc(args[2], ir.HalfType()), _element(b, args, ir.HalfType()))

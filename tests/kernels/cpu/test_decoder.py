@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.kernels.cpu.decoder import HALVES, NEIGHBOURS, Attention, DecoderAttention
+from moe_infinity.kernels.cpu.decoder import (
+    HALVES,
+    NEIGHBOURS,
+    OF_ALL,
+    OF_CHOSEN,
+    Attention,
+    DecoderKernel,
+    Gate,
+    Router,
+)
+from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
 
 WIDTH = 96
 SHAPES = {  # heads, heads of keys, width of a head, of its values
@@ -50,7 +60,11 @@ def layer(
         query_norm_eps=1e-6,
         key_norm_eps=1e-5,
         sinks=torch.randn(num_heads, generator=make) if has_sinks else None,
-        router=weight(7, WIDTH),
+        router=Router(
+            weight(7, WIDTH),
+            weight(7) if has_bias else None,
+            Gate(3, OF_CHOSEN if has_bias else OF_ALL, dtype),
+        ),
         scale=head**-0.5,
         num_heads=num_heads,
         num_groups=num_groups,
@@ -74,6 +88,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: int) -> Tensor:
     return torch.cat([joined, x[..., 2 * count :]], -1)
 
 
+def routing(router: Router | None, x: Tensor) -> tuple[Tensor, ...]:
+    """Logits, choice and shares, in float64."""
+    assert router is not None
+    logits = x @ router.weight.double().T
+    if router.bias is not None:
+        logits = logits + router.bias.double()
+    largest, chosen = logits.topk(router.gate.top_k)
+    shares = largest.softmax(-1)
+    if router.gate.shares == OF_ALL:
+        shares = logits.softmax(-1).gather(1, chosen)
+    return logits, chosen, shares
+
+
 def reference(
     attention: Attention,
     x: Tensor,
@@ -82,7 +109,7 @@ def reference(
     values: Tensor,
     mask: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Residual, its norm, logits, and the new keys and values, in float64."""
+    """Residual, its norm, logits, choice, shares, and the new keys and values, in float64."""
     dtype = x.dtype
     x = x.double()
     num_seqs = len(x)
@@ -125,8 +152,7 @@ def reference(
         out = out + attention.out_bias.double()
     residual = x + out
     normed = rms_norm(residual, attention.residual_norm.double(), attention.residual_norm_eps)
-    assert attention.router is not None
-    return residual, normed, normed @ attention.router.double().T, k, v
+    return residual, normed, *routing(attention.router, normed), k, v
 
 
 CASES = [
@@ -145,7 +171,7 @@ CASES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_token_gets_what_the_reference_gives(shape, dtype, case):
     attention = layer(shape, dtype=dtype, **case)
-    kernel = DecoderAttention(attention, dtype)
+    steps = DecoderSteps([DecoderKernel(attention, dtype)])
     _, groups, head, value = SHAPES[shape]
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     for num_seqs, num_tokens in [(1, 1), (1, 37), (3, 16), (2, 33)]:
@@ -161,7 +187,8 @@ def test_a_token_gets_what_the_reference_gives(shape, dtype, case):
         views = keys[:, :, :num_tokens], values[:, :, :num_tokens]
         angles = angle.cos(), angle.sin()
         wanted = reference(attention, x, angles, *views, mask)
-        found = kernel(x, angles, *views, mask)
+        found = steps.attend(0, x, angles, Cached(*views), mask)
+        assert torch.equal(found.chosen, wanted[3])
         new = views[0][:, :, -1], views[1][:, :, -1]
         for one, other in zip((*found, *new), wanted, strict=True):
             size = other.double().abs().max()
@@ -171,23 +198,22 @@ def test_a_token_gets_what_the_reference_gives(shape, dtype, case):
 @pytest.mark.parametrize("norms", ["", "all"])
 def test_what_a_sequence_gets_depends_on_it_alone(norms):
     attention = layer("grouped", dtype=torch.bfloat16, norms=norms)
-    kernel = DecoderAttention(attention, torch.bfloat16)
+    steps = DecoderSteps([DecoderKernel(attention, torch.bfloat16)])
     x = torch.randn(9, WIDTH).bfloat16()
     angles = torch.randn(9, 16).cos(), torch.randn(9, 16).sin()
     keys, values = (torch.randn(9, 2, 70, 32).bfloat16() for _ in range(2))
-    together = kernel(x, angles, keys.clone(), values.clone(), None)
+    together = steps.attend(0, x, angles, Cached(keys.clone(), values.clone()), None)
     for seq in range(9):
         rows = slice(seq, seq + 1)
-        alone = kernel(
+        alone = steps.attend(
+            0,
             x[rows],
             (angles[0][rows], angles[1][rows]),
-            keys[rows].clone(),
-            values[rows].clone(),
+            Cached(keys[rows].clone(), values[rows].clone()),
             None,
         )
-        assert torch.equal(together[0][rows], alone[0])
-        assert torch.equal(together[1][rows], alone[1])
-        assert torch.equal(together[2][rows], alone[2])
+        for all_rows, own in zip(together, alone, strict=True):
+            assert torch.equal(all_rows[rows], own)
 
 
 def test_biases_in_front_of_norms_of_all_heads_are_refused():
@@ -195,4 +221,18 @@ def test_biases_in_front_of_norms_of_all_heads_are_refused():
     q, k, v = (weight[:, 0] for weight in attention.products)
     biased = replace(attention, biases=(q, k, v))
     with pytest.raises(ValueError, match="biases"):
-        DecoderAttention(biased, torch.float32)
+        DecoderKernel(biased, torch.float32)
+
+
+@pytest.mark.parametrize("logits", [[2.0, 2.0, 1.0], [torch.nan] * 3, [1.0, torch.nan, 3.0]])
+def test_equal_logits_and_no_numbers_choose_experts_that_exist(logits):
+    attention = layer("grouped", dtype=torch.float32, has_bias=True)
+    router = Router(torch.zeros(3, WIDTH), torch.tensor(logits), Gate(2, OF_ALL, torch.float32))
+    steps = DecoderSteps([DecoderKernel(replace(attention, router=router), torch.float32)])
+    cached = Cached(torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1, 32))
+    angles = torch.ones(1, 16), torch.zeros(1, 16)
+    chosen = steps.attend(0, torch.ones(1, WIDTH), angles, cached, None).chosen[0].tolist()
+    assert len(set(chosen)) == 2
+    assert set(chosen) <= {0, 1, 2}
+    if logits[0] == 2.0:
+        assert chosen == [0, 1]

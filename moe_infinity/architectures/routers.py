@@ -1,0 +1,119 @@
+"""Routers that kernels/cpu/routing.py knows, found by trying: they choose the experts with the
+largest logits, and weigh each with its share of all experts' exponentials or the chosen ones'.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
+from moe_infinity.architectures.trial_copy import for_trial
+from moe_infinity.kernels.cpu.decoder import OF_ALL, OF_CHOSEN, Gate
+from moe_infinity.kernels.cpu.decoder_steps import Attended
+
+TOKENS = 32  # of a trial
+TOLERANCE = 2e-5  # of the largest number: float32, summed in another order
+
+logger = logging.getLogger(__name__)
+
+
+def router_of(feed_forward: nn.Module) -> nn.Module | None:
+    """The child that has a weight [E, D] and its own way with it; None if there is not one."""
+    found = [
+        child
+        for child in feed_forward.children()
+        if type(child) is not nn.Linear
+        and not list(child.children())
+        and [name for name, param in child.named_parameters() if param.dim() == 2] == ["weight"]
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+@torch.no_grad()
+def find_gate(router: nn.Module) -> Gate | None:
+    """How it chooses; None if it does anything else than kernels do."""
+    weight: Any = router.weight
+    bias: Any = getattr(router, "bias", None)
+    make = torch.Generator().manual_seed(2)
+    x = torch.randn(TOKENS, weight.shape[1], generator=make, dtype=torch.float32, device="cpu")
+    try:
+        logits, shares, chosen = for_trial(router).float()(x)
+        dtype = for_trial(router)(x.to(weight.dtype))[1].dtype
+    except Exception as error:  # whatever a module does that wants other arguments or shapes
+        logger.debug("%s chooses by its own code: %s", type(router).__name__, error)
+        return None
+    wanted = nn.functional.linear(x, weight.float(), None if bias is None else bias.float())
+    top_k = chosen.shape[-1]
+    largest = wanted.topk(top_k)
+    ways = {
+        OF_ALL: wanted.softmax(-1).gather(1, largest.indices),
+        OF_CHOSEN: largest.values.softmax(-1),
+    }
+    if torch.equal(chosen, largest.indices) and _is_close(logits, wanted):
+        for way, expected in ways.items():
+            if _is_close(shares, expected):
+                return Gate(top_k, way, dtype)
+    return None
+
+
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    is_alike = found.shape == wanted.shape
+    return is_alike and bool((found - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
+
+
+class KnownRouting:
+    """Lets a router give what the kernel has chosen for its next input."""
+
+    def __init__(self, router: nn.Module) -> None:
+        self._stock = router.forward
+        self._known: Attended | None = None
+        vars(router)["forward"] = self._forward
+
+    def expect(self, attended: Attended) -> None:
+        """The next input, and what the router would make of it."""
+        self._known = attended
+
+    def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        known, self._known = self._known, None
+        if known is None or x.data_ptr() != known.normed.data_ptr() or args or kwargs:
+            return self._stock(x, *args, **kwargs)
+        return known.logits.to(x.dtype), known.shares, known.chosen
+
+
+class _Experts(nn.Module):
+    """In place of the experts: something that tells tokens, experts and shares apart."""
+
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        return x.flip(-1) * 0.5 + (chosen * shares).sum(-1, keepdim=True)
+
+
+def experts_of(block: nn.Module) -> Any | None:
+    """What calls the engine for the only MoE layer in a block; None if there is not one."""
+    found = [vars(child).get(CALL_ATTRIBUTE) for child in block.children()]
+    called = [call for call in found if call is not None]
+    return called[0] if len(called) == 1 else None
+
+
+@torch.no_grad()
+def gives_experts_alone(block: nn.Module) -> bool:
+    """Whether what a block gives is what its experts give for its router's choice, and no more."""
+    router = router_of(block)
+    children = dict(block.named_children())
+    if router is None or len(children) != 2 or experts_of(block) is None:
+        return False
+    own = copy.copy(block)
+    stub = _Experts()
+    known = for_trial(router).float()
+    own._modules = {name: known if child is router else stub for name, child in children.items()}
+    make = torch.Generator().manual_seed(3)
+    weight: Any = router.weight
+    x = torch.randn(2, 1, weight.shape[1], generator=make, dtype=torch.float32, device="cpu")
+    _, shares, chosen = known(x[:, 0])
+    found = own(x)
+    found = found[0] if isinstance(found, tuple) else found
+    return _is_close(found, stub(x[:, 0], chosen, shares)[:, None])

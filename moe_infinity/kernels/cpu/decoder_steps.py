@@ -1,0 +1,293 @@
+"""Steps of one token of each sequence through decoder layers: one layer without its experts, or any
+number of layers with theirs in one call, without Python between them.
+
+    attend   decoder_call.py                                   the caller computes the experts
+    run      for each layer: decoder_call.py                   all experts have to be in memory
+                             routed.py, work.py, routed.py
+
+Both give the same bits.
+
+Legend: B sequences, D model width, G heads of keys and values, N tokens of the cache with the new
+one, E experts, K of them for each token, P = B * K pairs, L layers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_infinity.experts import Ints
+from moe_infinity.kernels import host_float32
+from moe_infinity.kernels.cpu import team
+from moe_infinity.kernels.cpu.decoder import DecoderKernel
+from moe_infinity.kernels.cpu.decoder_call import STATE, LayerCall
+from moe_infinity.kernels.cpu.experts import SPARE_BYTES
+from moe_infinity.kernels.cpu.in_turn import COUNTERS, Turn, Turns, in_turn
+from moe_infinity.kernels.cpu.routed import JOB_AT, RoutedCall, begin_routed, end_routed
+from moe_infinity.kernels.cpu.steps import KernelArguments
+from moe_infinity.kernels.cpu.team import LINE, yield_address
+from moe_infinity.kernels.cpu.threads import num_threads
+from moe_infinity.kernels.cpu.vectors import LANES
+from moe_infinity.kernels.cpu.work import BIASES, OF_EXPERTS, KernelJob, experts
+from moe_infinity.kernels.residents import Residents
+
+TURNS = 4  # of a layer with experts: attention, begin, experts, end
+MORE_TOKENS = 1024  # that scores get room for at once
+
+
+class Cached(NamedTuple):
+    """What one layer has in the cache; the last place is the new token's, and free."""
+
+    keys: Tensor  # [B, G, N, d]
+    values: Tensor  # [B, G, N, v]
+
+
+class Attended(NamedTuple):
+    """What a layer gives to its experts."""
+
+    residual: Tensor  # [B, D]
+    normed: Tensor  # [B, D]
+    logits: Tensor  # float32 [B, E]
+    chosen: Tensor  # int64 [B, K]: the largest logit first
+    shares: Tensor  # [B, K]
+
+
+def _places(fields: Sequence[str], first: str, last: str) -> slice:
+    return slice(fields.index(first), fields.index(last) + 1)
+
+
+# Fields of a LayerCall that are written together.
+IN_CALL = _places(LayerCall._fields, "num_seqs", "mask_bytes")
+IN_MEMORY = _places(LayerCall._fields, "hidden", "score_bytes")
+IN_RESULT = _places(LayerCall._fields, "residual", "chosen_shares")
+# And of the others.
+ROW_BYTES, OUT_BYTES = (KernelArguments._fields.index(name) for name in ("row_bytes", "out_bytes"))
+ROUTED_CALL = _places(RoutedCall._fields, "num_seqs", "result")
+
+
+class DecoderSteps:
+    """The decoder layers of one model. Used by one thread at a time."""
+
+    def __init__(self, kernels: Sequence[DecoderKernel]) -> None:
+        """In the order of the model, all of one dtype."""
+        self._kernels = kernels
+        num_layers = len(kernels)
+        self._calls = np.array([kernel.fixed for kernel in kernels], np.int64)
+        self._told = np.array([kernel.told for kernel in kernels], np.int64)
+        self._routed = np.zeros((num_layers, len(RoutedCall._fields)), np.int64)
+        self._jobs = np.zeros((num_layers, JOB_AT + len(KernelJob._fields)), np.int64)
+        self._residents: list[Residents | None] = [None] * num_layers
+        self._up_places = [array("q")] * num_layers
+        self._counters = _lines(num_layers * (STATE + 2 * COUNTERS))
+        self._turns = np.zeros((num_layers, TURNS, len(Turn._fields)), np.int64)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._most_seqs = 0  # that there is memory for
+        self._most_tokens = 0
+        # Addresses of what only the call itself reads: residual, norm, logits, shares.
+        self._between: Sequence[int] = ()
+        for i in range(num_layers):
+            state = self._counters[i * (STATE + 2 * COUNTERS) :].ctypes.data
+            own = self._calls[i]
+            own[LayerCall._fields.index("told")] = self._told[i].ctypes.data
+            own[LayerCall._fields.index("state")] = state
+            routed = self._routed[i].ctypes.data
+            begun = state + 8 * STATE
+            self._turns[i] = (
+                Turn(kernels[i].function, own.ctypes.data, 1, 0),
+                Turn(begin_routed.address, routed, 0, begun),
+                Turn(experts.address, self._jobs[i].ctypes.data, 1, 0),
+                Turn(end_routed.address, routed, 0, begun + 8 * COUNTERS),
+            )
+
+    def attend(
+        self,
+        layer: int,
+        x_BD: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cached: Cached,
+        mask_BN: Tensor | None,
+    ) -> Attended:
+        """One layer without its experts. Without a router the last three have no columns. `angles`
+        are the cosine and sine of each pair of columns, float32 [B or 1, pairs]. The mask is
+        float32.
+        """
+        num_seqs = len(x_BD)
+        fixed = self._kernels[layer].fixed
+        share_dtype = getattr(torch, BIASES[fixed.share_dtype])
+        found = Attended(
+            torch.empty_like(x_BD),
+            torch.empty_like(x_BD),
+            host_float32(num_seqs, fixed.num_experts),
+            torch.empty(num_seqs, fixed.top_k, dtype=torch.int64, device="cpu"),
+            torch.empty(num_seqs, fixed.top_k, dtype=share_dtype, device="cpu"),
+        )
+        self._write_calls(layer, [x_BD], angles, [cached], mask_BN)
+        own = self._calls[layer]
+        own[IN_RESULT] = [tensor.data_ptr() for tensor in found]
+        self._counters.fill(0)
+        team.run(self._kernels[layer].function, own.ctypes.data, num_threads())
+        return found
+
+    def run(
+        self,
+        first: int,
+        x_BD: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cached: Sequence[Cached],
+        mask_BN: Tensor | None,
+        residents: Sequence[Residents],
+    ) -> tuple[Sequence[Tensor], Sequence[Ints]]:
+        """Layers from number `first` on, as many as `cached` and `residents` are of, which need not
+        be called one by one. Gives what each layer gives, [B, D], and which experts each activated,
+        [B, K]. Angles and mask are the same for all.
+        """
+        num_seqs = len(x_BD)
+        stop = first + len(cached)
+        for layer, own in enumerate(residents, first):
+            if self._residents[layer] is not own:
+                self._connect(layer, own)
+        outs = torch.empty(len(cached), *x_BD.shape, dtype=x_BD.dtype, device="cpu").unbind()
+        chosen = [
+            np.empty((num_seqs, kernel.fixed.top_k), np.int64)
+            for kernel in self._kernels[first:stop]
+        ]
+        self._write_calls(first, [x_BD, *outs[:-1]], angles, cached, mask_BN)
+        residual, normed, logits, shares = self._between
+        self._calls[first:stop, IN_RESULT] = [
+            (residual, normed, logits, experts_BK.ctypes.data, shares) for experts_BK in chosen
+        ]
+        self._routed[first:stop, ROUTED_CALL] = [
+            (num_seqs, normed, residual, experts_BK.ctypes.data, shares, out.data_ptr())
+            for experts_BK, out in zip(chosen, outs, strict=True)
+        ]
+        self._counters.fill(0)
+        count = len(cached) * TURNS
+        turns = array("q", Turns(self._turns[first].ctypes.data, count, yield_address()))
+        team.run(in_turn.address, turns.buffer_info()[0], num_threads())
+        return outs, chosen
+
+    def _write_calls(
+        self,
+        first: int,
+        xs: Sequence[Tensor],
+        angles: tuple[Tensor, Tensor],
+        cached: Sequence[Cached],
+        mask_BN: Tensor | None,
+    ) -> None:
+        """What changes from step to step, but for results."""
+        num_seqs = len(xs[0])
+        self._make_room(num_seqs, max(one.keys.shape[2] for one in cached))
+        cos, sin = angles
+        turned = cos.data_ptr(), sin.data_ptr(), 4 * cos.shape[1] if len(cos) > 1 else 0
+        mask = (0, 0) if mask_BN is None else (mask_BN.data_ptr(), 4 * mask_BN.shape[1])
+        rows = []
+        size = xs[0].itemsize
+        for x, (keys, values) in zip(xs, cached, strict=True):
+            keys_by = [size * step for step in keys.stride()[:3]]
+            values_by = [size * step for step in values.stride()[:3]]
+            x_and_angles = x.data_ptr(), *turned
+            of_keys = keys.data_ptr(), *keys_by
+            of_values = values.data_ptr(), *values_by
+            rows.append((num_seqs, keys.shape[2], *x_and_angles, *of_keys, *of_values, *mask))
+        stop = first + len(rows)
+        self._calls[first:stop, IN_CALL] = rows
+        self._told[first:stop, ROW_BYTES] = [size * keys.stride(2) for keys, _ in cached]
+
+    def _connect(self, layer: int, residents: Residents) -> None:
+        """Let this layer's experts be these."""
+        own = residents.experts
+        fixed = self._kernels[layer].fixed
+        self._up_places[layer] = array("q", own.up.places)
+        self._residents[layer] = residents
+        self._jobs[layer, :JOB_AT] = (
+            own.weights.buffer_info()[0],
+            own.hidden_places.buffer_info()[0],
+        )
+        self._routed[layer] = RoutedCall(**dict.fromkeys(RoutedCall._fields, 0))._replace(
+            job=self._jobs[layer].ctypes.data,
+            addresses=residents.addresses_E.ctypes.data,
+            num_experts=fixed.num_experts,
+            top_k=fixed.top_k,
+            width=fixed.width,
+            dtype=fixed.dtype,
+            share_dtype=fixed.share_dtype,
+            places=self._up_places[layer].buffer_info()[0],
+        )
+        self._most_seqs = 0  # it may need more memory than others
+
+    def _make_room(self, num_seqs: int, num_tokens: int) -> None:
+        """Memory for what is between, the same for all layers."""
+        if num_seqs <= self._most_seqs and num_tokens <= self._most_tokens:
+            return
+        self._most_seqs = max(self._most_seqs, num_seqs)
+        if num_tokens > self._most_tokens:
+            self._most_tokens = num_tokens + MORE_TOKENS
+        fixed = [kernel.fixed for kernel in self._kernels]
+        num_heads = max(one.num_groups * one.per_group for one in fixed)
+        vectors = -(-(self._most_tokens + 1) // LANES)
+        score_bytes = 4 * max(vectors * LANES, *(one.head_width for one in fixed))
+        sizes = [max(own) for own in zip(*(k.row_bytes for k in self._kernels), strict=True)]
+        width = 4 * max(one.width for one in fixed)
+        num_experts = max(one.num_experts for one in fixed)
+        top_k = max(one.top_k for one in fixed)
+        of_sequence = *sizes, num_heads * score_bytes, width, width, 4 * num_experts, 4 * top_k
+        of_experts = self._memory_of_experts(width, num_experts, top_k)
+        places = self._allocated(
+            [*(size * self._most_seqs for size in of_sequence), *of_experts.values()]
+        )
+        self._calls[:, IN_MEMORY] = [*places[:7], score_bytes]
+        self._told[:, OUT_BYTES] = score_bytes
+        self._between = places[7:11]
+        for name, place in zip(of_experts, places[11:], strict=True):
+            if name in RoutedCall._fields:
+                self._routed[:, RoutedCall._fields.index(name)] = place
+            if name in KernelJob._fields:
+                self._jobs[:, JOB_AT + KernelJob._fields.index(name)] = place
+        self._jobs[:, JOB_AT + KernelJob._fields.index("yield_")] = yield_address()
+
+    def _memory_of_experts(self, width: int, num_experts: int, top_k: int) -> dict[str, int]:
+        """In bytes, by the names of fields of RoutedCall and of KernelJob."""
+        known = [own.experts for own in self._residents if own is not None]
+        if not known:
+            return {}
+        num_pairs = self._most_seqs * top_k
+        x_bytes = max(own.up.places.row_bytes for own in known)
+        rows = width * num_pairs
+        return {
+            "counts": 8 * num_experts,
+            "row_of": 8 * num_pairs,
+            "starts": 8 * num_pairs,
+            "stops": 8 * num_pairs,
+            "slots": 8 * num_pairs,
+            "state": 8 * (OF_EXPERTS + LINE * num_pairs),
+            "shares": 4 * num_pairs,
+            "inputs": width * self._most_seqs,
+            "arranged": x_bytes * self._most_seqs,
+            "gathered": x_bytes * num_pairs,
+            "up": max(own.up_bytes for own in known) * num_pairs + SPARE_BYTES,
+            "hidden": max(own.down.places.row_bytes for own in known) * num_pairs + SPARE_BYTES,
+            "out": rows,
+        }
+
+    def _allocated(self, sizes: Sequence[int]) -> list[int]:
+        """Addresses of memory of these sizes, in bytes; each begins a cache line."""
+        places = [0]
+        for size in sizes:
+            places.append(places[-1] + -(-size // 64) * 64)
+        self._memory = torch.empty(places[-1] + 64, dtype=torch.uint8, device="cpu")
+        start = self._memory.data_ptr()
+        start += -start % 64
+        return [start + place for place in places[:-1]]
+
+
+def _lines(count: int) -> NDArray[np.int64]:
+    """So many zeros, from the start of a cache line on."""
+    memory = np.zeros(count + LINE, np.int64)
+    first = -(memory.ctypes.data // 8) % LINE
+    return memory[first : first + count]

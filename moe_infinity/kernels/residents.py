@@ -1,0 +1,17 @@
+"""Experts that kernels may compute at any time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from moe_infinity.experts import Ints
+
+if TYPE_CHECKING:
+    from moe_infinity.kernels.cpu.experts import FusedExperts
+
+
+class Residents(NamedTuple):
+    """The experts of one layer, all in memory, where they stay."""
+
+    experts: FusedExperts
+    addresses_E: Ints  # int64: where the slot of each begins
