@@ -191,6 +191,15 @@ def test_what_was_computed_ahead_is_dropped_when_something_comes_between(tmp_pat
         assert (step() - expected).abs().max() < 1e-4 * expected.abs().max()
         assert len(seen) == 2  # the prompt's, and the step's: by the layer's own code
         spy.remove()
+        runs.clear()
+        block = layers[1].mlp
+        for module in (block, block.gate, block.experts):
+            seen.clear()
+            spy = module.register_forward_hook(lambda module, args, out: seen.append(1))
+            assert torch.equal(step(), expected)
+            assert len(seen) == 2
+            spy.remove()
+        assert runs == [1, 1] * 3  # the layers around it
 
 
 def test_a_step_that_ended_early_leaves_nothing_behind(tmp_path, runs):
