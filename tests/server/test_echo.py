@@ -172,8 +172,8 @@ def test_logits_of_a_prompt_are_never_all_in_memory(moe, monkeypatch, max_batch)
     assert sum(scored) == len(LONG) - 1
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_next"])
-def test_windows_latent_attention_and_recurrent_layers(name, tmp_path):
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next"])
+def test_caches_of_all_kinds(name, tmp_path):
     model = tiny.tiny_model(architectures_in(name)[0])
     model.save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
@@ -181,7 +181,7 @@ def test_windows_latent_attention_and_recurrent_layers(name, tmp_path):
     stock = type(model).from_pretrained(tmp_path, dtype=torch.float32)
     expected_TV = stock_logprobs(stock, ids)
     with MoE(tmp_path, dtype="float32") as moe:
-        engine = make_engine(moe, max_batch=2, prefill_chunk=CHUNK)
+        engine = make_engine(moe, max_batch=1, prefill_chunk=CHUNK)
         wishes = {"echo": True, "max_new_tokens": 0, "sampling": Sampling(num_logprobs=1)}
         client = Client(engine, ids, **wishes)
         run_all(engine, client)
