@@ -9,6 +9,7 @@ batch.py      the KV cache of the sequences that decode together
 prefix_cache.py  keys and values that later requests may begin with
 sampling.py   the next token of one sequence
 text.py       tokens to text, piece by piece; stop strings
+prompt_outputs.py  log-probabilities and embeddings of prompts
 
 HTTP:
 
@@ -19,6 +20,7 @@ exchange.py   one HTTP request that generates, from submission to its answer
 answers.py    response bodies, whole or in chunks
 messages.py   an answer's reasoning, content and calls of tools
 responses.py  OpenAI's Responses API
+embeddings.py  OpenAI's embeddings
 anthropic.py  Anthropic's Messages API
 auth.py       checks of origin, key and size
 refusals.py   errors as answers

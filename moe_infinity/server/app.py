@@ -35,6 +35,7 @@ from moe_infinity.server.anthropic import (
     error_of,
 )
 from moe_infinity.server.config import LOOPBACK, ServeConfig
+from moe_infinity.server.embeddings import EmbeddingsAnswer, EmbeddingsBody
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange, ExchangeStream
 from moe_infinity.server.messages import MessageReader
@@ -169,6 +170,7 @@ class Api:
         add_post("/v1/completions", self.completions, responses=STREAM)
         add_post("/v1/chat/completions", self.chat_completions, responses=STREAM)
         add_post("/v1/responses", self.responses, responses=STREAM)
+        add_post("/v1/embeddings", self.embeddings)
         add_anthropic = partial(add_post, route_class_override=AnthropicRoute)
         add_anthropic("/v1/messages", self.messages, responses=STREAM | ANTHROPIC_REFUSALS)
         add_anthropic("/v1/messages/count_tokens", self.count_tokens, responses=ANTHROPIC_REFUSALS)
@@ -267,6 +269,13 @@ class Api:
         ids = await run_in_threadpool(self._reader.chat_ids, chat.messages, chat.template_tools)
         return JSONResponse({"input_tokens": len(ids)})
 
+    async def embeddings(self, request: HttpRequest, body: EmbeddingsBody) -> Response:
+        """Vectors of texts."""
+        self._require_model(body.model)
+        requests = await run_in_threadpool(self._reader.embeddings, body)
+        answer = EmbeddingsAnswer(requests, model=self._model_name, encoding=body.encoding_format)
+        return await self._exchange(request, answer, requests, "input").body(request)
+
     def _message_readers(self, body: ChatBody, requests: Sequence[Request]) -> list[MessageReader]:
         tools = body.template_tools
         return [
@@ -303,20 +312,26 @@ class Api:
         requests: Sequence[Request],
         answer_to: Callable[..., Answer],
     ) -> Response:
-        requests = [replace(each, owner=request.state.owner) for each in requests]
         answer = answer_to(
             requests,
             model=self._model_name,
             tokenizer=self._reader.tokenizer,
             wants_usage=body.wants_usage,
         )
-        try:
-            exchange = Exchange(self._engine, self.metrics, answer, requests)
-        except ConfigError as error:  # more sequences than the queue has places
-            num_prompts = len(requests) // body.num_choices
-            too_many = "prompt" if num_prompts > self.config.max_queue else "n"
-            raise BadRequest(str(error), param=too_many) from error
+        num_prompts = len(requests) // body.num_choices
+        many = "prompt" if num_prompts > self.config.max_queue else "n"
+        exchange = self._exchange(request, answer, requests, many)
         return ExchangeStream(exchange) if body.stream else await exchange.body(request)
+
+    def _exchange(
+        self, request: HttpRequest, answer: Answer, requests: Sequence[Request], many: str
+    ) -> Exchange:
+        """Submit requests. `many` names the field that may ask for more than the queue can hold."""
+        requests = [replace(each, owner=request.state.owner) for each in requests]
+        try:
+            return Exchange(self._engine, self.metrics, answer, requests)
+        except ConfigError as error:
+            raise BadRequest(str(error), param=many) from error
 
 
 def add_get(router: APIRouter, path: str, handler: Callable[..., Any], **described: Any) -> None:

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from moe_infinity.errors import Cancelled, ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch
@@ -215,13 +217,12 @@ class Engine:
             logits_V = self._passes.prefill(sequence)
             self.counts.prompt_tokens += sequence.num_prefilled - before
             self.counts.cached_tokens += sequence.num_cached if before == 0 else 0
-            is_last = sequence.is_prefilled and sequence.add(logits_V, self._passes.end_ids)
+            is_last = sequence.is_prefilled and self._begin_answer(sequence, logits_V)
         except Exception as error:
             self._fail(sequence, error)
             return
         if not sequence.is_prefilled:
             return
-        self.counts.generated_tokens += 1
         if is_last:
             self._finish(sequence)
             return
@@ -230,6 +231,15 @@ class Engine:
         self._batch.join(sequence.cache, len(sequence.request.prompt_ids))
         sequence.cache = None
         self._decoding.append(sequence)
+
+    def _begin_answer(self, sequence: Running, logits_V: Tensor) -> bool:
+        """Choose the first token. Returns True if it was the last, or there is to be none."""
+        if sequence.request.max_new_tokens == 0:
+            sequence.end_with_prompt()
+            return True
+        is_last = sequence.add(logits_V, self._passes.end_ids)
+        self.counts.generated_tokens += 1
+        return is_last
 
     def _decode(self) -> None:
         """Compute one token of each decoding sequence.

@@ -23,6 +23,8 @@ from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch, has_recurrent_layers, layers_that_cannot_join
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.prefix_cache import PrefixCache, why_not
+from moe_infinity.server.prompt_outputs import last_hidden_states, prompt_logprobs
+from moe_infinity.server.sampling import ChosenToken
 from moe_infinity.server.sequences import Running
 from moe_infinity.sizes import parse_size
 
@@ -42,10 +44,12 @@ class Passes:
         self._num_seats = config.max_batch
         self._accepts = set(inspect.signature(moe.model.forward).parameters)
         self._require_servable()
-        # With one seat a prompt is one pass, as in generate(). Recurrent layers would begin anew
-        # with each chunk.
-        is_chunked = config.max_batch > 1 and not has_recurrent_layers(moe.model.config)
-        self._chunk = config.prefill_chunk if is_chunked else None
+        # Recurrent layers would begin anew with each chunk. With one seat a prompt is one pass, as
+        # in generate(), unless logits of all its tokens are wanted: they may not fit into memory.
+        apart = layers_that_cannot_join(moe.model.config)
+        can_chunk = not (apart or has_recurrent_layers(moe.model.config))
+        self._chunk_to_read = config.prefill_chunk if can_chunk else None
+        self._chunk = self._chunk_to_read if config.max_batch > 1 else None
         self.prefixes = PrefixCache(prefix_bytes(moe, config))
 
     def _require_servable(self) -> None:
@@ -70,8 +74,8 @@ class Passes:
         prompt_ids = sequence.request.prompt_ids
         cache = sequence.cache or self._begin(sequence)
         start = sequence.num_prefilled
-        end = None if self._chunk is None else start + self._chunk
-        chunk = prompt_ids[start:end]
+        size = self._chunk_to_read if sequence.request.reads_all else self._chunk
+        chunk = prompt_ids[start : None if size is None else start + size]
         inputs = {
             "input_ids": torch.tensor([chunk], dtype=torch.long, device="cpu"),
             "attention_mask": torch.ones((1, start + len(chunk)), dtype=torch.long, device="cpu"),
@@ -79,12 +83,34 @@ class Passes:
             "past_key_values": cache,
         }
         step = self._step(Phase.PREFILL, [sequence] * len(chunk), chunk)
-        logits_1V = self._forward(step, inputs)
+        logits_V = self._read(sequence, step, inputs)
         sequence.num_prefilled += len(chunk)
         if sequence.branch is not None:
             sequence.branch.note(self._moe.last_routing())
             self.prefixes.extend(sequence.branch, prompt_ids, cache, 0, sequence.num_prefilled)
             cut_windows(cache, is_last=sequence.is_prefilled)
+        return logits_V
+
+    def _read(self, sequence: Running, step: Step, inputs: dict[str, Any]) -> Tensor:
+        """Compute a chunk, and what its request wants of the prompt's own tokens."""
+        request = sequence.request
+        start = sequence.num_prefilled
+        end = start + inputs["input_ids"].shape[1]
+        if request.has_prompt_logprobs:
+            logits_TV = self._logits(step, inputs, num_kept=0)[0]
+            first = [ChosenToken(request.prompt_ids[0])] if start == 0 else []
+            next_ids = request.prompt_ids[start + 1 : end + 1]
+            num_alternatives = request.sampling.num_logprobs or 0
+            sequence.echo([*first, *prompt_logprobs(logits_TV, next_ids, num_alternatives)])
+            return logits_TV[-1].to("cpu", copy=True, dtype=torch.float32)
+        if sequence.embedding is not None:
+            with last_hidden_states(self._moe.model) as states:
+                logits_1V = self._forward(step, inputs)
+            sequence.embedding.add(states[0][0])
+        else:
+            logits_1V = self._forward(step, inputs)
+        if request.echo:
+            sequence.echo([ChosenToken(i) for i in request.prompt_ids[sequence.num_echoed : end]])
         return logits_1V[0]
 
     def _begin(self, sequence: Running) -> DynamicCache:
@@ -92,7 +118,7 @@ class Passes:
         in any case: there is no first token without its logits.
         """
         sequence.cache = cache = DynamicCache(config=self._moe.model.config)
-        if self.prefixes.num_bytes == 0:
+        if self.prefixes.num_bytes == 0 or sequence.request.reads_all:
             return cache
         sequence.branch = self.prefixes.branch(sequence.request.owner)
         known_ids = sequence.request.prompt_ids[:-1]
@@ -132,11 +158,17 @@ class Passes:
 
     def _forward(self, step: Step, inputs: dict[str, Any]) -> Tensor:
         """[B, V] float32 logits of the last token, on the CPU: there the tokens are chosen."""
-        inputs |= {"use_cache": True, "logits_to_keep": 1}
+        logits_BTV = self._logits(step, inputs, num_kept=1)
+        return logits_BTV[:, -1].to("cpu", copy=True, dtype=torch.float32)
+
+    def _logits(self, step: Step, inputs: dict[str, Any], num_kept: int) -> Tensor:
+        """[B, T, V] logits of at least the last `num_kept` tokens, 0 for all, as the model gives
+        them.
+        """
+        inputs |= {"use_cache": True, "logits_to_keep": num_kept}
         accepted = {name: value for name, value in inputs.items() if name in self._accepts}
-        output = self._moe.forward(step, **accepted)
-        logits_BV: Tensor = output.logits[:, -1].to("cpu", copy=True, dtype=torch.float32)
-        return logits_BV
+        logits_BTV: Tensor = self._moe.forward(step, **accepted).logits
+        return logits_BTV
 
     def _step(self, phase: Phase, owners: Sequence[Running], token_ids: Sequence[int]) -> Step:
         """The step for the recorder. `owners` has the sequence of each token."""

@@ -11,8 +11,16 @@ from typing import Any
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.embeddings import EmbeddingsBody
 from moe_infinity.server.messages import MessageFormat
-from moe_infinity.server.protocol import ChatBody, CompletionBody, GenerationBody, Message
+from moe_infinity.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    Prompts,
+    each_of,
+)
 from moe_infinity.server.refusals import BadRequest
 from moe_infinity.server.sampling import Sampling
 from moe_infinity.server.sequences import Request
@@ -32,7 +40,8 @@ class PromptReader:
         self.max_context = context_of(moe, config.max_context)  # tokens of prompt and answer
         self._max_new_tokens = config.max_new_tokens
         self._generation_config = moe.model.generation_config
-        self._vocab_size = moe.model.config.get_text_config().vocab_size
+        self._text_config = moe.model.config.get_text_config()
+        self._vocab_size = self._text_config.vocab_size
         self._lock = threading.Lock()
 
     def completion(self, body: CompletionBody) -> list[Request]:
@@ -40,13 +49,26 @@ class PromptReader:
 
         Raises BadRequest.
         """
-        if not body.prompts:
-            raise BadRequest("there is no prompt", param="prompt")
-        max_tokens = body.max_tokens or COMPLETION_TOKENS
-        return [
+        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        requests = [
             request
-            for prompt in body.prompts
-            for request in self._requests(self._ids_of(prompt), body, max_tokens, "prompt")
+            for ids in self._all_ids(body.prompt, "prompt")
+            for request in self._requests(ids, body, max_tokens, "prompt")
+        ]
+        if body.echo:  # as the model gets it, special tokens included
+            requests = [replace(each, echo=True, has_special=True) for each in requests]
+        return requests
+
+    def embeddings(self, body: EmbeddingsBody) -> list[Request]:
+        """A request per input. Raises BadRequest."""
+        if body.dimensions not in (None, width := self._text_config.hidden_size):
+            message = f"embeddings of this model have {width} dimensions"
+            raise BadRequest(message, param="dimensions")
+        everything = self._all_ids(body.input, "input")
+        for ids in everything:
+            self._require_fit(ids, 0, "input")
+        return [
+            Request(prompt_ids=ids, max_new_tokens=0, pooling=body.pooling) for ids in everything
         ]
 
     def chat(self, body: ChatBody, param: str = "messages") -> list[Request]:
@@ -97,10 +119,15 @@ class PromptReader:
         text: str = self.tokenizer.decode(token_ids)
         return text
 
-    def _ids_of(self, prompt: str | list[int]) -> list[int]:
+    def _all_ids(self, prompts: Prompts, param: str) -> list[list[int]]:
+        if not prompts:
+            raise BadRequest(f"there is no {param}", param=param)
+        return [self._ids_of(prompt, param) for prompt in each_of(prompts)]
+
+    def _ids_of(self, prompt: str | list[int], param: str) -> list[int]:
         if isinstance(prompt, str):
             return self.text_ids(prompt)
-        self._require_known(prompt, "prompt")
+        self._require_known(prompt, param)
         return prompt
 
     def _require_known(self, token_ids: list[int], param: str) -> None:
@@ -111,15 +138,7 @@ class PromptReader:
     def _requests(
         self, ids: list[int], body: GenerationBody, max_tokens: int, param: str
     ) -> list[Request]:
-        if not ids:
-            raise BadRequest("the prompt is empty: there is nothing to continue", param=param)
-        if len(ids) + max_tokens > self.max_context:
-            raise BadRequest(
-                f"{len(ids)} tokens of prompt and {max_tokens} of answer are more than "
-                f"the {self.max_context} this server takes",
-                param=param,
-                code="context_length_exceeded",
-            )
+        self._require_fit(ids, max_tokens, param)
         return [
             Request(
                 prompt_ids=ids,
@@ -129,6 +148,18 @@ class PromptReader:
             )
             for choice in range(body.num_choices)
         ]
+
+    def _require_fit(self, ids: list[int], max_tokens: int, param: str) -> None:
+        """Raise BadRequest for no tokens, or for more than there is room for."""
+        if not ids:
+            raise BadRequest("this has no tokens", param=param)
+        if len(ids) + max_tokens > self.max_context:
+            raise BadRequest(
+                f"{len(ids)} tokens of prompt and {max_tokens} of answer are more than "
+                f"the {self.max_context} this server takes",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _sampling(self, body: GenerationBody, choice: int) -> Sampling:
         """Settings of the request, else of the checkpoint, else temperature 1 and no filter."""

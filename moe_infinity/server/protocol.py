@@ -26,6 +26,9 @@ TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
+Prompts = str | list[str] | list[TokenId] | list[list[TokenId]]
+
+
 class Body(BaseModel):
     """A JSON object without unknown fields, without conversions, without NaN or infinity."""
 
@@ -84,25 +87,32 @@ class GenerationBody(SampledBody):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+def each_of(prompts: Prompts) -> list[str] | list[list[int]]:
+    """Its prompts, where one need not be in a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]
+    return prompts  # type: ignore[return-value]
+
+
 class CompletionBody(GenerationBody):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompts
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _something_is_to_be_answered(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("0 is for echo=true", param="max_tokens")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if prompt and isinstance(prompt[0], int):
-            return [prompt]
-        return prompt  # type: ignore[return-value]
 
 
 class TextPart(Body):

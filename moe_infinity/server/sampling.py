@@ -104,7 +104,9 @@ class Sampler:
         else:
             token_id = int(scores_1V.argmax(dim=-1))
         self._remember(token_id)
-        return self._with_logprobs(token_id, logprobs_V)
+        if logprobs_V is None:
+            return ChosenToken(token_id)
+        return with_logprobs([token_id], logprobs_V[None], self._sampling.num_logprobs or 0)[0]
 
     def _penalise(self, logits_V: Tensor) -> None:
         sampling = self._sampling
@@ -122,12 +124,19 @@ class Sampler:
                 [self._ids_T, torch.tensor([token_id], dtype=torch.long, device="cpu")]
             )
 
-    def _with_logprobs(self, token_id: int, logprobs_V: Tensor | None) -> ChosenToken:
-        if logprobs_V is None:
-            return ChosenToken(token_id)
-        best = logprobs_V.topk(self._sampling.num_logprobs or 0)
-        pairs = zip(best.indices.tolist(), map(finite, best.values.tolist()), strict=True)
-        return ChosenToken(token_id, finite(float(logprobs_V[token_id])), tuple(pairs))
+
+def with_logprobs(
+    token_ids: Sequence[int], logprobs_TV: Tensor, num_alternatives: int
+) -> list[ChosenToken]:
+    """T tokens and the log-probabilities they had, each in its row."""
+    ids_T1 = torch.tensor(token_ids, dtype=torch.long, device=logprobs_TV.device)[:, None]
+    own = logprobs_TV.gather(1, ids_T1)[:, 0].tolist()
+    best = logprobs_TV.topk(num_alternatives)
+    alternatives = [
+        tuple(zip(ids, map(finite, logprobs), strict=True))
+        for ids, logprobs in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    return list(map(ChosenToken, token_ids, map(finite, own), alternatives))
 
 
 def finite(logprob: float) -> float:

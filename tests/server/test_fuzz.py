@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_CASES = 300
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
-    "/v1/messages/count_tokens", "/tokenize", "/detokenize",
+    "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize",
 )  # fmt: skip
 CHECKS = [
     schemathesis.checks.not_a_server_error,
