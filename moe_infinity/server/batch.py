@@ -8,6 +8,7 @@ the bits that generate() gives a single sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class DecodeBatch:
     def __init__(self) -> None:
         self.cache: DynamicCache | None = None
         self._lengths: list[int] = []
+        self._overwritten: list[dict[str, Any]] = []  # of each layer, what a step writes over
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -97,9 +99,35 @@ class DecodeBatch:
             "past_key_values": self.cache,
         }
 
+    def begin_step(self) -> None:
+        """Keep what `undo` needs. One sequence needs nothing: without its step it ends."""
+        layers = self.cache.layers if self.cache is not None and len(self) > 1 else []
+        self._overwritten = [_overwritten(layer) for layer in layers]
+
     def grow(self) -> None:
         """Count the token that a step has added to each sequence."""
         self._lengths = [length + 1 for length in self._lengths]
+        self._overwritten = []
+
+    def undo(self) -> None:
+        """Bring back the state before a step that failed in the middle."""
+        layers = [] if self.cache is None else self.cache.layers
+        for layer, overwritten in zip(layers, self._overwritten, strict=True):
+            for name in _growing(layer):
+                setattr(layer, name, getattr(layer, name)[:, :, : self.longest])
+            for name, value in overwritten.items():
+                setattr(layer, name, value)
+        self._overwritten = []
+
+    def copy_of(self, row: int) -> DecodeBatch:
+        """A batch of this one sequence."""
+        alone = DecodeBatch()
+        alone._lengths = self._lengths
+        alone.cache = copy(self.cache)
+        if alone.cache is not None:
+            alone.cache.layers = [_copied(layer) for layer in alone.cache.layers]
+        alone.keep([row])
+        return alone
 
     @property
     def num_bytes(self) -> int:
@@ -120,6 +148,29 @@ def _growing(layer: Any) -> tuple[str, ...]:
     """
     is_growing = isinstance(layer, DynamicLayer) and layer.is_initialized
     return ("keys", "values") if is_growing else ()
+
+
+def _overwritten(layer: Any) -> dict[str, Any]:
+    """Attributes of a layer that cannot be cut back to the state before a step: a window forgets
+    its first token, and recurrent states change in place.
+    """
+    kept: dict[str, Any] = {}
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        kept = {name: getattr(layer, name) for name in (*_growing(layer), "cumulative_length")}
+    if isinstance(layer, LinearAttentionLayer):
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name).items()
+            kept[name] = {idx: None if x is None else x.clone() for idx, x in states}
+    return kept
+
+
+def _copied(layer: Any) -> Any:
+    """A layer whose tensors are replaced without a change of the other's."""
+    copied = copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(copied, name, dict(value))
+    return copied
 
 
 def _tensors(layer: Any) -> list[Tensor]:

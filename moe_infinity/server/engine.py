@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_infinity.errors import Cancelled, ConfigError
+from moe_infinity.errors import Cancelled, CheckpointError, ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.config import ServeConfig
@@ -242,28 +242,57 @@ class Engine:
         return is_last
 
     def _decode(self) -> None:
-        """Compute one token of each decoding sequence.
-
-        An error of the forward pass ends all of them. An error in choosing a token ends one.
-        """
-        sequences = self._decoding
-        if not sequences:
+        """Compute one token of each decoding sequence. An error in choosing a token ends one."""
+        if not self._decoding:
             return
-        try:
-            logits_BV = self._passes.decode(sequences, self._batch)
-        except Exception as error:
-            self._decoding = []
-            self._batch.keep([])
-            for sequence in sequences:
-                self._fail(sequence, error)
-            return
-        for sequence, logits_V in zip(list(sequences), logits_BV, strict=True):
+        logits_BV = self._logits()
+        for sequence, logits_V in zip(list(self._decoding), logits_BV, strict=True):
             self.counts.generated_tokens += 1
             try:
                 if sequence.add(logits_V, self._passes.end_ids):
                     self._finish(sequence)
             except Exception as error:
                 self._fail(sequence, error)
+
+    def _logits(self) -> Sequence[Tensor]:
+        """[V] of each decoding sequence.
+
+        An expert that cannot be read ends the sequences that need it. Any other error of the
+        forward pass ends all of them.
+        """
+        try:
+            return list(self._passes.decode(self._decoding, self._batch))
+        except Exception as error:
+            if isinstance(error, CheckpointError) and len(self._decoding) > 1:
+                return self._logits_apart()
+            failed, self._decoding = self._decoding, []
+            self._batch = DecodeBatch()
+            for sequence in failed:
+                self._fail(sequence, error)
+            return []
+
+    def _logits_apart(self) -> Sequence[Tensor]:
+        """As `_logits`, but each sequence is computed alone. Those that do not fail are together
+        again for the next step.
+        """
+        self._batch.undo()
+        batch = DecodeBatch()
+        computed: list[tuple[Running, Tensor]] = []
+        failed: list[tuple[Running, Exception]] = []
+        for row, sequence in enumerate(self._decoding):
+            alone = self._batch.copy_of(row)
+            try:
+                computed.append((sequence, self._passes.decode([sequence], alone)[0]))
+            except Exception as error:
+                failed.append((sequence, error))
+                continue
+            assert alone.cache is not None
+            batch.join(alone.cache, alone.longest)
+        self._batch = batch
+        self._decoding = [sequence for sequence, _ in computed]
+        for sequence, cause in failed:
+            self._fail(sequence, cause)
+        return [logits_V for _, logits_V in computed]
 
     def _finish(self, sequence: Running) -> None:
         self.counts.finished += 1

@@ -137,9 +137,10 @@ class Passes:
     def decode(self, sequences: Sequence[Running], batch: DecodeBatch) -> Tensor:
         """Compute one token of each sequence. Returns [B, V] float32 logits.
 
-        The caller must empty the batch if this raises.
+        If this raises, the caller must undo the batch's step or drop the batch.
         """
         token_ids = [sequence.last_id for sequence in sequences]
+        batch.begin_step()
         step = self._step(Phase.DECODE, sequences, token_ids)
         logits_BV = self._forward(step, batch.inputs(token_ids))
         batch.grow()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import select
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ import openai
 import pytest
 
 from moe_infinity.errors import CheckpointError, ConfigError
+from moe_infinity.server import auth
 from moe_infinity.server.config import ServeConfig
 from tests.server.serving import Serving, serving
 
@@ -113,6 +116,31 @@ def test_a_body_too_large_answers_413_whatever_it_declares(moe):
 
 
 # keys and doors
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("drips", [True, False])
+def test_a_body_that_does_not_arrive_answers_408_and_disturbs_nobody(
+    server, monkeypatch, path, drips
+):
+    monkeypatch.setattr(auth, "UPLOAD_TIMEOUT_S", 0.5)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+        connection.sendall(head.encode() + b'{"prompt": "')
+        assert post(server, SHORT).status_code == 200
+        if drips:
+            with contextlib.suppress(OSError):  # until the connection is cut
+                while not select.select([connection], [], [], 0.02)[0]:
+                    connection.sendall(b"w")
+        reply = b"".join(iter(lambda: connection.recv(1 << 16), b""))  # to its end
+    status, _, text = reply.partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 408 ")
+    answer = json.loads(text)
+    assert answer["error"]["message"] == "the body did not arrive within 0.5 s"
+    assert ("code" in answer["error"]) == (path == "/v1/completions")
+    assert answer.get("type") == ("error" if path == "/v1/messages" else None)
+    assert server.num_sequences == 0
 
 
 def test_without_the_key_only_health_and_the_page_answer(moe):
