@@ -25,7 +25,7 @@ anthropic.py  Anthropic's Messages API
 auth.py       checks of origin, key and size
 refusals.py   errors as answers
 metrics.py    what /metrics and /stats show
-page.html     the page at /
+page/         the page at / and its files
 config.py     options of the server
 serve.py      start, drain, stop
 client.py     the client of `moe-infinity chat --url`

@@ -20,7 +20,8 @@ from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.staticfiles import StaticFiles
 
 from moe_infinity import __version__
 from moe_infinity.errors import ConfigError
@@ -53,13 +54,14 @@ from moe_infinity.server.responses import ResponseAnswer, ResponsesBody
 from moe_infinity.server.sequences import Request
 
 logger = logging.getLogger(__name__)
-PAGE = Path(__file__).with_name("page.html")
+PAGE = Path(__file__).with_name("page")
 SAFE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:",
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'",
+    "Cache-Control": "no-cache",  # asked for again each time, and not sent again if unchanged
 }
 Responses = dict[int | str, dict[str, Any]]
 # What /openapi.json says of answers.
@@ -145,6 +147,7 @@ class Api:
         self._moe = moe
         self._engine = engine
         self._reader = PromptReader(moe, config)
+        self._files = StaticFiles(directory=PAGE)
         self._model_name = config.served_name or name_of(moe.checkpoint)
         self._created = int(time.time())
 
@@ -152,6 +155,7 @@ class Api:
         """Routes that need no key. They show nothing of requests or answers."""
         router = APIRouter()
         add_get(router, "/", self.page, include_in_schema=False)
+        add_get(router, "/page/{name}", self.page, include_in_schema=False)
         add_get(router, "/health", self.health, responses=NOT_HEALTHY)
         add_get(router, "/health/live", self.live, responses=NOT_HEALTHY)
         add_get(router, "/health/ready", self.ready, responses=NOT_HEALTHY)
@@ -180,8 +184,11 @@ class Api:
 
     # about the server
 
-    async def page(self) -> Response:
-        return HTMLResponse(PAGE.read_text("utf-8"), headers=SAFE_HEADERS)
+    async def page(self, request: HttpRequest, name: str = "index.html") -> Response:
+        """The page, or one of its files."""
+        response = await self._files.get_response(name, request.scope)
+        response.headers.update(SAFE_HEADERS)
+        return response
 
     async def live(self) -> Response:
         """Whether the engine's thread runs."""
@@ -207,7 +214,7 @@ class Api:
 
     async def stats(self) -> Response:
         """What the page draws."""
-        return JSONResponse(stats_of(self._moe, self._engine, model=self._model_name))
+        return JSONResponse(stats_of(self._moe, self._engine, self.metrics, model=self._model_name))
 
     async def document(self, request: HttpRequest) -> Response:
         return JSONResponse(request.app.openapi())

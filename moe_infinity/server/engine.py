@@ -144,13 +144,14 @@ class Engine:
         return self.is_alive and not self._is_draining and self._moe.is_ready
 
     def state(self) -> dict[str, Any]:
-        """Sequences by state, bytes of the KV cache, and the fields of EngineCounts."""
+        """Sequences by state, bytes of the KV and prefix caches, and the fields of EngineCounts."""
         return {
             "waiting": len(self._waiting),
             "prefilling": len(self._prefilling),
             "decoding": len(self._decoding),
             "kv_bytes": self._batch.num_bytes,
             "prefix_bytes": self._passes.prefixes.used_bytes,
+            "prefix_capacity_bytes": self._passes.prefixes.num_bytes,
             **asdict(self.counts),
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import select
 import socket
 import time
@@ -313,13 +314,31 @@ def test_metrics_and_stats_add_up(moe):
         assert 'moe_infinity_http_responses_total{route="/v1/completions",status="400"} 1.0' in text
         stats = httpx.get(f"{server.url}/stats").json()
         assert len(stats["experts"]) == 3
-        assert all(len(row) == 8 and set(row) <= set(".lra") for row in stats["experts"])
+        assert all(len(row) == 8 and set(row) <= set(".lhH") for row in stats["experts"])
+        assert any("H" in row for row in stats["experts"])  # the last step used some
         placed = sum(len(row) - row.count(".") for row in stats["experts"])  # some still load
         assert placed >= stats["report"]["tiers"]["host"]["experts"]
+        assert stats["ttft"]["count"] == 1
+        assert f"moe_infinity_ttft_seconds_sum {stats['ttft']['seconds']}" in text
+        capacity = stats["engine"]["prefix_capacity_bytes"]
+        assert 0 <= stats["engine"]["prefix_bytes"] <= capacity
+        shown = re.search(r"^moe_infinity_prefix_capacity_bytes (.*)$", text, re.M)
+        assert shown is not None
+        assert float(shown[1]) == capacity
 
 
-def test_the_page_is_one_file_that_asks_only_this_server(server):
+def test_the_page_and_its_files_ask_only_this_server(server):
     answer = httpx.get(server.url)
     assert answer.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
-    assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+    names = re.findall(r'(?:src|href)="(page/[^"]+)"', answer.text)
+    assert len(names) == 2
+    for name in ("", *names, *(f"page/{part}.js" for part in ("chat", "draw", "markdown"))):
+        answer = httpx.get(f"{server.url}/{name}")
+        assert answer.status_code == 200
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        known = {"If-None-Match": answer.headers["etag"]}
+        assert httpx.get(f"{server.url}/{name}", headers=known).status_code == 304
+        assert not re.search(r"(src|href|url|import|fetch)\W+https?://", answer.text)
+    for wrong in ("none.js", "..%2fapp.py", "%2e%2e/app.py"):
+        assert httpx.get(f"{server.url}/page/{wrong}").status_code == 404
