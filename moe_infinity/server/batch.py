@@ -7,7 +7,7 @@ the bits that generate() gives a single sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -22,6 +22,8 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
+
+from moe_infinity.architectures import growing_cache
 
 # Not DynamicIndexedLayer: sparse attention also selects positions of the padding, so a sequence's
 # tokens depend on its neighbours (seen with DeepSeek-V3.2 and GLM-5, tiny and random).
@@ -121,19 +123,50 @@ class DecodeBatch:
 
     def copy_of(self, row: int) -> DecodeBatch:
         """A batch of this one sequence."""
+        assert self.cache is not None
         alone = DecodeBatch()
-        alone._lengths = self._lengths
-        alone.cache = copy(self.cache)
-        if alone.cache is not None:
-            alone.cache.layers = [_copied(layer) for layer in alone.cache.layers]
-        alone.keep([row])
+        alone.join(row_of(self.cache, row, self._lengths[row]), self._lengths[row])
         return alone
 
     @property
     def num_bytes(self) -> int:
         """Memory of the caches."""
-        layers = [] if self.cache is None else self.cache.layers
-        return sum(t.nbytes for layer in layers for t in _tensors(layer))
+        return 0 if self.cache is None else bytes_of(self.cache)
+
+
+def bytes_of(cache: DynamicCache) -> int:
+    """Memory of a cache."""
+    return sum(tensor.nbytes for layer in cache.layers for tensor in _tensors(layer))
+
+
+def row_of(cache: DynamicCache, row: int, length: int) -> DynamicCache:
+    """A copy of one sequence of `length` tokens."""
+    alone = copy(cache)
+    alone.layers = [_copied(layer) for layer in cache.layers]
+    for layer in alone.layers:
+        _keep_rows(layer, torch.tensor([row], dtype=torch.long, device="cpu"), length)
+    return alone
+
+
+def with_tensors(layer: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """A layer with each tensor of another converted."""
+    copied = _copied(layer)
+    for states in _recurrent_states(copied):
+        for idx, state in states.items():
+            states[idx] = None if state is None else convert(state)
+    for name in _growing(copied):
+        setattr(copied, name, convert(getattr(copied, name)))
+    return copied
+
+
+def _copied(layer: Any) -> Any:
+    """A layer whose tensors are replaced without a change of the other's."""
+    copied = copy(layer)
+    vars(copied).pop(growing_cache.NAME, None)  # it would hold the memory of the other's tokens
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(copied, name, dict(value))
+    return copied
 
 
 def _recurrent_states(layer: Any) -> list[dict[int, Tensor | None]]:
@@ -162,15 +195,6 @@ def _overwritten(layer: Any) -> dict[str, Any]:
             states = getattr(layer, name).items()
             kept[name] = {idx: None if x is None else x.clone() for idx, x in states}
     return kept
-
-
-def _copied(layer: Any) -> Any:
-    """A layer whose tensors are replaced without a change of the other's."""
-    copied = copy(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, dict):
-            setattr(copied, name, dict(value))
-    return copied
 
 
 def _tensors(layer: Any) -> list[Tensor]:

@@ -296,6 +296,9 @@ class Engine:
         return [logits_V for _, logits_V in computed]
 
     def _finish(self, sequence: Running) -> None:
+        if sequence in self._decoding:
+            row = self._decoding.index(sequence)
+            self._passes.keep_answer(sequence, self._batch, row, is_end=True)
         self.counts.finished += 1
         self._leave(sequence, None)
 

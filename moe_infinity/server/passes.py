@@ -26,6 +26,7 @@ from moe_infinity.server.prefix_cache import PrefixCache, why_not
 from moe_infinity.server.prompt_outputs import last_hidden_states, prompt_logprobs
 from moe_infinity.server.sampling import ChosenToken
 from moe_infinity.server.sequences import Running
+from moe_infinity.server.snapshots import Snapshots, why_no_snapshots
 from moe_infinity.sizes import parse_size
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Passes:
         can_chunk = not (apart or has_recurrent_layers(moe.model.config))
         self._chunk_to_read = config.prefill_chunk if can_chunk else None
         self._chunk = self._chunk_to_read if config.max_batch > 1 else None
-        self.prefixes = PrefixCache(prefix_bytes(moe, config))
+        self.prefixes = prefixes_of(moe, config)
 
     def _require_servable(self) -> None:
         model = self._moe.model
@@ -87,8 +88,11 @@ class Passes:
         sequence.num_prefilled += len(chunk)
         if sequence.branch is not None:
             sequence.branch.note(self._moe.last_routing())
-            self.prefixes.extend(sequence.branch, prompt_ids, cache, 0, sequence.num_prefilled)
-            cut_windows(cache, is_last=sequence.is_prefilled)
+            is_last = sequence.is_prefilled
+            end = sequence.num_prefilled
+            self.prefixes.extend(sequence.branch, prompt_ids, cache, 0, end, is_end=is_last)
+            if self.prefixes.needs_windows:
+                cut_windows(cache, is_last=is_last)
         return logits_V
 
     def _read(self, sequence: Running, step: Step, inputs: dict[str, Any]) -> Tensor:
@@ -131,7 +135,8 @@ class Passes:
                 known_ids = known_ids[: sequence.num_cached]
                 step = self._step(Phase.PREFILL, [sequence] * sequence.num_cached, known_ids)
                 self._moe.note_known(step, np.concatenate(experts).astype(np.int64))
-        keep_windows(cache)
+        if self.prefixes.needs_windows:
+            keep_windows(cache)
         return cache
 
     def decode(self, sequences: Sequence[Running], batch: DecodeBatch) -> Tensor:
@@ -144,18 +149,24 @@ class Passes:
         step = self._step(Phase.DECODE, sequences, token_ids)
         logits_BV = self._forward(step, batch.inputs(token_ids))
         batch.grow()
-        self._keep_answers(sequences, batch)
+        if self.prefixes.num_bytes > 0:
+            experts_BLK = self._moe.last_routing()
+            for row, sequence in enumerate(sequences):
+                if sequence.branch is not None:
+                    own = None if experts_BLK is None else experts_BLK[row : row + 1]
+                    sequence.branch.note(own)
+                    self.keep_answer(sequence, batch, row)
         return logits_BV
 
-    def _keep_answers(self, sequences: Sequence[Running], batch: DecodeBatch) -> None:
-        """Give what a step has added to the prefix cache."""
-        if self.prefixes.num_bytes == 0 or batch.cache is None:
-            return
-        experts_BLK = self._moe.last_routing()
-        for row, (sequence, length) in enumerate(zip(sequences, batch.lengths, strict=True)):
-            if sequence.branch is not None:
-                sequence.branch.note(None if experts_BLK is None else experts_BLK[row : row + 1])
-                self.prefixes.extend(sequence.branch, sequence.ids, batch.cache, row, length)
+    def keep_answer(
+        self, sequence: Running, batch: DecodeBatch, row: int, *, is_end: bool = False
+    ) -> None:
+        """Give the prefix cache what it keeps of a sequence, whose tokens are in this row."""
+        if sequence.branch is not None and batch.cache is not None:
+            length = batch.lengths[row]
+            self.prefixes.extend(
+                sequence.branch, sequence.ids, batch.cache, row, length, is_end=is_end
+            )
 
     def _forward(self, step: Step, inputs: dict[str, Any]) -> Tensor:
         """[B, V] float32 logits of the last token, on the CPU: there the tokens are chosen."""
@@ -188,23 +199,28 @@ class Passes:
         )
 
 
-def prefix_bytes(moe: MoE, config: ServeConfig) -> int:
-    """How much memory prefixes may take; 0 for none. Raises ConfigError for what is no size, and
-    for a size where a model's prefixes cannot be kept.
+def prefixes_of(moe: MoE, config: ServeConfig) -> PrefixCache | Snapshots:
+    """What keeps prefixes, with 0 bytes if none are kept. Raises ConfigError for what is no size,
+    and for a size where a model's prefixes cannot be kept.
     """
     wanted = config.prefix_cache
-    if wanted == "off":
-        return 0
-    reason = why_not(moe.model.config)
+    gives_exact_bits = config.max_batch == 1 and moe.config.is_exact
+    if wanted == "off" or (wanted is None and gives_exact_bits):
+        return PrefixCache(0)
+    model_config = moe.model.config
+    is_recurrent = has_recurrent_layers(model_config) and not layers_that_cannot_join(model_config)
+    reason = why_no_snapshots(moe) if is_recurrent else why_not(model_config)
     if reason is not None:
         if wanted is not None:
             raise ConfigError(f"prefixes of this model cannot be kept: {reason}")
         logger.info("no prefixes are kept: %s", reason)
-        return 0
+        return PrefixCache(0)
+    free_bytes = available_memory_bytes()
     if wanted is None:
-        gives_exact_bits = config.max_batch == 1 and moe.config.is_exact
-        return 0 if gives_exact_bits else int(available_memory_bytes() * PREFIX_SHARE)
-    return parse_size(wanted, whole_bytes=available_memory_bytes())
+        num_bytes = int(free_bytes * PREFIX_SHARE)
+    else:
+        num_bytes = parse_size(wanted, whole_bytes=free_bytes)
+    return Snapshots(num_bytes) if is_recurrent else PrefixCache(num_bytes)
 
 
 def keep_windows(cache: DynamicCache) -> None:

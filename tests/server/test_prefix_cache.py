@@ -153,17 +153,21 @@ def letters() -> Any:
 
 
 def test_what_cannot_be_kept_is_said_and_refused(tmp_path, caplog):
-    model = tiny.tiny_model(architectures_in("qwen3_next")[0])
-    model.save_pretrained(tmp_path)
-    assert "LinearAttention" in (why_not(model.config) or "")
-    with MoE(tmp_path) as moe:
+    """Jamba begins anew with every pass of several tokens."""
+    tiny.tiny_model(architectures_in("jamba")[0]).save_pretrained(tmp_path)
+    with MoE(tmp_path, dtype="float32") as moe:
         moe.tokenizer = letters()
         with caplog.at_level(logging.INFO):
             engine = make_engine(moe, max_batch=1)
-        assert "no prefixes are kept" in caplog.text
+        assert "no prefixes are kept: a prompt in two passes has other logits" in caplog.text
         assert engine.state()["prefix_bytes"] == 0
         with pytest.raises(ConfigError, match="prefixes of this model cannot be kept"):
             make_engine(moe, max_batch=1, prefix_cache="1GiB")
+
+
+def test_caches_of_other_layers_cannot_be_kept():
+    model = tiny.tiny_model(architectures_in("deepseek_v32")[0])
+    assert "no part can be copied" in (why_not(model.config) or "")
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
