@@ -8,6 +8,7 @@ passes.py     the forward passes
 batch.py      the KV cache of the sequences that decode together
 prefix_cache.py  keys and values that later requests may begin with
 sampling.py   the next token of one sequence
+constraints.py  the tokens that a sequence's grammar allows next
 text.py       tokens to text, piece by piece; stop strings
 prompt_outputs.py  log-probabilities and embeddings of prompts
 
@@ -16,6 +17,8 @@ HTTP:
 app.py        the routes
 protocol.py   request bodies
 prompts.py    from a request body to requests for the engine
+grammars.py   grammars of answers, from schemas and expressions
+call_forms.py  grammars of calls, as each kind of model writes them
 exchange.py   one HTTP request that generates, from submission to its answer
 answers.py    response bodies, whole or in chunks
 messages.py   an answer's reasoning, content and calls of tools

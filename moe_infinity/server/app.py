@@ -26,7 +26,7 @@ from starlette.staticfiles import StaticFiles
 from moe_infinity import __version__
 from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
-from moe_infinity.server import auth
+from moe_infinity.server import anthropic, auth, responses
 from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
 from moe_infinity.server.anthropic import (
     AnthropicErrorBody,
@@ -256,7 +256,7 @@ class Api:
         """Answer a conversation; nothing is kept."""
         self._require_model(body.model)
         chat = body.for_chat()
-        requests = await run_in_threadpool(self._reader.chat, chat, "input")
+        requests = await run_in_threadpool(self._reader.chat, chat, responses.NAMES)
         readers = self._message_readers(chat, requests)
         answer_to = partial(ResponseAnswer, asked=body, messages=readers)
         return await self._generate(request, chat, requests, answer_to)
@@ -265,7 +265,7 @@ class Api:
         """Answer a conversation in Anthropic's form."""
         self._require_model(body.model)
         chat = body.for_chat()
-        requests = await run_in_threadpool(self._reader.chat, chat)
+        requests = await run_in_threadpool(self._reader.chat, chat, anthropic.NAMES)
         answer_to = partial(MessagesAnswer, messages=self._message_readers(chat, requests))
         return await self._generate(request, chat, requests, answer_to)
 

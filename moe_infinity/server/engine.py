@@ -55,6 +55,8 @@ class EngineCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of these, not computed, because the prefix cache had them
     generated_tokens: int = 0
+    masks: int = 0  # of tokens that a grammar allows
+    masking_s: float = 0.0  # for all of these masks
     steps: int = 0
     stepping_s: float = 0.0  # in all of these steps
 
@@ -309,6 +311,12 @@ class Engine:
 
     def _leave(self, sequence: Running, error: BaseException | None) -> None:
         """Remove a sequence in any state, free its seat and its cache, then deliver its end."""
+        constraint = sequence.request.constraint
+        if constraint is not None and constraint.num_masks:
+            self.counts.masks += constraint.num_masks
+            self.counts.masking_s += constraint.masking_s
+            mean_us = constraint.masking_s / constraint.num_masks * 1e6
+            logger.info("%d masks of a grammar, %.0f us each", constraint.num_masks, mean_us)
         with self._changed:
             if sequence in self._waiting:
                 self._waiting.remove(sequence)

@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from moe_infinity.model import MoE
@@ -78,6 +83,12 @@ def engine_metrics(state: dict[str, Any]) -> Iterator[Metric]:
     tokens.add_metric(["cached"], state["cached_tokens"])
     tokens.add_metric(["generated"], state["generated_tokens"])
     yield tokens
+    yield SummaryMetricFamily(
+        f"{PREFIX}_mask_seconds",
+        "Masks of tokens that a grammar allows",
+        count_value=state["masks"],
+        sum_value=state["masking_s"],
+    )
     yield CounterMetricFamily(f"{PREFIX}_steps", "Steps of the engine", value=state["steps"])
     yield CounterMetricFamily(f"{PREFIX}_step_seconds", "Time in steps", value=state["stepping_s"])
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from moe_infinity.errors import MoEInfinityError
+from moe_infinity.server.constraints import Constraint
 from moe_infinity.server.prefix_cache import Branch
 from moe_infinity.server.prompt_outputs import Embedding, Pooling
 from moe_infinity.server.sampling import ChosenToken, Sampler, Sampling
@@ -43,6 +44,7 @@ class Request:
     owner: str = ""  # requests of one owner share prefixes
     has_special: bool = False  # the text of special tokens is part of the answer's
     echo: bool = False  # the answer begins with the prompt
+    constraint: Constraint | None = None  # of the answer; no other request has the same object
     pooling: Pooling | None = None  # of the prompt's hidden states; None: no embedding
 
     @property
@@ -103,7 +105,7 @@ class Running:
         self.ids = list(request.prompt_ids)  # and of the answer
         self.embedding = None if request.pooling is None else Embedding(request.pooling)
         self._deliver = deliver
-        self._sampler = Sampler(request.sampling, request.prompt_ids)
+        self._sampler = Sampler(request.sampling, request.prompt_ids, request.constraint)
         self._detokenizer = Detokenizer(tokenizer, has_special=request.has_special)
         self._stops = StopStrings(request.stop)
         self._num_generated = 0
@@ -158,6 +160,9 @@ class Running:
         text = self._stops.add(piece)
         if self._stops.found is not None:
             self._show(text, finish="stop", is_cut=True)
+            return True
+        if self.request.constraint is not None and self.request.constraint.is_complete:
+            self._finish("stop", text)
             return True
         if self._num_generated == self.request.max_new_tokens:
             self._finish("length", text)
