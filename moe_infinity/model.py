@@ -85,6 +85,7 @@ class MoE:
             with self._device.explaining():
                 loaded = load_without_experts(
                     self.checkpoint,
+                    config_from=self.config.config_from,
                     dtype=self.config.dtype,
                     experts_implementation=experts_backend.BACKEND,
                     trust_remote_code=self.config.trust_remote_code,
