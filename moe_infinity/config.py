@@ -62,6 +62,8 @@ class OffloadConfig:
         self._require_one_of("expert_dtype", (None, *EXPERT_DTYPES))
         self._require_one_of("preload", PRELOADS)
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
+        if not isinstance(self.config_from, str | None):
+            raise ConfigError(f"config_from must be a folder or hub id, got {self.config_from!r}")
         if not isinstance(self.history, str | Path | None):
             raise ConfigError(f"history must be a file name, got {self.history!r}")
         if self.prefetch not in (None, False, True):

@@ -175,9 +175,10 @@ def type_of(name: str, shape: tuple[int, ...], wanted: str) -> Type:
         is_second = block is not None and int(block[1]) % 2 == 0
         finer = name == "output.weight" or (is_second and re.search("ffn_down|attn_v", name))
         found = Type.Q6_K if finer else Type.Q4_K
-    if shape[-1] % gguf.GGML_QUANT_SIZES[found][0]:
-        found = Type.Q8_0 if found == Type.Q6_K else Type.Q5_1
-    return found if shape[-1] % 32 == 0 else Type.F16
+    for coarser in (found, Type.Q8_0 if found == Type.Q6_K else Type.Q5_1):
+        if shape[-1] % gguf.GGML_QUANT_SIZES[coarser][0] == 0:
+            return coarser
+    return Type.F16
 
 
 def quantized(tensor: torch.Tensor, stored: Type) -> np.ndarray:
