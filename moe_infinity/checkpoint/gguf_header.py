@@ -48,6 +48,8 @@ def read_gguf_header(file: Path) -> GgufHeader:
     try:
         with file.open("rb") as opened:
             return HeaderReader(file, opened).header()
+    except CheckpointError:  # is an OSError
+        raise
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
 
