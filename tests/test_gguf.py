@@ -82,7 +82,7 @@ def test_a_gguf_file_computes_what_its_checkpoint_does(name, tmp_path):
 
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("wanted", ["q8_0", "q4_0", "q4_k_m", "mxfp4"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "llama4_text", "deepseek_v2"])
 def test_packed_weights_compute_what_gguf_unpacks_them_to(name, wanted, tmp_path):
     folder = build(name, tmp_path / name, **WIDE)
     file = converted(folder, wanted)
@@ -102,6 +102,18 @@ def test_slots_have_the_bytes_of_the_file(small):
     stored = [t for t in gguf.GGUFReader(file).tensors if "_exps" in t.name]
     assert report.tiers[-1].capacity_bytes == sum(int(t.n_bytes) for t in stored)
     assert summary.bytes_per_expert == summary.stored_bytes_per_expert == 3 * 96 * 64 // 32 * 34
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4_text"])
+def test_experts_in_another_order_stay_packed(name, tmp_path):
+    folder = build(name, tmp_path / name)
+    summary = inspect_checkpoint(
+        str(converted(folder, "mxfp4")), config_from=config_for(name, folder), dtype="bfloat16"
+    )
+    (types,) = summary.expert_types.values()
+    assert "gate_up_proj ggml_mxfp4" in types
+    assert "down_proj ggml_mxfp4" in types
+    assert summary.bytes_per_expert < 0.4 * summary.unpacked_bytes_per_expert
 
 
 def test_a_gguf_file_of_bfloat16_gives_the_tokens_of_its_checkpoint(demo_file):

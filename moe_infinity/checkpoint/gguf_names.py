@@ -62,14 +62,16 @@ class BlockFormat(WeightFormat):
     def place(self, parts: dict[str, ParamSpec], *, is_transposed: bool) -> WeightLayout:
         rows, num_bytes = parts["values"].shape
         weights, block_bytes = BLOCKS[self.name]
-        return blocks_layout(self.name, (rows, num_bytes // block_bytes * weights), parts["values"])
+        shape = rows, num_bytes // block_bytes * weights
+        layout = blocks_layout(self.name, shape, parts["values"])
+        return dataclasses.replace(layout, is_transposed=is_transposed)
 
 
 def _format(name: str) -> BlockFormat:
     unpack = blocks_layout(name, (0, 0), ParamSpec("values", (0, 0), "uint8", 0)).unpack
     assert unpack is not None
     parts = (PartFormat("values", "", frozenset({"U8"})),)
-    return BlockFormat(name, name, parts, lambda shapes: None, unpack)
+    return BlockFormat(name, name, parts, lambda shapes: None, unpack, has_free_rows=True)
 
 
 FORMATS = {name.upper(): _format(name) for name in BLOCKS}  # by name of the type

@@ -53,6 +53,7 @@ class WeightFormat:
     weight_suffix: str = ""  # of the weight that the parts stand for
     num_dims: int = 2  # of the first part, without the expert dimension
     is_transposed: bool = False  # the weight of the model is [C, R]
+    has_free_rows: bool = False  # its one part is [R, bytes of a row]
 
     def place(self, parts: dict[str, ParamSpec], *, is_transposed: bool) -> WeightLayout:
         """The layout of a weight whose parts lie there. Transposed: the experts' class has it as

@@ -35,6 +35,7 @@ from moe_infinity.checkpoint.extents import StoredTensor
 from moe_infinity.checkpoint.headers import Headers
 from moe_infinity.checkpoint.packing import Format, PackedTensor
 from moe_infinity.checkpoint.recipe import LayerRecipes, Recipe, Source
+from moe_infinity.checkpoint.reordered import Order, ReorderedRecipe, order_of
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
 SHARED_EXPERT = re.compile(r"\.shared?_(experts?|mlp)\b")
@@ -150,13 +151,18 @@ def plan_experts(model: Any, contents: Contents) -> Plan:
     groups, owned = _group_sources(model, weights, contents.rules, members)
     tied = _find_tied(model, groups, members)
     trials: dict[Any, bool] = {}
+    orders: dict[Any, Order | None] = {}
     recipes: dict[str, list[Recipe]] = {layer.name: [] for layer in layers}
     for group in groups:
         recipe = _make_recipe(group, members, weights, model.config)
         kind = recipe.kind()
         if kind not in trials:
             trials[kind] = recipe.try_out()
+            if recipe.is_packed and not trials[kind]:
+                orders[kind] = order_of(recipe, is_transposed=bool(group.layer.is_transposed))
         recipe.only_concatenates = trials[kind]
+        if (order := orders.get(kind)) is not None:
+            recipe = ReorderedRecipe(recipe, order)
         recipes[group.layer.name].append(recipe)
     own = {
         layer.name: LayerRecipes(recipes[layer.name], is_transposed=bool(layer.is_transposed))
