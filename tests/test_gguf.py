@@ -17,6 +17,7 @@ import transformers
 
 from moe_infinity import CheckpointError, ConfigError, MoE, UnsupportedModelError
 from moe_infinity.checkpoint.gguf_config import KNOWN
+from moe_infinity.checkpoint.gguf_names import CHECKED
 from moe_infinity.inspection import inspect_checkpoint
 from scripts.gguf_table import GUIDE, table
 from tests.closeness import distance
@@ -197,6 +198,21 @@ def test_a_folder_with_several_models_is_refused_with_their_names(small, tmp_pat
         MoE(tmp_path)
 
 
+def test_the_vision_part_beside_a_model_is_left_alone(small, tmp_path):
+    shutil.copy(small / "q8_0.gguf", tmp_path)
+    (tmp_path / "mmproj-model.gguf").touch()
+    with MoE(tmp_path, device="cpu") as moe:
+        assert moe.report().experts.startswith("gguf")
+
+
+def test_positions_scaled_by_a_tensor_need_a_config(small, tmp_path):
+    file = rename(
+        small / "q8_0.gguf", tmp_path / "m.gguf", "output_norm.weight", "rope_freqs_.weight"
+    )
+    with pytest.raises(UnsupportedModelError, match="--config"):
+        MoE(file)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="no such file"):
         MoE(tmp_path / "model.gguf")
@@ -242,6 +258,16 @@ def test_inspect_lists_the_types_of_every_layer(tmp_path, command):
         "1": "down_proj q4_k, gate_up_proj q4_k",
     }
     assert "down_proj q6_k, gate_up_proj q4_k" in command("inspect", file).out
+
+
+@pytest.mark.arithmetic
+def test_of_a_config_with_vision_the_text_part_is_taken(tmp_path):
+    folder = build("llama4_text", tmp_path / "text")
+    text_config = transformers.AutoConfig.from_pretrained(folder)
+    transformers.Llama4Config(text_config=text_config.to_dict()).save_pretrained(tmp_path / "all")
+    file = converted(folder, "f32")
+    found, expected = (logits_of(file, config_from=str(tmp_path / n)) for n in ("all", "text"))
+    assert distance(found, expected) < TOLERANCE
 
 
 # what is no model, or not enough of one
@@ -306,6 +332,16 @@ def test_a_tensor_of_another_shape_than_the_config_says_is_named(small, tmp_path
     folder = build("qwen3_moe", tmp_path / "other", num_key_value_heads=4)
     with pytest.raises(CheckpointError, match="k_proj"):
         MoE(small / "q8_0.gguf", config_from=str(folder))
+
+
+def test_an_architecture_that_nobody_has_checked_is_refused(tmp_path, small):
+    file = rename(small / "q8_0.gguf", tmp_path / "m.gguf", "qwen3moe", "dots.one")
+    with pytest.raises(UnsupportedModelError, match="nobody has checked"):
+        MoE(file, config_from=str(small))
+
+
+def test_all_architectures_that_load_are_compared_here():
+    assert set(CHECKED) == {ARCHITECTURES[name] for name in MODELS}
 
 
 def test_the_guide_lists_the_architectures_that_load():

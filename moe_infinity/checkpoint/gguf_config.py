@@ -134,6 +134,8 @@ def _from_tensors(gguf: GgufModel) -> dict[str, Any]:
 
 def _rope(gguf: GgufModel, known: Known, theta: float) -> dict[str, Any]:
     kind = gguf.value("rope.scaling.type", "none")
+    if any(name.startswith("rope_") for name in gguf.tensors):  # factors, which no config has
+        kind = "a tensor"
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     if kind != "yarn" or known.yarn is None:

@@ -56,7 +56,8 @@ class GgufModel:
 
 def find_gguf(checkpoint: str) -> Path | None:
     """The GGUF file that a path names: itself, or the only model in a folder that has no
-    config.json. None if it names no GGUF file. Raises CheckpointError for a folder with several.
+    config.json, vision parts (mmproj) left aside. None if it names no GGUF file. Raises
+    CheckpointError for a folder with several.
     """
     path = Path(checkpoint).expanduser()
     if path.suffix == ".gguf" and not path.is_dir():
@@ -64,7 +65,7 @@ def find_gguf(checkpoint: str) -> Path | None:
     if not path.is_dir() or (path / "config.json").exists():
         return None
     found = sorted(path.glob("*.gguf"))
-    models = [file for file in found if not _is_later_part(file)]
+    models = [f for f in found if not _is_later_part(f) and not f.name.startswith("mmproj")]
     if len(models) > 1:
         names = ", ".join(file.name for file in models[:4])
         raise CheckpointError(f"{path}: several GGUF files, name one of them: {names}")
