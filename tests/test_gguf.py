@@ -93,6 +93,22 @@ def test_packed_weights_compute_what_gguf_unpacks_them_to(name, wanted, tmp_path
         assert distance(logits_of(file, config_from=config, exact=exact), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("wanted", ["q8_0", "q4_k_m", "mxfp4"])
+def test_dense_weights_have_the_bits_that_gguf_unpacks_them_to(wanted, tmp_path):
+    file = converted(build("qwen3_moe", tmp_path / "model", **WIDE, vocab_size=600), wanted)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    with MoE(file, device="cpu", dtype="float32") as moe:
+        for path, name in [
+            ("model.embed_tokens", "token_embd"),
+            ("lm_head", "output"),
+            ("model.layers.0.self_attn.v_proj", "blk.0.attn_v"),
+        ]:
+            tensor = stored[f"{name}.weight"]
+            expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            found = moe.model.get_parameter(f"{path}.weight").detach().numpy()
+            assert np.array_equal(found, expected)
+
+
 def test_slots_have_the_bytes_of_the_file(small):
     file = small / "q8_0.gguf"
     with MoE(file, device="cpu", host_memory="100%") as moe, torch.no_grad():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -61,17 +62,19 @@ class StoredSlice:
         self._dtype = dtype  # of what is unpacked
 
     def __getitem__(self, index: Any) -> Tensor:
-        parts = {role: self._read(tensor) for role, tensor in self._weight.parts}
-        if isinstance(self._weight, PackedTensor):
-            return self._weight.unpack(parts, self._dtype)[index]
-        return parts[""][index]
+        weight = self._weight
+        parts = {role: self._read(tensor) for role, tensor in weight.parts}
+        if not isinstance(weight, PackedTensor):
+            return parts[""][index]
+        if not weight.format.has_free_rows:
+            return weight.unpack(parts, self._dtype)[index]
+        unpacked = _memory(prod(weight.shape) * self._dtype.itemsize)
+        whole = unpacked.view(self._dtype).view(weight.shape)
+        weight.unpack_rows(parts, whole)
+        return whole[index]
 
     def _read(self, tensor: StoredTensor) -> Tensor:
-        num_bytes = tensor.extent.num_bytes
-        if num_bytes >= HUGE_PAGE_BYTES:  # small pages: 38 GB/s of products with one row, huge: 43
-            raw = torch.frombuffer(huge_pages(num_bytes), dtype=torch.uint8)
-        else:
-            raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        raw = _memory(tensor.extent.num_bytes)
         self._reader.read_into(tensor.extent, raw.numpy().data)
         return raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
 
@@ -82,6 +85,15 @@ class StoredSlice:
         if isinstance(self._weight, PackedTensor):
             return STORED_NAMES[str(self._dtype).removeprefix("torch.")]
         return self._weight.stored_dtype
+
+
+def _memory(num_bytes: int) -> Tensor:
+    """uint8, in huge pages if it pays: products with one row read small pages at 38 GB/s, huge ones
+    at 43.
+    """
+    if num_bytes >= HUGE_PAGE_BYTES:
+        return torch.frombuffer(huge_pages(num_bytes), dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def load_without_experts(

@@ -22,6 +22,8 @@ from moe_infinity.experts import ParamSpec
 
 PADDING = re.compile(r"padding\.\d+")  # with which our packer fills up pages
 
+UNPACKED_AT_ONCE = 1 << 17  # weights, in float32 half a megabyte
+
 Shape = tuple[int, ...]
 PartShapes = dict[str, Shape]  # by role, without the expert dimension
 
@@ -134,6 +136,14 @@ class PackedTensor:
     def kind(self) -> tuple[Any, ...]:
         """Weights of one kind differ in nothing but their values."""
         return self.format.name, *((role, t.stored_dtype, t.shape) for role, t in self.parts)
+
+    def unpack_rows(self, parts: Parts, out: Tensor) -> None:
+        """Where rows are free, the weight into `out`: some rows at a time, which fit a cache."""
+        values = parts["values"].flatten(0, -2)
+        rows = out.view(len(values), -1)
+        step = max(1, UNPACKED_AT_ONCE // rows.shape[1])
+        for into, some in zip(rows.split(step), values.split(step), strict=True):
+            into[:] = self.format.unpack({"values": some}, None, out.dtype)
 
     def unpack(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """The weight as the model has it, from the values of its parts."""
