@@ -65,7 +65,7 @@ class WeightLayout:
         """Bytes from the start of the slot to the end of the last part."""
         return max(part.offset + part.num_bytes for part in self.parts.values())
 
-    def is_stored_in(self, bits: int) -> bool:
+    def is_stored_in(self, bits: float) -> bool:
         """Whether the values take so many bits each."""
         return 8 * self.values.num_bytes == bits * prod(self.shape) > 0
 

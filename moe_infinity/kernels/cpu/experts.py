@@ -92,7 +92,7 @@ def _loop_of(weight: WeightLayout) -> InnerLoop | None:
     if weight.shape[0] < BLOCK_ROWS.get(weight.kind, 1):
         return None
     if weight.scale is None:
-        if weight.is_transposed:
+        if weight.is_transposed and weight.unpack is None:
             return None
         loop = loop_for(weight.kind, columns, group=columns, scale=None)
     else:
