@@ -59,6 +59,7 @@ class BlockKind(NamedTuple):
     sum_lanes: tuple[int, ...] = ()  # the lanes of `minima` that count
     times: float = 0.0  # what is multiplied with their sums
     left_out: float = 1.0  # a factor of all values
+    is_wide: bool = False  # values may be 128 or more
 
     def columns(self, num_vectors: int) -> NDArray[np.int64]:
         """[vectors, LANES]: where in a step the column of a lane is. `order` has a shape of these
@@ -72,7 +73,7 @@ class BlockKind(NamedTuple):
 
     def units(self, num_vectors: int) -> NDArray[np.float32]:
         """By vector: the factor that its values lack, as bytes are masked without a shift."""
-        of_bytes = [256.0**-byte for byte in range(3)] + [1.0]
+        of_bytes = [256.0**-byte for byte in range(3)] + [1.0 if self.is_wide else 256.0**-3]
         units = np.tile(of_bytes, num_vectors // 4) if self.order[0] else np.ones(num_vectors)
         return np.asarray(units * self.left_out, np.float32)
 
@@ -86,12 +87,15 @@ class BlockKind(NamedTuple):
         return first, factors
 
 
-def _bytes(b: Any, *words: Any) -> Iterator[Any]:
+def _bytes(b: Any, *words: Any, is_wide: bool = False) -> Iterator[Any]:
     """The four bytes of each lane's word as numbers, one after the other; see `units`."""
     for word in words:
         for byte in range(3):
             yield b.sitofp(b.and_(word, all_lanes(I32, 0xFF << 8 * byte)), FLOATS)
-        yield b.sitofp(b.lshr(word, all_lanes(I32, 24)), FLOATS)
+        if is_wide:
+            yield b.sitofp(b.lshr(word, all_lanes(I32, 24)), FLOATS)
+        else:
+            yield b.sitofp(b.and_(word, all_lanes(I32, 0x7F << 24)), FLOATS)
 
 
 def _field(b: Any, words: Any, shift: int, mask: int) -> Any:
@@ -307,7 +311,7 @@ def _iq4_nl(b: Any, num_vectors: int, at: Any) -> BlockStep:
     blocks = FourBlocks(b, at, 18)
     values = (look_up(b, IQ4, nibbles) for nibbles in blocks.nibbles(2))
     scale = blocks.halves(0)
-    return BlockStep([Segment(scale, _bytes(b, *values))], scale)
+    return BlockStep([Segment(scale, _bytes(b, *values, is_wide=True))], scale)
 
 
 def _mxfp4(b: Any, num_vectors: int, at: Any) -> BlockStep:
@@ -333,7 +337,7 @@ def _iq4_xs(b: Any, num_vectors: int, at: Any) -> BlockStep:
             words = load(b, at, 8 + 64 * half, I32)
             values = (look_up(b, IQ4, _field(b, words, shift, 15)) for shift in (0, 4))
             scale = spread(b, pick(b, scales, range(4 * half, 4 * half + 4)))
-            yield Segment(scale, _bytes(b, *values))
+            yield Segment(scale, _bytes(b, *values, is_wide=True))
 
     return BlockStep(segments(), scales)
 
@@ -356,7 +360,7 @@ BLOCK_KINDS = {
     "q4_k": BlockKind(_q4_k, PAIRS, 32, ALL[8:], -1),
     "q5_k": BlockKind(_q5_k, PAIRS, 32, ALL[8:], -1),
     "q6_k": BlockKind(_q6_k, WHOLE, 16, ALL, -32),
-    "iq4_nl": BlockKind(_iq4_nl, FOURS, 32, OF_BLOCKS, -127),
-    "iq4_xs": BlockKind(_iq4_xs, FOURS, 32, ALL[:8], -127),
+    "iq4_nl": BlockKind(_iq4_nl, FOURS, 32, OF_BLOCKS, -127, is_wide=True),
+    "iq4_xs": BlockKind(_iq4_xs, FOURS, 32, ALL[:8], -127, is_wide=True),
     "ggml_mxfp4": BlockKind(_mxfp4, FOURS, 32, OF_BLOCKS, -12, left_out=0.5),
 }
