@@ -41,11 +41,15 @@ from moe_infinity.kernels.cpu.vectors import (
 
 
 class Segment(NamedTuple):
+    """Values that are multiplied by the same vector of scales."""
+
     scale: Any
     values: Iterable[Any]  # vectors, each when asked for
 
 
 class BlockStep(NamedTuple):
+    """One step of one row, decoded."""
+
     segments: Iterable[Segment]
     minima: Any = None  # multiplies the sums of x
 
@@ -342,12 +346,14 @@ def _iq4_xs(b: Any, num_vectors: int, at: Any) -> BlockStep:
     return BlockStep(segments(), scales)
 
 
-TWO_BITS = (2, 4, 8, 4), (1, 3, 0, 2)
-PAIRS = (2, 2, 2, 8, 4), (0, 2, 4, 1, 3)
-WHOLE = (4, 16, 4), (0, 2, 1)
-FOURS = (-1, 4, 2, 4, 4), (0, 2, 4, 1, 3)
+# A shape of the columns of a step, and its axes as decoding gives them: bytes of a word come before
+# the lanes, which are words.
+TWO_BITS = (2, 4, 8, 4), (1, 3, 0, 2)  # halves, pairs of bits, words, bytes
+PAIRS = (2, 2, 2, 8, 4), (0, 2, 4, 1, 3)  # halves, runs of 32 bytes, nibbles, words, bytes
+WHOLE = (4, 16, 4), (0, 2, 1)  # nibbles of 64 bytes, words, bytes
+FOURS = (-1, 4, 2, 4, 4), (0, 2, 4, 1, 3)  # halves, blocks, nibbles, words, bytes
 ALL = tuple(range(LANES))
-OF_BLOCKS = (0, 4, 8, 12)
+OF_BLOCKS = (0, 4, 8, 12)  # the first lane of each
 
 BLOCK_KINDS = {
     "q8_0": BlockKind(_q8_0),

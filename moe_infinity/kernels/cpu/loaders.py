@@ -1,5 +1,6 @@
 """How stored values of each kind become vectors of float32. A kernel of the CPU needs this and the
-WeightLayout. Kinds that are stored column by column are read by words.py instead.
+WeightLayout. Kinds that are stored column by column are read by words.py instead, those whose
+scales lie among the values by blocks.py.
 
 A loader may leave out a factor that all values share: x is multiplied by it instead.
 """

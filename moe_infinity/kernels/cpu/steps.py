@@ -10,11 +10,13 @@ Legend: T tokens, C columns (inputs) of a weight.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 from moe_infinity.checkpoint.layout import WORDS, Block
 from moe_infinity.experts import DTYPE_BYTES
 from moe_infinity.kernels import host_float32
-from moe_infinity.kernels.cpu.compiler import machine_code, named
+from moe_infinity.kernels.cpu.compiler import machine_code, named, reader_of
 from moe_infinity.kernels.cpu.loaders import LOADERS, ValueLoader
 from moe_infinity.kernels.cpu.vectors import (
     F32,
@@ -171,22 +173,21 @@ class Arrangement(NamedTuple):
     factors: int  # address of a table: what a column, or each that is summed, is multiplied by
     num_summed: int  # columns
     sum_step: int  # from one column that is summed to the next
+    row_bytes: int  # of a whole row, with what lies behind
+    behind: int = 0  # address of another Arrangement of the same x, for weights of another kind
 
     @property
     def row_shape(self) -> tuple[int, int, int]:
         return self.num_steps, self.num_vectors, LANES
 
-    @property
-    def row_bytes(self) -> int:
-        return self.num_steps * self.num_vectors * LANES * 4
-
 
 @cache
 def arrangement_for(loop: InnerLoop, num_columns: int) -> Arrangement:
     tables = _tables(loop.kind, loop.num_vectors, loop.has_zeros)
+    num_steps = -(-num_columns // loop.num_columns)
     return Arrangement(
         num_columns=num_columns,
-        num_steps=-(-num_columns // loop.num_columns),
+        num_steps=num_steps,
         num_vectors=loop.num_x,
         has_sum=loop.num_x - loop.num_vectors,
         is_dense=int(tables.is_dense),
@@ -194,7 +195,22 @@ def arrangement_for(loop: InnerLoop, num_columns: int) -> Arrangement:
         factors=tables.factors.ctypes.data,
         num_summed=tables.num_summed,
         sum_step=tables.sum_step,
+        row_bytes=num_steps * loop.num_x * LANES * 4,
     )
+
+
+def one_behind_another(
+    arrangements: Sequence[Arrangement],
+) -> tuple[Arrangement, list[array[int]]]:
+    """The first, which knows the others; and memory that has to stay while it is used."""
+    row_bytes = sum(places.row_bytes for places in arrangements)
+    kept: list[array[int]] = []
+    behind = 0
+    for places in reversed(arrangements):
+        chained = places._replace(row_bytes=row_bytes, behind=behind)
+        kept.append(array("q", chained))
+        behind = kept[-1].buffer_info()[0]
+    return chained, kept
 
 
 class Tables(NamedTuple):
@@ -301,28 +317,44 @@ def _columns(b: Any, x: Any, start: Any, order: Any, is_dense: Any, counted: Any
     return b.select(is_new, b.load(found), FLOATS(None))
 
 
-@machine_code(types.void(*[types.int64] * 4, named(Arrangement)))
-def arrange(x, x_bytes, out, num_rows, places):  # type: ignore[no-untyped-def]
-    """Arrange `num_rows` rows of x, `x_bytes` apart, at the address `out`."""
+_places_at = reader_of(Arrangement)
+
+
+@njit(nogil=True)
+def _arrange_row(x, out, places):  # type: ignore[no-untyped-def]
+    """Gives the address behind what it wrote."""
     num_vectors = places.num_vectors - places.has_sum
     width = num_vectors * LANES
     dense = places.is_dense
+    for step in range(places.num_steps):
+        counted = step * width
+        start = min(counted, places.num_columns - width)
+        for k in range(num_vectors):
+            order = places.order + 8 * LANES * k
+            factors = places.factors + 4 * LANES * k
+            _arrange_lanes(x, start, order, dense, counted, factors, out + 4 * LANES * k)
+        if places.has_sum:
+            sums = out + 4 * LANES * num_vectors
+            order = places.order + 8 * LANES * num_vectors
+            factors = places.factors + 4 * LANES * num_vectors
+            for lane in range(LANES):
+                put_float(sums, lane, np.float32(0))
+            for k in range(places.num_summed):
+                first = start + k * places.sum_step
+                _add_lanes(x, first, order, dense, counted, factors, sums)
+        out += places.num_vectors * LANES * 4
+    return out
+
+
+@machine_code(types.void(*[types.int64] * 4, named(Arrangement)))
+def arrange(x, x_bytes, out, num_rows, places):  # type: ignore[no-untyped-def]
+    """Arrange `num_rows` rows of x, `x_bytes` apart, at the address `out`."""
     for _ in range(num_rows):
-        for step in range(places.num_steps):
-            counted = step * width
-            start = min(counted, places.num_columns - width)
-            for k in range(num_vectors):
-                order = places.order + 8 * LANES * k
-                factors = places.factors + 4 * LANES * k
-                _arrange_lanes(x, start, order, dense, counted, factors, out + 4 * LANES * k)
-            if places.has_sum:
-                sums = out + 4 * LANES * num_vectors
-                order = places.order + 8 * LANES * num_vectors
-                factors = places.factors + 4 * LANES * num_vectors
-                for lane in range(LANES):
-                    put_float(sums, lane, np.float32(0))
-                for k in range(places.num_summed):
-                    first = start + k * places.sum_step
-                    _add_lanes(x, first, order, dense, counted, factors, sums)
-            out += places.num_vectors * LANES * 4
+        at = _arrange_row(x, out, places)
+        behind = places.behind
+        while behind != 0:
+            other = _places_at(behind)
+            at = _arrange_row(x, at, other)
+            behind = other.behind
         x += x_bytes
+        out += places.row_bytes

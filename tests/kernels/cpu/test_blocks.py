@@ -17,7 +17,7 @@ from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.cpu.linear import fused_linear
-from tests.kernels.stored_weights import HALVES, StoredExperts, ggml_blocks
+from tests.kernels.stored_weights import HALVES, ggml_blocks
 
 pytestmark = [pytest.mark.arithmetic]
 
@@ -120,22 +120,61 @@ def test_neighbours_of_a_weight_in_memory_do_not_matter(name):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kinds", [("q4_k", "q6_k"), ("q4_0", "q8_0"), ("mxfp4", "mxfp4")])
-def test_experts_of_mixed_kinds_are_computed_in_their_slots(kinds, threads, monkeypatch):
+@pytest.mark.parametrize(
+    "kinds",
+    [("q4_k", "q4_k", "q6_k"), ("q4_0", "q4_0", "q8_0"), ("mxfp4",) * 3, ("q4_k", "q5_0", "q2_k")],
+)
+def test_experts_are_computed_in_their_slots_whatever_kinds_they_mix(kinds, threads, monkeypatch):
     monkeypatch.setattr("moe_infinity.kernels.cpu.experts.num_threads", lambda: threads)
-    up, down = (StoredExperts(f"ggml {kind}", 256, 512, num=1) for kind in kinds)
-    slot = torch.cat([up.slots[0], down.slots[0]])
-    layout = down.described[1].moved(up.slots.shape[1])
-    fused = fused_experts([up.described[0]], [layout], Activation("silu"))
+    shapes = [(512, 256), (512, 256), (256, 512)]
+    values = [ggml_blocks(kind, *shape) for kind, shape in zip(kinds, shapes, strict=True)]
+    slot = torch.cat([one.flatten() for one in values])
+    offsets = [0, values[0].numel(), values[0].numel() + values[1].numel()]
+    gate, up, down = (
+        packed(kind, one).layout.moved(offset)
+        for kind, one, offset in zip(kinds, values, offsets, strict=True)
+    )
+    fused = fused_experts([gate, up], [down], Activation("silu"))
     assert fused is not None
+    weights = [dequantized(*each).double() for each in zip(kinds, values, strict=True)]
     for num_tokens in (1, 11):
         x = torch.randn(num_tokens, 256)
         found = fused(x, [0, num_tokens], [slot.data_ptr()])
-        gate_up, _ = up.weights[0]
-        _, last = down.weights[0]
-        gate, above = (x.double() @ gate_up.double().t()).chunk(2, 1)
-        expected = (torch.nn.functional.silu(gate) * above) @ last.double().t()
-        assert (found.double() - expected).abs().max() < TOLERANCE * expected.abs().max()
+        hidden = torch.nn.functional.silu(x.double() @ weights[0].t()) * (
+            x.double() @ weights[1].t()
+        )
+        check(found, hidden, weights[2])
+
+
+def test_one_expert_for_each_of_a_tokens_rows_may_mix_kinds():
+    """Then all experts read one row of x, in two arrangements."""
+    kinds = ("q4_k", "q6_k")
+    slots = [[ggml_blocks(kind, 512, 256) for kind in kinds] for _ in range(3)]
+    down = ggml_blocks("q8_0", 256, 512)
+    memory = [torch.cat([*(one.flatten() for one in slot), down.flatten()]) for slot in slots]
+    first, second = (packed(kind, one) for kind, one in zip(kinds, slots[0], strict=True))
+    last = packed("q8_0", down).layout.moved(first.nbytes + second.nbytes)
+    layouts = [first.layout, second.layout.moved(first.nbytes)]
+    fused = fused_experts(layouts, [last], Activation("silu"))
+    assert fused is not None
+    x = torch.randn(1, 256)
+    rows_of_x = fused.begin(x, 3)
+    rows_of_x.compute([0, 1, 2], [1, 2, 3], [each.data_ptr() for each in memory])
+    for row, each in zip(rows_of_x.out_PD, memory, strict=True):
+        assert torch.equal(row, fused(x, [0, 1], [each.data_ptr()])[0])
+
+
+def test_linear_layers_with_the_same_input_may_mix_kinds():
+    """Queries and keys in q4_k and values in q6_k, as files of the mix Q4_K_M have them."""
+    kinds = ("q4_k", "q4_k", "q6_k", "q8_0")
+    values = [ggml_blocks(kind, rows, 512) for kind, rows in zip(kinds, (64, 9, 9, 5), strict=True)]
+    plain = torch.randn(7, 512).bfloat16()
+    weights = [packed(*each) for each in zip(kinds, values, strict=True)]
+    for num_tokens in (1, 5, 29):
+        x = torch.randn(num_tokens, 512)
+        together = product(x, *weights, plain)
+        apart = [product(x, one) for one in weights]
+        assert torch.equal(together, torch.cat([*apart, product(x, plain)], 1))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
