@@ -41,7 +41,10 @@ def parts_of(name: str, rows: int, columns: int) -> dict[str, Tensor]:
     kind, _, group = name.partition(" group ")
     if kind in BLOCKS:  # no byte makes a float16 of 1 or more
         shape = rows, row_bytes(kind, columns)
-        return {"values": torch.randint(0, 0x3C, shape, dtype=torch.uint8)}
+        blocks = torch.randint(0, 0x3C, shape, dtype=torch.uint8)
+        if kind == "mxfp4":
+            blocks[:, :: BLOCKS[kind][1]] = 120  # exponents
+        return {"values": blocks}
     values = torch.randn(rows, columns)
     if kind == "bf16":
         return {"values": values.mul_(0.02).bfloat16()}
