@@ -6,9 +6,10 @@
 A server process serves a model in float32. There the other sequences of a batch change logits by
 less than the distance of any tie, so each greedy answer must equal the answer to that prompt alone.
 
-1. 16 clients send requests with random gaps, and some stream. One request in five is dropped in
-   midstream; one in twenty has a bad body. Checked: the answers, the delay of /health, the server's
-   memory and open files.
+1. 16 clients send requests of all routes with random gaps (serve_traffic.py): completions, chats,
+   calls of tools, answers by a schema, responses, messages, embeddings, about half of them as
+   streams. One request in five is dropped in midstream; one in twenty has a bad body. Checked: the
+   answers, the delay of /health, what /metrics has counted, the server's memory and open files.
 2. Client processes get SIGKILL in midstream, four at a time. Checked: what stays in the server.
 3. Tokens per second with all experts resident, decoding one sequence at a time and eight together.
    They are given per second, and per second of the server's CPU time, which other work on the
@@ -26,13 +27,13 @@ import csv
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,18 +42,10 @@ from socket import create_server
 from typing import Any
 
 import httpx
+from serve_traffic import COMPLETION, NUM_CLIENTS, PROMPTS, Load, answers_alone
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
-NUM_CLIENTS = 16
 NUM_KILLERS = 4
-BEGINNINGS = (
-    "Once upon a time", "The old house stood at the edge of", "def sum_of_squares(", "What is a",
-    "Question: How many", "Le soir tombait sur", "In the morning the doctor", "Es war einmal",
-)  # fmt: skip
-PROMPTS = [f"{words} {number}" for number in range(4) for words in BEGINNINGS]
-BAD_BODIES: list[dict[str, Any]] = [
-    {}, {"prompt": 5}, {"prompt": "x", "temperature": "hot"}, {"prompt": "x", "colour": "red"},
-]  # fmt: skip
 
 
 class Server:
@@ -80,6 +73,12 @@ class Server:
     def stats(self) -> dict[str, Any]:
         engine: dict[str, Any] = httpx.get(f"{self.url}/stats", timeout=30).json()["engine"]
         return engine
+
+    def responses(self) -> dict[tuple[str, int], int]:
+        """Those of routes below /v1, by route and status, as /metrics has counted them."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        found = re.findall(r'responses_total\{route="/v1/(\S+)",status="(\d+)"\} (\S+)', text)
+        return {(path, int(status)): int(float(count)) for path, status, count in found}
 
     def wait_until_idle(self) -> dict[str, Any]:
         for _ in range(200):
@@ -120,88 +119,6 @@ def serving(model: Path, *options: str) -> Iterator[Server]:
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-
-
-def body_of(prompt: str, max_tokens: int) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-
-
-def answers_alone(server: Server, max_tokens: int) -> dict[str, str]:
-    url = f"{server.url}/v1/completions"
-    return {
-        prompt: httpx.post(url, json=body_of(prompt, max_tokens), timeout=60).json()["choices"][0][
-            "text"
-        ]
-        for prompt in PROMPTS
-    }
-
-
-class Load:
-    """Clients that send requests and compare the answers with the expected ones."""
-
-    def __init__(self, server: Server, expected: dict[str, str], gaps: list[float]) -> None:
-        self.outcomes: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self._url = f"{server.url}/v1/completions"
-        self._expected = expected
-        self._gaps = gaps
-        self._random = random.Random(0)
-
-    async def run(self, seconds: float, max_tokens: int) -> None:
-        end = time.monotonic() + seconds
-        async with httpx.AsyncClient(timeout=120) as http:
-
-            async def client() -> None:
-                while time.monotonic() < end:
-                    await asyncio.sleep(self._random.choice(self._gaps))
-                    await self._ask(http, max_tokens)
-
-            await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
-
-    async def _ask(self, http: httpx.AsyncClient, max_tokens: int) -> None:
-        dice = self._random.random()
-        if dice < 0.05:
-            answer = await http.post(self._url, json=self._random.choice(BAD_BODIES))
-            self._note("bad body refused", answer.status_code == 400, answer.text)
-            return
-        prompt = self._random.choice(PROMPTS)
-        body = body_of(prompt, max_tokens)
-        if dice < 0.25:
-            await self._drop(http, body)
-        elif dice < 0.6:
-            answer = await http.post(self._url, json=body)
-            if answer.status_code == 429:
-                self.outcomes["busy"] += 1
-                await asyncio.sleep(float(answer.headers["retry-after"]))
-                return
-            text = answer.json()["choices"][0]["text"]
-            self._note("answered", text == self._expected[prompt], f"{prompt!r}: {text!r}")
-        else:
-            text = await self._stream(http, body)
-            self._note("streamed", text == self._expected[prompt], f"{prompt!r}: {text!r}")
-
-    async def _drop(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
-        pieces = self._random.randrange(0, 10)
-        async with http.stream("POST", self._url, json=body | {"stream": True}) as answer:
-            async for line in answer.aiter_lines():
-                pieces -= bool(line)
-                if pieces < 0:
-                    break
-        self.outcomes["dropped"] += 1
-
-    async def _stream(self, http: httpx.AsyncClient, body: dict[str, Any]) -> str:
-        text = ""
-        async with http.stream("POST", self._url, json=body | {"stream": True}) as answer:
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    choices = json.loads(line[6:])["choices"]
-                    text += "".join(choice["text"] for choice in choices)
-        return text
-
-    def _note(self, outcome: str, is_right: bool, what: str) -> None:
-        self.outcomes[outcome] += 1
-        if not is_right:
-            self.wrong.append(what)
 
 
 class Watch(threading.Thread):
@@ -253,7 +170,8 @@ def gaps_of(arrivals: Path | None) -> list[float]:
 
 
 def kill_clients(server: Server, num_kills: int) -> dict[str, Any]:
-    raw = json.dumps(body_of("Once upon a time", 500) | {"stream": True, "logit_bias": {"0": -100}})
+    body = COMPLETION.body("Once upon a time", 500)
+    raw = json.dumps(body | {"stream": True, "logit_bias": {"0": -100}})
     command = ["curl", "-sN", f"{server.url}/v1/completions", "-d", raw]
 
     def kill_one(turn: int) -> bool:
@@ -306,7 +224,7 @@ def tokens_per_second(
 
                 async def client(number: int) -> None:
                     while True:
-                        body = body_of(PROMPTS[number], 200) | {"logit_bias": {"0": -100}}
+                        body = COMPLETION.body(PROMPTS[number], 200) | {"logit_bias": {"0": -100}}
                         await http.post(url, json=body)
 
                 tasks = [asyncio.create_task(client(number)) for number in range(8)]
@@ -327,10 +245,11 @@ def tokens_per_second(
 
 
 def load_figures(server: Server, given: argparse.Namespace) -> dict[str, Any]:
-    expected = answers_alone(server, given.max_tokens)
-    asyncio.run(Load(server, expected, [0.1]).run(10, given.max_tokens))  # warm-up
+    expected = answers_alone(server.url, given.max_tokens)
+    asyncio.run(Load(server.url, expected, [0.1]).run(10, given.max_tokens))  # warm-up
     server.wait_until_idle()
-    load = Load(server, expected, gaps_of(given.arrivals))
+    load = Load(server.url, expected, gaps_of(given.arrivals))
+    responses = server.responses()
     watch = Watch(server)
     before = server.stats()
     files_before = server.num_files
@@ -347,11 +266,22 @@ def load_figures(server: Server, given: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "clients": NUM_CLIENTS,
         "outcomes": dict(load.outcomes),
+        "miscounted": miscounted(load, responses, server.responses()),
         "wrong": len(load.wrong),
         "left": {name: after[name] for name in ("waiting", "prefilling", "decoding", "kv_bytes")},
         "files_more": server.num_files - files_before,
         "tokens": after["generated_tokens"] - before["generated_tokens"],
     }
+
+
+def miscounted(
+    load: Load, before: dict[tuple[str, int], int], after: dict[tuple[str, int], int]
+) -> dict[str, list[int]]:
+    """Where the server has counted other numbers of responses than the clients; both numbers."""
+    counted = {key: after[key] - before.get(key, 0) for key in after}
+    keys = counted.keys() | load.statuses.keys()
+    pairs = {f"{key[0]} {key[1]}": [counted.get(key, 0), load.statuses[key]] for key in keys}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def speed_figures(given: argparse.Namespace) -> dict[str, Any]:
@@ -393,7 +323,8 @@ def main() -> int:
     print(json.dumps(result))
     parts = [result[name] for name in ("load", "killed") if name in result]
     has_left = any(any(part["left"].values()) or part["files_more"] > 0 for part in parts)
-    return int(has_left or result.get("load", {}).get("wrong", 0) > 0)
+    load = result.get("load", {"wrong": 0, "miscounted": {}})
+    return int(has_left or load["wrong"] > 0 or bool(load["miscounted"]))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     moe-infinity serve MODEL &        # one whose chat template knows tools, such as Qwen3
     python examples/agent.py "What is 17 times 23?" [URL]
 
-The server gives the tools to the chat template, and finds the calls in what the model writes. A
-model that calls no tool, like the bundled one, just answers.
+The server gives the tools to the chat template, and finds the calls in what the model writes. The
+first turn has to be a call, and its arguments have to fit the schema. So even the bundled model,
+which knows of no tools, makes one.
 """
 
 import ast
@@ -24,8 +25,14 @@ TOOLS: list[Any] = [
             "description": "The value of an arithmetic expression",
             "parameters": {
                 "type": "object",
-                "properties": {"expression": {"type": "string"}},
+                "properties": {
+                    "expression": {
+                        "type": "string",
+                        "pattern": "^[0-9]{1,6}( [-+*/] [0-9]{1,6}){1,4}$",
+                    }
+                },
                 "required": ["expression"],
+                "additionalProperties": False,
             },
         },
     }
@@ -66,9 +73,15 @@ def main() -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5)  # 429: try again
     model = client.models.list().data[0].id
     messages: list[Any] = [{"role": "user", "content": question}]
-    for _ in range(MOST_TURNS):
+    for turn in range(MOST_TURNS):
         answer = client.chat.completions.create(
-            model=model, messages=messages, tools=TOOLS, temperature=0, max_tokens=256
+            model=model,
+            messages=messages,
+            tools=TOOLS,
+            tool_choice="required" if turn == 0 else "auto",
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=256,
         )
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))

@@ -298,11 +298,15 @@ class MoE:
 
     def expert_states(self) -> NDArray[np.int8]:
         """[MoE layers, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
-        loading, 2 resident, 3 resident and activated by the last step.
+        loading, 2 resident, 3 resident and activated by the last step, 4 resident in a slower tier
+        only. Takes no lock, so a pass never waits for it; an expert that moves meanwhile may be
+        shown where it was.
         """
         bookkeeping = self.engine.bookkeeping
         table = self.engine.tiers[0].table
         states_LE = np.where(bookkeeping.exists_LE, 0, -1).astype(np.int8)
+        for tier in self.engine.tiers[1:]:
+            states_LE[tier.table.cells()] = 4
         states_LE[table.cells()] = 2
         for key in table.loading_keys():
             states_LE[key] = 1

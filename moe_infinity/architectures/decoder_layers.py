@@ -29,7 +29,7 @@ from moe_infinity.architectures.decoder_parts import (
 )
 from moe_infinity.architectures.decoder_trial import find_attention
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.architectures.layers_ahead import Angles, ExpertsCall, LayersAhead
+from moe_infinity.architectures.layers_ahead import Angles, LayersAhead
 from moe_infinity.architectures.routers import (
     KnownRouting,
     experts_of,
@@ -37,8 +37,10 @@ from moe_infinity.architectures.routers import (
     gives_experts_alone,
     router_of,
 )
+from moe_infinity.experts import Ints
 from moe_infinity.kernels.cpu.decoder import Attention, DecoderKernel, Gate
 from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
+from moe_infinity.kernels.residents import Residents
 
 MOST_SEQUENCES = 64  # of a step
 # Arguments of a layer that the kernel serves, or that say nothing to it; others only if not given.
@@ -72,7 +74,7 @@ class DecoderLayer:
             kind.attention.out.dtype,
         )
         self.angles = angles
-        self.call: ExpertsCall | None = experts_of(block) if kind.is_all else None
+        self._call = experts_of(block) if kind.is_all else None
         self.may_follow = may_follow
         self._early_router = early_router
         self._attention = getattr(layer, ATTENTION)
@@ -80,6 +82,7 @@ class DecoderLayer:
         self._stock: Callable[..., Any] = layer.forward
         router = router_of(block)
         self._router = KnownRouting(router) if kind.gate is not None and router else None
+        self._followers = [block, *block.children()]
         self._norms = getattr(layer, NORM), getattr(layer, RESIDUAL_NORM)
         modules = [*self._attention.modules(), *self._norms]
         if self._router is not None:
@@ -151,6 +154,20 @@ class DecoderLayer:
         fits = mask is None or mask.shape == (len(x), 1, 1, cache_layer.keys.shape[2] + 1)
         return cache_layer if fits and cache_layer.keys.dtype == x.dtype else None
 
+    def residents(self) -> Residents | None:
+        """Its experts, if those of all layers are in memory and none has to leave. None also if
+        more than router and experts follows the attention, or somebody watches these.
+        """
+        if self._call is None or any(map(self._has_hooks, self._followers)):
+            return None
+        found: Residents | None = self._call.residents()
+        return found
+
+    def note(self, experts_TK: Ints) -> None:
+        """The residents were computed for these tokens."""
+        assert self._call is not None
+        self._call.note(experts_TK)
+
     def _is_current(self) -> bool:
         """Whether the weights are still those that the kernel reads."""
         return all(
@@ -160,10 +177,11 @@ class DecoderLayer:
 
     def _is_watched(self) -> bool:
         """Whether somebody wants to see what the modules inside are called with."""
-        return any(
-            module._forward_hooks
-            or any(self._is_others(hook) for hook in module._forward_pre_hooks.values())
-            for module in (self._attention, *self._norms)
+        return any(map(self._has_hooks, (self._attention, *self._norms)))
+
+    def _has_hooks(self, module: nn.Module) -> bool:
+        return bool(module._forward_hooks) or any(
+            map(self._is_others, module._forward_pre_hooks.values())
         )
 
     def _is_others(self, hook: Any) -> bool:

@@ -20,25 +20,22 @@ from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
 from moe_infinity.kernels.residents import Residents
 
 
-class ExpertsCall(Protocol):
-    """The experts of a layer, as the engine has them."""
-
-    def residents(self) -> Residents | None:
-        """If those of all layers are in memory and none has to leave."""
-
-    def note(self, experts_TK: Ints) -> None:
-        """The residents were computed for these tokens."""
-
-
 class Layer(Protocol):
     """One decoder layer that kernels compute."""
 
-    call: ExpertsCall | None  # None: more than kernels know follows its attention
     angles: Angles
     may_follow: bool  # the layer before it: in the model, and with the same arguments
 
     def cache_layer(self, x: Tensor, kwargs: dict[str, Any]) -> Any | None:
         """Its part of the cache; None if a call with these arguments is not the kernel's."""
+
+    def residents(self) -> Residents | None:
+        """Its experts, if those of all layers are in memory and none has to leave. None also if
+        more than router and experts follows the attention, or somebody watches these.
+        """
+
+    def note(self, experts_TK: Ints) -> None:
+        """The residents were computed for these tokens."""
 
 
 class _Ready(NamedTuple):
@@ -109,7 +106,7 @@ class LayersAhead:
             joins = not residents or (
                 layer.may_follow and layer.angles is self._layers[number].angles
             )
-            own = layer.call.residents() if joins and layer.call is not None else None
+            own = layer.residents() if joins else None
             cache_layer = None if own is None else layer.cache_layer(x, kwargs)
             if own is None or cache_layer is None:
                 break
@@ -118,9 +115,7 @@ class LayersAhead:
         return residents, cache_layers
 
     def _taken(self, number: int, ready: _Ready) -> Tensor:
-        call = self._layers[number].call
-        assert call is not None, number
-        call.note(ready.chosen)
+        self._layers[number].note(ready.chosen)
         growing_cache.take(ready.cache_layer)
         return ready.out
 

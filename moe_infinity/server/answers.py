@@ -38,15 +38,9 @@ class Choice:
 
 
 class Answer(ABC):
-    """The answer to one HTTP request. A subclass defines the fields of one kind of body."""
+    """The answer to one HTTP request. What is never streamed has a body only."""
 
-    id_prefix: str
-    object: str
-    chunk_object: str
-
-    def __init__(
-        self, requests: Sequence[Request], *, model: str, tokenizer: Any, wants_usage: bool
-    ) -> None:
+    def __init__(self, requests: Sequence[Request]) -> None:
         self._choices = [Choice() for _ in requests]
         prompts = {id(request.prompt_ids): len(request.prompt_ids) for request in requests}
         self._prompt_tokens = sum(prompts.values())
@@ -54,14 +48,6 @@ class Answer(ABC):
             at == 0 or requests[at - 1].prompt_ids is not request.prompt_ids
             for at, request in enumerate(requests)
         ]
-        self._has_logprobs = requests[0].sampling.num_logprobs is not None
-        self._wants_usage = wants_usage
-        self._tokenizer = tokenizer
-        self._head = {
-            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
 
     def add(self, index: int, output: Output) -> None:
         """Add an output to choice `index`."""
@@ -79,8 +65,48 @@ class Answer(ABC):
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    @abstractmethod
     def body(self) -> dict[str, Any]:
         """The whole answer, once all outputs are added."""
+
+    def first_chunks(self) -> list[str]:
+        """The events with which a stream begins, before any output."""
+        return []
+
+    def chunk(self, index: int, output: Output) -> str:
+        """The event for one output; empty if the output adds nothing to show."""
+        return ""
+
+    def last_chunks(self) -> list[str]:
+        """The events with which a stream ends, after the last output."""
+        return [DONE]
+
+    def error_chunk(self, refused: Refused) -> str:
+        """The event that ends a stream with an error."""
+        return sse(ErrorBody(error=refused.error).model_dump())
+
+
+class TextAnswer(Answer):
+    """An answer of generated text. A subclass defines the fields of one kind of body."""
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+
+    def __init__(
+        self, requests: Sequence[Request], *, model: str, tokenizer: Any, wants_usage: bool
+    ) -> None:
+        super().__init__(requests)
+        self._has_logprobs = requests[0].sampling.num_logprobs is not None
+        self._wants_usage = wants_usage
+        self._tokenizer = tokenizer
+        self._head = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def body(self) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
@@ -92,23 +118,13 @@ class Answer(ABC):
         ]
         return {**self._head, "object": self.object, "choices": choices, "usage": self.usage()}
 
-    def first_chunks(self) -> list[str]:
-        """The events with which a stream begins, before any output."""
-        return []
-
     def chunk(self, index: int, output: Output) -> str:
-        """The event for one output; empty if the output adds nothing to show."""
         return self._chunk(index, self._delta(index, output), output)
 
     def last_chunks(self) -> list[str]:
-        """The events with which a stream ends, after the last output."""
         if not self._wants_usage:
             return [DONE]
         return [self._event({"choices": [], "usage": self.usage()}), DONE]
-
-    def error_chunk(self, refused: Refused) -> str:
-        """The event that ends a stream with an error."""
-        return sse(ErrorBody(error=refused.error).model_dump())
 
     def _chunk(self, index: int, content: dict[str, Any], output: Output) -> str:
         logprobs = self._logprobs(output.tokens) if output.tokens else None
@@ -143,7 +159,7 @@ class Answer(ABC):
         """The log-probabilities of tokens of one choice."""
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(TextAnswer):
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
@@ -158,15 +174,17 @@ class CompletionAnswer(Answer):
         return {
             "tokens": [self._text_of(token.chosen.token_id) for token in tokens],
             "token_logprobs": [token.chosen.logprob for token in tokens],
-            "top_logprobs": [
-                {self._text_of(id_): logprob for id_, logprob in token.chosen.alternatives}
-                for token in tokens
-            ],
+            "top_logprobs": [self._alternatives(token) for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
 
+    def _alternatives(self, token: TokenText) -> dict[str, float] | None:
+        if token.chosen.logprob is None:  # the first of a prompt
+            return None
+        return {self._text_of(id_): logprob for id_, logprob in token.chosen.alternatives}
 
-class ChatAnswer(Answer):
+
+class ChatAnswer(TextAnswer):
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"

@@ -31,6 +31,8 @@ ERROR_TYPES = {
     504: "timeout_error",
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+# What this API calls a field of a chat request.
+NAMES = {"function.parameters": "input_schema"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in words of the chat API
 
 

@@ -20,12 +20,13 @@ from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.staticfiles import StaticFiles
 
 from moe_infinity import __version__
 from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
-from moe_infinity.server import auth
+from moe_infinity.server import anthropic, auth, responses
 from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
 from moe_infinity.server.anthropic import (
     AnthropicErrorBody,
@@ -35,6 +36,7 @@ from moe_infinity.server.anthropic import (
     error_of,
 )
 from moe_infinity.server.config import LOOPBACK, ServeConfig
+from moe_infinity.server.embeddings import EmbeddingsAnswer, EmbeddingsBody
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange, ExchangeStream
 from moe_infinity.server.messages import MessageReader
@@ -52,13 +54,14 @@ from moe_infinity.server.responses import ResponseAnswer, ResponsesBody
 from moe_infinity.server.sequences import Request
 
 logger = logging.getLogger(__name__)
-PAGE = Path(__file__).with_name("page.html")
+PAGE = Path(__file__).with_name("page")
 SAFE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:",
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'",
+    "Cache-Control": "no-cache",  # asked for again each time, and not sent again if unchanged
 }
 Responses = dict[int | str, dict[str, Any]]
 # What /openapi.json says of answers.
@@ -144,6 +147,7 @@ class Api:
         self._moe = moe
         self._engine = engine
         self._reader = PromptReader(moe, config)
+        self._files = StaticFiles(directory=PAGE)
         self._model_name = config.served_name or name_of(moe.checkpoint)
         self._created = int(time.time())
 
@@ -151,6 +155,7 @@ class Api:
         """Routes that need no key. They show nothing of requests or answers."""
         router = APIRouter()
         add_get(router, "/", self.page, include_in_schema=False)
+        add_get(router, "/page/{name}", self.page, include_in_schema=False)
         add_get(router, "/health", self.health, responses=NOT_HEALTHY)
         add_get(router, "/health/live", self.live, responses=NOT_HEALTHY)
         add_get(router, "/health/ready", self.ready, responses=NOT_HEALTHY)
@@ -169,6 +174,7 @@ class Api:
         add_post("/v1/completions", self.completions, responses=STREAM)
         add_post("/v1/chat/completions", self.chat_completions, responses=STREAM)
         add_post("/v1/responses", self.responses, responses=STREAM)
+        add_post("/v1/embeddings", self.embeddings)
         add_anthropic = partial(add_post, route_class_override=AnthropicRoute)
         add_anthropic("/v1/messages", self.messages, responses=STREAM | ANTHROPIC_REFUSALS)
         add_anthropic("/v1/messages/count_tokens", self.count_tokens, responses=ANTHROPIC_REFUSALS)
@@ -178,8 +184,11 @@ class Api:
 
     # about the server
 
-    async def page(self) -> Response:
-        return HTMLResponse(PAGE.read_text("utf-8"), headers=SAFE_HEADERS)
+    async def page(self, request: HttpRequest, name: str = "index.html") -> Response:
+        """The page, or one of its files."""
+        response = await self._files.get_response(name, request.scope)
+        response.headers.update(SAFE_HEADERS)
+        return response
 
     async def live(self) -> Response:
         """Whether the engine's thread runs."""
@@ -205,7 +214,7 @@ class Api:
 
     async def stats(self) -> Response:
         """What the page draws."""
-        return JSONResponse(stats_of(self._moe, self._engine, model=self._model_name))
+        return JSONResponse(stats_of(self._moe, self._engine, self.metrics, model=self._model_name))
 
     async def document(self, request: HttpRequest) -> Response:
         return JSONResponse(request.app.openapi())
@@ -247,7 +256,7 @@ class Api:
         """Answer a conversation; nothing is kept."""
         self._require_model(body.model)
         chat = body.for_chat()
-        requests = await run_in_threadpool(self._reader.chat, chat, "input")
+        requests = await run_in_threadpool(self._reader.chat, chat, responses.NAMES)
         readers = self._message_readers(chat, requests)
         answer_to = partial(ResponseAnswer, asked=body, messages=readers)
         return await self._generate(request, chat, requests, answer_to)
@@ -256,7 +265,7 @@ class Api:
         """Answer a conversation in Anthropic's form."""
         self._require_model(body.model)
         chat = body.for_chat()
-        requests = await run_in_threadpool(self._reader.chat, chat)
+        requests = await run_in_threadpool(self._reader.chat, chat, anthropic.NAMES)
         answer_to = partial(MessagesAnswer, messages=self._message_readers(chat, requests))
         return await self._generate(request, chat, requests, answer_to)
 
@@ -266,6 +275,13 @@ class Api:
         chat = body.for_chat()
         ids = await run_in_threadpool(self._reader.chat_ids, chat.messages, chat.template_tools)
         return JSONResponse({"input_tokens": len(ids)})
+
+    async def embeddings(self, request: HttpRequest, body: EmbeddingsBody) -> Response:
+        """Vectors of texts."""
+        self._require_model(body.model)
+        requests = await run_in_threadpool(self._reader.embeddings, body)
+        answer = EmbeddingsAnswer(requests, model=self._model_name, encoding=body.encoding_format)
+        return await self._exchange(request, answer, requests, "input").body(request)
 
     def _message_readers(self, body: ChatBody, requests: Sequence[Request]) -> list[MessageReader]:
         tools = body.template_tools
@@ -303,20 +319,26 @@ class Api:
         requests: Sequence[Request],
         answer_to: Callable[..., Answer],
     ) -> Response:
-        requests = [replace(each, owner=request.state.owner) for each in requests]
         answer = answer_to(
             requests,
             model=self._model_name,
             tokenizer=self._reader.tokenizer,
             wants_usage=body.wants_usage,
         )
-        try:
-            exchange = Exchange(self._engine, self.metrics, answer, requests)
-        except ConfigError as error:  # more sequences than the queue has places
-            num_prompts = len(requests) // body.num_choices
-            too_many = "prompt" if num_prompts > self.config.max_queue else "n"
-            raise BadRequest(str(error), param=too_many) from error
+        num_prompts = len(requests) // body.num_choices
+        many = "prompt" if num_prompts > self.config.max_queue else "n"
+        exchange = self._exchange(request, answer, requests, many)
         return ExchangeStream(exchange) if body.stream else await exchange.body(request)
+
+    def _exchange(
+        self, request: HttpRequest, answer: Answer, requests: Sequence[Request], many: str
+    ) -> Exchange:
+        """Submit requests. `many` names the field that may ask for more than the queue can hold."""
+        requests = [replace(each, owner=request.state.owner) for each in requests]
+        try:
+            return Exchange(self._engine, self.metrics, answer, requests)
+        except ConfigError as error:
+            raise BadRequest(str(error), param=many) from error
 
 
 def add_get(router: APIRouter, path: str, handler: Callable[..., Any], **described: Any) -> None:

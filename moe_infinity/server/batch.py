@@ -7,7 +7,8 @@ the bits that generate() gives a single sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
+
+from moe_infinity.architectures import growing_cache
 
 # Not DynamicIndexedLayer: sparse attention also selects positions of the padding, so a sequence's
 # tokens depend on its neighbours (seen with DeepSeek-V3.2 and GLM-5, tiny and random).
@@ -51,6 +54,7 @@ class DecodeBatch:
     def __init__(self) -> None:
         self.cache: DynamicCache | None = None
         self._lengths: list[int] = []
+        self._overwritten: list[dict[str, Any]] = []  # of each layer, what a step writes over
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -97,15 +101,72 @@ class DecodeBatch:
             "past_key_values": self.cache,
         }
 
+    def begin_step(self) -> None:
+        """Keep what `undo` needs. One sequence needs nothing: without its step it ends."""
+        layers = self.cache.layers if self.cache is not None and len(self) > 1 else []
+        self._overwritten = [_overwritten(layer) for layer in layers]
+
     def grow(self) -> None:
         """Count the token that a step has added to each sequence."""
         self._lengths = [length + 1 for length in self._lengths]
+        self._overwritten = []
+
+    def undo(self) -> None:
+        """Bring back the state before a step that failed in the middle."""
+        layers = [] if self.cache is None else self.cache.layers
+        for layer, overwritten in zip(layers, self._overwritten, strict=True):
+            for name in _growing(layer):
+                setattr(layer, name, getattr(layer, name)[:, :, : self.longest])
+            for name, value in overwritten.items():
+                setattr(layer, name, value)
+        self._overwritten = []
+
+    def copy_of(self, row: int) -> DecodeBatch:
+        """A batch of this one sequence."""
+        assert self.cache is not None
+        alone = DecodeBatch()
+        alone.join(row_of(self.cache, row, self._lengths[row]), self._lengths[row])
+        return alone
 
     @property
     def num_bytes(self) -> int:
         """Memory of the caches."""
-        layers = [] if self.cache is None else self.cache.layers
-        return sum(t.nbytes for layer in layers for t in _tensors(layer))
+        return 0 if self.cache is None else bytes_of(self.cache)
+
+
+def bytes_of(cache: DynamicCache) -> int:
+    """Memory of a cache."""
+    return sum(tensor.nbytes for layer in cache.layers for tensor in _tensors(layer))
+
+
+def row_of(cache: DynamicCache, row: int, length: int) -> DynamicCache:
+    """A copy of one sequence of `length` tokens."""
+    alone = copy(cache)
+    alone.layers = [_copied(layer) for layer in cache.layers]
+    for layer in alone.layers:
+        _keep_rows(layer, torch.tensor([row], dtype=torch.long, device="cpu"), length)
+    return alone
+
+
+def with_tensors(layer: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """A layer with each tensor of another converted."""
+    copied = _copied(layer)
+    for states in _recurrent_states(copied):
+        for idx, state in states.items():
+            states[idx] = None if state is None else convert(state)
+    for name in _growing(copied):
+        setattr(copied, name, convert(getattr(copied, name)))
+    return copied
+
+
+def _copied(layer: Any) -> Any:
+    """A layer whose tensors are replaced without a change of the other's."""
+    copied = copy(layer)
+    vars(copied).pop(growing_cache.NAME, None)  # it would hold the memory of the other's tokens
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(copied, name, dict(value))
+    return copied
 
 
 def _recurrent_states(layer: Any) -> list[dict[int, Tensor | None]]:
@@ -120,6 +181,20 @@ def _growing(layer: Any) -> tuple[str, ...]:
     """
     is_growing = isinstance(layer, DynamicLayer) and layer.is_initialized
     return ("keys", "values") if is_growing else ()
+
+
+def _overwritten(layer: Any) -> dict[str, Any]:
+    """Attributes of a layer that cannot be cut back to the state before a step: a window forgets
+    its first token, and recurrent states change in place.
+    """
+    kept: dict[str, Any] = {}
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        kept = {name: getattr(layer, name) for name in (*_growing(layer), "cumulative_length")}
+    if isinstance(layer, LinearAttentionLayer):
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name).items()
+            kept[name] = {idx: None if x is None else x.clone() for idx, x in states}
+    return kept
 
 
 def _tensors(layer: Any) -> list[Tensor]:

@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_infinity.errors import Cancelled, ConfigError
+from torch import Tensor
+
+from moe_infinity.errors import Cancelled, CheckpointError, ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.config import ServeConfig
@@ -53,6 +55,8 @@ class EngineCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of these, not computed, because the prefix cache had them
     generated_tokens: int = 0
+    masks: int = 0  # of tokens that a grammar allows
+    masking_s: float = 0.0  # for all of these masks
     steps: int = 0
     stepping_s: float = 0.0  # in all of these steps
 
@@ -142,13 +146,14 @@ class Engine:
         return self.is_alive and not self._is_draining and self._moe.is_ready
 
     def state(self) -> dict[str, Any]:
-        """Sequences by state, bytes of the KV cache, and the fields of EngineCounts."""
+        """Sequences by state, bytes of the KV and prefix caches, and the fields of EngineCounts."""
         return {
             "waiting": len(self._waiting),
             "prefilling": len(self._prefilling),
             "decoding": len(self._decoding),
             "kv_bytes": self._batch.num_bytes,
             "prefix_bytes": self._passes.prefixes.used_bytes,
+            "prefix_capacity_bytes": self._passes.prefixes.num_bytes,
             **asdict(self.counts),
         }
 
@@ -215,13 +220,12 @@ class Engine:
             logits_V = self._passes.prefill(sequence)
             self.counts.prompt_tokens += sequence.num_prefilled - before
             self.counts.cached_tokens += sequence.num_cached if before == 0 else 0
-            is_last = sequence.is_prefilled and sequence.add(logits_V, self._passes.end_ids)
+            is_last = sequence.is_prefilled and self._begin_answer(sequence, logits_V)
         except Exception as error:
             self._fail(sequence, error)
             return
         if not sequence.is_prefilled:
             return
-        self.counts.generated_tokens += 1
         if is_last:
             self._finish(sequence)
             return
@@ -231,23 +235,21 @@ class Engine:
         sequence.cache = None
         self._decoding.append(sequence)
 
-    def _decode(self) -> None:
-        """Compute one token of each decoding sequence.
+    def _begin_answer(self, sequence: Running, logits_V: Tensor) -> bool:
+        """Choose the first token. Returns True if it was the last, or there is to be none."""
+        if sequence.request.max_new_tokens == 0:
+            sequence.end_with_prompt()
+            return True
+        is_last = sequence.add(logits_V, self._passes.end_ids)
+        self.counts.generated_tokens += 1
+        return is_last
 
-        An error of the forward pass ends all of them. An error in choosing a token ends one.
-        """
-        sequences = self._decoding
-        if not sequences:
+    def _decode(self) -> None:
+        """Compute one token of each decoding sequence. An error in choosing a token ends one."""
+        if not self._decoding:
             return
-        try:
-            logits_BV = self._passes.decode(sequences, self._batch)
-        except Exception as error:
-            self._decoding = []
-            self._batch.keep([])
-            for sequence in sequences:
-                self._fail(sequence, error)
-            return
-        for sequence, logits_V in zip(list(sequences), logits_BV, strict=True):
+        logits_BV = self._logits()
+        for sequence, logits_V in zip(list(self._decoding), logits_BV, strict=True):
             self.counts.generated_tokens += 1
             try:
                 if sequence.add(logits_V, self._passes.end_ids):
@@ -255,7 +257,50 @@ class Engine:
             except Exception as error:
                 self._fail(sequence, error)
 
+    def _logits(self) -> Sequence[Tensor]:
+        """[V] of each decoding sequence.
+
+        An expert that cannot be read ends the sequences that need it. Any other error of the
+        forward pass ends all of them.
+        """
+        try:
+            return list(self._passes.decode(self._decoding, self._batch))
+        except Exception as error:
+            if isinstance(error, CheckpointError) and len(self._decoding) > 1:
+                return self._logits_apart()
+            failed, self._decoding = self._decoding, []
+            self._batch = DecodeBatch()
+            for sequence in failed:
+                self._fail(sequence, error)
+            return []
+
+    def _logits_apart(self) -> Sequence[Tensor]:
+        """As `_logits`, but each sequence is computed alone. Those that do not fail are together
+        again for the next step.
+        """
+        self._batch.undo()
+        batch = DecodeBatch()
+        computed: list[tuple[Running, Tensor]] = []
+        failed: list[tuple[Running, Exception]] = []
+        for row, sequence in enumerate(self._decoding):
+            alone = self._batch.copy_of(row)
+            try:
+                computed.append((sequence, self._passes.decode([sequence], alone)[0]))
+            except Exception as error:
+                failed.append((sequence, error))
+                continue
+            assert alone.cache is not None
+            batch.join(alone.cache, alone.longest)
+        self._batch = batch
+        self._decoding = [sequence for sequence, _ in computed]
+        for sequence, cause in failed:
+            self._fail(sequence, cause)
+        return [logits_V for _, logits_V in computed]
+
     def _finish(self, sequence: Running) -> None:
+        if sequence in self._decoding:
+            row = self._decoding.index(sequence)
+            self._passes.keep_answer(sequence, self._batch, row, is_end=True)
         self.counts.finished += 1
         self._leave(sequence, None)
 
@@ -266,6 +311,12 @@ class Engine:
 
     def _leave(self, sequence: Running, error: BaseException | None) -> None:
         """Remove a sequence in any state, free its seat and its cache, then deliver its end."""
+        constraint = sequence.request.constraint
+        if constraint is not None and constraint.num_masks:
+            self.counts.masks += constraint.num_masks
+            self.counts.masking_s += constraint.masking_s
+            mean_us = constraint.masking_s / constraint.num_masks * 1e6
+            logger.info("%d masks of a grammar, %.0f us each", constraint.num_masks, mean_us)
         with self._changed:
             if sequence in self._waiting:
                 self._waiting.remove(sequence)

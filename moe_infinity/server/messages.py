@@ -17,9 +17,11 @@ from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from moe_infinity.server.call_forms import THINK, answer_form_of, example_of
+
 logger = logging.getLogger(__name__)
 CALL_WITH_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-THINKING = {"open": "<think>", "close": "</think>", "content": "text"}
+THINKING = {"open": THINK[0], "close": THINK[1], "content": "text"}
 # By `model_type`, as their chat templates write messages.
 FORMATS: dict[tuple[str, ...], dict[str, Any]] = {
     ("gpt_oss",): {  # https://cookbook.openai.com/articles/openai-harmony
@@ -121,10 +123,28 @@ class MessageFormat:
             kind = model.config.model_type
             spec = next((form for kinds, form in FORMATS.items() if kind in kinds), None)
         self._template = None if spec is None else load_response_template(spec)
+        self.answer_form = answer_form_of(
+            model.config.model_type, str(getattr(tokenizer, "chat_template", ""))
+        )
 
     @property
     def is_known(self) -> bool:
         return self._template is not None
+
+    def has_begun_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends with a tag behind which the model thinks."""
+        text: str = self._tokenizer.decode(prompt_ids[-8:])
+        return self.is_known and text.rstrip().endswith(THINK[0])
+
+    def reads_calls(self, prompt_ids: Sequence[int], name: str) -> bool:
+        """Whether a call in the form that this kind of model writes is found as one."""
+        if self.answer_form is None:
+            return False
+        reader = self.reader(prompt_ids, None, max_calls=None)
+        if self.has_begun_reasoning(prompt_ids):
+            reader.add(THINK[1], is_last=False)
+        reader.add(example_of(self.answer_form.calls, name), is_last=True)
+        return [call.name for call in reader.message.calls] == [name]
 
     def reader(
         self,
@@ -139,6 +159,8 @@ class MessageFormat:
         parser = None
         if self._template is not None:
             prompt = self._tokenizer.decode(prompt_ids)
+            if prompt.rstrip().endswith(THINK[1]):
+                prompt = prompt.rstrip()  # else the parser takes the rest for content
             try:
                 parser = ResponseParser(self._template, prefix=prompt, tools=tools)
             except (ValueError, KeyError, TypeError) as error:

@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from moe_infinity.model import MoE
@@ -15,7 +20,6 @@ from moe_infinity.server.engine import Engine
 
 PREFIX = "moe_infinity"
 SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
-LETTERS = {-1: " ", 0: ".", 1: "l", 2: "r", 3: "a"}  # a letter per state of MoE.expert_states()
 
 
 class Metrics(Collector):
@@ -42,6 +46,13 @@ class Metrics(Collector):
         name = f"{PREFIX}_{name}_seconds"
         return Histogram(name, meaning, buckets=SECONDS, registry=self._registry)
 
+    def first_outputs(self) -> dict[str, float]:
+        """How many requests had a first output, and the sum of the seconds until then."""
+        (family,) = self.ttft_s.collect()
+        samples = {sample.name: sample.value for sample in family.samples}
+        name = f"{PREFIX}_ttft_seconds"
+        return {"count": samples[f"{name}_count"], "seconds": samples[f"{name}_sum"]}
+
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
@@ -60,6 +71,9 @@ def engine_metrics(state: dict[str, Any]) -> Iterator[Metric]:
     yield gauge
     yield GaugeMetricFamily(f"{PREFIX}_kv_bytes", "KV cache of decoding", value=state["kv_bytes"])
     yield GaugeMetricFamily(f"{PREFIX}_prefix_bytes", "Prefix cache", value=state["prefix_bytes"])
+    room = GaugeMetricFamily(f"{PREFIX}_prefix_capacity_bytes", "Prefix cache, at most")
+    room.add_metric([], state["prefix_capacity_bytes"])
+    yield room
     ended = CounterMetricFamily(f"{PREFIX}_sequences_ended", "By outcome", labels=["outcome"])
     for name in ("finished", "cancelled", "expired", "failed", "refused"):
         ended.add_metric([name], state[name])
@@ -69,6 +83,12 @@ def engine_metrics(state: dict[str, Any]) -> Iterator[Metric]:
     tokens.add_metric(["cached"], state["cached_tokens"])
     tokens.add_metric(["generated"], state["generated_tokens"])
     yield tokens
+    yield SummaryMetricFamily(
+        f"{PREFIX}_mask_seconds",
+        "Masks of tokens that a grammar allows",
+        count_value=state["masks"],
+        sum_value=state["masking_s"],
+    )
     yield CounterMetricFamily(f"{PREFIX}_steps", "Steps of the engine", value=state["steps"])
     yield CounterMetricFamily(f"{PREFIX}_step_seconds", "Time in steps", value=state["stepping_s"])
 
@@ -104,13 +124,20 @@ def cache_metrics(report: Report) -> Iterator[Metric]:
     yield room
 
 
-def stats_of(moe: MoE, engine: Engine, *, model: str) -> dict[str, Any]:
-    """What the page draws: counts, and per MoE layer a string with one letter per expert."""
+def stats_of(moe: MoE, engine: Engine, metrics: Metrics, *, model: str) -> dict[str, Any]:
+    """What the page draws: counts, and per MoE layer a string with one letter per expert.
+
+    A letter is "d" for an expert in device memory, "h" in host memory, "." on disk only, "l" while
+    it loads and " " if there is none; a capital says that the last step activated it.
+    """
     report = moe.report()  # before the states: experts may be preloaded meanwhile
+    fastest = report.tiers[0].tier[0]
+    letters = {-1: " ", 0: ".", 1: "l", 2: fastest, 3: fastest.upper(), 4: "h"}
     states_LE = moe.expert_states().tolist()
     return {
         "model": model,
         "engine": engine.state() | {"max_batch": engine.config.max_batch},
+        "ttft": metrics.first_outputs(),
         "report": report.as_dict(),
-        "experts": ["".join(LETTERS[state] for state in states) for states in states_LE],
+        "experts": ["".join(letters[state] for state in states) for states in states_LE],
     }

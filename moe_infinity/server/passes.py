@@ -23,7 +23,10 @@ from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch, has_recurrent_layers, layers_that_cannot_join
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.prefix_cache import PrefixCache, why_not
+from moe_infinity.server.prompt_outputs import last_hidden_states, prompt_logprobs
+from moe_infinity.server.sampling import ChosenToken
 from moe_infinity.server.sequences import Running
+from moe_infinity.server.snapshots import Snapshots, why_no_snapshots
 from moe_infinity.sizes import parse_size
 
 logger = logging.getLogger(__name__)
@@ -42,11 +45,13 @@ class Passes:
         self._num_seats = config.max_batch
         self._accepts = set(inspect.signature(moe.model.forward).parameters)
         self._require_servable()
-        # With one seat a prompt is one pass, as in generate(). Recurrent layers would begin anew
-        # with each chunk.
-        is_chunked = config.max_batch > 1 and not has_recurrent_layers(moe.model.config)
-        self._chunk = config.prefill_chunk if is_chunked else None
-        self.prefixes = PrefixCache(prefix_bytes(moe, config))
+        # Recurrent layers would begin anew with each chunk. With one seat a prompt is one pass, as
+        # in generate(), unless logits of all its tokens are wanted: they may not fit into memory.
+        apart = layers_that_cannot_join(moe.model.config)
+        can_chunk = not (apart or has_recurrent_layers(moe.model.config))
+        self._chunk_to_read = config.prefill_chunk if can_chunk else None
+        self._chunk = self._chunk_to_read if config.max_batch > 1 else None
+        self.prefixes = prefixes_of(moe, config)
 
     def _require_servable(self) -> None:
         model = self._moe.model
@@ -70,8 +75,8 @@ class Passes:
         prompt_ids = sequence.request.prompt_ids
         cache = sequence.cache or self._begin(sequence)
         start = sequence.num_prefilled
-        end = None if self._chunk is None else start + self._chunk
-        chunk = prompt_ids[start:end]
+        size = self._chunk_to_read if sequence.request.reads_all else self._chunk
+        chunk = prompt_ids[start : None if size is None else start + size]
         inputs = {
             "input_ids": torch.tensor([chunk], dtype=torch.long, device="cpu"),
             "attention_mask": torch.ones((1, start + len(chunk)), dtype=torch.long, device="cpu"),
@@ -79,12 +84,37 @@ class Passes:
             "past_key_values": cache,
         }
         step = self._step(Phase.PREFILL, [sequence] * len(chunk), chunk)
-        logits_1V = self._forward(step, inputs)
+        logits_V = self._read(sequence, step, inputs)
         sequence.num_prefilled += len(chunk)
         if sequence.branch is not None:
             sequence.branch.note(self._moe.last_routing())
-            self.prefixes.extend(sequence.branch, prompt_ids, cache, 0, sequence.num_prefilled)
-            cut_windows(cache, is_last=sequence.is_prefilled)
+            is_last = sequence.is_prefilled
+            end = sequence.num_prefilled
+            self.prefixes.extend(sequence.branch, prompt_ids, cache, 0, end, is_end=is_last)
+            if self.prefixes.needs_windows:
+                cut_windows(cache, is_last=is_last)
+        return logits_V
+
+    def _read(self, sequence: Running, step: Step, inputs: dict[str, Any]) -> Tensor:
+        """Compute a chunk, and what its request wants of the prompt's own tokens."""
+        request = sequence.request
+        start = sequence.num_prefilled
+        end = start + inputs["input_ids"].shape[1]
+        if request.has_prompt_logprobs:
+            logits_TV = self._logits(step, inputs, num_kept=0)[0]
+            first = [ChosenToken(request.prompt_ids[0])] if start == 0 else []
+            next_ids = request.prompt_ids[start + 1 : end + 1]
+            num_alternatives = request.sampling.num_logprobs or 0
+            sequence.echo([*first, *prompt_logprobs(logits_TV, next_ids, num_alternatives)])
+            return logits_TV[-1].to("cpu", copy=True, dtype=torch.float32)
+        if sequence.embedding is not None:
+            with last_hidden_states(self._moe.model) as states:
+                logits_1V = self._forward(step, inputs)
+            sequence.embedding.add(states[0][0])
+        else:
+            logits_1V = self._forward(step, inputs)
+        if request.echo:
+            sequence.echo([ChosenToken(i) for i in request.prompt_ids[sequence.num_echoed : end]])
         return logits_1V[0]
 
     def _begin(self, sequence: Running) -> DynamicCache:
@@ -92,7 +122,7 @@ class Passes:
         in any case: there is no first token without its logits.
         """
         sequence.cache = cache = DynamicCache(config=self._moe.model.config)
-        if self.prefixes.num_bytes == 0:
+        if self.prefixes.num_bytes == 0 or sequence.request.reads_all:
             return cache
         sequence.branch = self.prefixes.branch(sequence.request.owner)
         known_ids = sequence.request.prompt_ids[:-1]
@@ -105,38 +135,52 @@ class Passes:
                 known_ids = known_ids[: sequence.num_cached]
                 step = self._step(Phase.PREFILL, [sequence] * sequence.num_cached, known_ids)
                 self._moe.note_known(step, np.concatenate(experts).astype(np.int64))
-        keep_windows(cache)
+        if self.prefixes.needs_windows:
+            keep_windows(cache)
         return cache
 
     def decode(self, sequences: Sequence[Running], batch: DecodeBatch) -> Tensor:
         """Compute one token of each sequence. Returns [B, V] float32 logits.
 
-        The caller must empty the batch if this raises.
+        If this raises, the caller must undo the batch's step or drop the batch.
         """
         token_ids = [sequence.last_id for sequence in sequences]
+        batch.begin_step()
         step = self._step(Phase.DECODE, sequences, token_ids)
         logits_BV = self._forward(step, batch.inputs(token_ids))
         batch.grow()
-        self._keep_answers(sequences, batch)
+        if self.prefixes.num_bytes > 0:
+            experts_BLK = self._moe.last_routing()
+            for row, sequence in enumerate(sequences):
+                if sequence.branch is not None:
+                    own = None if experts_BLK is None else experts_BLK[row : row + 1]
+                    sequence.branch.note(own)
+                    self.keep_answer(sequence, batch, row)
         return logits_BV
 
-    def _keep_answers(self, sequences: Sequence[Running], batch: DecodeBatch) -> None:
-        """Give what a step has added to the prefix cache."""
-        if self.prefixes.num_bytes == 0 or batch.cache is None:
-            return
-        experts_BLK = self._moe.last_routing()
-        for row, (sequence, length) in enumerate(zip(sequences, batch.lengths, strict=True)):
-            if sequence.branch is not None:
-                sequence.branch.note(None if experts_BLK is None else experts_BLK[row : row + 1])
-                self.prefixes.extend(sequence.branch, sequence.ids, batch.cache, row, length)
+    def keep_answer(
+        self, sequence: Running, batch: DecodeBatch, row: int, *, is_end: bool = False
+    ) -> None:
+        """Give the prefix cache what it keeps of a sequence, whose tokens are in this row."""
+        if sequence.branch is not None and batch.cache is not None:
+            length = batch.lengths[row]
+            self.prefixes.extend(
+                sequence.branch, sequence.ids, batch.cache, row, length, is_end=is_end
+            )
 
     def _forward(self, step: Step, inputs: dict[str, Any]) -> Tensor:
         """[B, V] float32 logits of the last token, on the CPU: there the tokens are chosen."""
-        inputs |= {"use_cache": True, "logits_to_keep": 1}
+        logits_BTV = self._logits(step, inputs, num_kept=1)
+        return logits_BTV[:, -1].to("cpu", copy=True, dtype=torch.float32)
+
+    def _logits(self, step: Step, inputs: dict[str, Any], num_kept: int) -> Tensor:
+        """[B, T, V] logits of at least the last `num_kept` tokens, 0 for all, as the model gives
+        them.
+        """
+        inputs |= {"use_cache": True, "logits_to_keep": num_kept}
         accepted = {name: value for name, value in inputs.items() if name in self._accepts}
-        output = self._moe.forward(step, **accepted)
-        logits_BV: Tensor = output.logits[:, -1].to("cpu", copy=True, dtype=torch.float32)
-        return logits_BV
+        logits_BTV: Tensor = self._moe.forward(step, **accepted).logits
+        return logits_BTV
 
     def _step(self, phase: Phase, owners: Sequence[Running], token_ids: Sequence[int]) -> Step:
         """The step for the recorder. `owners` has the sequence of each token."""
@@ -155,23 +199,28 @@ class Passes:
         )
 
 
-def prefix_bytes(moe: MoE, config: ServeConfig) -> int:
-    """How much memory prefixes may take; 0 for none. Raises ConfigError for what is no size, and
-    for a size where a model's prefixes cannot be kept.
+def prefixes_of(moe: MoE, config: ServeConfig) -> PrefixCache | Snapshots:
+    """What keeps prefixes, with 0 bytes if none are kept. Raises ConfigError for what is no size,
+    and for a size where a model's prefixes cannot be kept.
     """
     wanted = config.prefix_cache
-    if wanted == "off":
-        return 0
-    reason = why_not(moe.model.config)
+    gives_exact_bits = config.max_batch == 1 and moe.config.is_exact
+    if wanted == "off" or (wanted is None and gives_exact_bits):
+        return PrefixCache(0)
+    model_config = moe.model.config
+    is_recurrent = has_recurrent_layers(model_config) and not layers_that_cannot_join(model_config)
+    reason = why_no_snapshots(moe) if is_recurrent else why_not(model_config)
     if reason is not None:
         if wanted is not None:
             raise ConfigError(f"prefixes of this model cannot be kept: {reason}")
         logger.info("no prefixes are kept: %s", reason)
-        return 0
+        return PrefixCache(0)
+    free_bytes = available_memory_bytes()
     if wanted is None:
-        gives_exact_bits = config.max_batch == 1 and moe.config.is_exact
-        return 0 if gives_exact_bits else int(available_memory_bytes() * PREFIX_SHARE)
-    return parse_size(wanted, whole_bytes=available_memory_bytes())
+        num_bytes = int(free_bytes * PREFIX_SHARE)
+    else:
+        num_bytes = parse_size(wanted, whole_bytes=free_bytes)
+    return Snapshots(num_bytes) if is_recurrent else PrefixCache(num_bytes)
 
 
 def keep_windows(cache: DynamicCache) -> None:

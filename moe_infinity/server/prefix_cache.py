@@ -83,6 +83,8 @@ class Branch:
 class PrefixCache:
     """Of one model, for one thread. With 0 bytes nothing is kept."""
 
+    needs_windows = True  # also tokens that a sliding window passes over within a prompt
+
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes  # at most
         self._roots: dict[str, Node] = {}
@@ -133,7 +135,14 @@ class PrefixCache:
             )
 
     def extend(
-        self, branch: Branch, token_ids: Sequence[int], cache: DynamicCache, row: int, end: int
+        self,
+        branch: Branch,
+        token_ids: Sequence[int],
+        cache: DynamicCache,
+        row: int,
+        end: int,
+        *,
+        is_end: bool = False,  # of a prompt or an answer; blocks are added before, too
     ) -> None:
         """Add the blocks of a sequence that are complete and not there yet. `end` is the number of
         tokens that row `row` of `cache` has keys and values of, right-aligned. What a sliding

@@ -5,19 +5,39 @@ sampling settings, defaults are filled in and bounds are checked.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from llguidance import LLMatcher
+
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
+from moe_infinity.server.call_forms import calls_in, message_in, tools_of
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.constraints import Constraint
+from moe_infinity.server.embeddings import EmbeddingsBody
+from moe_infinity.server.grammars import GrammarCompiler, Structure, part_of
 from moe_infinity.server.messages import MessageFormat
-from moe_infinity.server.protocol import ChatBody, CompletionBody, GenerationBody, Message
+from moe_infinity.server.passes import end_ids_of
+from moe_infinity.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    Prompts,
+    each_of,
+)
 from moe_infinity.server.refusals import BadRequest
 from moe_infinity.server.sampling import Sampling
 from moe_infinity.server.sequences import Request
 
 COMPLETION_TOKENS = 16  # when /v1/completions does not say, as in OpenAI's
+
+
+# What another API calls a field of a chat request, for refusals.
+FieldNames = Mapping[str, str]
+SAME_NAMES: FieldNames = {}
 
 
 class PromptReader:
@@ -32,7 +52,9 @@ class PromptReader:
         self.max_context = context_of(moe, config.max_context)  # tokens of prompt and answer
         self._max_new_tokens = config.max_new_tokens
         self._generation_config = moe.model.generation_config
-        self._vocab_size = moe.model.config.get_text_config().vocab_size
+        self._text_config = moe.model.config.get_text_config()
+        self._vocab_size = self._text_config.vocab_size
+        self._grammars = GrammarCompiler(moe.tokenizer, self._vocab_size, end_ids_of(moe.model))
         self._lock = threading.Lock()
 
     def completion(self, body: CompletionBody) -> list[Request]:
@@ -40,23 +62,39 @@ class PromptReader:
 
         Raises BadRequest.
         """
-        if not body.prompts:
-            raise BadRequest("there is no prompt", param="prompt")
-        max_tokens = body.max_tokens or COMPLETION_TOKENS
-        return [
+        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        grammar = self._text_grammar(body.structure)
+        requests = [
             request
-            for prompt in body.prompts
-            for request in self._requests(self._ids_of(prompt), body, max_tokens, "prompt")
+            for ids in self._all_ids(body.prompt, "prompt")
+            for request in self._requests(ids, body, max_tokens, "prompt", grammar)
+        ]
+        if body.echo:  # as the model gets it, special tokens included
+            requests = [replace(each, echo=True, has_special=True) for each in requests]
+        return requests
+
+    def embeddings(self, body: EmbeddingsBody) -> list[Request]:
+        """A request per input. Raises BadRequest."""
+        if body.dimensions not in (None, width := self._text_config.hidden_size):
+            message = f"embeddings of this model have {width} dimensions"
+            raise BadRequest(message, param="dimensions")
+        everything = self._all_ids(body.input, "input")
+        for ids in everything:
+            self._require_fit(ids, 0, "input")
+        return [
+            Request(prompt_ids=ids, max_new_tokens=0, pooling=body.pooling) for ids in everything
         ]
 
-    def chat(self, body: ChatBody, param: str = "messages") -> list[Request]:
-        """A request per choice. Raises BadRequest; `param` is what the client calls messages."""
+    def chat(self, body: ChatBody, names: FieldNames = SAME_NAMES) -> list[Request]:
+        """A request per choice. Raises BadRequest."""
+        param = names.get("messages", "messages")
         ids = self.chat_ids(body.messages, body.template_tools, param)
         max_tokens = body.max_completion_tokens or body.max_tokens
         if max_tokens is None:
             room = max(self.max_context - len(ids), 1)
             max_tokens = min(self._max_new_tokens, room)
-        requests = self._requests(ids, body, max_tokens, param)
+        grammar = self._chat_grammar(body, ids, names)
+        requests = self._requests(ids, body, max_tokens, param, grammar)
         return [replace(each, has_special=self.format.is_known) for each in requests]
 
     def text_ids(self, text: str) -> list[int]:
@@ -97,10 +135,15 @@ class PromptReader:
         text: str = self.tokenizer.decode(token_ids)
         return text
 
-    def _ids_of(self, prompt: str | list[int]) -> list[int]:
+    def _all_ids(self, prompts: Prompts, param: str) -> list[list[int]]:
+        if not prompts:
+            raise BadRequest(f"there is no {param}", param=param)
+        return [self._ids_of(prompt, param) for prompt in each_of(prompts)]
+
+    def _ids_of(self, prompt: str | list[int], param: str) -> list[int]:
         if isinstance(prompt, str):
             return self.text_ids(prompt)
-        self._require_known(prompt, "prompt")
+        self._require_known(prompt, param)
         return prompt
 
     def _require_known(self, token_ids: list[int], param: str) -> None:
@@ -108,11 +151,69 @@ class PromptReader:
             message = f"token id {max(token_ids)} of a vocabulary of {self._vocab_size}"
             raise BadRequest(message, param=param)
 
+    def _text_grammar(self, structure: Structure | None) -> LLMatcher | None:
+        """Of an answer that is a text and nothing else; None for any text."""
+        if structure is None:
+            return None
+        lark = self._grammars.lark(structure.param)
+        start = lark.part(part_of(structure, structure.param))
+        return self._grammars.compiled(lark, start, structure.param)
+
+    def _chat_grammar(self, body: ChatBody, ids: list[int], names: FieldNames) -> LLMatcher | None:
+        """Of a message: what its text must be, or calls of tools, behind its reasoning.
+
+        None for any message.
+        """
+        structure = body.structure
+        if structure is None and not body.must_call:
+            return None
+        param = "tool_choice"
+        if structure is not None:
+            param = names.get(structure.param, structure.param)
+        lark = self._grammars.lark(param)
+        form = self.format.answer_form if self.format.is_known else None
+        options = []
+        if structure is not None:
+            begin = "" if form is None else lark.literal(form.answer)
+            options.append(f"{begin} {lark.part(part_of(structure, param))}")
+        parameters = names.get("function.parameters", "function.parameters")
+        tools = tools_of(body.template_tools or [], parameters)
+        if tools and form is not None and self.format.reads_calls(ids, tools[0].name):
+            tools = [tool for tool in tools if body.called_name in (None, tool.name)]
+            if not tools:
+                raise BadRequest(f"no tool is called {body.called_name!r}", param=param)
+            options.append(calls_in(lark, form.calls, tools, body.max_calls))
+        elif body.must_call:
+            message = "it is not known how this model writes calls, so it cannot be made to"
+            raise BadRequest(message, param=param)
+        is_thinking = self.format.has_begun_reasoning(ids)
+        start = message_in(lark, form, options, is_thinking=is_thinking)
+        return self._grammars.compiled(lark, start, param)
+
     def _requests(
-        self, ids: list[int], body: GenerationBody, max_tokens: int, param: str
+        self,
+        ids: list[int],
+        body: GenerationBody,
+        max_tokens: int,
+        param: str,
+        grammar: LLMatcher | None,
     ) -> list[Request]:
+        self._require_fit(ids, max_tokens, param)
+        return [
+            Request(
+                prompt_ids=ids,
+                max_new_tokens=max_tokens,
+                sampling=self._sampling(body, choice),
+                stop=body.stops,
+                constraint=None if grammar is None else Constraint(grammar.deep_copy()),
+            )
+            for choice in range(body.num_choices)
+        ]
+
+    def _require_fit(self, ids: list[int], max_tokens: int, param: str) -> None:
+        """Raise BadRequest for no tokens, or for more than there is room for."""
         if not ids:
-            raise BadRequest("the prompt is empty: there is nothing to continue", param=param)
+            raise BadRequest("this has no tokens", param=param)
         if len(ids) + max_tokens > self.max_context:
             raise BadRequest(
                 f"{len(ids)} tokens of prompt and {max_tokens} of answer are more than "
@@ -120,15 +221,6 @@ class PromptReader:
                 param=param,
                 code="context_length_exceeded",
             )
-        return [
-            Request(
-                prompt_ids=ids,
-                max_new_tokens=max_tokens,
-                sampling=self._sampling(body, choice),
-                stop=body.stops,
-            )
-            for choice in range(body.num_choices)
-        ]
 
     def _sampling(self, body: GenerationBody, choice: int) -> Sampling:
         """Settings of the request, else of the checkpoint, else temperature 1 and no filter."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from moe_infinity.server.grammars import Structure
 from moe_infinity.server.refusals import BadRequest
 
 MAX_STOPS = 16
@@ -24,6 +25,9 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 # Nine digits are enough for any vocabulary. int() raises for thousands of digits: status 500.
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+Prompts = str | list[str] | list[TokenId] | list[list[TokenId]]
 
 
 class Body(BaseModel):
@@ -46,6 +50,31 @@ class SampledBody(Body):
     user: str | None = None  # for the client's own use: it has no effect
 
 
+class StructuredOutputs(Body):
+    """What the text of an answer must be, in vLLM's words."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")  # a JSON schema
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None  # in Lark or GBNF
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if len(self.model_dump(exclude_none=True)) != 1:
+            message = "give one of json, regex, choice and grammar"
+            raise BadRequest(message, param="structured_outputs")
+        return self
+
+    @property
+    def structure(self) -> Structure:
+        ((kind, value),) = self.model_dump(exclude_none=True, by_alias=True).items()
+        return Structure(kind, value, f"structured_outputs.{kind}")
+
+
+# What vLLM called these before.
+OLDER_NAMES = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+
+
 class GenerationBody(SampledBody):
     """The fields that completions and chat completions share."""
 
@@ -58,6 +87,23 @@ class GenerationBody(SampledBody):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenIdText, Bias] | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older_names(cls, fields: Any) -> Any:
+        """`guided_regex` is `structured_outputs.regex`, and so on."""
+        if not isinstance(fields, dict) or not OLDER_NAMES.keys() & fields.keys():
+            return fields
+        older = {name: fields[name] for name in OLDER_NAMES if fields.get(name) is not None}
+        rest = {name: value for name, value in fields.items() if name not in OLDER_NAMES}
+        if not older:
+            return rest
+        if len(older) > 1 or rest.get("structured_outputs") is not None:
+            message = "give one of these and structured_outputs"
+            raise BadRequest(message, param=list(older)[-1])
+        structured = {OLDER_NAMES[name]: value for name, value in older.items()}
+        return rest | {"structured_outputs": structured}
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerationBody:
@@ -69,6 +115,11 @@ class GenerationBody(SampledBody):
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """Alternatives to list with each token; None: no log-probabilities at all."""
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text of the answer must be."""
+        return None if self.structured_outputs is None else self.structured_outputs.structure
 
     @property
     def num_choices(self) -> int:
@@ -84,25 +135,32 @@ class GenerationBody(SampledBody):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+def each_of(prompts: Prompts) -> list[str] | list[list[int]]:
+    """Its prompts, where one need not be in a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]
+    return prompts  # type: ignore[return-value]
+
+
 class CompletionBody(GenerationBody):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompts
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _something_is_to_be_answered(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("0 is for echo=true", param="max_tokens")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if prompt and isinstance(prompt[0], int):
-            return [prompt]
-        return prompt  # type: ignore[return-value]
 
 
 class TextPart(Body):
@@ -144,15 +202,42 @@ class TextFormat(Body):
     type: Literal["text"]
 
 
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None  # without effect
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # without effect: answers fit the schema in any case
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class FunctionName(Body):
+    name: str
+
+
+class FunctionToolChoice(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: TextFormat | None = None
+    response_format: Annotated[
+        TextFormat | JsonObjectFormat | JsonSchemaFormat | None, Field(discriminator="type")
+    ] = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
@@ -164,7 +249,36 @@ class ChatBody(GenerationBody):
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             message = "this is the same as max_completion_tokens: give one of them"
             raise BadRequest(message, param="max_tokens")
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        if has_format and self.structured_outputs is not None:
+            raise BadRequest("give either this or response_format", param="structured_outputs")
+        if self.must_call:
+            if self.structure is not None:
+                message = "give either this or a form of the text"
+                raise BadRequest(message, param="tool_choice")
+            if not self.tools:
+                raise BadRequest("there are no tools", param="tool_choice")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def called_name(self) -> str | None:
+        """Of the tool that has to be called; None if it may be any."""
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, FunctionToolChoice) else None
+
+    @property
+    def structure(self) -> Structure | None:
+        if isinstance(self.response_format, JsonSchemaFormat):
+            schema = self.response_format.json_schema.schema_
+            return Structure("json", schema, "response_format.json_schema.schema")
+        if isinstance(self.response_format, JsonObjectFormat):
+            return Structure("json", {"type": "object"}, "response_format")
+        return super().structure
 
     @property
     def num_logprobs(self) -> int | None:

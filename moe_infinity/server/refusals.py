@@ -12,6 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from moe_infinity.errors import Cancelled
+from moe_infinity.server.constraints import ConstraintFailed
+from moe_infinity.server.prompt_outputs import NoEmbeddings
 from moe_infinity.server.sequences import DeadlineExceeded, EngineStopped, QueueFull
 
 # In the location of an error, pydantic also names which of several types it tried.
@@ -67,6 +69,10 @@ def refused_by(error: BaseException) -> Refused:
         return Refused(503, str(error), type="server_error", code="stopped")
     if isinstance(error, DeadlineExceeded):
         return Refused(504, str(error), type="server_error", code="deadline_exceeded")
+    if isinstance(error, NoEmbeddings):
+        return BadRequest(str(error), code="no_embeddings")
+    if isinstance(error, ConstraintFailed):
+        return BadRequest(f"the answer's grammar: {error}", code="constraint_failed")
     if isinstance(error, Cancelled):
         return Refused(499, str(error), type="server_error", code="cancelled")
     what = f"generation failed: {type(error).__name__}"

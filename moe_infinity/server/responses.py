@@ -19,6 +19,8 @@ from moe_infinity.server.protocol import (
     MAX_LOGPROBS,
     Body,
     ChatBody,
+    JsonObjectFormat,
+    JsonSchema,
     Message,
     SampledBody,
     TextFormat,
@@ -26,6 +28,13 @@ from moe_infinity.server.protocol import (
 from moe_infinity.server.refusals import Refused
 from moe_infinity.server.sequences import Output, Request, TokenText
 
+# What this API calls fields of a chat request.
+NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "function.parameters": "parameters",
+}
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
@@ -94,8 +103,31 @@ class FunctionTool(Body):
 InputItem = FunctionCall | FunctionCallOutput | InputMessage
 
 
+class FlatSchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+    def for_chat(self) -> dict[str, Any]:
+        schema = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+        return {"type": "json_schema", "json_schema": schema}
+
+
 class TextConfig(Body):
-    format: TextFormat | None = None
+    format: Annotated[
+        TextFormat | JsonObjectFormat | FlatSchemaFormat | None, Field(discriminator="type")
+    ] = None
+
+    def for_chat(self) -> dict[str, Any] | None:
+        if isinstance(self.format, FlatSchemaFormat):
+            return self.format.for_chat()
+        return None if self.format is None else self.format.model_dump()
+
+
+class FunctionChoice(Body):
+    type: Literal["function"]
+    name: str
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
 
 
 class EventOptions(Body):
@@ -112,7 +144,7 @@ class ResponsesBody(SampledBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[Literal["message.output_text.logprobs"]] | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     stream_options: EventOptions | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     background: Literal[False] | None = None
@@ -130,6 +162,7 @@ class ResponsesBody(SampledBody):
             messages.append(Message(role="user", content=self.input))
         else:
             messages += [message.for_chat() for message in self.input]
+        choice = self.tool_choice
         has_logprobs = bool(self.include or self.top_logprobs)
         chat = {
             "messages": messages,
@@ -139,7 +172,8 @@ class ResponsesBody(SampledBody):
             "logprobs": has_logprobs,
             "top_logprobs": self.top_logprobs if has_logprobs else None,
             "tools": [tool.for_chat() for tool in self.tools] if self.tools else None,
-            "tool_choice": self.tool_choice,
+            "tool_choice": choice.for_chat() if isinstance(choice, FunctionChoice) else choice,
+            "response_format": None if self.text is None else self.text.for_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "stream": self.stream,
         }
@@ -147,6 +181,8 @@ class ResponsesBody(SampledBody):
 
     def echoed_fields(self) -> dict[str, Any]:
         """The fields of the request that an answer repeats."""
+        choice = self.tool_choice or "auto"
+        text_format = (self.text and self.text.format) or TextFormat(type="text")
         return {
             "background": False,
             "instructions": self.instructions,
@@ -156,8 +192,8 @@ class ResponsesBody(SampledBody):
             "previous_response_id": None,
             "service_tier": "default",
             "store": False,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": self.tool_choice or "auto",
+            "text": {"format": text_format.model_dump(by_alias=True)},
+            "tool_choice": choice.model_dump() if isinstance(choice, FunctionChoice) else choice,
             "tools": [tool.model_dump() for tool in self.tools or []],
             "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",

@@ -2,6 +2,8 @@
 request. V tokens in the vocabulary.
 
 The same seed and settings give the tokens that `set_seed(seed)` and `generate()` give.
+
+A constraint comes first: what it forbids has no probability in anything that follows.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from moe_infinity.server.constraints import Constraint
 
 COLDEST = 1e-28  # dividing logits by less overflows; one token has probability 1 long before
 
@@ -46,7 +50,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ChosenToken:
-    """A token and its log-probability before penalties, bias and temperature."""
+    """A token, and its log-probability among those that a constraint allows, before penalties, bias
+    and temperature.
+    """
 
     token_id: int
     logprob: float | None = None
@@ -59,8 +65,11 @@ NO_IDS_1T = torch.empty((1, 0), dtype=torch.long, device="cpu")
 class Sampler:
     """Chooses the tokens of one sequence, one after another."""
 
-    def __init__(self, sampling: Sampling, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None = None
+    ) -> None:
         self._sampling = sampling
+        self._constraint = constraint
         self._generated: dict[int, int] = {}  # token id -> how often
         self._ids_T: Tensor | None = None  # prompt and output; None if no processor reads them
         self._generator = torch.Generator()
@@ -88,8 +97,10 @@ class Sampler:
             self._processors.append(MinPLogitsWarper(sampling.min_p))
 
     def choose(self, logits_V: Tensor) -> ChosenToken:
-        """Choose the next token. Changes `logits_V`."""
+        """Choose the next token. Changes `logits_V`. Raises ConstraintFailed."""
         logits_V = logits_V.to(dtype=torch.float32)
+        if self._constraint is not None:
+            self._constraint.mask(logits_V)
         logprobs_V = None
         if self._sampling.num_logprobs is not None:
             logprobs_V = logits_V.log_softmax(dim=-1)
@@ -104,7 +115,9 @@ class Sampler:
         else:
             token_id = int(scores_1V.argmax(dim=-1))
         self._remember(token_id)
-        return self._with_logprobs(token_id, logprobs_V)
+        if logprobs_V is None:
+            return ChosenToken(token_id)
+        return with_logprobs([token_id], logprobs_V[None], self._sampling.num_logprobs or 0)[0]
 
     def _penalise(self, logits_V: Tensor) -> None:
         sampling = self._sampling
@@ -116,18 +129,27 @@ class Sampler:
             logits_V[ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
 
     def _remember(self, token_id: int) -> None:
+        if self._constraint is not None:
+            self._constraint.take(token_id)
         self._generated[token_id] = self._generated.get(token_id, 0) + 1
         if self._ids_T is not None:
             self._ids_T = torch.cat(
                 [self._ids_T, torch.tensor([token_id], dtype=torch.long, device="cpu")]
             )
 
-    def _with_logprobs(self, token_id: int, logprobs_V: Tensor | None) -> ChosenToken:
-        if logprobs_V is None:
-            return ChosenToken(token_id)
-        best = logprobs_V.topk(self._sampling.num_logprobs or 0)
-        pairs = zip(best.indices.tolist(), map(finite, best.values.tolist()), strict=True)
-        return ChosenToken(token_id, finite(float(logprobs_V[token_id])), tuple(pairs))
+
+def with_logprobs(
+    token_ids: Sequence[int], logprobs_TV: Tensor, num_alternatives: int
+) -> list[ChosenToken]:
+    """T tokens and the log-probabilities they had, each in its row."""
+    ids_T1 = torch.tensor(token_ids, dtype=torch.long, device=logprobs_TV.device)[:, None]
+    own = logprobs_TV.gather(1, ids_T1)[:, 0].tolist()
+    best = logprobs_TV.topk(num_alternatives)
+    alternatives = [
+        tuple(zip(ids, map(finite, logprobs), strict=True))
+        for ids, logprobs in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    return list(map(ChosenToken, token_ids, map(finite, own), alternatives))
 
 
 def finite(logprob: float) -> float:

@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from moe_infinity.errors import MoEInfinityError
+from moe_infinity.server.constraints import Constraint
 from moe_infinity.server.prefix_cache import Branch
+from moe_infinity.server.prompt_outputs import Embedding, Pooling
 from moe_infinity.server.sampling import ChosenToken, Sampler, Sampling
 from moe_infinity.server.text import Detokenizer, StopStrings
 
@@ -33,14 +35,26 @@ class DeadlineExceeded(MoEInfinityError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A sequence to generate."""
+    """A sequence to generate, or a prompt to compute."""
 
     prompt_ids: Sequence[int]
-    max_new_tokens: int
+    max_new_tokens: int  # with 0 it ends with its prompt
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     owner: str = ""  # requests of one owner share prefixes
     has_special: bool = False  # the text of special tokens is part of the answer's
+    echo: bool = False  # the answer begins with the prompt
+    constraint: Constraint | None = None  # of the answer; no other request has the same object
+    pooling: Pooling | None = None  # of the prompt's hidden states; None: no embedding
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        return self.echo and self.sampling.num_logprobs is not None
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether each token of the prompt has to be computed, known prefix or not."""
+        return self.has_prompt_logprobs or self.pooling is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +62,7 @@ class TokenText:
     """A token and where its text begins."""
 
     chosen: ChosenToken
-    offset: int  # in characters of the generated text
+    offset: int  # in characters of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,7 @@ class Output:
     num_cached: int = 0  # tokens of the prompt that were not computed
     finish: FinishReason | None = None
     stop: str | None = None  # the stop string that was the reason
+    embedding: tuple[float, ...] = ()  # of the prompt, with the last output if it was asked for
     error: BaseException | None = None
 
     @property
@@ -86,9 +101,11 @@ class Running:
         self.is_known = False  # to the recorder, by an earlier step
         self.num_prefilled = 0
         self.num_cached = 0  # of these, tokens that were not computed
+        self.num_echoed = 0  # of the prompt's tokens
         self.ids = list(request.prompt_ids)  # and of the answer
+        self.embedding = None if request.pooling is None else Embedding(request.pooling)
         self._deliver = deliver
-        self._sampler = Sampler(request.sampling, request.prompt_ids)
+        self._sampler = Sampler(request.sampling, request.prompt_ids, request.constraint)
         self._detokenizer = Detokenizer(tokenizer, has_special=request.has_special)
         self._stops = StopStrings(request.stop)
         self._num_generated = 0
@@ -106,6 +123,22 @@ class Running:
     def is_prefilled(self) -> bool:
         return self.num_prefilled == len(self.request.prompt_ids)
 
+    def echo(self, tokens: Sequence[ChosenToken]) -> None:
+        """Deliver the prompt's next tokens as the beginning of the answer."""
+        text = ""
+        for token in tokens:
+            if self.request.has_prompt_logprobs:
+                self._tokens.append(TokenText(token, self._num_decoded))
+            piece = self._detokenizer.add(token.token_id)
+            self._num_decoded += len(piece)
+            text += piece
+        self.num_echoed += len(tokens)
+        self._show(text)
+
+    def end_with_prompt(self) -> None:
+        """Nothing is to be generated."""
+        self._finish("length")
+
     def add(self, logits_V: Tensor, end_ids: frozenset[int]) -> bool:
         """Choose the next token and deliver its text. Returns True if it was the last token.
 
@@ -115,16 +148,21 @@ class Running:
         chosen = self._sampler.choose(logits_V)
         self.ids.append(chosen.token_id)
         self._num_generated += 1
-        if chosen.token_id in end_ids:
+        is_end = chosen.token_id in end_ids
+        # Behind an echoed prompt clients count on one entry for each token that was generated.
+        if chosen.logprob is not None and (self.request.echo or not is_end):
+            self._tokens.append(TokenText(chosen, self._num_decoded))
+        if is_end:
             self._finish("stop")
             return True
-        if chosen.logprob is not None:
-            self._tokens.append(TokenText(chosen, self._num_decoded))
         piece = self._detokenizer.add(chosen.token_id)
         self._num_decoded += len(piece)
         text = self._stops.add(piece)
         if self._stops.found is not None:
             self._show(text, finish="stop", is_cut=True)
+            return True
+        if self.request.constraint is not None and self.request.constraint.is_complete:
+            self._finish("stop", text)
             return True
         if self._num_generated == self.request.max_new_tokens:
             self._finish("length", text)
@@ -160,6 +198,8 @@ class Running:
             tokens.append(self._tokens.popleft())
         counts = self._num_generated, self.num_cached
         output = Output(text, tuple(tokens), *counts, finish, self._stops.found)
+        if finish and self.embedding is not None:
+            output = replace(output, embedding=self.embedding.unit())
         if finish:
             self._last = output
         elif text or tokens:

@@ -162,6 +162,27 @@ def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(checkpoint, runs,
     assert all_in_memory.decode.misses == 0
 
 
+@pytest.mark.timeout(120)
+def test_threads_that_come_late_do_no_harm(tmp_path, runs):
+    """More threads than cores: some are still in a call of one layer while others are in the next,
+    and each layer has another number of experts to compute.
+    """
+    before = torch.get_num_threads()
+    tokens = torch.arange(8 * 60).view(8, 60) * 37 % 128
+    folder = saved("Mixtral", tmp_path, num_hidden_layers=6)
+    with MoE(folder, host_memory="50%") as moe:
+        expected = logits_of(moe.model, tokens)
+    with MoE(folder) as moe:
+        moe.preload()
+        torch.set_num_threads(8)
+        try:
+            for _ in range(6):
+                assert torch.equal(logits_of(moe.model, tokens), expected)
+        finally:
+            torch.set_num_threads(before)
+    assert runs == [6] * 55 * 6
+
+
 def test_what_was_computed_ahead_is_dropped_when_something_comes_between(tmp_path, runs):
     with MoE(saved("Mixtral", tmp_path)) as moe, torch.no_grad():
         model = moe.model
@@ -191,6 +212,15 @@ def test_what_was_computed_ahead_is_dropped_when_something_comes_between(tmp_pat
         assert (step() - expected).abs().max() < 1e-4 * expected.abs().max()
         assert len(seen) == 2  # the prompt's, and the step's: by the layer's own code
         spy.remove()
+        runs.clear()
+        block = layers[1].mlp
+        for module in (block, block.gate, block.experts):
+            seen.clear()
+            spy = module.register_forward_hook(lambda module, args, out: seen.append(1))
+            assert torch.equal(step(), expected)
+            assert len(seen) == 2
+            spy.remove()
+        assert runs == [1, 1] * 3  # the layers around it
 
 
 def test_a_step_that_ended_early_leaves_nothing_behind(tmp_path, runs):

@@ -253,7 +253,7 @@ def kind_of(error: anthropic.APIStatusError) -> Any:
         ({"stop_sequences": [""]}, "stop_sequences.0: "),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0."),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: Field required"),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice: not supported"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice: this model's tokenizer"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "w88"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.tool.name: Field required"),
         ({"metadata": {"colour": "red"}}, "metadata.colour: this field is not supported"),

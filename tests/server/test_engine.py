@@ -304,9 +304,7 @@ def test_an_error_of_one_request_is_its_own(moe):
     assert engine.counts.failed == 1
 
 
-def test_an_expert_that_cannot_be_read_fails_a_step_and_the_next_request_works(
-    tiny_checkpoint, monkeypatch
-):
+def test_a_disk_that_is_gone_fails_all_and_the_next_request_works(tiny_checkpoint, monkeypatch):
     with MoE(tiny_checkpoint, host_memory="25%", dtype="float32") as moe:
         expected = generated(moe, PROMPTS[0])
         engine = make_engine(moe, max_batch=2)

@@ -8,7 +8,7 @@ from collections import Counter
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
 from moe_infinity import MoE
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_CASES = 300
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
-    "/v1/messages/count_tokens", "/tokenize", "/detokenize",
+    "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize",
 )  # fmt: skip
 CHECKS = [
     schemathesis.checks.not_a_server_error,
@@ -54,7 +54,10 @@ def test_no_request_brings_an_error_of_ours(fuzzed, path, mode):
         suppress_health_check=list(HealthCheck),
     )
     def ask(data):
-        case = data.draw(made_up)
+        try:
+            case = data.draw(made_up)
+        except schemathesis.errors.InvalidSchema:  # it cannot negate every list of a union
+            reject()
         answer = case.call(timeout=60)
         statuses[answer.status_code] += 1
         case.validate_response(answer, checks=CHECKS)

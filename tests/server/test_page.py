@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import time
@@ -16,7 +18,7 @@ from tests.server.conftest import DEMO
 from tests.server.serving import Serving, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.timeout(180),
@@ -24,6 +26,28 @@ pytestmark = [
 ]
 PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}}
 KEY = "open"
+ANSWERS = "#talk .assistant .content"
+HOSTILE = """# A title
+**bold** _under_ `code` ~~gone~~ <img src=x onerror="window.isHacked = true">
+[good](https://example.org/a) [bad](javascript:window.isHacked=true) [data](data:text/html,x)
+https://example.com/b and <script>window.isHacked = true</script>
+
+1. one
+2. two
+   - inner
+
+| a | b |
+|---|---|
+| 1 | <b>2</b> |
+
+> quoted
+
+```html
+<script>window.isHacked = true</script>
+```
+"""
+
+USER = {"role": "user", "content": "What is a fever?"}
 
 # The colour in the middle of every cell, row by row.
 CELLS = """() => {
@@ -34,7 +58,8 @@ CELLS = """() => {
   return rows; }"""
 # Text of each kind on what lies behind it: [what, colour, background].
 TEXTS = """() => [...document.querySelectorAll(
-    "h1, h2, h3, #state, dt, dd, #map-text, li, .tier, #talk b, #talk span, textarea, button"
+    "h1, h2, h3, #state, dt, dd, #map-text, li, .meter, #talk b, #talk div, textarea,"
+    + "button:enabled"
   )].filter((one) => one.textContent.trim() || one.placeholder).map((one) => {
     let behind = one, paint;
     while ((paint = getComputedStyle(behind).backgroundColor) === "rgba(0, 0, 0, 0)")
@@ -107,8 +132,28 @@ def chat_by_keyboard(page: Any, words: str) -> None:
         page.keyboard.press("Tab")
     page.keyboard.type(words)
     page.keyboard.press("Enter")
-    sync_api.expect(page.locator("#stop")).to_be_enabled()
     sync_api.expect(page.locator("#stop")).to_be_disabled(timeout=60_000)
+    sync_api.expect(page.locator("#talk article.assistant .note").last).to_be_visible()
+
+
+def converse(page: Any, messages: list[dict[str, Any]]) -> None:
+    """Reload the page with this conversation kept."""
+    kept = ["moe-infinity conversation", json.dumps(messages)]
+    page.evaluate("([name, kept]) => localStorage.setItem(name, kept)", kept)
+    page.reload()
+    wait_for_state(page, "live")
+
+
+def answered_by(page: Any, *deltas: dict[str, Any]) -> None:
+    """The next answers are a stream of these."""
+    lines = [json.dumps({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    lines += [json.dumps({"choices": [], "usage": usage}), "[DONE]"]
+    body = "".join(f"data: {line}\n\n" for line in lines)
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=body),
+    )
 
 
 def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:
@@ -130,7 +175,8 @@ def rgb(css: str) -> tuple[int, ...]:
 
 
 def test_the_heat_map_and_the_numbers_follow_a_request(served, open_page):
-    page = open_page(served.url, may_say="willReadFrequently")  # that is our reading of the map
+    reading = "willReadFrequently"  # that is our reading of the map
+    page = open_page(served.url, may_say=reading, reduced_motion="reduce")
     wait_for_state(page, "live")
     states = served.moe.expert_states()
     before = page.evaluate(CELLS)
@@ -157,7 +203,7 @@ def test_the_chat_answers_to_the_keyboard_alone(served, open_page):
     wait_for_state(page, "live")
     for turn in (1, 2):
         chat_by_keyboard(page, "What is a fever?")
-        answers = page.locator("#talk p:nth-child(even) span").all_inner_texts()
+        answers = page.locator(ANSWERS).all_inner_texts()
         assert len(answers) == turn
         assert all(answers)
         assert page.evaluate("document.activeElement.id") == "words"
@@ -168,6 +214,7 @@ def test_a_phone_shows_it_all_without_scrolling_sideways(served, open_page):
     page = open_page(served.url, **PHONE)
     wait_for_state(page, "live")
     chat_by_keyboard(page, "a" * 200)
+    converse(page, [USER, {"role": "assistant", "content": HOSTILE + "| wide " * 60}])
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     too_wide = "(one) => one.getBoundingClientRect().right > 360"
     ids = f"[...document.querySelectorAll('main *')].filter({too_wide}).map((one) => one.id)"
@@ -179,11 +226,11 @@ def test_light_and_dark_differ_and_both_can_be_read(served, open_page):
     for scheme in ("light", "dark"):
         page = open_page(served.url, color_scheme=scheme)
         wait_for_state(page, "live")
-        page.evaluate("say('Model', 'words').className = 'error'; say('You', 'words')")
+        converse(page, [USER, {"role": "assistant", "content": "so", "error": "e", "note": "n"}])
         for what, text, behind in page.evaluate(TEXTS):
             assert contrast(rgb(text), rgb(behind)) >= 4.5, (scheme, what, text, behind)
         backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-        names = ("absent", "resident", "active")
+        names = ("disk", "host", "used")
         colors = [rgb(page.evaluate(RGB_OF, name)) for name in names]
         for one, other in combinations(colors, 2):
             assert contrast(one, other) >= 3, (scheme, names, colors)
@@ -206,5 +253,96 @@ def test_the_page_asks_for_the_key_and_goes_on_with_it(served, open_page):
         assert page.evaluate("document.activeElement.id") == "words"
         chat_by_keyboard(page, "What is a fever?")
         assert page.locator("#talk .error").count() == 0
-        assert page.locator("#talk p:nth-child(even) span").inner_text()
+        assert page.locator(ANSWERS).inner_text()
         page.goto("about:blank")  # or it would complain that the server has gone
+
+
+def test_hostile_markdown_is_shown_and_does_nothing(served, open_page):
+    page = open_page(served.url)
+    wait_for_state(page, "live")
+    answered_by(page, *({"content": part} for part in HOSTILE.splitlines(keepends=True)))
+    chat_by_keyboard(page, "go")
+    answer = page.locator(ANSWERS)
+    links = answer.locator("a")
+    targets = [link.get_attribute("href") for link in links.all()]
+    assert targets == ["https://example.org/a", "https://example.com/b"]
+    assert all("noopener" in (link.get_attribute("rel") or "") for link in links.all())
+    assert answer.locator("img, script, b").count() == 0
+    counts = {tag: answer.locator(tag).count() for tag in ("h3", "strong", "em", "del", "table")}
+    assert counts == {"h3": 1, "strong": 1, "em": 1, "del": 1, "table": 1}
+    assert answer.locator("ol > li").count() == 2
+    assert answer.locator("ol ul > li").inner_text() == "inner"
+    assert answer.locator("td").all_inner_texts() == ["1", "<b>2</b>"]
+    assert "<script>" in answer.locator("pre").inner_text()
+    assert "<img" in answer.inner_text()
+    assert page.evaluate("window.isHacked") is None
+
+
+def test_reasoning_and_calls_of_tools_are_shown(served, open_page):
+    page = open_page(served.url)
+    wait_for_state(page, "live")
+    call = {"index": 0, "id": "1", "function": {"name": "weather", "arguments": '{"city":'}}
+    more = {"index": 0, "function": {"arguments": '"Rome"}'}}
+    answered_by(
+        page,
+        {"reasoning_content": "Let me "},
+        {"reasoning_content": "*think*."},
+        {"content": "Done"},
+        {"tool_calls": [call]},
+        {"tool_calls": [more]},
+    )
+    chat_by_keyboard(page, "go")
+    reasoning, called = page.locator("#talk details").all()
+    assert reasoning.get_attribute("open") is None
+    reasoning.locator("summary").press("Enter")
+    assert reasoning.locator("em").inner_text() == "think"
+    assert "weather" in called.locator("summary").inner_text()
+    assert called.locator("pre").inner_text() == '{"city":"Rome"}'
+    assert page.locator(ANSWERS).inner_text() == "Done"
+
+
+def test_stop_retry_reload_and_clear(served, open_page):
+    page = open_page(served.url)
+    wait_for_state(page, "live")
+    held: list[Any] = []
+    page.route("**/v1/chat/completions", lambda route: held.append(route))  # never answered
+    page.locator("#words").fill("What is a fever?")
+    page.locator("#send").click()
+    sync_api.expect(page.locator("#stop")).to_be_enabled()
+    page.locator("#stop").click()
+    sync_api.expect(page.locator("#talk .note")).to_have_text("stopped")
+    page.unroute("**/v1/chat/completions")
+    page.locator("#retry").click()
+    sync_api.expect(page.locator("#talk .note")).to_contain_text("tokens", timeout=60_000)
+    assert page.locator("#talk article").count() == 2
+    words = page.locator(ANSWERS).inner_text()
+    assert words
+    page.reload()
+    wait_for_state(page, "live")
+    assert page.locator(ANSWERS).inner_text() == words
+    page.locator("#clear").click()
+    page.reload()
+    wait_for_state(page, "live")
+    assert page.locator("#talk article").count() == 0
+
+
+def test_an_error_of_the_server_is_shown_by_its_message(served, open_page):
+    page = open_page(served.url, may_say="400 (Bad Request)")
+    wait_for_state(page, "live")
+    page.locator("#words").fill("word " * 5000)
+    page.locator("#send").click()
+    sync_api.expect(page.locator("#talk .error")).to_contain_text("tokens")
+
+
+def test_everything_to_use_has_a_name(served, open_page):
+    page = open_page(served.url)
+    wait_for_state(page, "live")
+    nameless = """() => [...document.querySelectorAll("button, input, textarea, canvas, meter")]
+      .filter((one) => !(one.getAttribute("aria-label") || one.labels?.length
+        || (one.getAttribute("aria-labelledby") ?? "").split(" ").some(
+          (id) => document.getElementById(id)?.textContent.trim())
+        || (one.tagName === "BUTTON" && one.textContent.trim()))).map((one) => one.outerHTML)"""
+    assert page.evaluate(nameless) == []
+    layers, experts = served.moe.expert_states().shape
+    described = page.locator("#map-text").inner_text()
+    assert f"{layers} layers (down) of {experts} experts (across)" in described

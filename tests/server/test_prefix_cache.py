@@ -15,6 +15,7 @@ from moe_infinity import MoE
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.prefix_cache import BLOCK, PrefixCache, why_not
 from tests.server.driving import Client, assert_same_answer, make_engine, run_all
+from tests.server.serving import serving
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
 
@@ -70,6 +71,26 @@ def test_a_running_sequence_shares_its_prompt(moe):
     assert [cached(client) for client in clients] == [0, 48, 48]
     for client in clients[1:]:
         assert_same_answer(client, clients[0])
+
+
+def test_choices_and_prompts_of_one_request_compute_what_they_share_once(moe):
+    """By usage, where a prompt counts once, and by the engine's counts, where each choice does."""
+    shared, whole = TEXT[:50], 50 // BLOCK * BLOCK
+    with serving(moe, max_batch=4, prefix_cache="64MiB") as server, server.client() as client:
+
+        def asked(**wishes: Any) -> tuple[int, int, int]:
+            before = server.engine.state()
+            usage = client.completions.create(model="tiny", max_tokens=2, **wishes).usage
+            state = server.engine.state()
+            names = ("prompt_tokens", "cached_tokens")
+            whole, cached = (state[name] - before[name] for name in names)
+            return usage.prompt_tokens_details.cached_tokens, whole - cached, cached
+
+        rest = len(shared) - whole  # the last block is not full
+        assert asked(prompt=shared, n=4) == (0, len(shared) + 3 * rest, 3 * whole)
+        prompts = [[*shared[::-1], 3 + at] for at in range(3)]
+        rest = len(prompts[0]) - whole
+        assert asked(prompt=prompts) == (2 * whole, len(prompts[0]) + 2 * rest, 2 * whole)
 
 
 def test_owners_do_not_share(moe):
@@ -132,17 +153,21 @@ def letters() -> Any:
 
 
 def test_what_cannot_be_kept_is_said_and_refused(tmp_path, caplog):
-    model = tiny.tiny_model(architectures_in("qwen3_next")[0])
-    model.save_pretrained(tmp_path)
-    assert "LinearAttention" in (why_not(model.config) or "")
-    with MoE(tmp_path) as moe:
+    """Jamba begins anew with every pass of several tokens."""
+    tiny.tiny_model(architectures_in("jamba")[0]).save_pretrained(tmp_path)
+    with MoE(tmp_path, dtype="float32") as moe:
         moe.tokenizer = letters()
         with caplog.at_level(logging.INFO):
             engine = make_engine(moe, max_batch=1)
-        assert "no prefixes are kept" in caplog.text
+        assert "no prefixes are kept: a prompt in two passes has other logits" in caplog.text
         assert engine.state()["prefix_bytes"] == 0
         with pytest.raises(ConfigError, match="prefixes of this model cannot be kept"):
             make_engine(moe, max_batch=1, prefix_cache="1GiB")
+
+
+def test_caches_of_other_layers_cannot_be_kept():
+    model = tiny.tiny_model(architectures_in("deepseek_v32")[0])
+    assert "no part can be copied" in (why_not(model.config) or "")
 
 
 @pytest.mark.parametrize("is_exact", [False, True])

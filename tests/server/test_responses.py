@@ -192,12 +192,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, change, param):
 
 HONOURED = {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs",
-    "tools", "metadata", "user", "parallel_tool_calls",
+    "tools", "tool_choice", "metadata", "user", "parallel_tool_calls",
 }  # fmt: skip
 ODD: dict[str, Any] = {  # a value that is not the default; for the rest, any will do
     "background": True, "include": ["reasoning.encrypted_content"],
     "service_tier": "flex", "store": True, "stream_options": {"include_obfuscation": True},
-    "text": {"verbosity": "low"}, "tool_choice": "required", "truncation": "auto",
+    "text": {"verbosity": "low"}, "truncation": "auto",
 }  # fmt: skip
 
 

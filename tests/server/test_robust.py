@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import re
+import select
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +17,7 @@ import openai
 import pytest
 
 from moe_infinity.errors import CheckpointError, ConfigError
+from moe_infinity.server import auth
 from moe_infinity.server.config import ServeConfig
 from tests.server.serving import Serving, serving
 
@@ -113,6 +117,31 @@ def test_a_body_too_large_answers_413_whatever_it_declares(moe):
 
 
 # keys and doors
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("drips", [True, False])
+def test_a_body_that_does_not_arrive_answers_408_and_disturbs_nobody(
+    server, monkeypatch, path, drips
+):
+    monkeypatch.setattr(auth, "UPLOAD_TIMEOUT_S", 0.5)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+        connection.sendall(head.encode() + b'{"prompt": "')
+        assert post(server, SHORT).status_code == 200
+        if drips:
+            with contextlib.suppress(OSError):  # until the connection is cut
+                while not select.select([connection], [], [], 0.02)[0]:
+                    connection.sendall(b"w")
+        reply = b"".join(iter(lambda: connection.recv(1 << 16), b""))  # to its end
+    status, _, text = reply.partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 408 ")
+    answer = json.loads(text)
+    assert answer["error"]["message"] == "the body did not arrive within 0.5 s"
+    assert ("code" in answer["error"]) == (path == "/v1/completions")
+    assert answer.get("type") == ("error" if path == "/v1/messages" else None)
+    assert server.num_sequences == 0
 
 
 def test_without_the_key_only_health_and_the_page_answer(moe):
@@ -285,13 +314,31 @@ def test_metrics_and_stats_add_up(moe):
         assert 'moe_infinity_http_responses_total{route="/v1/completions",status="400"} 1.0' in text
         stats = httpx.get(f"{server.url}/stats").json()
         assert len(stats["experts"]) == 3
-        assert all(len(row) == 8 and set(row) <= set(".lra") for row in stats["experts"])
+        assert all(len(row) == 8 and set(row) <= set(".lhH") for row in stats["experts"])
+        assert any("H" in row for row in stats["experts"])  # the last step used some
         placed = sum(len(row) - row.count(".") for row in stats["experts"])  # some still load
         assert placed >= stats["report"]["tiers"]["host"]["experts"]
+        assert stats["ttft"]["count"] == 1
+        assert f"moe_infinity_ttft_seconds_sum {stats['ttft']['seconds']}" in text
+        capacity = stats["engine"]["prefix_capacity_bytes"]
+        assert 0 <= stats["engine"]["prefix_bytes"] <= capacity
+        shown = re.search(r"^moe_infinity_prefix_capacity_bytes (.*)$", text, re.M)
+        assert shown is not None
+        assert float(shown[1]) == capacity
 
 
-def test_the_page_is_one_file_that_asks_only_this_server(server):
+def test_the_page_and_its_files_ask_only_this_server(server):
     answer = httpx.get(server.url)
     assert answer.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
-    assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+    names = re.findall(r'(?:src|href)="(page/[^"]+)"', answer.text)
+    assert len(names) == 2
+    for name in ("", *names, *(f"page/{part}.js" for part in ("chat", "draw", "markdown"))):
+        answer = httpx.get(f"{server.url}/{name}")
+        assert answer.status_code == 200
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        known = {"If-None-Match": answer.headers["etag"]}
+        assert httpx.get(f"{server.url}/{name}", headers=known).status_code == 304
+        assert not re.search(r"(src|href|url|import|fetch)\W+https?://", answer.text)
+    for wrong in ("none.js", "..%2fapp.py", "%2e%2e/app.py"):
+        assert httpx.get(f"{server.url}/page/{wrong}").status_code == 404

@@ -245,10 +245,14 @@ class DecoderSteps:
         self._told[:, OUT_BYTES] = score_bytes
         self._between = places[7:11]
         for name, place in zip(of_experts, places[11:], strict=True):
+            step = 0
+            if name == "state":  # a late thread looks at a layer's while others are in the next
+                step = _state_bytes(self._most_seqs * top_k)
+            by_layer = place + step * np.arange(len(self._kernels))
             if name in RoutedCall._fields:
-                self._routed[:, RoutedCall._fields.index(name)] = place
+                self._routed[:, RoutedCall._fields.index(name)] = by_layer
             if name in KernelJob._fields:
-                self._jobs[:, JOB_AT + KernelJob._fields.index(name)] = place
+                self._jobs[:, JOB_AT + KernelJob._fields.index(name)] = by_layer
         self._jobs[:, JOB_AT + KernelJob._fields.index("yield_")] = yield_address()
 
     def _memory_of_experts(self, width: int, num_experts: int, top_k: int) -> dict[str, int]:
@@ -258,21 +262,20 @@ class DecoderSteps:
             return {}
         num_pairs = self._most_seqs * top_k
         x_bytes = max(own.up.places.row_bytes for own in known)
-        rows = width * num_pairs
         return {
             "counts": 8 * num_experts,
             "row_of": 8 * num_pairs,
             "starts": 8 * num_pairs,
             "stops": 8 * num_pairs,
             "slots": 8 * num_pairs,
-            "state": 8 * (OF_EXPERTS + LINE * num_pairs),
+            "state": len(self._kernels) * _state_bytes(num_pairs),
             "shares": 4 * num_pairs,
             "inputs": width * self._most_seqs,
             "arranged": x_bytes * self._most_seqs,
             "gathered": x_bytes * num_pairs,
             "up": max(own.up_bytes for own in known) * num_pairs + SPARE_BYTES,
             "hidden": max(own.down.places.row_bytes for own in known) * num_pairs + SPARE_BYTES,
-            "out": rows,
+            "out": width * num_pairs,
         }
 
     def _allocated(self, sizes: Sequence[int]) -> list[int]:
@@ -284,6 +287,11 @@ class DecoderSteps:
         start = self._memory.data_ptr()
         start += -start % 64
         return [start + place for place in places[:-1]]
+
+
+def _state_bytes(num_pairs: int) -> int:
+    """Of KernelJob.state, if each pair has an expert of its own."""
+    return 8 * (OF_EXPERTS + LINE * num_pairs)
 
 
 def _lines(count: int) -> NDArray[np.int64]:

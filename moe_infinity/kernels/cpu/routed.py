@@ -50,7 +50,7 @@ class RoutedCall(NamedTuple):
     starts: int  # int64 [P], as in KernelJob
     stops: int
     slots: int
-    state: int
+    state: int  # of this layer alone
     shares: int  # float32 [P]
     inputs: int  # float32 [B, D]
     arranged: int  # [B, ...], arranged
