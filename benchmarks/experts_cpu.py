@@ -5,7 +5,8 @@ Layers of 8 experts of Qwen3-30B-A3B's size and one token, in turn, of slots tha
 than any cache. In alternation: the bytes as fast as the same threads add them up as numbers, which
 is the ceiling; ours; and the runtime's loop with bfloat16 weights, expert_mlp by expert_mlp.
 
-    python benchmarks/experts_cpu.py [--rounds 15] [--threads 2] [--huge-pages] [--tokens 1]
+    python benchmarks/experts_cpu.py [--rounds 15] [--threads 2] [--huge-pages] [--tokens 1] \
+        [--formats bf16,q8_0,q4_k]
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moe_infinity.checkpoint.formats import PACKED_BY_US
+from moe_infinity.checkpoint.ggml import BLOCKS, blocks_layout, row_bytes
 from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels.activation import Activation
@@ -37,6 +39,12 @@ STORED_BYTES, CALLS = 5 << 28, 8  # of a format's slots, and between two looks a
 def parts_of(name: str, rows: int, columns: int) -> dict[str, Tensor]:
     """What is stored of a weight, by role."""
     kind, _, group = name.partition(" group ")
+    if kind in BLOCKS:  # no byte makes a float16 of 1 or more
+        shape = rows, row_bytes(kind, columns)
+        blocks = torch.randint(0, 0x3C, shape, dtype=torch.uint8)
+        if kind == "mxfp4":
+            blocks[:, :: BLOCKS[kind][1]] = 120  # exponents
+        return {"values": blocks}
     values = torch.randn(rows, columns)
     if kind == "bf16":
         return {"values": values.mul_(0.02).bfloat16()}
@@ -51,7 +59,9 @@ def parts_of(name: str, rows: int, columns: int) -> dict[str, Tensor]:
     return {"values": values.to(torch.float8_e4m3fn), "scale": scale}
 
 
-def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
+def layout_of(kind: str, shape: tuple[int, int], parts: dict[str, ParamSpec]) -> WeightLayout:
+    if kind in BLOCKS:
+        return blocks_layout(kind, shape, parts["values"])
     if kind == "bf16":
         return WeightLayout.plain(parts["values"])
     return PACKED_BY_US[kind].place(parts, is_transposed=False)
@@ -77,7 +87,7 @@ class Slots:
         num_slots = STORED_BYTES // len(one) // NUM_EXPERTS * NUM_EXPERTS
         self.slots = self.buffer[: num_slots * len(one)].view(num_slots, len(one))
         self.slots[:] = one
-        up, down = (layout_of(name.split()[0], parts) for parts in stored.values())
+        up, down = (layout_of(name.split()[0], SHAPES[w], parts) for w, parts in stored.items())
         self.fused = fused_experts([up], [down], Activation("silu"))
         self.next = 0
 
@@ -119,6 +129,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1, help="rows of each expert")
     parser.add_argument("--huge-pages", action="store_true")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="these, or names of GGML's")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
@@ -126,7 +137,7 @@ def main() -> None:
     starts = list(range(0, len(x_PD) + 1, args.tokens))
     plain = Slots("bf16", is_huge=args.huge_pages)
     rows: dict[str, dict[str, float]] = {}
-    for name in FORMATS:
+    for name in args.formats.split(","):
         slots = plain if name == "bf16" else Slots(name, is_huge=args.huge_pages)
         calls: dict[str, Callable[[], object]] = {
             "read": slots.buffer.view(torch.float32).sum,

@@ -26,8 +26,8 @@ from moe_infinity.server.sampling import Sampler, Sampling
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 NUM_TOKENS = 150_000
-NUM_ANSWERS = 20
-MOST_TOKENS = 200  # of an answer
+NUM_ANSWERS = 5
+MOST_TOKENS = 100  # of an answer
 ITEM = {
     "type": "object",
     "properties": {
@@ -49,14 +49,16 @@ def wide_tokenizer(demo: Any) -> Any:
     """The demo's tokens, and words up to NUM_TOKENS in all. It only decodes."""
     vocab: dict[str, int] = demo.get_vocab()
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words: dict[str, None] = {}  # in the order in which they are found
     for path in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
         text = path.read_text("utf-8", errors="ignore")
-        for word in re.findall(r" ?\w{1,16}| ?[^\w\s]{1,6}", text):
-            ((token, _),) = letters.pre_tokenize_str(word)
-            if token not in vocab:
-                vocab[token] = len(vocab)
-        if len(vocab) >= NUM_TOKENS:
+        words |= dict.fromkeys(re.findall(r" ?\w{1,16}| ?[^\w\s]{1,6}", text))
+        if len(words) >= NUM_TOKENS:
             break
+    for word in words:
+        ((token, _),) = letters.pre_tokenize_str(word)
+        if len(vocab) < NUM_TOKENS:
+            vocab.setdefault(token, len(vocab))
     made = Tokenizer(models.BPE(vocab, []))
     made.pre_tokenizer = letters
     made.decoder = decoders.ByteLevel()

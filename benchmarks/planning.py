@@ -26,7 +26,7 @@ import torch
 import transformers
 
 from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
-from moe_infinity.checkpoint.plan import plan_experts
+from moe_infinity.checkpoint.plan import contents_of, plan_experts
 
 TARGET_S = 2.0
 NUM_SHARDS = 163
@@ -76,7 +76,7 @@ def measure(folder: Path, make_model: Any) -> dict[str, float]:
     model = make_model()
     times.append(time.perf_counter())
     mapping = transformers.conversion_mapping.get_model_conversion_mapping(model)
-    plan = plan_experts(model, headers, None, mapping)
+    plan = plan_experts(model, contents_of(headers, None, mapping))
     times.append(time.perf_counter())
     assert sum(row.num_experts for row in plan.layers) == 58 * 256
     names = "headers_s", "model_s", "planning_s"

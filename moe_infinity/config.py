@@ -49,6 +49,7 @@ class OffloadConfig:
     preload: str = "idle"
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
+    config_from: str | None = None  # folder or hub id with config and tokenizer of a GGUF file
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
     expert_dtype: str | None = None  # pack experts into one of EXPERT_DTYPES as they are loaded
     exact: bool = False  # the bits of transformers, more slowly; short for "grouped_mm" below
@@ -61,6 +62,8 @@ class OffloadConfig:
         self._require_one_of("expert_dtype", (None, *EXPERT_DTYPES))
         self._require_one_of("preload", PRELOADS)
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
+        if not isinstance(self.config_from, str | None):
+            raise ConfigError(f"config_from must be a folder or hub id, got {self.config_from!r}")
         if not isinstance(self.history, str | Path | None):
             raise ConfigError(f"history must be a file name, got {self.history!r}")
         if self.prefetch not in (None, False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from moe_infinity.checkpoint.gguf_file import find_gguf
 from moe_infinity.checkpoint.loading import plan_from_headers
+from moe_infinity.checkpoint.packing import PackedTensor
+from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.errors import CheckpointError
 from moe_infinity.memory.host import format_bytes
 
@@ -44,6 +48,8 @@ class Summary:
     shared_expert_bytes: int  # the part of dense_bytes that is shared experts
     is_byte_copy: bool  # whether loads only copy; otherwise each converts its expert
     header_bytes: int  # bytes read to make this summary
+    expert_types: dict[str, str]  # by MoE layers, e.g. "0-3, 5": the type of each stored weight
+    dense_types: dict[str, int]  # bytes of other weights by type
     budgets: tuple[Budget, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,6 +72,12 @@ class Summary:
             f"all experts       {format_bytes(self.expert_bytes)}",
             f"dense weights     {format_bytes(self.dense_bytes)}, "
             + (f"{format_bytes(shared)} of it shared experts" if shared else "no shared experts"),
+        ]
+        if self.packing is not None:
+            lines += [f"layers {layers:<10} {types}" for layers, types in self.expert_types.items()]
+            sizes = [f"{t} {format_bytes(size)}" for t, size in self.dense_types.items()]
+            lines.append(f"dense types       {', '.join(sizes)}")
+        lines += [
             "",
             f"{'host_memory':>11}  {'bytes':>10}  {'experts':>8}  {'per layer':>9}",
         ]
@@ -78,15 +90,23 @@ class Summary:
 
 
 def inspect_checkpoint(
-    model: str, *, dtype: str = "auto", trust_remote_code: bool = False
+    model: str,
+    *,
+    config_from: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
 ) -> Summary:
-    """The sizes of a checkpoint folder or hub id, from its headers.
+    """The sizes of a checkpoint folder, hub id or GGUF file, from its headers.
 
     A hub id must be in the local cache: nothing is downloaded. Raises CheckpointError,
     UnsupportedModelError.
     """
-    folder = local_folder(model)
-    plan = plan_from_headers(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    plan = plan_from_headers(
+        model if find_gguf(model) is not None else local_folder(model),
+        config_from=config_from,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
     slot_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
     total = sum(layer.num_experts for layer in plan.layers)
     return Summary(
@@ -104,10 +124,44 @@ def inspect_checkpoint(
         shared_expert_bytes=plan.shared_expert_bytes,
         is_byte_copy=all(recipes.is_byte_copy for recipes in plan.recipes),
         header_bytes=plan.header_bytes,
+        expert_types=_expert_types(plan),
+        dense_types=_dense_types(plan),
         budgets=tuple(
             _budget(share, slot_bytes, total, len(plan.layers)) for share in SHOWN_SHARES
         ),
     )
+
+
+def _expert_types(plan: Plan) -> dict[str, str]:
+    layers: dict[str, list[int]] = {}
+    for number, recipes in enumerate(plan.recipes):
+        parts = [
+            " and ".join(dict.fromkeys(weight.kind for weight in recipe.weights))
+            for recipe in recipes.recipes
+        ]
+        names = [recipe.name.rpartition(".")[2] for recipe in recipes.recipes]
+        types = ", ".join(f"{name} {part}" for name, part in zip(names, parts, strict=True))
+        layers.setdefault(types, []).append(number)
+    return {_runs(numbers): types for types, numbers in layers.items()}
+
+
+def _runs(numbers: list[int]) -> str:
+    """As text: 0, 1, 2 and 5 are "0-2, 5"."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in pairs)
+
+
+def _dense_types(plan: Plan) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for weight in plan.dense.values():
+        if isinstance(weight, PackedTensor):
+            name = weight.format.name
+        else:
+            name = weight.stored_dtype.lower()
+        sizes[name] += sum(part.extent.num_bytes for _, part in weight.parts)
+    return dict(sizes.most_common())
 
 
 def local_folder(model: str) -> str:

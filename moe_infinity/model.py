@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from numpy.typing import NDArray
 
 from moe_infinity.architectures import experts_backend
@@ -35,13 +34,13 @@ from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.step_reader import StepReader
 from moe_infinity.checkpoint.loading import load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
+from moe_infinity.checkpoint.tokenizer import load_tokenizer
 from moe_infinity.config import OffloadConfig
 from moe_infinity.cuda.graphed_step import GraphedStep
 from moe_infinity.engine.build import build_engine
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.errors import (
     Cancelled,
-    CheckpointError,
     ClosedError,
     ConfigError,
     TraceError,
@@ -70,7 +69,7 @@ class MoE:
         config: OffloadConfig | dict[str, Any] | str | Path | None = None,
         **options: Any,
     ) -> None:
-        """Load a checkpoint folder or hub id; reads headers and dense weights only.
+        """Load a checkpoint folder, hub id or GGUF file; reads headers and dense weights only.
 
         `config`: an OffloadConfig, a dict (the older MoE-Infinity's is understood) or a JSON file
         with one; `options` are OffloadConfig fields and come on top. Raises ConfigError,
@@ -85,6 +84,7 @@ class MoE:
             with self._device.explaining():
                 loaded = load_without_experts(
                     self.checkpoint,
+                    config_from=self.config.config_from,
                     dtype=self.config.dtype,
                     experts_implementation=experts_backend.BACKEND,
                     trust_remote_code=self.config.trust_remote_code,
@@ -126,12 +126,11 @@ class MoE:
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, as transformers gives it. Raises CheckpointError."""
-        try:
-            return transformers.AutoTokenizer.from_pretrained(
-                self.checkpoint, trust_remote_code=self.config.trust_remote_code
-            )
-        except (OSError, ValueError) as error:  # broken JSON is a ValueError
-            raise CheckpointError(f"{self.checkpoint}: no usable tokenizer: {error}") from error
+        return load_tokenizer(
+            self.checkpoint,
+            config_from=self.config.config_from,
+            trust_remote_code=self.config.trust_remote_code,
+        )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate()`: same arguments, same result. Tensors may be anywhere; the

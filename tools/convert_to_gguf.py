@@ -1,121 +1,303 @@
-"""Write a Qwen3-MoE checkpoint as GGUF, so that llama.cpp can be measured with the same weights.
+"""Write a checkpoint of a MoE model as GGUF, as llama.cpp's converter does.
 
-    python tools/convert_to_gguf.py MODEL OUT.gguf          # needs the gguf package
+    python tools/convert_to_gguf.py MODEL OUT.gguf --type q8_0          # needs the gguf package
 
-bfloat16 stays bfloat16. One tensor at a time is in memory, at most all experts of a layer. The file
-has no tokenizer: llama.cpp gets and returns token ids.
+Names are mapped by the gguf package. One tensor at a time is in memory, at most all experts of a
+layer. Norms, routers and biases stay float32. K-quants, for which the package has no quantizer, are
+filled with random blocks: for measurements and tests. `quantize_gguf.py` quantizes with llama.cpp.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Type
 from safetensors import safe_open
 
-BF16 = gguf.GGMLQuantizationType.BF16
-F32 = gguf.GGMLQuantizationType.F32
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
+ARCHITECTURES = {
+    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "mixtral": "llama", "olmoe": "olmoe",
+    "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "glm4_moe": "glm4moe", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe",
+    "phimoe": "phimoe", "ernie4_5_moe": "ernie4_5-moe", "llama4_text": "llama4",
+    "minimax_m2": "minimax-m2",
 }  # fmt: skip
-NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
+LEAVES = {
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up",
+    "w2": "down",
+}  # fmt: skip
+REORDERED = ("llama", "granitemoe")  # rows of q and k
+TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0, "q4_0": Type.Q4_0,
+         "q5_1": Type.Q5_1, "mxfp4": Type.MXFP4, "q4_k_m": Type.Q4_K}  # fmt: skip
+SCALES = {Type.Q4_K: slice(0, 4), Type.Q5_K: slice(0, 4), Type.Q6_K: slice(208, 210)}  # float16
 
 
 class Target(NamedTuple):
-    """A tensor of the GGUF file, and the tensors of the checkpoint that it is made of."""
+    """A tensor of the GGUF file, and how it is made of tensors of the checkpoint."""
 
     name: str
-    sources: list[str]  # one, or one per expert
+    sources: list[str]
+    make: Callable[[list[torch.Tensor]], torch.Tensor]
 
 
-def targets(config: dict[str, Any]) -> Iterator[Target]:
-    for ours, theirs in NAMES.items():
-        yield Target(f"{theirs}.weight", [f"{ours}.weight"])
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        for ours, theirs in LAYER_NAMES.items():
-            yield Target(f"blk.{layer}.{theirs}.weight", [f"{at}.{ours}.weight"])
-        for part in ("gate", "up", "down"):
-            experts = range(config["num_experts"])
-            sources = [f"{at}.mlp.experts.{e}.{part}_proj.weight" for e in experts]
-            yield Target(f"blk.{layer}.ffn_{part}_exps.weight", sources)
+def one(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
+
+
+class Converter:
+    """Which tensors there are to be, by what llama.cpp's converter does to each."""
+
+    def __init__(self, config: dict[str, Any], names: list[str]) -> None:
+        self._config = config
+        self._names = names
+        self.architecture = ARCHITECTURES[config["model_type"]]
+        numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        num_layers = config["num_hidden_layers"]
+        self._map = gguf.get_tensor_name_map(numbers[self.architecture], num_layers)
+
+    def targets(self) -> Iterator[Target]:
+        stacks: dict[str, list[tuple[int, str]]] = {}
+        for name in self._names:
+            if match := EXPERT.fullmatch(name):
+                stack = f"blk.{match[1]}.ffn_{LEAVES[match[3]]}_exps.weight"
+                stacks.setdefault(stack, []).append((int(match[2]), name))
+            else:
+                yield from self._of_one(name)
+        for stack, sources in stacks.items():
+            yield Target(stack, [source for _, source in sorted(sources)], torch.stack)
+
+    def _of_one(self, name: str) -> Iterator[Target]:
+        number = re.search(r"\.(\d+)\.", name)
+        block = f"blk.{number[1]}" if number else ""
+        if name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias")):
+            suffix = "bias" if name.endswith("_bias") else "weight"
+            for place, leaf in enumerate(("gate", "up")):
+                yield Target(f"{block}.ffn_{leaf}_exps.{suffix}", [name], self._half(place, suffix))
+        elif name.endswith("experts.down_proj"):
+            yield Target(f"{block}.ffn_down_exps.weight", [name], lambda t: t[0].transpose(1, 2))
+        elif name.endswith("experts.down_proj_bias"):
+            yield Target(f"{block}.ffn_down_exps.bias", [name], one)
+        elif name.endswith("_moe.input_linear.weight"):
+            yield Target(f"{block}.ffn_gate_exps.weight", [name], lambda t: t[0].chunk(2, 1)[0])
+            yield Target(f"{block}.ffn_up_exps.weight", [name], lambda t: t[0].chunk(2, 1)[1])
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            yield Target(f"{block}.ffn_gate_shexp.weight", [name], lambda t: t[0].chunk(2)[0])
+            yield Target(f"{block}.ffn_up_shexp.weight", [name], lambda t: t[0].chunk(2)[1])
+        elif name.endswith("kv_b_proj.weight"):
+            yield Target(f"{block}.attn_k_b.weight", [name], lambda t: self._keys(t[0]))
+            yield Target(f"{block}.attn_v_b.weight", [name], lambda t: self._values(t[0]))
+        else:
+            yield Target(self._mapped(name), [name], self._plain(name))
+
+    def _mapped(self, name: str) -> str:
+        name = name.removesuffix("_bias") + ".bias" if name.endswith("correction_bias") else name
+        name = f"{name}.weight" if name.endswith("sinks") else name
+        found = self._map.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise SystemExit(f"{self.architecture} has no tensor for {name}")
+        return found
+
+    def _plain(self, name: str) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        leaf = name.split(".")[-2] if "." in name else name
+        if self.architecture not in REORDERED or leaf not in heads:
+            return lambda tensors: tensors[0].squeeze()
+        num_heads = self._config[heads[leaf]]
+
+        def reordered(tensors: list[torch.Tensor]) -> torch.Tensor:
+            weight = tensors[0]
+            halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
+            return halves.swapaxes(1, 2).reshape(weight.shape)
+
+        return reordered
+
+    def _half(self, place: int, suffix: str) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+        """Gate or up of an experts' parameter that is [E, in, out]."""
+
+        def half(tensors: list[torch.Tensor]) -> torch.Tensor:
+            whole = tensors[0].transpose(1, 2) if suffix == "weight" else tensors[0]
+            if self.architecture == "gpt-oss":
+                return whole[:, place::2]
+            return whole.chunk(2, 1)[place]
+
+        return half
+
+    def _keys(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._heads(weight)[:, : self._config["qk_nope_head_dim"]].transpose(1, 2)
+
+    def _values(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._heads(weight)[:, self._config["qk_nope_head_dim"] :]
+
+    def _heads(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.reshape(self._config["num_attention_heads"], -1, weight.shape[-1])
 
 
 class Checkpoint:
     """The tensors of all shards of a checkpoint, by name."""
 
     def __init__(self, folder: Path) -> None:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
-        files = {name: safe_open(folder / name, "pt") for name in {*index["weight_map"].values()}}
-        self._file_of = {key: files[name] for key, name in index["weight_map"].items()}
+        files = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors"))]
+        self._file_of = {key: file for file in files for key in file.keys()}  # noqa: SIM118
 
-    def shape(self, target: Target) -> tuple[int, ...]:
-        shape = tuple(self._file_of[target.sources[0]].get_slice(target.sources[0]).get_shape())
-        return shape if len(target.sources) == 1 else (len(target.sources), *shape)
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
 
     def read(self, target: Target) -> torch.Tensor:
         found = [self._file_of[source].get_tensor(source) for source in target.sources]
-        return found[0] if len(found) == 1 else torch.stack(found)
+        return target.make(found).contiguous()
+
+    def shape(self, target: Target) -> tuple[int, ...]:
+        """Without reading: of tensors without values."""
+        slices = [self._file_of[source].get_slice(source) for source in target.sources]
+        return tuple(target.make([torch.empty(s.get_shape(), device="meta") for s in slices]).shape)
 
 
-def is_float32(target: Target, shape: tuple[int, ...]) -> bool:
-    """Whether llama.cpp wants a tensor in float32: norms and routers."""
-    return len(shape) == 1 or "ffn_gate_inp" in target.name
+def type_of(name: str, shape: tuple[int, ...], wanted: str) -> Type:
+    """What llama.cpp would store a tensor as: norms, biases and routers in float32, and in the mix
+    values and down projections of every second layer in more bits.
+    """
+    if len(shape) == 1 or "ffn_gate_inp" in name or name.endswith("bias") or wanted == "f32":
+        return Type.F32
+    found = TYPES[wanted]
+    if found == Type.MXFP4 and "_exps" not in name:
+        found = Type.Q8_0
+    if wanted == "q4_k_m":
+        block = re.match(r"blk\.(\d+)\.", name)
+        is_second = block is not None and int(block[1]) % 2 == 0
+        finer = name == "output.weight" or (is_second and re.search("ffn_down|attn_v", name))
+        found = Type.Q6_K if finer else Type.Q4_K
+    for coarser in (found, Type.Q8_0 if found == Type.Q6_K else Type.Q5_1):
+        if shape[-1] % gguf.GGML_QUANT_SIZES[coarser][0] == 0:
+            return coarser
+    return Type.F16
+
+
+def quantized(tensor: torch.Tensor, stored: Type) -> np.ndarray:
+    if stored not in SCALES:
+        return gguf.quants.quantize(tensor.float().numpy(), stored)
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[stored]
+    generator = np.random.default_rng(tensor.numel())
+    blocks = generator.integers(0, 256, (tensor.numel() // weights, num_bytes), dtype=np.uint8)
+    size = 2e-5 if stored == Type.Q6_K else 8e-5  # of weights of about 0.02
+    sizes = np.array([size, 6 * size], np.float16)[: len(range(256)[SCALES[stored]]) // 2]
+    blocks[:, SCALES[stored]] = sizes.view(np.uint8)
+    return blocks.reshape(*tensor.shape[:-1], -1)
 
 
 def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    rope = config.get("rope_parameters") or {}
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_expert_count(config["num_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 1e4)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+        if key in config:
+            writer.add_expert_count(config[key])
+    writer.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
+    more = {
+        "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "sliding_window": writer.add_sliding_window,
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+    }
+    for key, add in more.items():
+        if config.get(key):
+            add(config[key])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a Qwen3-MoE checkpoint as GGUF")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("out", type=Path)
-    args = parser.parse_args()
-    config = json.loads((args.model / "config.json").read_text())
-    if config["model_type"] != "qwen3_moe":
-        raise SystemExit(f"{args.model} is {config['model_type']}, only qwen3_moe is understood")
-    checkpoint = Checkpoint(args.model)
-    writer = gguf.GGUFWriter(str(args.out), "qwen3moe")
+def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    """A byte-level BPE of tokenizer.json; none if there is no such file."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        writer.add_tokenizer_model("no_vocab")
+        return
+    content = json.loads(file.read_text("utf-8"))
+    vocab = dict(content["model"]["vocab"])
+    special = {token["content"]: token["id"] for token in content["added_tokens"]}
+    tokens = sorted(vocab | special, key=(vocab | special).__getitem__)
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    merges = content["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([control if token in special else normal for token in tokens])
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    config = json.loads((folder / "config.json").read_text())
+    for key, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
+        if isinstance(token_id := config.get(f"{key}_token_id"), int):
+            add(token_id)
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        writer.add_chat_template(template.read_text("utf-8"))
+
+
+def convert(folder: Path, out: Path, wanted: str, *, split: int = 0) -> None:
+    """`split`: the most tensors of one part; 0: one file."""
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise SystemExit(f"{folder} is {config['model_type']}, expected one of {known}")
+    checkpoint = Checkpoint(folder)
+    converter = Converter(config, checkpoint.names)
+    writer = gguf.GGUFWriter(out, converter.architecture, split_max_tensors=split)
+    writer.add_type("model")
     write_metadata(writer, config)
-    wanted = [(target, checkpoint.shape(target)) for target in targets(config)]
-    for target, shape in wanted:
-        dtype = F32 if is_float32(target, shape) else BF16
-        num_bytes = int(np.prod(shape)) * (4 if dtype is F32 else 2)
-        writer.add_tensor_info(target.name, shape, np.dtype(np.float32), num_bytes, raw_dtype=dtype)
+    write_tokenizer(writer, folder)
+    targets = list(converter.targets())
+    for target in targets:
+        shape = checkpoint.shape(target)
+        stored = type_of(target.name, shape, wanted)
+        weights, num_bytes = gguf.GGML_QUANT_SIZES[stored]
+        row = shape[-1] // weights * num_bytes
+        is_plain = stored in (Type.F32, Type.F16)
+        info = shape if is_plain else (*shape[:-1], row)
+        dtype = np.dtype(np.float32 if is_plain else np.uint8)
+        total = int(np.prod(shape[:-1])) * row
+        writer.add_tensor_info(target.name, info, dtype, total, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for target, shape in wanted:
+    for target in targets:
         tensor = checkpoint.read(target)
-        if is_float32(target, shape):
-            writer.write_tensor_data(tensor.float().numpy())
-        else:
-            writer.write_tensor_data(tensor.contiguous().view(torch.uint8).numpy())
+        stored = type_of(target.name, tuple(tensor.shape), wanted)
+        writer.write_tensor_data(quantized(tensor, stored))
     writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a MoE checkpoint as GGUF")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--type", choices=TYPES, default="bf16")
+    parser.add_argument("--split", type=int, default=0, help="the most tensors of one part")
+    args = parser.parse_args()
+    convert(args.model, args.out, args.type, split=args.split)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ weights are packed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from moe_infinity.checkpoint.formats import find_format
+from moe_infinity.checkpoint.gguf_config import config_of
+from moe_infinity.checkpoint.gguf_file import GgufModel, find_gguf, read_gguf
 from moe_infinity.checkpoint.packing import Format
-from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES
 
 PACKING_KEYS = ("quantization_config", "compression_config")
@@ -25,7 +27,8 @@ class Kind:
 
     config: Any  # transformers', without what it says of quantization: unpacking is our business
     model_class: Any
-    packing: Format | None  # None: weights are stored as they are
+    packing: Format | None  # None: weights are stored as they are, or in a GGUF file
+    gguf: GgufModel | None = None
 
     def compute_dtype(self, dtype: str) -> str:
         """What transformers is to be told; packed weights say nothing of it."""
@@ -34,8 +37,17 @@ class Kind:
         return dtype
 
 
-def find_kind(checkpoint: str, *, trust_remote_code: bool = False) -> Kind:
-    """Of a folder or hub id. Raises UnsupportedModelError, CheckpointError."""
+def find_kind(
+    checkpoint: str, *, config_from: str | None = None, trust_remote_code: bool = False
+) -> Kind:
+    """Of a folder, hub id or GGUF file, whose config may be elsewhere. Raises
+    UnsupportedModelError, CheckpointError.
+    """
+    file = find_gguf(checkpoint)
+    if file is not None:
+        return _kind_of_gguf(file, config_from, trust_remote_code=trust_remote_code)
+    if config_from is not None:
+        raise ConfigError(f"config_from is for GGUF files, {checkpoint} has its own config")
     if not Path(checkpoint).is_dir() and (
         Path(checkpoint).exists() or checkpoint.startswith((".", "/", "~"))
     ):
@@ -60,6 +72,23 @@ def find_kind(checkpoint: str, *, trust_remote_code: bool = False) -> Kind:
             f"{checkpoint}: dtype {dtype}, expected one of {', '.join(COMPUTE_DTYPES)}"
         )
     return Kind(config, model_class, _packing_of(checkpoint, config))
+
+
+def _kind_of_gguf(file: Path, config_from: str | None, *, trust_remote_code: bool) -> Kind:
+    gguf = read_gguf(file)
+    if config_from is None:
+        config = config_of(gguf)
+        kind = Kind(config, _class_of(str(file), config, trust_remote_code=False), None, gguf)
+    else:
+        kind = find_kind(config_from, trust_remote_code=trust_remote_code)
+        kind = replace(kind, packing=None, gguf=gguf)  # the file's weights are not packed so
+        text = kind.config.get_text_config()
+        if text is not kind.config:  # what else there is, is in a file of its own
+            text_class = _class_of(config_from, text, trust_remote_code=trust_remote_code)
+            kind = replace(kind, config=text, model_class=text_class)
+    if kind.config.dtype is None or config_from is None:
+        kind.config.dtype = gguf.dtype
+    return kind
 
 
 def _class_of(checkpoint: str, config: Any, *, trust_remote_code: bool) -> Any:

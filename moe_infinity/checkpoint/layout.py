@@ -11,8 +11,9 @@ Layouts are made once, when a model is planned. Whoever reads or fills slots is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,9 +66,16 @@ class WeightLayout:
         """Bytes from the start of the slot to the end of the last part."""
         return max(part.offset + part.num_bytes for part in self.parts.values())
 
-    def is_stored_in(self, bits: int) -> bool:
+    def is_stored_in(self, bits: float) -> bool:
         """Whether the values take so many bits each."""
         return 8 * self.values.num_bytes == bits * prod(self.shape) > 0
+
+    def moved(self, num_bytes: int) -> WeightLayout:
+        """The same so many bytes further on."""
+        parts: dict[str, Any] = {
+            role: replace(part, offset=part.offset + num_bytes) for role, part in self.parts.items()
+        }
+        return replace(self, **parts)
 
     def unpacked(self, slot: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The weight as the experts' class has it, from the views of a slot by name."""
@@ -76,6 +84,26 @@ class WeightLayout:
         parts = {role: slot[part.name] for role, part in self.parts.items()}
         weight = self.unpack(parts, self.block, dtype)
         return weight.t().contiguous() if self.is_transposed else weight
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [R, C] that is no expert's, packed in memory of its own."""
+
+    layout: WeightLayout
+    memory: Tensor  # uint8 on a CPU; offsets of the layout count from its start
+
+    def __len__(self) -> int:
+        return self.layout.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """[R, C]"""
+        parts = self.layout.parts.values()
+        return self.layout.unpacked({p.name: view_of(p, self.memory) for p in parts}, dtype)
 
 
 def view_of(part: ParamSpec, slot: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ Private names of transformers used here: `_load_pretrained_model`, `_from_config
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -26,10 +27,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.extents import STORED_NAMES, StoredTensor
+from moe_infinity.checkpoint.gguf_names import weights_of
 from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
 from moe_infinity.checkpoint.kind import Kind, find_kind
 from moe_infinity.checkpoint.packing import PackedTensor
-from moe_infinity.checkpoint.plan import Plan, plan_experts
+from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.memory.pages import HUGE_PAGE_BYTES, huge_pages
@@ -60,17 +62,19 @@ class StoredSlice:
         self._dtype = dtype  # of what is unpacked
 
     def __getitem__(self, index: Any) -> Tensor:
-        parts = {role: self._read(tensor) for role, tensor in self._weight.parts}
-        if isinstance(self._weight, PackedTensor):
-            return self._weight.unpack(parts, self._dtype)[index]
-        return parts[""][index]
+        weight = self._weight
+        parts = {role: self._read(tensor) for role, tensor in weight.parts}
+        if not isinstance(weight, PackedTensor):
+            return parts[""][index]
+        if not weight.format.has_free_rows:
+            return weight.unpack(parts, self._dtype)[index]
+        unpacked = _memory(prod(weight.shape) * self._dtype.itemsize)
+        whole = unpacked.view(self._dtype).view(weight.shape)
+        weight.unpack_rows(parts, whole)
+        return whole[index]
 
     def _read(self, tensor: StoredTensor) -> Tensor:
-        num_bytes = tensor.extent.num_bytes
-        if num_bytes >= HUGE_PAGE_BYTES:  # small pages: 38 GB/s of products with one row, huge: 43
-            raw = torch.frombuffer(huge_pages(num_bytes), dtype=torch.uint8)
-        else:
-            raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        raw = _memory(tensor.extent.num_bytes)
         self._reader.read_into(tensor.extent, raw.numpy().data)
         return raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
 
@@ -83,9 +87,19 @@ class StoredSlice:
         return self._weight.stored_dtype
 
 
+def _memory(num_bytes: int) -> Tensor:
+    """uint8, in huge pages if it pays: products with one row read small pages at 38 GB/s, huge ones
+    at 43.
+    """
+    if num_bytes >= HUGE_PAGE_BYTES:
+        return torch.frombuffer(huge_pages(num_bytes), dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+
 def load_without_experts(
     checkpoint: str,
     *,
+    config_from: str | None,
     dtype: str,
     experts_implementation: str,
     trust_remote_code: bool,
@@ -93,19 +107,21 @@ def load_without_experts(
     device: torch.device,
     prepare: Callable[[Plan, int], Plan],
 ) -> LoadedModel:
-    """The model of a folder or hub id with dense weights on `device` and experts on disk.
+    """The model of a folder, hub id or GGUF file with dense weights on `device` and experts on
+    disk. `config_from`: a folder or hub id with the config of a GGUF file.
 
     Before dense weights are read, `prepare` is called with the plan and the bytes that they will
     take in memory. The plan that it returns is used. Raises UnsupportedModelError, CheckpointError.
     """
-    kind = find_kind(checkpoint, trust_remote_code=trust_remote_code)
-    if Path(checkpoint).is_dir():
+    kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
+    if kind.gguf is None and Path(checkpoint).is_dir():
         checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
     reader = Reader(num_threads=num_read_threads)
     plans: list[Plan] = []
     try:
         model, info = _offloading_class(kind, reader, plans, prepare).from_pretrained(
-            checkpoint,
+            checkpoint if kind.gguf is None else None,
+            state_dict=None if kind.gguf is None else {},  # the hook finds the weights
             config=kind.config,
             dtype=kind.compute_dtype(dtype),
             experts_implementation=experts_implementation,
@@ -141,8 +157,9 @@ def _offloading_class(
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        headers = read_headers(Path(file) for file in files or [])
-        plan = plan_experts(model, headers, kind.packing, load_config.weight_mapping or [])
+        contents = _contents(kind, map(Path, files or []), model, load_config.weight_mapping or [])
+        load_config = replace(load_config, weight_mapping=contents.rules)
+        plan = plan_experts(model, contents)
         for layer in plan.layers:
             _take_out(model, layer)
         plans.append(prepare(plan, sum(param.nbytes for param in model.parameters())))
@@ -160,6 +177,14 @@ def _offloading_class(
     return type(stock_class.__name__, (stock_class,), attributes)
 
 
+def _contents(kind: Kind, files: Iterable[Path], model: Any, rules: list[Any]) -> Contents:
+    """`rules` are those of transformers for the model's class, which a GGUF file has no use for."""
+    if kind.gguf is None:
+        return contents_of(read_headers(files), kind.packing, rules)
+    weights, own_rules = weights_of(model, kind.gguf)
+    return Contents(weights, own_rules, "gguf", kind.gguf.header_bytes)
+
+
 def _refuse_made_up_weights(checkpoint: str, info: dict[str, Any]) -> None:
     """transformers initialises what it does not find or what has another shape; we refuse."""
     for name, found_shape, wanted_shape in sorted(info["mismatched_keys"]):
@@ -174,23 +199,30 @@ def _refuse_made_up_weights(checkpoint: str, info: dict[str, Any]) -> None:
         )
 
 
-def plan_from_headers(checkpoint: str, *, dtype: str, trust_remote_code: bool = False) -> Plan:
-    """What `load_without_experts` would find, reading nothing but headers. `checkpoint` is a
-    folder.
+def plan_from_headers(
+    checkpoint: str,
+    *,
+    dtype: str,
+    config_from: str | None = None,
+    trust_remote_code: bool = False,
+) -> Plan:
+    """What `load_without_experts` would find, reading nothing but headers. `checkpoint` is a folder
+    or GGUF file.
     """
-    kind = find_kind(checkpoint, trust_remote_code=trust_remote_code)
-    headers = read_headers(checkpoint_files(Path(checkpoint)))
+    kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
+    files = checkpoint_files(Path(checkpoint)) if kind.gguf is None else []
     compute_dtype = kind.compute_dtype(dtype)
     if compute_dtype != "auto":
         torch_dtype = getattr(torch, compute_dtype)
     elif (
         torch_dtype := kind.config.dtype
     ) is None:  # then transformers takes the first floating one
-        stored = (getattr(torch, tensor.dtype) for tensor in headers.tensors.values())
+        tensors = read_headers(files).tensors.values()
+        stored = (getattr(torch, tensor.dtype) for tensor in tensors)
         torch_dtype = next((found for found in stored if found.is_floating_point), torch.float32)
     with torch.device("meta"):
         model = kind.model_class._from_config(kind.config, dtype=torch_dtype)
-    return plan_experts(model, headers, kind.packing, get_model_conversion_mapping(model))
+    return plan_experts(model, _contents(kind, files, model, get_model_conversion_mapping(model)))
 
 
 def _take_out(model: Any, layer: ExpertsModule) -> None:

@@ -22,6 +22,8 @@ from moe_infinity.experts import ParamSpec
 
 PADDING = re.compile(r"padding\.\d+")  # with which our packer fills up pages
 
+UNPACKED_AT_ONCE = 1 << 17  # weights, in float32 half a megabyte
+
 Shape = tuple[int, ...]
 PartShapes = dict[str, Shape]  # by role, without the expert dimension
 
@@ -53,6 +55,7 @@ class WeightFormat:
     weight_suffix: str = ""  # of the weight that the parts stand for
     num_dims: int = 2  # of the first part, without the expert dimension
     is_transposed: bool = False  # the weight of the model is [C, R]
+    has_free_rows: bool = False  # its one part is [R, bytes of a row]
 
     def place(self, parts: dict[str, ParamSpec], *, is_transposed: bool) -> WeightLayout:
         """The layout of a weight whose parts lie there. Transposed: the experts' class has it as
@@ -133,6 +136,14 @@ class PackedTensor:
     def kind(self) -> tuple[Any, ...]:
         """Weights of one kind differ in nothing but their values."""
         return self.format.name, *((role, t.stored_dtype, t.shape) for role, t in self.parts)
+
+    def unpack_rows(self, parts: Parts, out: Tensor) -> None:
+        """Where rows are free, the weight into `out`: some rows at a time, which fit a cache."""
+        values = parts["values"].flatten(0, -2)
+        rows = out.view(len(values), -1)
+        step = max(1, UNPACKED_AT_ONCE // rows.shape[1])
+        for into, some in zip(rows.split(step), values.split(step), strict=True):
+            into[:] = self.format.unpack({"values": some}, None, out.dtype)
 
     def unpack(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """The weight as the model has it, from the values of its parts."""

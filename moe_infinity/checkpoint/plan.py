@@ -35,6 +35,7 @@ from moe_infinity.checkpoint.extents import StoredTensor
 from moe_infinity.checkpoint.headers import Headers
 from moe_infinity.checkpoint.packing import Format, PackedTensor
 from moe_infinity.checkpoint.recipe import LayerRecipes, Recipe, Source
+from moe_infinity.checkpoint.reordered import Order, ReorderedRecipe, order_of
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
 SHARED_EXPERT = re.compile(r"\.shared?_(experts?|mlp)\b")
@@ -115,17 +116,31 @@ def adapter_of(name: str, module: nn.Module) -> Adapter | None:
     return LIST if name.rpartition(".")[2] == "experts" and is_list_of_experts(module) else None
 
 
-def plan_experts(
-    model: Any, headers: Headers, packing: Format | None, weight_mapping: list[Any]
-) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint has, as it is to be loaded into a model."""
+
+    weights: Weights
+    rules: list[Any]  # of transformers: what else than their names make them parameters
+    packing: str | None  # how the checkpoint is quantized
+    header_bytes: int
+
+
+def contents_of(headers: Headers, packing: Format | None, rules: list[Any]) -> Contents:
+    """Of a checkpoint in safetensors or PyTorch's files. Raises CheckpointError where parts of
+    packed weights are missing.
+    """
+    if packing is None:
+        _refuse_unsaid_scales(headers)
+        return Contents(dict(headers.tensors), rules, None, headers.num_bytes)
+    return Contents(packing.group(headers.tensors), rules, packing.method, headers.num_bytes)
+
+
+def plan_experts(model: Any, contents: Contents) -> Plan:
     """Locate every expert in the checkpoint. Raises CheckpointError where tensors are missing or do
     not fit.
     """
-    weights: Weights = dict(headers.tensors)
-    if packing is not None:
-        weights = packing.group(headers.tensors)
-    else:
-        _refuse_unsaid_scales(headers)
+    weights = contents.weights
     layers = find_experts(model)
     members = {
         f"{layer.name}.{path}": Member(layer, key, expert_idx)
@@ -133,16 +148,21 @@ def plan_experts(
         for key, location in layer.locations.items()
         for expert_idx, path in enumerate(location.paths)
     }
-    groups, owned = _group_sources(model, weights, weight_mapping, members)
+    groups, owned = _group_sources(model, weights, contents.rules, members)
     tied = _find_tied(model, groups, members)
     trials: dict[Any, bool] = {}
+    orders: dict[Any, Order | None] = {}
     recipes: dict[str, list[Recipe]] = {layer.name: [] for layer in layers}
     for group in groups:
         recipe = _make_recipe(group, members, weights, model.config)
         kind = recipe.kind()
         if kind not in trials:
             trials[kind] = recipe.try_out()
+            if recipe.is_packed and not trials[kind]:
+                orders[kind] = order_of(recipe, is_transposed=bool(group.layer.is_transposed))
         recipe.only_concatenates = trials[kind]
+        if (order := orders.get(kind)) is not None:
+            recipe = ReorderedRecipe(recipe, order)
         recipes[group.layer.name].append(recipe)
     own = {
         layer.name: LayerRecipes(recipes[layer.name], is_transposed=bool(layer.is_transposed))
@@ -155,9 +175,9 @@ def plan_experts(
         layers=layers,
         recipes=[own[tied.get(layer.name, layer.name)] for layer in layers],
         top_k=top_k_of(model.config),
-        packing=packing.method if packing is not None else None,
+        packing=contents.packing,
         dense=dense,
-        header_bytes=headers.num_bytes,
+        header_bytes=contents.header_bytes,
     )
 
 

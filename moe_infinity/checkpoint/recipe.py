@@ -220,9 +220,7 @@ class Recipe:
 
         Raises CheckpointError if the result does not have the shape the model wants.
         """
-        generator = torch.Generator().manual_seed(0)
-        patterns = [self._pattern(source, generator) for source in self.sources]
-        values = self._convert([pattern.clone() for pattern in patterns])
+        patterns, values = self.tried()
         for name, spec in self.targets.items():
             found = tuple(values[name].shape) if name in values else None
             if found != (1, *spec.shape):
@@ -236,6 +234,12 @@ class Recipe:
         before = torch.cat([t.contiguous().view(torch.uint8).flatten() for t in patterns])
         after = value.contiguous().view(torch.uint8).flatten()
         return before.shape == after.shape and bool(torch.equal(before, after))
+
+    def tried(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Weights of one expert whose bytes tell where they come from, and what they become."""
+        generator = torch.Generator().manual_seed(0)
+        patterns = [self._pattern(source, generator) for source in self.sources]
+        return patterns, self._convert([pattern.clone() for pattern in patterns])
 
     def _pattern(self, source: Source, generator: torch.Generator) -> Tensor:
         """A weight of one expert whose bytes tell where they come from: random ones."""

@@ -22,6 +22,7 @@ from rich.progress import Progress
 from moe_infinity.cli.opening import open_model, show_preload
 from moe_infinity.cli.options import (
     AsJson,
+    ConfigFrom,
     Dtype,
     MaxNewTokens,
     Model,
@@ -39,7 +40,9 @@ from moe_infinity.errors import MoEInfinityError
 from moe_infinity.predict.features import FACTORS
 from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 
-OF_TRACE = ("device", "device_memory", "host_memory", "dtype", "exact", "trust_remote_code")
+OF_TRACE = (
+    "device", "device_memory", "host_memory", "config_from", "dtype", "exact", "trust_remote_code",
+)  # fmt: skip
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -100,7 +103,8 @@ def run(
 def chat(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Argument(help="Checkpoint folder or hub id.", metavar="[MODEL]")
+        str | None,
+        typer.Argument(help="Checkpoint folder, hub id or GGUF file.", metavar="[MODEL]"),
     ] = None,
     url: Annotated[
         str | None, typer.Option(help="Talk to this server instead of loading MODEL.")
@@ -149,6 +153,7 @@ app.command()(serve)
 @app.command()
 def inspect(
     model: Model,
+    config_from: ConfigFrom = None,
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -159,7 +164,9 @@ def inspect(
     """
     from moe_infinity.inspection import inspect_checkpoint
 
-    summary = inspect_checkpoint(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    summary = inspect_checkpoint(
+        model, config_from=config_from, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     write((json.dumps(summary.as_dict()) if as_json else str(summary)) + "\n")
 
 

@@ -20,7 +20,16 @@ def above_zero(value: float) -> float:
     return value
 
 
-Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", metavar="MODEL")]
+Model = Annotated[
+    str, typer.Argument(help="Checkpoint folder, hub id or GGUF file.", metavar="MODEL")
+]
+ConfigFrom = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        help="For a GGUF file: folder or hub id with config and tokenizer. Default: the file.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 Dtype = Annotated[
     str, typer.Option(help="Type of weights: auto (as stored), bfloat16, float16 or float32.")
@@ -101,6 +110,7 @@ class ModelOptions:
             dir_okay=False,
         ),
     ] = None
+    config_from: ConfigFrom = None
     dtype: Dtype = "auto"
     expert_dtype: Annotated[
         str | None,

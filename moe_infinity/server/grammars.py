@@ -21,8 +21,8 @@ from moe_infinity.server.refusals import BadRequest
 
 # Without `verbose_errors` a message has no state of the parser.
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-# Of JSON. With any number of them a weak model may write nothing else.
-WHITESPACE = r"[ \t\n\r]{0,20}"
+# Between the tokens of JSON. Where any is allowed, a weak model may write nothing else.
+WHITESPACE = " ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,11 @@ class GrammarCompiler:
         """A grammar at its beginning. Raises BadRequest, which names the part that llguidance does
         not take, or else `param`.
         """
-        matcher = LLMatcher(self._vocabulary, lark.source(start), log_level=0, limits=LIMITS)
+        try:
+            source = lark.source(start)
+        except RecursionError as error:
+            raise BadRequest("this is nested too deeply", param=param) from error
+        matcher = LLMatcher(self._vocabulary, source, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # here rather than in the engine's thread, in which all wait
         if matcher.is_error():

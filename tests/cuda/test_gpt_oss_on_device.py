@@ -19,7 +19,7 @@ from moe_infinity import MoE
 from moe_infinity.checkpoint.extents import Extent, StoredTensor
 from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.headers import Headers
-from moe_infinity.checkpoint.plan import Plan, plan_experts
+from moe_infinity.checkpoint.plan import Plan, contents_of, plan_experts
 from moe_infinity.cuda.slot_kernels import SlotLayers
 from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.kernels import has_triton_kernels
@@ -192,10 +192,8 @@ def plan_of(config: Any, *, is_packed: bool = True) -> Plan:
             {n: StoredTensor(n, "BF16", tuple(t.shape), Extent(Path("m"), 0, 2 * t.numel()))
              for n, t in model.state_dict().items()}, 0
         )  # fmt: skip
-    return plan_experts(
-        model, headers, find_format(MXFP4) if is_packed else None,
-        get_model_conversion_mapping(model),
-    )  # fmt: skip
+    packing = find_format(MXFP4) if is_packed else None
+    return plan_experts(model, contents_of(headers, packing, get_model_conversion_mapping(model)))
 
 
 def parts_of(matrix: Matrix) -> list[Any]:

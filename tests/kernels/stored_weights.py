@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import torch
+from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
+from moe_infinity.checkpoint.ggml import BLOCKS, blocks_layout
 from moe_infinity.checkpoint.layout import PLAIN, WORDS, WeightLayout
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels import unpack
+
+HALVES = {  # where a block of GGML's has its float16 numbers
+    "q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q2_k": (80, 82),
+    "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
+}  # fmt: skip
 
 
 def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
@@ -16,6 +23,10 @@ def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
     name, *options = kind.split()
     if name in PLAIN:
         return WeightLayout.plain(parts["values"], is_transposed=options == ["transposed"])
+    if name == "ggml":
+        shape = parts["values"].shape
+        columns = shape[1] // BLOCKS[options[0]][1] * BLOCKS[options[0]][0]
+        return blocks_layout(options[0], (shape[0], columns), parts["values"])
     if name in PACKED_BY_US:
         return PACKED_BY_US[name].place(parts, is_transposed=False)
     group = 0 if name == "mxfp4" else int(options[0])
@@ -54,6 +65,9 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
         exponents = torch.randint(112, 122, blocks.shape[:2]).to(torch.uint8)
         weight = unpack.mxfp4(blocks, exponents, torch.float32).t()
         return {"values": blocks, "scale": exponents}, weight, weight.abs()
+    if name == "ggml":
+        values = ggml_blocks(options[0], rows, columns)
+        return {"values": values}, *_unpacked(options[0], values)
     if name in WORDS:
         return _words(name, rows, columns, options)
     group = columns if options[-1] == "None" else int(options[-1])
@@ -65,6 +79,29 @@ def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], 
         parts["values"], parts["scale"].float(), parts.get("zeros"), torch.float32
     )
     return parts, weight, 31 * parts["scale"].float().repeat_interleave(group, 1)
+
+
+def ggml_blocks(name: str, rows: int, columns: int) -> Tensor:
+    """[R, bytes of a row]: random numbers of every size; scales of a block are near 0.01."""
+    num_weights, num_bytes = BLOCKS[name]
+    blocks = torch.randint(0, 256, (rows, columns // num_weights, num_bytes), dtype=torch.uint8)
+    if name == "mxfp4":
+        blocks[..., 0] = torch.randint(112, 122, blocks.shape[:2]).to(torch.uint8)
+    for offset in HALVES.get(name, ()):
+        scales = (torch.rand(*blocks.shape[:2], 1) + 0.1) / 100
+        blocks[..., offset : offset + 2] = scales.half().view(torch.uint8)
+    return blocks.view(rows, -1)
+
+
+def _unpacked(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
+    """As gguf has it; and the size at which kernels round: they subtract minima and zero points, of
+    up to twice the largest value, later.
+    """
+    found = quants.dequantize(values.numpy(), GGMLQuantizationType[name.upper()])
+    weight = torch.from_numpy(found)
+    num_weights = BLOCKS[name][0]
+    largest = weight.abs().view(len(weight), -1, num_weights).amax(-1)
+    return weight, 3 * largest.repeat_interleave(num_weights, 1)
 
 
 def _words(

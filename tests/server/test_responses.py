@@ -178,7 +178,7 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"messages": []}, "messages"),
     ],

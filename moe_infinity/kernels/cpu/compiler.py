@@ -23,7 +23,10 @@ import llvmlite
 import numba
 import platformdirs
 from llvmlite import binding as llvm
+from llvmlite import ir
 from numba import cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 PACKAGE = Path(__file__).resolve().parents[2]
 UNUSED_S = 30 * 24 * 3600  # a folder of another version that was not used for so long is deleted
@@ -56,6 +59,21 @@ def c_function(
 def named(kind: Any) -> Any:
     """numba's type of a NamedTuple of integers."""
     return types.NamedUniTuple(types.int64, len(kind._fields), kind)
+
+
+def reader_of(kind: Any) -> Any:
+    """For numba: a function that reads a NamedTuple of integers from an address."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def read(_: Any, address: Any) -> Any:
+        def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
+            at = b.inttoptr(args[0], ir.IntType(64).as_pointer())
+            values = [b.load(b.gep(at, [ir.IntType(64)(k)])) for k in range(len(kind._fields))]
+            return cgutils.pack_array(b, values)
+
+        return named(kind)(types.int64), emit
+
+    return read
 
 
 def _compiled(compile_: Any, function: Any, signature: Any, **options: Any) -> Any:

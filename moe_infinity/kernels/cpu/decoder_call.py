@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from numba import njit, types
 
 from moe_infinity.kernels.cpu.attention import weigh
-from moe_infinity.kernels.cpu.compiler import c_function
+from moe_infinity.kernels.cpu.compiler import c_function, reader_of
 from moe_infinity.kernels.cpu.routing import choose
 from moe_infinity.kernels.cpu.steps import (
     Arrangement,
@@ -38,7 +38,6 @@ from moe_infinity.kernels.cpu.work import (
     call_rows,
     multiply,
     put_number,
-    reader_of,
     value_at,
 )
 
@@ -249,7 +248,7 @@ def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
     at = call.value + call.value_seq * seq + call.value_head * group + call.value_row * last
     _keep(call, value, call.value_width, at)
     places = _places_at(call.query_places)
-    query_bytes = places.num_steps * places.num_vectors * LANES * 4
+    query_bytes = places.row_bytes
     for head in range(first, first + call.per_group):
         for i in range(call.head_width):
             put_float(own, i, float_at(row, head * call.head_width + i))
@@ -263,7 +262,7 @@ def _score(call, seq, group):  # type: ignore[no-untyped-def]
     """Of the queries of one head of keys, with all keys. Gives the vectors of a query's scores."""
     num_heads = call.num_groups * call.per_group
     places = _places_at(call.query_places)
-    query_bytes = places.num_steps * places.num_vectors * LANES * 4
+    query_bytes = places.row_bytes
     keys = call.key + call.key_seq * seq + call.key_head * group
     count = call.num_tokens + (1 if call.sinks else 0)
     num_vectors = -(-count // LANES)

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from numba import types
 
-from moe_infinity.kernels.cpu.compiler import c_function
+from moe_infinity.kernels.cpu.compiler import c_function, reader_of
 from moe_infinity.kernels.cpu.team import LINE, call_at, fetch_add, wait_for
-from moe_infinity.kernels.cpu.work import reader_of
 
 COUNTERS = 2 * LINE  # int64s of one call: how many threads have come, and whether it is done
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import WeightLayout
+from moe_infinity.checkpoint.layout import PackedWeight, WeightLayout
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu.experts import Product
@@ -23,30 +23,35 @@ from moe_infinity.kernels.cpu.work import Weights, run_job
 MIN_SHARED_BYTES = 2 << 20  # smaller ones are read before a second thread has woken up
 
 
-def product_of(weights: Sequence[Tensor]) -> Product | None:
+def product_of(weights: Sequence[Tensor | PackedWeight]) -> Product | None:
     """The product with weights [R, C] of equal C, read where they are. None: kernels do not read
     them.
     """
-    layouts = []
+    layouts = []  # from a slot that begins at 0
     for weight in weights:
+        if isinstance(weight, PackedWeight):
+            layouts.append(weight.layout.moved(weight.memory.data_ptr()))
+            continue
         if weight.dim() != 2 or not weight.is_contiguous() or not weight.is_cpu:
             return None
         dtype = str(weight.dtype).removeprefix("torch.")
-        address = weight.data_ptr()  # in the place of an offset, from a slot that begins at 0
-        layouts.append(WeightLayout.plain(ParamSpec("", tuple(weight.shape), dtype, address)))
+        spec = ParamSpec("", tuple(weight.shape), dtype, weight.data_ptr())
+        layouts.append(WeightLayout.plain(spec))
     return Product.of(layouts)
 
 
-def fused_linear(weights: Sequence[Tensor]) -> FusedLinear | None:
+def fused_linear(weights: Sequence[Tensor | PackedWeight]) -> FusedLinear | None:
     """For weights that multiply the same input. None: kernels do not read them."""
     product = product_of(weights)
-    return None if product is None else FusedLinear([w.detach() for w in weights], product)
+    if product is None:
+        return None
+    return FusedLinear([w.detach() if isinstance(w, Tensor) else w for w in weights], product)
 
 
 class FusedLinear:
     """Multiplies with `weights`, which it keeps. Any number of threads may call."""
 
-    def __init__(self, weights: list[Tensor], product: Product) -> None:
+    def __init__(self, weights: list[Tensor | PackedWeight], product: Product) -> None:
         self.weights = weights
         self._places = product.places
         self._product = product  # keeps what `_weights` points to
@@ -57,8 +62,7 @@ class FusedLinear:
         )
         self._weights = array("q", layout)
         self._unused = array("q", product.places)  # there is no second product
-        num_bytes = sum(weight.numel() * weight.itemsize for weight in weights)
-        self._is_shared = num_bytes >= MIN_SHARED_BYTES
+        self._is_shared = sum(weight.nbytes for weight in weights) >= MIN_SHARED_BYTES
 
     def __call__(self, x_TC: Tensor) -> Tensor:
         """[T, C] -> [T, R of all weights] in float32."""

@@ -1,5 +1,6 @@
 """How stored values of each kind become vectors of float32. A kernel of the CPU needs this and the
-WeightLayout. Kinds that are stored column by column are read by words.py instead.
+WeightLayout. Kinds that are stored column by column are read by words.py instead, those whose
+scales lie among the values by blocks.py.
 
 A loader may leave out a factor that all values share: x is multiplied by it instead.
 """
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from moe_infinity.checkpoint.ggml import BLOCKS
 from moe_infinity.checkpoint.layout import WORDS
+from moe_infinity.kernels.cpu.blocks import BLOCK_KINDS, BlockKind
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,
@@ -34,13 +37,14 @@ LoadValues = Callable[[Any, int, Any], Iterable[Any]]
 class ValueLoader(NamedTuple):
     """How the values of one kind are loaded."""
 
-    bits: int  # of a value
+    bits: float  # of a value, with its share of scales that lie among the values
     num_vectors: tuple[int, ...]  # that one call may load; the most that fit a row are taken
     load: LoadValues
     left_out: float = 1.0
     short_groups: tuple[int, ...] = ()  # columns that share a scale, fewer than one call loads
     columns_per_lane: int = 1  # neighbouring columns that lie in one lane of neighbouring vectors
     subtracts_zero: bool = False  # values are unsigned; their zero point is subtracted later
+    blocks: BlockKind | None = None  # scales lie among the values; `load` is not called
 
 
 def _int4(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
@@ -83,7 +87,17 @@ def _f32(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
 
 
 def _none(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
-    raise AssertionError("words.py has the inner loop of this kind")
+    raise AssertionError("words.py or blocks.py has the inner loop of this kind")
+
+
+def _block_loader(kind: str) -> ValueLoader:
+    num_weights, num_bytes = BLOCKS[kind.removeprefix("ggml_")]
+    num_vectors = (8, 4, 2) if kind == "q8_0" else (max(8, num_weights // LANES),)
+    blocks = BLOCK_KINDS[kind]
+    return ValueLoader(
+        8 * num_bytes / num_weights, num_vectors, _none,
+        subtracts_zero=blocks.sum_width > 0, blocks=blocks,
+    )  # fmt: skip
 
 
 LOADERS = {
@@ -97,4 +111,5 @@ LOADERS = {
     "f16": ValueLoader(16, (4, 2, 1), _f16),
     "f32": ValueLoader(32, (4, 2, 1), _f32),
     **{kind: ValueLoader(4, (), _none, subtracts_zero=True) for kind in WORDS},
+    **{kind: _block_loader(kind) for kind in BLOCK_KINDS},
 }

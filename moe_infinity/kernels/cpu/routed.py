@@ -14,16 +14,15 @@ from typing import NamedTuple
 
 from numba import njit, types
 
-from moe_infinity.kernels.cpu.compiler import c_function
+from moe_infinity.kernels.cpu.compiler import c_function, reader_of
 from moe_infinity.kernels.cpu.steps import Arrangement, arrange
 from moe_infinity.kernels.cpu.team import LINE
-from moe_infinity.kernels.cpu.vectors import LANES, float_at, int_at, put_float, put_int
+from moe_infinity.kernels.cpu.vectors import float_at, int_at, put_float, put_int
 from moe_infinity.kernels.cpu.work import (
     OF_EXPERTS,
     KernelJob,
     add_weighted,
     put_number,
-    reader_of,
     value_at,
 )
 
@@ -116,7 +115,7 @@ def begin_routed(address: int) -> None:
         put_int(call.job, X, call.arranged)
         return
     put_int(call.job, X, call.gathered)
-    words = places.num_steps * places.num_vectors * LANES // 2
+    words = places.row_bytes // 8
     for pair in range(num_pairs):
         source = call.arranged + 8 * words * (pair // call.top_k)
         to = call.gathered + 8 * words * int_at(call.row_of, pair)

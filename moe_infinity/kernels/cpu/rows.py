@@ -8,12 +8,14 @@ at every group, or scales spread in memory.
 A weight is decoded once for all tokens of a tile. The bits of an output depend on nothing but its
 row of the weight and its token: the additions are the same in tiles of every size.
 
-steps.py says what a step is and how x is arranged, loaders.py how values are read.
+steps.py says what a step is and how x is arranged, loaders.py how values are read, blocks.py how
+those are that have scales among them.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from itertools import count
 from typing import Any
 
 from numba import types
@@ -21,6 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from moe_infinity.checkpoint.layout import WORDS
+from moe_infinity.kernels.cpu.blocks import BlockStep
 from moe_infinity.kernels.cpu.compiler import c_function, processor
 from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments, Tile
 from moe_infinity.kernels.cpu.vectors import (
@@ -158,9 +161,14 @@ def _emit_tiles(
             at = b.add(b.add(starts[0], ahead), b.mul(each.index, I64(size)))
             for line in range(0, size, 64):
                 prefetch(b, b.add(at, I64(line)))
-            load_values = loop.loader.load
-            values = [load_values(b, loop.num_vectors, b.add(at, offset)) for at in starts]
-            _add_step(b, loop, a, values, x_of, sums, rows, scale_idx)
+            places = [b.add(at, offset) for at in starts]
+            blocks = loop.loader.blocks
+            if blocks is not None:
+                steps = [blocks.load(b, loop.num_vectors, place) for place in places]
+                _add_blocks(b, loop, steps, x_of, sums)
+            else:
+                values = [loop.loader.load(b, loop.num_vectors, place) for place in places]
+                _add_step(b, loop, a, values, x_of, sums, rows, scale_idx)
         for t in range(num_tokens):
             of_rows = [b.load(of_row[t]) for of_row in sums]
             out_at = b.add(b.add(out, b.mul(a.out_bytes, I64(t))), b.mul(row, I64(4)))
@@ -195,6 +203,35 @@ def _add_step(
             scale = spread(b, _scales(b, loop, a, row, scale_idx))
             for part, total in zip(parts[r], sums[r], strict=True):
                 b.store(fma(b, b.load(part), scale, b.load(total)), total)
+
+
+def _add_blocks(b: Any, loop: InnerLoop, steps: list[BlockStep], x_of: Any, sums: Any) -> None:
+    """Onto sums: what a step adds has a chain of its own, so that few additions wait for others."""
+    totals: list[list[Any]] = [[None] * len(x_of) for _ in steps]
+    for t, x in enumerate(x_of):
+        for r, step in enumerate(steps):
+            if step.minima is not None:
+                sums_of_x = load(b, x, 4 * LANES * loop.num_vectors, F32)
+                totals[r][t] = b.fmul(step.minima, sums_of_x)
+    vectors = count()
+    for segments in zip(*(step.segments for step in steps), strict=True):
+        parts: list[list[Any]] = [[None] * len(x_of) for _ in steps]
+        for values in zip(*(segment.values for segment in segments), strict=True):
+            offset = 4 * LANES * next(vectors)
+            for t, x in enumerate(x_of):
+                number = load(b, x, offset, F32)
+                for r, value in enumerate(values):
+                    parts[r][t] = _product(b, value, number, parts[r][t])
+        for r, segment in enumerate(segments):
+            for t, part in enumerate(parts[r]):
+                totals[r][t] = _product(b, part, segment.scale, totals[r][t])
+    for of_row, added in zip(sums, totals, strict=True):
+        for total, number in zip(of_row, added, strict=True):
+            b.store(b.fadd(b.load(total), number), total)
+
+
+def _product(b: Any, one: Any, other: Any, addend: Any) -> Any:
+    return b.fmul(one, other) if addend is None else fma(b, one, other, addend)
 
 
 def _scales(b: Any, loop: InnerLoop, a: KernelArguments, row: Any, scale_idx: Any) -> Any:

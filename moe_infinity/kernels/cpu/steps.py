@@ -10,12 +10,13 @@ Legend: T tokens, C columns (inputs) of a weight.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from moe_infinity.checkpoint.layout import WORDS, Block
 from moe_infinity.experts import DTYPE_BYTES
 from moe_infinity.kernels import host_float32
-from moe_infinity.kernels.cpu.compiler import machine_code, named
+from moe_infinity.kernels.cpu.compiler import machine_code, named, reader_of
 from moe_infinity.kernels.cpu.loaders import LOADERS, ValueLoader
 from moe_infinity.kernels.cpu.vectors import (
     F32,
@@ -35,7 +36,6 @@ from moe_infinity.kernels.cpu.vectors import (
     put_float,
     repeated,
     store,
-    vector_of,
 )
 from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
 
@@ -66,7 +66,7 @@ class InnerLoop(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return self.num_columns * self.loader.bits // 8
+        return int(self.num_columns * self.loader.bits / 8)
 
     @property
     def num_x(self) -> int:
@@ -138,7 +138,7 @@ def arguments_for(
     num_rows, num_columns = shape_RC
     num_steps = -(-num_columns // loop.num_columns)
     num_groups = -(-num_columns // block[1])
-    row_bytes = num_columns * loop.loader.bits // 8
+    row_bytes = int(num_columns * loop.loader.bits / 8)
     num_scales = num_groups
     if loop.kind in WORDS:
         row_bytes = num_rows // 2 if loop.kind == "awq" else num_rows * 4
@@ -160,39 +160,93 @@ def arguments_for(
 
 
 class Arrangement(NamedTuple):
-    """How arrange() places a row of x: integers, for numba."""
+    """How arrange() places a row of x: integers, for numba. Tables are int64 and float32 [vectors,
+    LANES], with one row more if there are sums.
+    """
 
     num_columns: int
     num_steps: int
     num_vectors: int  # of x at a step
-    has_sum: int  # 1: one more vector, minus the zero point times the sum of x
-    per_lane: int  # neighbouring columns that lie in the same lane of neighbouring vectors
-    zero: int  # the zero point; 1 if zeros are stored, which are multiplied later
-    factors: int  # address of the factors that decoding leaves out, by vector and lane
+    has_sum: int  # 1: one more vector, with sums of columns
+    is_dense: int  # columns stay in their order
+    order: int  # address of a table: column of a step; in the last row the first that is summed
+    factors: int  # address of a table: what a column, or each that is summed, is multiplied by
+    num_summed: int  # columns
+    sum_step: int  # from one column that is summed to the next
+    row_bytes: int  # of a whole row, with what lies behind
+    behind: int = 0  # address of another Arrangement of the same x, for weights of another kind
 
     @property
     def row_shape(self) -> tuple[int, int, int]:
         return self.num_steps, self.num_vectors, LANES
 
-    @property
-    def row_bytes(self) -> int:
-        return self.num_steps * self.num_vectors * LANES * 4
-
 
 @cache
 def arrangement_for(loop: InnerLoop, num_columns: int) -> Arrangement:
+    tables = _tables(loop.kind, loop.num_vectors, loop.has_zeros)
+    num_steps = -(-num_columns // loop.num_columns)
     return Arrangement(
         num_columns=num_columns,
-        num_steps=-(-num_columns // loop.num_columns),
+        num_steps=num_steps,
         num_vectors=loop.num_x,
         has_sum=loop.num_x - loop.num_vectors,
-        per_lane=loop.loader.columns_per_lane,
-        zero=1 if loop.has_zeros else ZERO_OF_SYMMETRIC,
-        factors=_factors(loop.kind, loop.num_vectors).ctypes.data,
+        is_dense=int(tables.is_dense),
+        order=tables.order.ctypes.data,
+        factors=tables.factors.ctypes.data,
+        num_summed=tables.num_summed,
+        sum_step=tables.sum_step,
+        row_bytes=num_steps * loop.num_x * LANES * 4,
     )
 
 
+def one_behind_another(
+    arrangements: Sequence[Arrangement],
+) -> tuple[Arrangement, list[array[int]]]:
+    """The first, which knows the others; and memory that has to stay while it is used."""
+    row_bytes = sum(places.row_bytes for places in arrangements)
+    kept: list[array[int]] = []
+    behind = 0
+    for places in reversed(arrangements):
+        chained = places._replace(row_bytes=row_bytes, behind=behind)
+        kept.append(array("q", chained))
+        behind = kept[-1].buffer_info()[0]
+    return chained, kept
+
+
+class Tables(NamedTuple):
+    """See Arrangement."""
+
+    order: NDArray[np.int64]
+    factors: NDArray[np.float32]
+    is_dense: bool
+    num_summed: int
+    sum_step: int
+
+
 @cache
+def _tables(kind: str, num_vectors: int, has_zeros: bool) -> Tables:
+    blocks = LOADERS[kind].blocks
+    if blocks is not None:
+        order = blocks.columns(num_vectors)
+        factors = np.repeat(blocks.units(num_vectors), LANES).reshape(order.shape)
+        first, times = blocks.sums()
+        num_summed = blocks.sum_width
+        sum_step = 1
+    else:
+        per_lane = LOADERS[kind].columns_per_lane
+        count = np.arange(num_vectors * LANES).reshape(-1, LANES, per_lane)
+        order = count.transpose(0, 2, 1).reshape(num_vectors, LANES)
+        factors = _factors(kind, num_vectors).reshape(order.shape)
+        first = order[0]
+        times = np.full(LANES, -1 if has_zeros else -ZERO_OF_SYMMETRIC, np.float32)
+        num_summed = num_vectors
+        sum_step = LANES if per_lane == 1 else 1
+    is_dense = bool((order.ravel() == np.arange(order.size)).all())
+    order = np.ascontiguousarray(np.vstack([order, first]))
+    factors = np.ascontiguousarray(np.vstack([factors, times]))
+    return Tables(order, factors, is_dense, num_summed, sum_step)
+
+
 def _factors(kind: str, num_vectors: int) -> NDArray[np.float32]:
     if kind == "int4":
         return np.repeat(NIBBLE_UNITS, LANES)
@@ -214,73 +268,93 @@ def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _arrange_lanes(
-    _: Any, x: Any, first: Any, step: Any, counted: Any, factors: Any, out: Any
+    _: Any, x: Any, start: Any, order: Any, is_dense: Any, counted: Any, factors: Any, out: Any
 ) -> Any:
     """16 columns times 16 factors."""
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
-        x, first, step, counted, factors, out = args
-        lanes = _columns(b, x, first, step, counted)
-        store(b, b.fmul(lanes, load(b, factors, 0, F32)), out)
+        *places, factors, out = args
+        store(b, b.fmul(_columns(b, *places), load(b, factors, 0, F32)), out)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), emit
+    return types.void(*[types.int64] * 7), emit
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _subtract_lanes(
-    _: Any, x: Any, first: Any, step: Any, counted: Any, times: Any, total: Any
+def _add_lanes(
+    _: Any, x: Any, start: Any, order: Any, is_dense: Any, counted: Any, factors: Any, total: Any
 ) -> Any:
-    """So many times 16 columns, from 16 sums."""
+    """16 columns times 16 factors, to 16 sums."""
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
-        x, first, step, counted, times, total = args
-        product = b.fmul(repeated(b, b.sitofp(times, F32)), _columns(b, x, first, step, counted))
-        store(b, b.fsub(load(b, total, 0, F32), product), total)
+        *places, factors, total = args
+        product = b.fmul(load(b, factors, 0, F32), _columns(b, *places))
+        store(b, b.fadd(load(b, total, 0, F32), product), total)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), emit
+    return types.void(*[types.int64] * 7), emit
 
 
-def _columns(b: Any, x: Any, first: Any, step: Any, counted: Any) -> Any:
-    """Of a row, every `step`-th from `first`; 0 in place of those before `counted`."""
+def _columns(b: Any, x: Any, start: Any, order: Any, is_dense: Any, counted: Any) -> Any:
+    """Of a row, those that `order` names, from column `start`; 0 in place of those before
+    `counted`.
+    """
     found = cgutils.alloca_once(b, FLOATS)
-    at = b.add(x, b.mul(first, I64(4)))
-    with b.if_else(b.icmp_signed("==", step, I64(1))) as (is_dense, is_sparse):
-        with is_dense:
-            b.store(load(b, at, 0, F32), found)
-        with is_sparse:
+    at = b.add(x, b.mul(start, I64(4)))
+    with b.if_else(b.icmp_signed("!=", is_dense, I64(0))) as (dense, sparse):
+        with dense:
+            first = b.load(b.inttoptr(order, I64.as_pointer()))
+            b.store(load(b, b.add(at, b.mul(first, I64(4))), 0, F32), found)
+        with sparse:
             lanes = FLOATS(None)
             for lane in range(LANES):
-                pointer = b.inttoptr(b.add(at, b.mul(step, I64(4 * lane))), F32.as_pointer())
-                lanes = b.insert_element(lanes, b.load(pointer), I32(lane))
+                column = b.load(b.inttoptr(b.add(order, I64(8 * lane)), I64.as_pointer()))
+                number = b.load(b.inttoptr(b.add(at, b.mul(column, I64(4))), F32.as_pointer()))
+                lanes = b.insert_element(lanes, number, I32(lane))
             b.store(lanes, found)
-    counts = ir.Constant(vector_of(I64), [*range(LANES)])
-    columns = b.add(b.mul(counts, repeated(b, step)), repeated(b, first))
+    columns = b.add(load(b, order, 0, I64), repeated(b, start))
     is_new = b.icmp_signed(">=", columns, repeated(b, counted))
     return b.select(is_new, b.load(found), FLOATS(None))
+
+
+_places_at = reader_of(Arrangement)
+
+
+@njit(nogil=True)
+def _arrange_row(x, out, places):  # type: ignore[no-untyped-def]
+    """Gives the address behind what it wrote."""
+    num_vectors = places.num_vectors - places.has_sum
+    width = num_vectors * LANES
+    dense = places.is_dense
+    for step in range(places.num_steps):
+        counted = step * width
+        start = min(counted, places.num_columns - width)
+        for k in range(num_vectors):
+            order = places.order + 8 * LANES * k
+            factors = places.factors + 4 * LANES * k
+            _arrange_lanes(x, start, order, dense, counted, factors, out + 4 * LANES * k)
+        if places.has_sum:
+            sums = out + 4 * LANES * num_vectors
+            order = places.order + 8 * LANES * num_vectors
+            factors = places.factors + 4 * LANES * num_vectors
+            for lane in range(LANES):
+                put_float(sums, lane, np.float32(0))
+            for k in range(places.num_summed):
+                first = start + k * places.sum_step
+                _add_lanes(x, first, order, dense, counted, factors, sums)
+        out += places.num_vectors * LANES * 4
+    return out
 
 
 @machine_code(types.void(*[types.int64] * 4, named(Arrangement)))
 def arrange(x, x_bytes, out, num_rows, places):  # type: ignore[no-untyped-def]
     """Arrange `num_rows` rows of x, `x_bytes` apart, at the address `out`."""
-    weights_of_step = places.num_vectors - places.has_sum
-    width = weights_of_step * LANES
     for _ in range(num_rows):
-        for step in range(places.num_steps):
-            counted = step * width
-            start = min(counted, places.num_columns - width)
-            sums = out + weights_of_step * LANES * 4
-            if places.has_sum:
-                for lane in range(LANES):
-                    put_float(sums, lane, np.float32(0))
-            for k in range(weights_of_step):
-                place = k % places.per_lane
-                first = start + (k - place) * LANES + place
-                factors = places.factors + 4 * LANES * k
-                to = out + 4 * LANES * k
-                _arrange_lanes(x, first, places.per_lane, counted, factors, to)
-                if places.has_sum:
-                    _subtract_lanes(x, first, places.per_lane, counted, places.zero, sums)
-            out += places.num_vectors * LANES * 4
+        at = _arrange_row(x, out, places)
+        behind = places.behind
+        while behind != 0:
+            other = _places_at(behind)
+            at = _arrange_row(x, at, other)
+            behind = other.behind
         x += x_bytes
+        out += places.row_bytes

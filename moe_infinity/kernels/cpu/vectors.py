@@ -14,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from moe_infinity.kernels.cpu.compiler import processor
 from moe_infinity.kernels.unpack import NIBBLES
 
 LANES = 16  # float32 values of a vector; LLVM splits them where the machine has narrower ones
@@ -62,6 +63,39 @@ def pick(b: Any, vector: Any, lanes: Iterable[int], other: Any = None) -> Any:
     chosen = list(lanes)
     mask = ir.Constant(vector_of(I32, len(chosen)), chosen)
     return b.shuffle_vector(vector, vector if other is None else other, mask)
+
+
+def joined(b: Any, vectors: list[Any]) -> Any:
+    """Two or four vectors, one behind the other."""
+    while len(vectors) > 1:
+        lanes = range(2 * vectors[0].type.count)
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [pick(b, one, lanes, other) for one, other in pairs]
+    return vectors[0]
+
+
+def number_at(b: Any, at: Any, offset: int, kind: Any) -> Any:
+    return b.load(b.inttoptr(b.add(at, I64(offset)), kind.as_pointer()), align=1)
+
+
+def look_up(b: Any, table: tuple[int, ...], words: Any) -> Any:
+    """Every byte of 16 words, which is below 16, replaced by a byte of the table.
+
+    LLVM makes one instruction of the picks from a vector, if the processor has it: for 64 bytes
+    with AVX512-VBMI, elsewhere for 16.
+    """
+    width = 64 if "+avx512vbmi" in processor()[1].split(",") else 16
+    source = ir.Constant(vector_of(I8, width), [*table] * (width // len(table)))
+    every = b.bitcast(words, vector_of(I8, 64))
+    found = []
+    for first in range(0, 64, width):
+        places = pick(b, every, range(first, first + width))
+        values = vector_of(I8, width)(ir.Undefined)
+        for lane in range(width):
+            place = b.zext(b.extract_element(places, I32(lane)), I32)
+            values = b.insert_element(values, b.extract_element(source, place), I32(lane))
+        found.append(values)
+    return b.bitcast(joined(b, found), words.type)
 
 
 def from_half(b: Any, bits: Any) -> Any:

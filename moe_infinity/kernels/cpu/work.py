@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from moe_infinity.kernels.cpu import team
 from moe_infinity.kernels.cpu.activations import activate_lanes
-from moe_infinity.kernels.cpu.compiler import c_function, machine_code, named
+from moe_infinity.kernels.cpu.compiler import c_function, machine_code, reader_of
 from moe_infinity.kernels.cpu.steps import Arrangement, arrange
 from moe_infinity.kernels.cpu.team import LINE, fetch_add, wait_for, yield_address
 from moe_infinity.kernels.cpu.vectors import (
@@ -41,14 +40,14 @@ NO_BIAS = -1
 NEXT = 0
 DONE = LINE
 OF_EXPERTS = 2 * LINE  # in KernelJob.state
-BLOCK = 6  # int64s; see Weights
+BLOCK = 7  # int64s; see Weights
 
 
 class Weights(NamedTuple):
-    """Where things are in a slot, the same for all experts: integers, for numba. A block is six
+    """Where things are in a slot, the same for all experts: integers, for numba. A block is seven
     numbers: the addresses of a row function and of KernelArguments; its first row, and one more
-    than its last; its offset in a row of out; the bytes of a row of x. A single product has an up
-    and nothing else.
+    than its last; its offset in a row of out; the bytes of a row of x, and its offset there. A
+    single product has an up and nothing else.
     """
 
     up_blocks: int  # address
@@ -96,21 +95,6 @@ def call_rows(
     return types.void(*[types.int64] * 8), emit
 
 
-def reader_of(kind: Any) -> Any:
-    """For numba: a function that reads a NamedTuple of integers from an address."""
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def read(_: Any, address: Any) -> Any:
-        def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
-            at = b.inttoptr(args[0], I64.as_pointer())
-            values = [b.load(b.gep(at, [I64(k)])) for k in range(len(kind._fields))]
-            return cgutils.pack_array(b, values)
-
-        return named(kind)(types.int64), emit
-
-    return read
-
-
 _weights_at = reader_of(Weights)
 _places_at = reader_of(Arrangement)
 _job_at = reader_of(KernelJob)
@@ -119,7 +103,7 @@ _job_at = reader_of(KernelJob)
 @njit(nogil=True)
 def multiply(block, slot, p, stop, x, x_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
     """Multiply a block of rows of a weight in this slot by rows of x, from p to stop."""
-    x += p * x_bytes
+    x += p * x_bytes + int_at(block, 6)
     out += p * out_bytes + int_at(block, 4)
     first = int_at(block, 2)
     last = int_at(block, 3)
@@ -160,7 +144,7 @@ def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
     first = int_at(job.starts, expert)
     num_rows = int_at(job.stops, expert) - first
     at = job.up + first * weights.up_bytes
-    hidden = job.hidden + first * places.num_steps * places.num_vectors * LANES * 4
+    hidden = job.hidden + first * places.row_bytes
     if weights.up_bias != NO_BIAS:
         bias = int_at(job.slots, expert) + weights.up_bias
         num_up = weights.up_bytes // 4

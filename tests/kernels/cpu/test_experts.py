@@ -35,6 +35,8 @@ KINDS = [
     "gptq 32",
     "gptq_v2 64",
     "awq 32",
+    "ggml q4_0",
+    "ggml q5_1",
 ]
 SILU = Activation("silu")
 LIMITED = Activation("silu", alpha=1.5, shift=0.5, limit=3.0)

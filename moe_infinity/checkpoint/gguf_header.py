@@ -1,0 +1,201 @@
+"""The header of a GGUF file: its metadata, and which tensor lies where in it.
+
+Every count, length and offset is checked against the file before anything is read or kept for it,
+so that a lying header costs no more than a true one. The gguf package trusts its files, and makes
+an array of every token of the vocabulary, which takes seconds. To check its input would be to read
+all that it reads. So it is not asked; the tests hold what is found here to what it finds.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from gguf import GGMLQuantizationType
+
+from moe_infinity.checkpoint.extents import STORED_DTYPES, Extent, StoredTensor
+from moe_infinity.checkpoint.ggml import BLOCKS
+from moe_infinity.errors import CheckpointError
+
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 1 << 28  # vocabularies of 300,000 tokens take 20 MB
+MAX_DIMS = 4
+ALIGNMENT = 32  # where the metadata does not say otherwise
+SCALARS = {  # by the number of the type: how struct calls it
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+    12: "<d",
+}  # fmt: skip
+STRING = 8
+ARRAY = 9
+TENSOR_BYTES = 24  # of the table, for a tensor without a name or dimensions
+VALUE_BYTES = 13  # of an entry of the metadata without a name
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What one file says of itself."""
+
+    metadata: dict[str, Any]
+    tensors: list[StoredTensor]  # stored_dtype is GGML's name of the type, e.g. "Q4_K"
+    num_bytes: int  # before the first byte of data
+
+
+def read_gguf_header(file: Path) -> GgufHeader:
+    """Raises CheckpointError for a file that is no GGUF file, is cut off or lies about itself."""
+    try:
+        with file.open("rb") as opened:
+            return HeaderReader(file, opened).header()
+    except CheckpointError:  # is an OSError
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+class HeaderReader:
+    """Reads a header from the first byte on."""
+
+    def __init__(self, path: Path, opened: BinaryIO) -> None:
+        self._path = path
+        self._opened = opened
+        self._file_bytes = path.stat().st_size
+        self._left = min(self._file_bytes, MAX_HEADER_BYTES)
+
+    def header(self) -> GgufHeader:
+        self._check_magic()
+        num_tensors = self._count(TENSOR_BYTES, "tensors")
+        num_values = self._count(VALUE_BYTES, "entries of metadata")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = self._name()
+            if key in metadata:
+                self._refuse(f"{key} is there twice")
+            metadata[key] = self._value(self._number("<I"))
+        rows = [self._tensor_row() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            self._refuse(f"an alignment of {alignment!r}")
+        end = min(self._file_bytes, MAX_HEADER_BYTES) - self._left
+        start = -(-end // alignment) * alignment
+        tensors = [self._tensor(*row, start=start, alignment=alignment) for row in rows]
+        self._check_places(tensors)
+        return GgufHeader(metadata, tensors, start)
+
+    def _check_magic(self) -> None:
+        magic = self._opened.read(4)
+        self._left -= len(magic)
+        if magic != b"GGUF":
+            older = magic in (b"lmgg", b"fmgg", b"tjgg")
+            self._refuse("in a format older than GGUF" if older else "not a GGUF file")
+        version = self._number("<I")
+        if version & 0xFFFF == 0 and version:
+            self._refuse(
+                "a big-endian GGUF file\n"
+                "hint: gguf-convert-endian of the gguf package makes a little-endian one of it"
+            )
+        if version not in VERSIONS:
+            known = " and ".join(map(str, VERSIONS))
+            self._refuse(f"GGUF version {version}, which is not known: {known} are")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CheckpointError(f"{self._path}: {what}")
+
+    def _take(self, num_bytes: int) -> bytes:
+        if num_bytes > self._left:
+            self._refuse(
+                "its header ends after the file, or after any that is known\n"
+                "hint: truncated or damaged: download it again"
+            )
+        self._left -= num_bytes
+        found = self._opened.read(num_bytes)
+        if len(found) != num_bytes:
+            self._refuse("became shorter while it was read")
+        return found
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _count(self, bytes_each: int, of: str) -> int:
+        count: int = self._number("<Q")
+        if count * bytes_each > self._left:
+            self._refuse(
+                f"a header of {count} {of}, more than the file has room for\n"
+                "hint: truncated or damaged: download it again"
+            )
+        return count
+
+    def _string(self) -> str:
+        return self._take(self._number("<Q")).decode("utf-8", "replace")
+
+    def _name(self) -> str:
+        name = self._string()
+        if "\ufffd" in name or len(name) > 256 or not name.isprintable():
+            self._refuse(f"the name {name[:40]!r}")
+        return name
+
+    def _value(self, value_type: int) -> Any:
+        if value_type in SCALARS:
+            return self._number(SCALARS[value_type])
+        if value_type == STRING:
+            return self._string()
+        if value_type != ARRAY:
+            self._refuse(f"metadata of the unknown type {value_type}")
+        item_type = self._number("<I")
+        if item_type == STRING:
+            return [self._string() for _ in range(self._count(8, "strings"))]
+        if item_type not in SCALARS:
+            self._refuse(f"an array of the unknown type {item_type}")
+        form = SCALARS[item_type]
+        size = struct.calcsize(form)
+        count = self._count(size, "numbers")
+        return list(struct.unpack(f"<{count}{form[1]}", self._take(count * size)))
+
+    def _tensor_row(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._name()
+        num_dims = self._number("<I")
+        if not 1 <= num_dims <= MAX_DIMS:
+            self._refuse(f"tensor {name} has {num_dims} dimensions")
+        dims = struct.unpack(f"<{num_dims}Q", self._take(8 * num_dims))
+        return name, dims[::-1], self._number("<I"), self._number("<Q")
+
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], number: int, offset: int, *, start: int,
+        alignment: int,
+    ) -> StoredTensor:  # fmt: skip
+        weights, block_bytes = self._block_of(name, number)
+        if 0 in shape or shape[-1] % weights:
+            self._refuse(f"tensor {name} has the shape {list(shape)}, in blocks of {weights}")
+        if offset % alignment:
+            self._refuse(f"tensor {name} begins at {offset}, no multiple of {alignment}")
+        num_bytes = prod(shape) // weights * block_bytes
+        if start + offset + num_bytes > self._file_bytes:
+            self._refuse(
+                f"tensor {name} ends at byte {start + offset + num_bytes:,} of "
+                f"{self._file_bytes:,}\nhint: truncated or damaged: download it again"
+            )
+        stored_dtype = GGMLQuantizationType(number).name
+        return StoredTensor(
+            name, stored_dtype, shape, Extent(self._path, start + offset, num_bytes)
+        )
+
+    def _block_of(self, name: str, number: int) -> tuple[int, int]:
+        """Weights and bytes of a block of the type."""
+        try:
+            found = GGMLQuantizationType(number).name
+        except ValueError:
+            self._refuse(f"tensor {name} has type {number}, which is not known")
+        if found in STORED_DTYPES:
+            return 1, STORED_DTYPES[found][1] // 8
+        if found.lower() not in BLOCKS:
+            self._refuse(f"tensor {name} has type {found}, which is not supported")
+        return BLOCKS[found.lower()]
+
+    def _check_places(self, tensors: list[StoredTensor]) -> None:
+        if len({tensor.name for tensor in tensors}) < len(tensors):
+            self._refuse("two tensors of one name")
+        placed = sorted(tensors, key=lambda tensor: tensor.extent.offset)
+        for tensor, following in zip(placed, placed[1:], strict=False):
+            if tensor.extent.offset + tensor.extent.num_bytes > following.extent.offset:
+                self._refuse(f"tensors {tensor.name} and {following.name} overlap")

@@ -1,0 +1,220 @@
+"""Which parameter of a model a tensor of a GGUF file is, and what its converter changed.
+
+    model.layers.0.self_attn.q_proj.weight   blk.0.attn_q.weight, by the gguf package's map
+    model.layers.0.mlp.experts.gate_up_proj  blk.0.ffn_gate_exps.weight and blk.0.ffn_up_exps.weight
+
+What comes out are the weights of a checkpoint under names of the model, and rules of transformers
+for what is more than another name. So plan.py and transformers load it as any other checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import gguf
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    Transpose,
+    WeightConverter,
+)
+
+from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.checkpoint.extents import STORED_DTYPES, StoredTensor
+from moe_infinity.checkpoint.ggml import BLOCKS, blocks_layout, row_bytes
+from moe_infinity.checkpoint.gguf_file import GgufModel
+from moe_infinity.checkpoint.gguf_undo import JoinKeysAndValues, UndoRotaryOrder
+from moe_infinity.checkpoint.layout import WeightLayout
+from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
+from moe_infinity.checkpoint.plan import Weights, find_experts
+from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.experts import ParamSpec
+
+NUMBER = re.compile(r"\.(\d+)\.")
+# How transformers calls what the gguf package knows by the name of an older checkpoint.
+OLDER_NAMES = {
+    ".e_score_correction_bias": "exp_probs_b.bias",
+    ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+}
+# What the tests compare with transformers. For others the converter may change values as well.
+CHECKED = (
+    "deepseek2", "ernie4_5-moe", "glm4moe", "gpt-oss", "granitemoe", "llama", "llama4",
+    "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen3moe",
+)  # fmt: skip
+# Their converter makes rotary pairs neighbours among the rows of q and k.
+REORDERED = ("llama", "granitemoe")
+ROTARY = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+# Parameters that the converter splits, if it does, and the parts.
+SPLIT: dict[str, tuple[tuple[str, ...], ConversionOps]] = {
+    ".self_attn.kv_b_proj.weight": (("attn_k_b", "attn_v_b"), JoinKeysAndValues()),
+    ".shared_mlp.input_linear.weight": (("ffn_gate_shexp", "ffn_up_shexp"), Concatenate(0)),
+}
+OF_EXPERTS = {
+    "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
+    "gate_proj": ("ffn_gate_exps",),
+    "up_proj": ("ffn_up_exps",),
+    "down_proj": ("ffn_down_exps",),
+}  # by parameter of experts modules
+FUSED = "ffn_gate_up_exps"  # in the place of the two of gate_up_proj
+
+
+class BlockFormat(WeightFormat):
+    """One of GGML's block formats."""
+
+    def place(self, parts: dict[str, ParamSpec], *, is_transposed: bool) -> WeightLayout:
+        rows, num_bytes = parts["values"].shape
+        weights, block_bytes = BLOCKS[self.name]
+        shape = rows, num_bytes // block_bytes * weights
+        layout = blocks_layout(self.name, shape, parts["values"])
+        return dataclasses.replace(layout, is_transposed=is_transposed)
+
+
+def _format(name: str) -> BlockFormat:
+    unpack = blocks_layout(name, (0, 0), ParamSpec("values", (0, 0), "uint8", 0)).unpack
+    assert unpack is not None
+    parts = (PartFormat("values", "", frozenset({"U8"})),)
+    return BlockFormat(name, name, parts, lambda shapes: None, unpack, has_free_rows=True)
+
+
+FORMATS = {name.upper(): _format(name) for name in BLOCKS}  # by name of the type
+
+
+def weights_of(model: Any, file: GgufModel) -> tuple[Weights, list[WeightConverter]]:
+    """The weights by name, and rules of transformers that make parameters of them. Raises
+    CheckpointError for a tensor that is no parameter of the model.
+    """
+    names = Names(model, file)
+    for layer in find_experts(model):
+        names.add_experts(layer)
+    names.add_dense()
+    names.refuse_unused()
+    return names.weights, list(names.rules.values())
+
+
+class Names:
+    """Gives tensors of a file the names of a model's parameters."""
+
+    def __init__(self, model: Any, file: GgufModel) -> None:
+        if file.architecture not in CHECKED:
+            raise UnsupportedModelError(
+                f"{file.files[0]}: nobody has checked yet what llama.cpp's converter does to a "
+                f"{file.architecture} model, expected one of: {', '.join(CHECKED)}"
+            )
+        numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        self.weights: Weights = {}
+        self.rules: dict[str, WeightConverter] = {}  # by parameter, without the layer
+        self._file = file
+        self._params = model.state_dict()
+        self._num_layers = model.config.get_text_config().num_hidden_layers
+        self._map = gguf.get_tensor_name_map(numbers[file.architecture], self._num_layers)
+        self._unused = set(file.tensors)
+
+    def add_experts(self, layer: ExpertsModule) -> None:
+        for key, location in layer.locations.items():
+            if not location.is_stacked or location.rows != 1:
+                raise UnsupportedModelError(f"{layer.name}: GGUF for experts in separate modules")
+            param = f"{layer.name}.{location.paths[0]}"
+            is_bias = key.endswith("_bias")
+            kind = key.removesuffix("_bias")
+            if kind not in OF_EXPERTS:
+                raise UnsupportedModelError(f"{param}: GGUF has no tensor for it")
+            leaves = [f"{leaf}.{'bias' if is_bias else 'weight'}" for leaf in OF_EXPERTS[kind]]
+            fused = leaves[0].replace("ffn_gate_exps", FUSED)
+            if kind == "gate_up_proj" and self._stored(param, fused) is not None:
+                leaves = [fused]
+            operations: list[ConversionOps] = [Concatenate(1)] if len(leaves) > 1 else []
+            if kind == "gate_up_proj" and not getattr(layer.module, "is_concatenated", True):
+                operations.append(Interleave(1, inverse=True))
+            if layer.is_transposed and not is_bias:
+                operations.append(Transpose(1, 2))
+            self._add(param, leaves, operations)
+            del self._params[param]
+
+    def add_dense(self) -> None:
+        for param in self._params:
+            stored = self._stored_as(param)
+            parts = [entry for end, entry in SPLIT.items() if param.endswith(end)]
+            if stored is not None:
+                self._add_one(param, stored)
+            elif parts:
+                ((leaves, operation),) = parts
+                self._add(param, [f"{leaf}.weight" for leaf in leaves], [operation])
+
+    def _stored_as(self, param: str) -> StoredTensor | None:
+        """The one tensor that is this parameter, if there is one."""
+        for end, leaf in OLDER_NAMES.items():
+            if param.endswith(end):
+                return self._stored(param, leaf)
+        name = self._map.get_name(param, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            return None
+        return self._file.tensors.get(name) or self._file.tensors.get(f"{name}.weight")
+
+    def _stored(self, param: str, leaf: str) -> StoredTensor | None:
+        """A tensor of the layer that has the parameter."""
+        number = NUMBER.search(param)
+        return None if number is None else self._file.tensors.get(f"blk.{number[1]}.{leaf}")
+
+    def _add_one(self, param: str, tensor: StoredTensor) -> None:
+        """Under the name of the parameter, and in its shape, but for dimensions of 1."""
+        wanted = tuple(self._params[param].shape)
+        if _without_ones(tensor.shape) == _without_ones(wanted):
+            tensor = dataclasses.replace(tensor, shape=wanted)
+        self._keep(param, tensor)
+        heads = ROTARY.get(param.split(".")[-2]) if "." in param else None
+        if heads is not None and self._file.architecture in REORDERED:
+            self._add_rule(param, [param], [UndoRotaryOrder(heads)])
+
+    def _add(self, param: str, leaves: list[str], operations: list[ConversionOps]) -> None:
+        """A parameter that is made of these tensors of its layer, those that there are."""
+        names = [f"{param}.{leaf}" for leaf in leaves] if operations else [param]
+        for name, leaf in zip(names, leaves, strict=True):
+            tensor = self._stored(param, leaf)
+            if tensor is None:
+                layer = NUMBER.search(param)
+                raise CheckpointError(
+                    f"{self._file.files[0]}: no tensor blk.{layer and layer[1]}.{leaf}, "
+                    f"which {param} needs"
+                )
+            self._keep(name, tensor)
+        if operations:
+            self._add_rule(param, names, operations)
+
+    def _add_rule(self, param: str, names: list[str], operations: list[ConversionOps]) -> None:
+        """For this parameter of all layers."""
+        number = NUMBER.search(param)
+        start = number.end() - 1 if number is not None else 0
+        target = param[start:]
+        if target not in self.rules:
+            patterns = [re.escape(name[start:]) + "$" for name in names]
+            self.rules[target] = WeightConverter(patterns, [target], operations)
+
+    def _keep(self, name: str, tensor: StoredTensor) -> None:
+        self._unused.discard(tensor.name)
+        self.weights[name] = _weight(name, tensor)
+
+    def refuse_unused(self) -> None:
+        """Layers after the last are those that predict more than one token ahead."""
+        for name in sorted(self._unused):
+            block = re.match(r"blk\.(\d+)\.", name)
+            is_later = block is not None and int(block[1]) >= self._num_layers
+            if not is_later and "rope_" not in name:  # the config says how positions are scaled
+                raise CheckpointError(
+                    f"{self._file.files[0]}: tensor {name} is no parameter of this model"
+                )
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _weight(name: str, tensor: StoredTensor) -> StoredTensor | PackedTensor:
+    if tensor.stored_dtype in STORED_DTYPES:
+        return dataclasses.replace(tensor, name=name)
+    weight_format = FORMATS[tensor.stored_dtype]
+    width = row_bytes(weight_format.name, tensor.shape[-1])
+    values = StoredTensor(name, "U8", (*tensor.shape[:-1], width), tensor.extent)
+    return PackedTensor(name, (("values", values),), tensor.shape, None, weight_format)

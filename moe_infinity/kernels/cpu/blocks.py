@@ -1,0 +1,372 @@
+"""How GGML's blocks become vectors of float32, with the scales that lie among the values.
+
+A step is a block of 256 weights, or several of 32. Its values come out of decoding in *segments*:
+vectors whose products with x are added up before their sum is multiplied by one vector of scales.
+Sixteen words of 32 bits are decoded together, a byte of each after the other, so a lane has four
+neighbouring columns. `order` says which; x is arranged alike.
+
+    weight = scale x value - minimum            stored, or the scale times the zero point
+
+What minima subtract is one product for a step: of a vector of minima and of one with the sums of x
+over their columns, which is arranged with x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numpy.typing import NDArray
+
+from moe_infinity.kernels.cpu.vectors import (
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    LANES,
+    all_lanes,
+    from_exponent,
+    from_half,
+    joined,
+    load,
+    look_up,
+    number_at,
+    pick,
+    repeated,
+    spread,
+    vector_of,
+)
+
+
+class Segment(NamedTuple):
+    """Values that are multiplied by the same vector of scales."""
+
+    scale: Any
+    values: Iterable[Any]  # vectors, each when asked for
+
+
+class BlockStep(NamedTuple):
+    """One step of one row, decoded."""
+
+    segments: Iterable[Segment]
+    minima: Any = None  # multiplies the sums of x
+
+
+class BlockKind(NamedTuple):
+    """How a step of one kind is decoded, and what of x that needs."""
+
+    load: Callable[[Any, int, Any], BlockStep]  # builder, number of vectors, address
+    order: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # see `columns`
+    sum_width: int = 0  # columns that share a minimum; 0: there are no minima
+    sum_lanes: tuple[int, ...] = ()  # the lanes of `minima` that count
+    times: float = 0.0  # what is multiplied with their sums
+    left_out: float = 1.0  # a factor of all values
+    is_wide: bool = False  # values may be 128 or more
+
+    def columns(self, num_vectors: int) -> NDArray[np.int64]:
+        """[vectors, LANES]: where in a step the column of a lane is. `order` has a shape of these
+        columns, and in which order its axes have to be taken.
+        """
+        shape, axes = self.order
+        count = np.arange(num_vectors * LANES)
+        if shape:
+            count = count.reshape(shape).transpose(axes)
+        return count.reshape(num_vectors, LANES)
+
+    def units(self, num_vectors: int) -> NDArray[np.float32]:
+        """By vector: the factor that its values lack, as bytes are masked without a shift."""
+        of_bytes = [256.0**-byte for byte in range(3)] + [1.0 if self.is_wide else 256.0**-3]
+        units = np.tile(of_bytes, num_vectors // 4) if self.order[0] else np.ones(num_vectors)
+        return np.asarray(units * self.left_out, np.float32)
+
+    def sums(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """By lane: the first of the columns that it sums, and its factor; 0 for other lanes."""
+        first = np.zeros(LANES, np.int64)
+        factors = np.zeros(LANES, np.float32)
+        for group, lane in enumerate(self.sum_lanes):
+            first[lane] = group * self.sum_width
+            factors[lane] = self.times * self.left_out
+        return first, factors
+
+
+def _bytes(b: Any, *words: Any, is_wide: bool = False) -> Iterator[Any]:
+    """The four bytes of each lane's word as numbers, one after the other; see `units`."""
+    for word in words:
+        for byte in range(3):
+            yield b.sitofp(b.and_(word, all_lanes(I32, 0xFF << 8 * byte)), FLOATS)
+        if is_wide:
+            yield b.sitofp(b.lshr(word, all_lanes(I32, 24)), FLOATS)
+        else:
+            yield b.sitofp(b.and_(word, all_lanes(I32, 0x7F << 24)), FLOATS)
+
+
+def _field(b: Any, words: Any, shift: int, mask: int) -> Any:
+    """Of every byte the bits of `mask` after a shift to the right or, if negative, to the left."""
+    amount = all_lanes(I32, abs(shift))
+    words = b.lshr(words, amount) if shift > 0 else b.shl(words, amount) if shift else words
+    return b.and_(words, all_lanes(I32, 0x01010101 * mask))
+
+
+def _shifted(b: Any, words: Any, shifts: list[int]) -> Any:
+    return b.lshr(words, ir.Constant(words.type, shifts))
+
+
+def _masked(b: Any, words: Any, masks: list[int]) -> Any:
+    return b.and_(words, ir.Constant(words.type, [0x01010101 * mask for mask in masks]))
+
+
+def _numbers(b: Any, words: Any) -> Any:
+    """The 16 bytes of four words, in i32."""
+    return b.zext(b.bitcast(words, vector_of(I8)), vector_of(I32))
+
+
+def _halves(b: Any, at: Any, offset: int, count: int) -> Any:
+    """Lanes of float16 that lie there, each over LANES / count lanes."""
+    return spread(b, from_half(b, load(b, at, offset, I16, count)))
+
+
+def _twice(b: Any, at: Any, offset: int, shift: int) -> Any:
+    """Eight words in both halves of a vector, in the second one shifted to the right."""
+    words = pick(b, load(b, at, offset, I32, 8), [*range(8)] * 2)
+    return _shifted(b, words, [0] * 8 + [shift] * 8)
+
+
+# 256 weights with 8 scales and minima of 6 bits each
+
+
+def _scales_and_minima(b: Any, at: Any) -> Any:
+    """Of q4_k and q5_k: 8 scales, then 8 minima."""
+    words = load(b, at, 0, I32, 4)  # d and dmin; three words
+    low = _masked(b, _shifted(b, pick(b, words, [1, 1, 2, 2]), [0, 2, 0, 2]), [63, 48, 63, 48])
+    high = _masked(b, _shifted(b, pick(b, words, [3, 3, 3, 3]), [0, 0, 0, 4]), [0, 15, 0, 15])
+    numbers = b.sitofp(_numbers(b, b.or_(low, high)), FLOATS)
+    return b.fmul(numbers, _halves(b, at, 0, 2))
+
+
+def _q4_k(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    scales = _scales_and_minima(b, at)
+
+    def segments() -> Iterator[Segment]:
+        for half in range(2):
+            words = load(b, at, 16 + 64 * half, I32)
+            for high in range(2):
+                first = 4 * half + high
+                scale = pick(b, scales, [first] * 8 + [first + 2] * 8)
+                yield Segment(scale, _bytes(b, _field(b, words, 4 * high, 15)))
+
+    return BlockStep(segments(), scales)
+
+
+def _q5_k(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    scales = _scales_and_minima(b, at)
+    fifth = _twice(b, at, 16, 2)
+
+    def segments() -> Iterator[Segment]:
+        for half in range(2):
+            words = load(b, at, 48 + 64 * half, I32)
+            for high in range(2):
+                first = 4 * half + high
+                scale = pick(b, scales, [first] * 8 + [first + 2] * 8)
+                values = b.or_(_field(b, words, 4 * high, 15), _field(b, fifth, first - 4, 16))
+                yield Segment(scale, _bytes(b, values))
+
+    return BlockStep(segments(), scales)
+
+
+# 256 weights with 16 scales
+
+
+def _q6_k(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    numbers = b.sext(load(b, at, 192, I8), vector_of(I32))
+    scales = b.fmul(b.sitofp(numbers, FLOATS), _halves(b, at, 208, 1))
+
+    def segments() -> Iterator[Segment]:
+        for half in range(2):
+            words = load(b, at, 64 * half, I32)
+            top = _twice(b, at, 128 + 32 * half, 2)
+            for high in range(2):
+                first = 8 * half + 4 * high
+                scale = spread(b, pick(b, scales, range(first, first + 4)))
+                values = b.or_(_field(b, words, 4 * high, 15), _field(b, top, 4 * high - 4, 48))
+                yield Segment(scale, _bytes(b, values))
+
+    return BlockStep(segments(), scales)
+
+
+def _q3_k(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    words = load(b, at, 96, I32, 3)
+    low = _masked(b, _shifted(b, pick(b, words, [0, 1, 0, 1]), [0, 0, 4, 4]), [15] * 4)
+    high = _masked(b, _shifted(b, pick(b, words, [2] * 4), [0, 2, 4, 6]), [3] * 4)
+    both = b.or_(low, b.shl(high, all_lanes(I32, 4, 4)))
+    numbers = b.sitofp(b.sub(_numbers(b, both), all_lanes(I32, 32)), FLOATS)
+    scales = b.fmul(numbers, _halves(b, at, 108, 1))
+    words = load(b, at, 32, I32)
+    third = _twice(b, at, 0, 4)
+    values = (
+        b.or_(_field(b, words, 2 * place, 3), _field(b, third, place - 2, 4)) for place in range(4)
+    )
+    return BlockStep(_by_two_bits(b, scales, values), scales)
+
+
+def _q2_k(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    numbers = b.zext(load(b, at, 0, I8), vector_of(I32))
+    scales = b.sitofp(b.and_(numbers, all_lanes(I32, 15)), FLOATS)
+    minima = b.sitofp(b.lshr(numbers, all_lanes(I32, 4)), FLOATS)
+    scales = b.fmul(scales, _halves(b, at, 80, 1))
+    minima = b.fmul(minima, _halves(b, at, 82, 1))
+    words = load(b, at, 16, I32)
+    values = (_field(b, words, 2 * place, 3) for place in range(4))
+    return BlockStep(_by_two_bits(b, scales, values), minima)
+
+
+def _by_two_bits(b: Any, scales: Any, values: Iterable[Any]) -> Iterator[Segment]:
+    for place, value in enumerate(values):
+        scale = pick(b, scales, [2 * place + k + lane // 4 for k in (0, 8) for lane in range(8)])
+        yield Segment(scale, _bytes(b, value))
+
+
+# 32 weights with a scale, four blocks at once: four words of each
+
+
+class FourBlocks(NamedTuple):
+    """Four neighbouring blocks of so many bytes."""
+
+    b: Any
+    at: Any
+    num_bytes: int
+
+    def words(self, offset: int) -> Any:
+        places = (offset + self.num_bytes * block for block in range(4))
+        return joined(self.b, [load(self.b, self.at, place, I32, 4) for place in places])
+
+    def numbers(self, offset: int, kind: Any) -> Any:
+        """One of each block."""
+        found = vector_of(kind, 4)(ir.Undefined)
+        for block in range(4):
+            number = number_at(self.b, self.at, offset + self.num_bytes * block, kind)
+            found = self.b.insert_element(found, number, I32(block))
+        return found
+
+    def halves(self, offset: int) -> Any:
+        """A float16 of each block, over the lanes of its words."""
+        return spread(self.b, from_half(self.b, self.numbers(offset, I16)))
+
+    def nibbles(self, offset: int) -> list[Any]:
+        """The lower ones of every byte, and the upper ones."""
+        words = self.words(offset)
+        return [_field(self.b, words, shift, 15) for shift in (0, 4)]
+
+    def with_fifth_bits(self, offset: int) -> list[Any]:
+        """Nibbles, and before them 32 bits, one for each."""
+        words = spread(self.b, self.numbers(offset, I32))
+        bits = _shifted(self.b, words, [4 * (lane % 4) for lane in range(LANES)])
+        nibbles = self.nibbles(offset + 4)
+        return [self.b.or_(nibbles[k], self._spread_bits(bits, 16 * k)) for k in range(2)]
+
+    def _spread_bits(self, words: Any, shift: int) -> Any:
+        """Four neighbouring bits: each to bit 4 of a byte."""
+        bits = self.b.and_(self.b.lshr(words, all_lanes(I32, shift)), all_lanes(I32, 15))
+        copies = self.b.mul(bits, all_lanes(I32, 0x02040810))
+        return self.b.and_(copies, all_lanes(I32, 0x10101010))
+
+
+def _q4_0(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    blocks = FourBlocks(b, at, 18)
+    scale = blocks.halves(0)
+    return BlockStep([Segment(scale, _bytes(b, *blocks.nibbles(2)))], scale)
+
+
+def _q4_1(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    blocks = FourBlocks(b, at, 20)
+    return BlockStep([Segment(blocks.halves(0), _bytes(b, *blocks.nibbles(4)))], blocks.halves(2))
+
+
+def _q5_0(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    blocks = FourBlocks(b, at, 22)
+    scale = blocks.halves(0)
+    return BlockStep([Segment(scale, _bytes(b, *blocks.with_fifth_bits(2)))], scale)
+
+
+def _q5_1(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    blocks = FourBlocks(b, at, 24)
+    values = _bytes(b, *blocks.with_fifth_bits(4))
+    return BlockStep([Segment(blocks.halves(0), values)], blocks.halves(2))
+
+
+def _q8_0(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    def values(first: int) -> Iterator[Any]:
+        for offset in (first, first + LANES):
+            yield b.sitofp(b.sext(load(b, at, offset, I8), vector_of(I32)), FLOATS)
+
+    firsts = range(0, 34 * num_vectors // 2, 34)
+    return BlockStep(Segment(_halves(b, at, first, 1), values(first + 2)) for first in firsts)
+
+
+# Values from a table
+
+
+IQ4 = (0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240)  # plus 127
+MXFP4 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # twice the value, plus 12
+
+
+def _iq4_nl(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    blocks = FourBlocks(b, at, 18)
+    values = (look_up(b, IQ4, nibbles) for nibbles in blocks.nibbles(2))
+    scale = blocks.halves(0)
+    return BlockStep([Segment(scale, _bytes(b, *values, is_wide=True))], scale)
+
+
+def _mxfp4(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    blocks = FourBlocks(b, at, 17)
+    values = (look_up(b, MXFP4, nibbles) for nibbles in blocks.nibbles(1))
+    scale = spread(b, from_exponent(b, blocks.numbers(0, I8)))
+    return BlockStep([Segment(scale, _bytes(b, *values))], scale)
+
+
+def _iq4_xs(b: Any, num_vectors: int, at: Any) -> BlockStep:
+    """Eight scales, in lanes 0 to 7 and again in the others."""
+    eight = [*range(8)] * 2
+    high = repeated(b, b.zext(number_at(b, at, 2, I16), I32))
+    low = repeated(b, number_at(b, at, 4, I32))
+    high = b.and_(_shifted(b, high, [2 * k for k in eight]), all_lanes(I32, 3))
+    low = b.and_(_shifted(b, low, [4 * k for k in eight]), all_lanes(I32, 15))
+    numbers = b.or_(low, b.shl(high, all_lanes(I32, 4)))
+    numbers = b.sitofp(b.sub(numbers, all_lanes(I32, 32)), FLOATS)
+    scales = b.fmul(numbers, _halves(b, at, 0, 1))
+
+    def segments() -> Iterator[Segment]:
+        for half in range(2):
+            words = load(b, at, 8 + 64 * half, I32)
+            values = (look_up(b, IQ4, _field(b, words, shift, 15)) for shift in (0, 4))
+            scale = spread(b, pick(b, scales, range(4 * half, 4 * half + 4)))
+            yield Segment(scale, _bytes(b, *values, is_wide=True))
+
+    return BlockStep(segments(), scales)
+
+
+# A shape of the columns of a step, and its axes as decoding gives them: bytes of a word come before
+# the lanes, which are words.
+TWO_BITS = (2, 4, 8, 4), (1, 3, 0, 2)  # halves, pairs of bits, words, bytes
+PAIRS = (2, 2, 2, 8, 4), (0, 2, 4, 1, 3)  # halves, runs of 32 bytes, nibbles, words, bytes
+WHOLE = (4, 16, 4), (0, 2, 1)  # nibbles of 64 bytes, words, bytes
+FOURS = (-1, 4, 2, 4, 4), (0, 2, 4, 1, 3)  # halves, blocks, nibbles, words, bytes
+ALL = tuple(range(LANES))
+OF_BLOCKS = (0, 4, 8, 12)  # the first lane of each
+
+BLOCK_KINDS = {
+    "q8_0": BlockKind(_q8_0),
+    "q4_0": BlockKind(_q4_0, FOURS, 32, OF_BLOCKS, -8),
+    "q4_1": BlockKind(_q4_1, FOURS, 32, OF_BLOCKS, 1),
+    "q5_0": BlockKind(_q5_0, FOURS, 32, OF_BLOCKS, -16),
+    "q5_1": BlockKind(_q5_1, FOURS, 32, OF_BLOCKS, 1),
+    "q2_k": BlockKind(_q2_k, TWO_BITS, 16, ALL, -1),
+    "q3_k": BlockKind(_q3_k, TWO_BITS, 16, ALL, -4),
+    "q4_k": BlockKind(_q4_k, PAIRS, 32, ALL[8:], -1),
+    "q5_k": BlockKind(_q5_k, PAIRS, 32, ALL[8:], -1),
+    "q6_k": BlockKind(_q6_k, WHOLE, 16, ALL, -32),
+    "iq4_nl": BlockKind(_iq4_nl, FOURS, 32, OF_BLOCKS, -127, is_wide=True),
+    "iq4_xs": BlockKind(_iq4_xs, FOURS, 32, ALL[:8], -127, is_wide=True),
+    "ggml_mxfp4": BlockKind(_mxfp4, FOURS, 32, OF_BLOCKS, -12, left_out=0.5),
+}

@@ -1,0 +1,47 @@
+"""Write the table of docs/gguf.md: which architectures load, and what they need.
+
+python -m scripts.gguf_table
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import transformers
+from transformers.integrations.ggml import GGUF_TO_FAST_CONVERTERS
+
+from moe_infinity.checkpoint.gguf_config import KNOWN
+from tests.gguf_files import MODELS
+from tools.convert_to_gguf import ARCHITECTURES
+
+GUIDE = Path(__file__).resolve().parents[1] / "docs" / "gguf.md"
+BEGIN = "<!-- models: begin (python -m scripts.gguf_table) -->\n"
+END = "<!-- models: end -->"
+# By how transformers' reader of tokenizers calls them.
+SPLITTERS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "minimax-m2": "minimax_m2"}
+
+
+def table() -> str:
+    """Of the models that tests/test_gguf.py compares with transformers."""
+    lines = ["| `general.architecture` | class | config | tokenizer |", "|---|---|---|---|"]
+    for name in sorted(MODELS, key=lambda name: (ARCHITECTURES[name], name)):
+        architecture = ARCHITECTURES[name]
+        config_class = transformers.CONFIG_MAPPING[name]
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
+        is_enough = architecture in KNOWN and KNOWN[architecture].model_type == name
+        has_tokenizer = SPLITTERS.get(architecture, architecture) in GGUF_TO_FAST_CONVERTERS
+        config = "file" if is_enough else "`--config`"
+        tokenizer = "file" if is_enough and has_tokenizer else "`--config`"
+        lines.append(f"| {architecture} | {model_class} | {config} | {tokenizer} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    content = GUIDE.read_text("utf-8")
+    before, _, rest = content.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    GUIDE.write_text(before + BEGIN + table() + END + after, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

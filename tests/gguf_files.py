@@ -1,0 +1,136 @@
+"""Tiny random models as GGUF files, and headers written byte by byte.
+
+build(name, folder) writes a checkpoint of one of MODELS, which tools/convert_to_gguf.py converts.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "bos_token_id": 1,
+    "eos_token_id": None, "pad_token_id": 0, "intermediate_size": 96, "num_experts_per_tok": 3,
+    "rope_theta": 5000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK = {
+    "n_routed_experts": 8, "moe_intermediate_size": 96, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4,
+}  # fmt: skip
+# By model_type of transformers.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 128,
+    },
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 96, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+    "gpt_oss": {
+        "num_local_experts": 8, "sliding_window": 16,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64,
+        },
+    },
+    "granitemoe": {
+        "num_local_experts": 8, "attention_multiplier": 0.3, "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5, "logits_scaling": 3.0,
+    },
+    "granitemoeshared": {"num_local_experts": 8, "shared_intermediate_size": 64},
+    "deepseek_v2": DEEPSEEK | {"first_k_dense_replace": 0, "q_lora_rank": None},
+    "deepseek_v3": DEEPSEEK | {
+        "first_k_dense_replace": 1, "q_lora_rank": 32, "n_group": 2, "topk_group": 1,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8, "moe_intermediate_size": 96, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1,
+    },
+    "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "llama4_text": {
+        "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_intermediate_size": 96, "moe_k": 3, "moe_layer_start_index": 1,
+    },
+    "minimax_m2": {"num_local_experts": 8},
+}  # fmt: skip
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # K-quants
+
+
+def build(name: str, folder: Path, **changes: Any) -> Path:
+    """A checkpoint in which no parameter is 0, so that one left out is seen."""
+    settings = COMMON | MODELS[name]
+    config = transformers.AutoConfig.for_model(name, **settings | changes)
+    torch.manual_seed(0)
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    for key, param in [*model.named_parameters(), *model.named_buffers()]:
+        if param.is_floating_point() and "inv_freq" not in key:
+            torch.nn.init.normal_(param.data, 1.0 if "norm" in key else 0.0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def widen(file: Path, out: Path) -> Path:
+    """The same model with every weight as gguf's `dequantize` gives it, in float32."""
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        of_array = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], of_array)
+    for tensor in reader.tensors:
+        shape = [int(size) for size in tensor.shape[::-1]]
+        weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, np.ascontiguousarray(weight, np.float32).reshape(shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+class Tensor:
+    """A row of the table of tensors, by the numbers that are in the file."""
+
+    def __init__(
+        self, name: str, dims: Sequence[int] = (32,), kind: int = 0, offset: int = 0
+    ) -> None:
+        head = string(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
+        self.row = head + struct.pack("<IQ", kind, offset)
+
+
+def string(text: str | bytes) -> bytes:
+    raw = text if isinstance(text, bytes) else text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def header(
+    metadata: Mapping[str, bytes],
+    tensors: Sequence[Tensor],
+    *,
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+) -> bytes:
+    """Metadata are bytes that begin with the type of the value."""
+    num_tensors, num_values = counts or (len(tensors), len(metadata))
+    values = b"".join(string(key) + value for key, value in metadata.items())
+    rows = b"".join(tensor.row for tensor in tensors)
+    return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_values) + values + rows
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<I", 8) + string(value)
+
+
+def number(value: int) -> bytes:
+    return struct.pack("<II", 4, value)
