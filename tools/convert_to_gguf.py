@@ -144,8 +144,9 @@ class Checkpoint:
     """The tensors of all shards of a checkpoint, by name."""
 
     def __init__(self, folder: Path) -> None:
-        files = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors"))]
-        self._file_of = {key: file for file in files for key in file.keys()}  # noqa: SIM118
+        paths = sorted(folder.glob("*.safetensors"))
+        files: list[Any] = [safe_open(path, "pt") for path in paths]
+        self._file_of: dict[str, Any] = {key: file for file in files for key in file.keys()}  # noqa: SIM118
 
     @property
     def names(self) -> list[str]:
