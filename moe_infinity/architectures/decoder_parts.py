@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.routers import router_of
-from moe_infinity.architectures.trial_copy import in_float32
+from moe_infinity.architectures.trials import in_float32
 from moe_infinity.kernels.cpu.decoder import Attention, Gate, Router
 
 NORM = "input_layernorm"

@@ -20,11 +20,10 @@ from moe_infinity.architectures.decoder_parts import (
     described,
     feed_forward,
 )
-from moe_infinity.architectures.trial_copy import in_float32
+from moe_infinity.architectures.trials import in_float32, is_close
 from moe_infinity.kernels.cpu.decoder import HALVES, NEIGHBOURS, Attention, DecoderKernel
 from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
 
-TOLERANCE = 2e-5  # of the largest number: float32, summed in another order
 STRONGER = 8  # the norm in a second trial, so that what limits large numbers is seen
 
 logger = logging.getLogger(__name__)
@@ -109,11 +108,7 @@ class _Trial:
         given = DecoderSteps([kernel]).attend(0, self._x[:, 0], (cos, sin), cached, None)
         found = given.residual + _FeedForward.of(given.normed), given.normed, keys, values
         wanted = self._wanted[:, 0], self._normed[:, 0], *self._wanted_keys
-        return all(_is_close(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
-    return bool((found - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
+        return all(is_close(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 class _FeedForward(nn.Module):

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
-from moe_infinity.architectures.trial_copy import for_trial
+from moe_infinity.architectures.trials import for_trial, is_close
 from moe_infinity.kernels.cpu.decoder import OF_ALL, OF_CHOSEN, Gate
 from moe_infinity.kernels.cpu.decoder_steps import Attended
 
 TOKENS = 32  # of a trial
-TOLERANCE = 2e-5  # of the largest number: float32, summed in another order
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +33,23 @@ def router_of(feed_forward: nn.Module) -> nn.Module | None:
     return found[0] if len(found) == 1 else None
 
 
-@torch.no_grad()
 def find_gate(router: nn.Module) -> Gate | None:
     """How it chooses; None if it does anything else than kernels do."""
+    try:
+        with torch.no_grad():
+            return _matching_gate(router)
+    except Exception as error:  # whatever a module does that wants or gives something else
+        logger.debug("%s chooses by its own code: %s", type(router).__name__, error)
+        return None
+
+
+def _matching_gate(router: nn.Module) -> Gate | None:
     weight: Any = router.weight
     bias: Any = getattr(router, "bias", None)
     make = torch.Generator().manual_seed(2)
     x = torch.randn(TOKENS, weight.shape[1], generator=make, dtype=torch.float32, device="cpu")
-    try:
-        logits, shares, chosen = for_trial(router).float()(x)
-        dtype = for_trial(router)(x.to(weight.dtype))[1].dtype
-    except Exception as error:  # whatever a module does that wants other arguments or shapes
-        logger.debug("%s chooses by its own code: %s", type(router).__name__, error)
-        return None
+    logits, shares, chosen = for_trial(router).float()(x)
+    dtype = for_trial(router)(x.to(weight.dtype))[1].dtype
     wanted = nn.functional.linear(x, weight.float(), None if bias is None else bias.float())
     top_k = chosen.shape[-1]
     largest = wanted.topk(top_k)
@@ -54,16 +57,11 @@ def find_gate(router: nn.Module) -> Gate | None:
         OF_ALL: wanted.softmax(-1).gather(1, largest.indices),
         OF_CHOSEN: largest.values.softmax(-1),
     }
-    if torch.equal(chosen, largest.indices) and _is_close(logits, wanted):
+    if torch.equal(chosen, largest.indices) and is_close(logits, wanted):
         for way, expected in ways.items():
-            if _is_close(shares, expected):
+            if is_close(shares, expected):
                 return Gate(top_k, way, dtype)
     return None
-
-
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
-    is_alike = found.shape == wanted.shape
-    return is_alike and bool((found - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
 
 
 class KnownRouting:
@@ -99,9 +97,17 @@ def experts_of(block: nn.Module) -> Any | None:
     return called[0] if len(called) == 1 else None
 
 
-@torch.no_grad()
 def gives_experts_alone(block: nn.Module) -> bool:
     """Whether what a block gives is what its experts give for its router's choice, and no more."""
+    try:
+        with torch.no_grad():
+            return _is_experts_alone(block)
+    except Exception as error:  # whatever a module does that wants or gives something else
+        logger.debug("%s computes by its own code: %s", type(block).__name__, error)
+        return False
+
+
+def _is_experts_alone(block: nn.Module) -> bool:
     router = router_of(block)
     children = dict(block.named_children())
     if router is None or len(children) != 2 or experts_of(block) is None:
@@ -116,4 +122,4 @@ def gives_experts_alone(block: nn.Module) -> bool:
     _, shares, chosen = known(x[:, 0])
     found = own(x)
     found = found[0] if isinstance(found, tuple) else found
-    return _is_close(found, stub(x[:, 0], chosen, shares)[:, None])
+    return is_close(found, stub(x[:, 0], chosen, shares)[:, None])

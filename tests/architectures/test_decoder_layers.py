@@ -16,7 +16,9 @@ from transformers import DynamicCache
 
 from moe_infinity import MoE
 from moe_infinity.architectures import decoder_layers, growing_cache
+from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
 from moe_infinity.architectures.decoder_trial import find_attention
+from moe_infinity.architectures.routers import find_gate, gives_experts_alone
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
@@ -181,6 +183,31 @@ def test_threads_that_come_late_do_no_harm(tmp_path, runs):
         finally:
             torch.set_num_threads(before)
     assert runs == [6] * 55 * 6
+
+
+@pytest.mark.parametrize("part", ["block", "router"])
+def test_modules_that_fail_in_a_trial_compute_by_their_own_code(tmp_path, part):
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(saved("Mixtral", tmp_path))
+    block = model.model.layers[0].mlp
+    setattr(block.experts, CALL_ATTRIBUTE, object())
+    assert find_gate(block.gate) is not None
+    assert gives_experts_alone(block)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("wants something else")
+
+    vars(block if part == "block" else block.gate)["forward"] = fail
+    assert not gives_experts_alone(block)
+    assert (find_gate(block.gate) is None) == (part == "router")
+
+
+@pytest.mark.parametrize("has_history", [False, True])
+def test_nothing_is_predicted_once_all_experts_are_in_memory(tmp_path, has_history):
+    history = tmp_path / "history" if has_history else None
+    with MoE(saved("Mixtral", tmp_path), history=history, preload="off") as moe:
+        assert moe.engine.predictor is not None
+        moe.preload()
+        assert (moe.engine.predictor is not None) == has_history
 
 
 def test_what_was_computed_ahead_is_dropped_when_something_comes_between(tmp_path, runs):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_infinity import MoE
+from tests.server.driving import words
 from tests.server.serving import Serving, serving
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -43,3 +44,11 @@ def server(moe: MoE) -> Iterator[Serving]:
     moe.tokenizer.chat_template = TEMPLATE
     with serving(moe, max_batch=4, max_queue=20) as server:
         yield server
+
+
+@pytest.fixture
+def ended(server: Serving, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The model ends its answer by itself; this is the answer."""
+    num_tokens = next(n for n in range(3, 12) if expected[n] not in expected[:n])
+    monkeypatch.setattr(server.engine._passes, "end_ids", frozenset({expected[num_tokens]}))
+    return words(expected[:num_tokens])

@@ -93,3 +93,20 @@ def generated(moe: MoE, prompt_ids: list[int], **kwargs: Any) -> list[int]:
         assert margin(torch.cat(out.logits)) > 2 * TOLERANCE, "take another prompt"
     tokens: list[int] = out.sequences[0, len(prompt_ids) :].tolist()
     return [t for t in tokens if t != moe.model.generation_config.eos_token_id]
+
+
+def answered(engine: Engine, prompt_ids: list[int], **wishes: Any) -> Client:
+    """A client whose request was answered."""
+    client = Client(engine, prompt_ids, **wishes)
+    run_all(engine, client)
+    assert client.error is None
+    return client
+
+
+def cached(client: Client) -> int:
+    return client.outputs[-1].num_cached
+
+
+def words(token_ids: list[int]) -> str:
+    """What these tokens are as text, with the tokenizer of the tests."""
+    return " ".join(f"w{token_id}" for token_id in token_ids)

@@ -13,7 +13,7 @@ from anthropic.types.message_create_params import MessageCreateParamsBase
 from anthropic.types.shared import ErrorResponse
 
 from moe_infinity.server.prefix_cache import BLOCK
-from tests.server.driving import generated
+from tests.server.driving import generated, words
 from tests.server.serving import serving
 
 pytestmark = pytest.mark.arithmetic
@@ -24,10 +24,6 @@ ASKED: list[Any] = [{"role": "user", "content": PROMPT}]
 BODY: dict[str, Any] = {"messages": ASKED, "max_tokens": 12, "temperature": 0}
 TOOL: ToolParam = {"name": "w88", "description": "w3", "input_schema": {"type": "object"}}
 EPHEMERAL = {"type": "ephemeral", "ttl": "1h"}
-
-
-def words(token_ids: list[int]) -> str:
-    return " ".join(f"w{token_id}" for token_id in token_ids)
 
 
 def text_of(answer: Any) -> str:
@@ -43,14 +39,6 @@ def expected(moe) -> list[int]:
 def client(server):
     with server.anthropic() as client:
         yield client
-
-
-@pytest.fixture
-def ended(server, expected, monkeypatch) -> str:
-    """The model ends its answer by itself; this is the answer."""
-    num_tokens = next(n for n in range(3, 12) if expected[n] not in expected[:n])
-    monkeypatch.setattr(server.engine._passes, "end_ids", frozenset({expected[num_tokens]}))
-    return words(expected[:num_tokens])
 
 
 def ask(client, messages: Any = ASKED, **more: Any) -> Any:

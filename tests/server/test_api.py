@@ -13,7 +13,7 @@ import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
-from tests.server.driving import generated
+from tests.server.driving import generated, words
 from tests.server.serving import serving
 
 pytestmark = pytest.mark.arithmetic
@@ -21,10 +21,6 @@ pytestmark = pytest.mark.arithmetic
 PROMPT = "w5 w6 w9 w100 w31"
 PROMPT_IDS = [5, 6, 9, 100, 31]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}
-
-
-def words(token_ids: list[int]) -> str:
-    return " ".join(f"w{token_id}" for token_id in token_ids)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 from moe_infinity import MoE
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.prefix_cache import BLOCK, PrefixCache, why_not
-from tests.server.driving import Client, assert_same_answer, make_engine, run_all
+from tests.server.driving import Client, answered, assert_same_answer, cached, make_engine, run_all
 from tests.server.serving import serving
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
@@ -22,17 +22,6 @@ from tests.sweep.discover import architectures_in
 pytestmark = pytest.mark.arithmetic
 
 TEXT = [(7 * at * at + at) % 120 + 3 for at in range(200)]
-
-
-def answered(engine: Any, prompt_ids: list[int], **wishes: Any) -> Client:
-    client = Client(engine, prompt_ids, **wishes)
-    run_all(engine, client)
-    assert client.error is None
-    return client
-
-
-def cached(client: Client) -> int:
-    return client.outputs[-1].num_cached
 
 
 # answers

@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import Response
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from tests.server.driving import generated
+from tests.server.driving import generated, words
 from tests.server.serving import serving
 
 pytestmark = pytest.mark.arithmetic
@@ -31,10 +31,6 @@ END = [
 ]
 
 
-def words(token_ids: list[int]) -> str:
-    return " ".join(f"w{token_id}" for token_id in token_ids)
-
-
 @pytest.fixture(scope="module")
 def expected(moe) -> list[int]:
     return generated(moe, [*PROMPT_IDS, 77])
@@ -44,14 +40,6 @@ def expected(moe) -> list[int]:
 def client(server):
     with server.client() as client:
         yield client
-
-
-@pytest.fixture
-def ended(server, expected, monkeypatch) -> str:
-    """The model ends its answer by itself; this is the answer."""
-    num_tokens = next(n for n in range(3, 12) if expected[n] not in expected[:n])
-    monkeypatch.setattr(server.engine._passes, "end_ids", frozenset({expected[num_tokens]}))
-    return words(expected[:num_tokens])
 
 
 def ask(client, content: Any = PROMPT, **more: Any) -> Any:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.server.engine import Engine
 from tests.conftest import save_tokenizer
-from tests.server.driving import TOLERANCE, Client, assert_same_answer, make_engine, run_all
+from tests.server.driving import (
+    TOLERANCE,
+    Client,
+    answered,
+    assert_same_answer,
+    cached,
+    make_engine,
+    run_all,
+)
 from tests.server.serving import Serving, serving
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
@@ -30,17 +36,6 @@ def hybrid(request, tmp_path_factory) -> Iterator[MoE]:
     save_tokenizer(folder)
     with MoE(folder, host_memory="50%", dtype="float32") as moe:
         yield moe
-
-
-def answered(engine: Engine, prompt_ids: list[int], **wishes: Any) -> Client:
-    client = Client(engine, prompt_ids, **wishes)
-    run_all(engine, client)
-    assert client.error is None
-    return client
-
-
-def cached(client: Client) -> int:
-    return client.outputs[-1].num_cached
 
 
 def test_a_conversation_continues_where_the_last_answer_ended(hybrid):

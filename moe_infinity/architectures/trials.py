@@ -1,11 +1,13 @@
-"""Copies of modules, to try what they compute."""
+"""What trials of a model's modules share: copies, and when two results are the same."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+TOLERANCE = 2e-5  # of the largest number: float32, summed in another order
 
 
 def for_trial(module: nn.Module) -> Any:
@@ -18,3 +20,9 @@ def for_trial(module: nn.Module) -> Any:
 def in_float32(module: nn.Module) -> Any:
     """A copy for a trial."""
     return for_trial(module).float()
+
+
+def is_close(found: Tensor, wanted: Tensor) -> bool:
+    """Whether two ways to compute in float32 gave the same; False if any number is NaN."""
+    is_alike = found.shape == wanted.shape
+    return is_alike and bool((found - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
