@@ -8,6 +8,7 @@ llama_cpp needs neither torch nor this package.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import platform
@@ -57,6 +58,7 @@ class Ours:
         from moe_infinity import MoE
 
         self._moe = MoE(model, **options)
+        gc.freeze()  # as commands do
 
     def begin(self, num_sequences: int) -> None:
         from transformers import DynamicCache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.cli import app as cli
+from moe_infinity.cli.opening import open_model
 from tests.cuda.fast_device import on_device
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
@@ -44,6 +46,12 @@ def words(token_ids: list[int]) -> str:
 
 def run_args(folder: Path, *more: object) -> list[object]:
     return ["run", folder, "-p", PROMPT, "--max-new-tokens", 16, "--host-memory", "25%", *more]
+
+
+def test_no_collection_looks_through_what_was_loaded_while_a_command_runs(tiny_checkpoint):
+    with open_model(str(tiny_checkpoint), host_memory="25%"):
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
 
 
 # run
