@@ -20,9 +20,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from moe_infinity.server.constraints import Constraint
 from moe_infinity.server.grammars import GrammarCompiler, Structure, part_of
-from moe_infinity.server.sampling import Sampler, Sampling
+from moe_infinity.server.sampling import Constraint, Sampler, Sampling
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 NUM_TOKENS = 150_000

@@ -60,7 +60,7 @@ def chat_with_server(
     Raises ConfigError if httpx is not installed, MoEInfinityError if the server refuses a request.
     """
     require_extra(["httpx"])
-    from moe_infinity.server.client import stream_chat
+    from moe_infinity.cli.chat_client import stream_chat
 
     settings = {"max_tokens": max_new_tokens, "temperature": temperature}
     if temperature > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 import uuid
@@ -10,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from moe_infinity.server.messages import MessageReader, Parts
+from moe_infinity.server.protocol import Encoding
 from moe_infinity.server.refusals import ErrorBody, Refused
 from moe_infinity.server.sequences import Output, Request, TokenText
 
@@ -253,6 +257,36 @@ class ChatAnswer(TextAnswer):
         # A token that is part of a character decodes to U+FFFD, which does not give its bytes.
         as_bytes = None if "�" in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": as_bytes}
+
+
+class EmbeddingsAnswer(Answer):
+    """A vector of unit length for each input."""
+
+    def __init__(
+        self, requests: Sequence[Request], *, model: str, encoding: Encoding | None
+    ) -> None:
+        super().__init__(requests)
+        self._model = model
+        self._encoding = encoding
+        self._vectors: list[tuple[float, ...]] = [()] * len(requests)
+
+    def add(self, index: int, output: Output) -> None:
+        super().add(index, output)
+        self._vectors[index] = output.embedding
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer, once all outputs are added."""
+        data = [
+            {"object": "embedding", "index": index, "embedding": self._encoded(vector)}
+            for index, vector in enumerate(self._vectors)
+        ]
+        usage = {name: self.usage()[name] for name in ("prompt_tokens", "total_tokens")}
+        return {"object": "list", "data": data, "model": self._model, "usage": usage}
+
+    def _encoded(self, vector: tuple[float, ...]) -> list[float] | str:
+        if self._encoding == "base64":
+            return base64.b64encode(np.array(vector, dtype="<f4").tobytes()).decode()
+        return list(vector)
 
 
 def sse(payload: dict[str, Any], name: str | None = None) -> str:

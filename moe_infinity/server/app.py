@@ -26,8 +26,8 @@ from starlette.staticfiles import StaticFiles
 from moe_infinity import __version__
 from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
-from moe_infinity.server import anthropic, auth, responses
-from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer
+from moe_infinity.server import anthropic, refusals, responses
+from moe_infinity.server.answers import Answer, ChatAnswer, CompletionAnswer, EmbeddingsAnswer
 from moe_infinity.server.anthropic import (
     AnthropicErrorBody,
     CountTokensBody,
@@ -36,7 +36,6 @@ from moe_infinity.server.anthropic import (
     error_of,
 )
 from moe_infinity.server.config import LOOPBACK, ServeConfig
-from moe_infinity.server.embeddings import EmbeddingsAnswer, EmbeddingsBody
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange, ExchangeStream
 from moe_infinity.server.messages import MessageReader
@@ -46,6 +45,7 @@ from moe_infinity.server.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingsBody,
     GenerationBody,
     TokenizeBody,
 )
@@ -110,11 +110,11 @@ class GuardedRoute(APIRoute):
         async def guarded(request: HttpRequest) -> Response:
             api: Api = request.app.state.api
             try:
-                auth.refuse_other_sites(request)
+                refusals.refuse_other_sites(request)
                 if api.is_on_loopback:
-                    auth.refuse_other_names(request, api.config.allowed_host or ())
-                request.state.owner = auth.owner_of(request, api.api_keys)
-                response = await handle(auth.JsonRequest(request, api.config.max_body))
+                    refusals.refuse_other_names(request, api.config.allowed_host or ())
+                request.state.owner = refusals.owner_of(request, api.api_keys)
+                response = await handle(refusals.JsonRequest(request, api.config.max_body))
             except Exception as error:
                 refused = refused_by(error)
                 if refused.status_code == 500:

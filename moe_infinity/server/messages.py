@@ -17,7 +17,7 @@ from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from moe_infinity.server.call_forms import THINK, answer_form_of, example_of
+from moe_infinity.server.grammars import THINK, answer_form_of, example_of
 
 logger = logging.getLogger(__name__)
 CALL_WITH_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}

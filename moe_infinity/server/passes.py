@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,9 @@ from moe_infinity.memory.machine import available_memory_bytes
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch, has_recurrent_layers, layers_that_cannot_join
 from moe_infinity.server.config import ServeConfig
-from moe_infinity.server.prefix_cache import PrefixCache, why_not
-from moe_infinity.server.prompt_outputs import last_hidden_states, prompt_logprobs
-from moe_infinity.server.sampling import ChosenToken
-from moe_infinity.server.sequences import Running
-from moe_infinity.server.snapshots import Snapshots, why_no_snapshots
+from moe_infinity.server.prefix_cache import PrefixCache, Snapshots, why_no_snapshots, why_not
+from moe_infinity.server.sampling import ChosenToken, prompt_logprobs
+from moe_infinity.server.sequences import NoEmbeddings, Running
 from moe_infinity.sizes import parse_size
 
 logger = logging.getLogger(__name__)
@@ -221,6 +220,30 @@ def prefixes_of(moe: MoE, config: ServeConfig) -> PrefixCache | Snapshots:
     else:
         num_bytes = parse_size(wanted, whole_bytes=free_bytes)
     return Snapshots(num_bytes) if is_recurrent else PrefixCache(num_bytes)
+
+
+@contextmanager
+def last_hidden_states(model: Any) -> Iterator[list[Tensor]]:
+    """Gives a list that gets, for each pass inside, what the model makes its logits of: [B, T, d].
+
+    Raises NoEmbeddings for a model that makes them of something else.
+    """
+    decoder = model.get_decoder()
+    if decoder is model:
+        raise NoEmbeddings("this model has no hidden states of its own: there are no embeddings")
+    states: list[Tensor] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        state = getattr(output, "last_hidden_state", None)
+        if state is None:
+            raise NoEmbeddings("this model does not give its hidden states")
+        states.append(state)
+
+    hook = decoder.register_forward_hook(keep)
+    try:
+        yield states
+    finally:
+        hook.remove()
 
 
 def keep_windows(cache: DynamicCache) -> None:

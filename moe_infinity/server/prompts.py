@@ -13,23 +13,28 @@ from llguidance import LLMatcher
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
-from moe_infinity.server.call_forms import calls_in, message_in, tools_of
 from moe_infinity.server.config import ServeConfig
-from moe_infinity.server.constraints import Constraint
-from moe_infinity.server.embeddings import EmbeddingsBody
-from moe_infinity.server.grammars import GrammarCompiler, Structure, part_of
+from moe_infinity.server.grammars import (
+    GrammarCompiler,
+    Structure,
+    calls_in,
+    message_in,
+    part_of,
+    tools_of,
+)
 from moe_infinity.server.messages import MessageFormat
 from moe_infinity.server.passes import end_ids_of
 from moe_infinity.server.protocol import (
     ChatBody,
     CompletionBody,
+    EmbeddingsBody,
     GenerationBody,
     Message,
     Prompts,
     each_of,
 )
 from moe_infinity.server.refusals import BadRequest
-from moe_infinity.server.sampling import Sampling
+from moe_infinity.server.sampling import Constraint, Sampling
 from moe_infinity.server.sequences import Request
 
 COMPLETION_TOKENS = 16  # when /v1/completions does not say, as in OpenAI's

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moe_infinity.server.grammars import Structure
 from moe_infinity.server.refusals import BadRequest
+from moe_infinity.server.sequences import Pooling
 
 MAX_STOPS = 16
 MAX_CHOICES = 16
@@ -25,8 +26,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 # Nine digits are enough for any vocabulary. int() raises for thousands of digits: status 500.
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-
-
+Encoding = Literal["float", "base64"]  # of a vector
 Prompts = str | list[str] | list[TokenId] | list[list[TokenId]]
 
 
@@ -309,3 +309,14 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     model: str | None = None
     tokens: list[TokenId]
+
+
+class EmbeddingsBody(Body):
+    """The body of /v1/embeddings."""
+
+    input: Prompts
+    model: str | None = None
+    encoding_format: Encoding | None = None
+    dimensions: int | None = Field(None, ge=1)
+    pooling: Pooling = "mean"  # a field that OpenAI's API has not
+    user: str | None = None  # for the client's own use: it has no effect

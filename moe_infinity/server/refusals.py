@@ -1,23 +1,35 @@
-"""Refusals: the status and the error object of OpenAI's that answer each error."""
+"""Refusals: the checks that every request passes first (origin, API key, size and time of the
+body), and the status and the error object of OpenAI's that answer each error.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from ipaddress import ip_address
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 
 from moe_infinity.errors import Cancelled
-from moe_infinity.server.constraints import ConstraintFailed
-from moe_infinity.server.prompt_outputs import NoEmbeddings
-from moe_infinity.server.sequences import DeadlineExceeded, EngineStopped, QueueFull
+from moe_infinity.server.sampling import ConstraintFailed
+from moe_infinity.server.sequences import (
+    DeadlineExceeded,
+    EngineStopped,
+    NoEmbeddings,
+    QueueFull,
+)
 
 # In the location of an error, pydantic also names which of several types it tried.
 TRIED_TYPE = re.compile(r"(constrained-)?str|.*\[.*")
+UPLOAD_TIMEOUT_S = 30.0  # for a whole body: the largest one allowed by default at 140 kB/s
 RETRY_AFTER_S = 2  # about the time until a sequence of a batch ends; any number would do
 
 
@@ -96,3 +108,109 @@ def _refused_by_fields(error: RequestValidationError) -> Refused:
     param, *rest = map(str, shown["loc"][1:])
     place = ".".join([param, *(part for part in rest if not TRIED_TYPE.fullmatch(part))])
     return Refused(400, f"{place}: {message}", param=param)
+
+
+def refuse_other_sites(request: HttpRequest) -> None:
+    """Raises Refused for a request that a page of another site sends from a user's browser.
+
+    Such a page cannot read the answer, but its request would use the model. Browsers name the
+    relation of the sites (Sec-Fetch-Site) only over TLS and on loopback; elsewhere the request
+    has only the page's origin.
+    """
+    marked = request.headers.get("sec-fetch-site")
+    if marked in ("same-origin", "none"):  # also behind a proxy that changes Host
+        return
+    if marked == "cross-site" or not _has_own_origin(request):
+        raise Refused(403, "requests from pages of other sites are refused", code="cross_site")
+
+
+def _has_own_origin(request: HttpRequest) -> bool:
+    """Whether the request comes from our own page, or from no browser: then it has no origin."""
+    origin = request.headers.get("origin")
+    if origin is None:
+        return True
+    _, _, place = origin.lower().partition("://")  # empty for "null"
+    host = request.headers.get("host", "").lower()
+    return bool(place) and place in (host, host.removesuffix(":80"))  # browsers omit port 80
+
+
+def refuse_other_names(request: HttpRequest, allowed: Sequence[str]) -> None:
+    """Raises Refused for a request to a name that is not known: a site may let its own name stand
+    for our address (DNS rebinding), and to a browser it then asks itself.
+    """
+    host = request.headers.get("host", "").lower()
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    if name in ("", "localhost", *allowed):
+        return
+    try:
+        ip_address(name)
+    except ValueError:
+        message = f"this server is not known as {name!r}: start it with --allowed-host {name}"
+        raise Refused(403, message, code="unknown_host") from None
+
+
+def owner_of(request: HttpRequest, api_keys: Sequence[str]) -> str:
+    """The key that a request was sent with; empty if none is needed. Raises Refused (401) without a
+    right one. Anthropic's clients may send it as x-api-key. Comparisons take constant time.
+    """
+    if not api_keys:
+        return ""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        given = request.headers.get("x-api-key", "")
+    # Starlette decodes headers as Latin-1; encoding gives back the bytes that were sent.
+    sent = given.strip().encode("latin-1")
+    right = [key for key in api_keys if hmac.compare_digest(sent, key.encode())]
+    if not right:
+        raise Refused(
+            401,
+            "this server wants an API key: Authorization: Bearer KEY, or x-api-key: KEY",
+            headers={"WWW-Authenticate": "Bearer"},
+            code="invalid_api_key",
+        )
+    return right[0]
+
+
+class JsonRequest(HttpRequest):
+    """A request whose body is JSON, whatever its Content-Type: `curl -d` names a form."""
+
+    def __init__(self, request: HttpRequest, max_body_bytes: int) -> None:
+        headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+        headers.append((b"content-type", b"application/json"))
+        super().__init__({**request.scope, "headers": headers}, request.receive)
+        self._max_body_bytes = max_body_bytes
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The body in parts.
+
+        Raises Refused (413) as soon as it is too large. Received bytes count, so a wrong
+        Content-Length does not help a client.
+        """
+        num_bytes = 0
+        async for part in super().stream():
+            num_bytes += len(part)
+            if num_bytes > self._max_body_bytes:
+                message = f"the body is larger than {self._max_body_bytes} bytes"
+                raise Refused(413, message, code="body_too_large")
+            yield part
+
+    async def body(self) -> bytes:
+        """The whole body. Raises Refused (408) if it takes too long."""
+        try:
+            return await asyncio.wait_for(super().body(), UPLOAD_TIMEOUT_S)
+        except asyncio.TimeoutError as error:
+            message = f"the body did not arrive within {UPLOAD_TIMEOUT_S:g} s"
+            # Else uvicorn goes on receiving the body.
+            headers = {"Connection": "close"}
+            raise Refused(408, message, headers, code="upload_timeout") from error
+
+    async def json(self) -> Any:
+        """The body, by the parser of pydantic.
+
+        It refuses lone surrogates and deep nesting, which the standard library lets through.
+        Raises BadRequest.
+        """
+        try:
+            return from_json(await self.body())
+        except ValueError as error:
+            raise BadRequest(f"the body is not JSON: {error}") from error

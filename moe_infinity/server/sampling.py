@@ -1,19 +1,19 @@
-"""Chooses the next token of a sequence, with transformers' processors and a random generator per
-request. V tokens in the vocabulary.
+"""The next token of one sequence: what its grammar allows, and what its settings choose.
 
-The same seed and settings give the tokens that `set_seed(seed)` and `generate()` give.
-
-A constraint comes first: what it forbids has no probability in anything that follows.
+logits [V] float32 --Constraint--> allowed --Sampler--> a token, with log-probabilities if asked for
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from llguidance import LLMatcher
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
@@ -23,7 +23,54 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from moe_infinity.server.constraints import Constraint
+from moe_infinity.errors import MoEInfinityError
+
+ROWS = 64  # of a prompt's logits that are in float32 at a time
+
+
+class ConstraintFailed(MoEInfinityError):
+    """A grammar became too complex while an answer was generated, or allows no token at all."""
+
+
+class Constraint:
+    """The grammar of one sequence, and how far the sequence has come in it."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self.num_masks = 0
+        self.masking_s = 0.0  # for all of them
+
+    def mask(self, logits_V: Tensor) -> None:
+        """Set the logits of tokens that are not allowed to minus infinity.
+
+        Raises ConstraintFailed.
+        """
+        began = time.perf_counter()
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._require_no_error()
+        allowed_V = np.unpackbits(packed, count=len(logits_V), bitorder="little")
+        if not allowed_V.any():
+            raise ConstraintFailed("no token of the vocabulary is allowed by the grammar")
+        # By numpy: torch would wait for its other threads, which a busy machine delays.
+        logits_V.numpy()[allowed_V == 0] = -math.inf
+        self.num_masks += 1
+        self.masking_s += time.perf_counter() - began
+
+    def take(self, token_id: int) -> None:
+        """Go on behind a token that was allowed. Raises ConstraintFailed."""
+        self._matcher.consume_token(token_id)
+        self._require_no_error()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+        stopped: bool = self._matcher.is_stopped()
+        return stopped
+
+    def _require_no_error(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintFailed(self._matcher.get_error())
+
 
 COLDEST = 1e-28  # dividing logits by less overflows; one token has probability 1 long before
 
@@ -155,3 +202,17 @@ def with_logprobs(
 def finite(logprob: float) -> float:
     """The log-probability, but at least -9999, as in OpenAI's API: JSON has no infinity."""
     return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
+
+
+def prompt_logprobs(
+    logits_TV: Tensor, next_ids: Sequence[int], num_alternatives: int
+) -> list[ChosenToken]:
+    """The tokens that follow those of a chunk, with the log-probabilities that the chunk's logits
+    give them. The last chunk of a prompt has one row more than tokens follow.
+    """
+    tokens: list[ChosenToken] = []
+    for start in range(0, len(next_ids), ROWS):
+        ids = next_ids[start : start + ROWS]
+        rows_TV = logits_TV[start : start + len(ids)].to(dtype=torch.float32)
+        tokens += with_logprobs(ids, rows_TV.log_softmax(dim=-1), num_alternatives)
+    return tokens

@@ -9,12 +9,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from moe_infinity.server.call_forms import answer_form_of, calls_in, message_in, tools_of
-from moe_infinity.server.constraints import Constraint
-from moe_infinity.server.grammars import GrammarCompiler, Structure, part_of
+from moe_infinity.server.grammars import (
+    GrammarCompiler,
+    Structure,
+    answer_form_of,
+    calls_in,
+    message_in,
+    part_of,
+    tools_of,
+)
 from moe_infinity.server.messages import MessageFormat
 from moe_infinity.server.refusals import BadRequest
-from moe_infinity.server.sampling import Sampler, Sampling
+from moe_infinity.server.sampling import Constraint, Sampler, Sampling
 from tests.server.conftest import DEMO
 from tests.server.test_messages import Plain
 

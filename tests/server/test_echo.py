@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moe_infinity import MoE
-from moe_infinity.server import prompt_outputs
+from moe_infinity.server import sampling
 from moe_infinity.server.prefix_cache import BLOCK
 from moe_infinity.server.sampling import Sampling, with_logprobs
 from tests.closeness import routing_margins
@@ -162,8 +162,8 @@ def test_logits_of_a_prompt_are_never_all_in_memory(moe, monkeypatch, max_batch)
         return with_logprobs(ids, logprobs_TV, *args)
 
     monkeypatch.setattr(engine._passes, "_logits", watched)
-    monkeypatch.setattr(prompt_outputs, "with_logprobs", watched_rows)
-    monkeypatch.setattr(prompt_outputs, "ROWS", 10)
+    monkeypatch.setattr(sampling, "with_logprobs", watched_rows)
+    monkeypatch.setattr(sampling, "ROWS", 10)
     client = Client(engine, LONG, echo=True, max_new_tokens=0)
     run_all(engine, client)
     assert client.token_ids == LONG

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from moe_infinity.errors import CheckpointError, ConfigError
-from moe_infinity.server import auth
+from moe_infinity.server import refusals
 from moe_infinity.server.config import ServeConfig
 from tests.server.serving import Serving, serving
 
@@ -124,7 +124,7 @@ def test_a_body_too_large_answers_413_whatever_it_declares(moe):
 def test_a_body_that_does_not_arrive_answers_408_and_disturbs_nobody(
     server, monkeypatch, path, drips
 ):
-    monkeypatch.setattr(auth, "UPLOAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(refusals, "UPLOAD_TIMEOUT_S", 0.5)
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"

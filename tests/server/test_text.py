@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from moe_infinity.server.text import Detokenizer, StopStrings
+from moe_infinity.server.sequences import Detokenizer, StopStrings
 from tests.server.conftest import DEMO
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO)
