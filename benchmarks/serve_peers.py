@@ -2,7 +2,8 @@
 
     python benchmarks/serve_peers.py MODEL_FOLDER --gguf FILE --llama-server PROGRAM
                                      [--clients 1,4,8] [--seconds 30] [--rounds 2] [--limit 4GiB]
-    python benchmarks/serve_peers.py MODEL_FOLDER --arrivals FILE.csv [--speeds 1,2,4]
+    python benchmarks/serve_peers.py MODEL_FOLDER --arrivals FILE.csv --prompts FOLDER
+                                     [--speeds 1,2,4]
 
 Each server runs in a process of its own, and in a memory cgroup if there is a limit, else with its
 files in the page cache. Clients ask one request after the other, with streams: prompts of random
@@ -11,9 +12,10 @@ together as there are clients. The first requests of each client are not counted
 per second of all clients, seconds to the first token, and milliseconds between tokens.
 
 With arrivals, requests come when the file says, with its numbers of prompt and answer tokens, cut
-to what --most-tokens allows; a speed of 2 halves the time between them. Shown is the latency, and
-the goodput: the share of requests whose first token came within --first-token-s, and the others
-within --next-token-s on average.
+to what --most-tokens allows. Prompts are texts of the folder's JSONL files, in random order, one
+behind the other until they are long enough. A speed of 2 halves the time between requests. Shown is
+the latency, and the goodput: the share of requests whose first token came within --first-token-s,
+and the others within --next-token-s on average.
 """
 
 from __future__ import annotations
@@ -176,21 +178,40 @@ def percentiles(values: Sequence[float]) -> list[float]:
     return [round(ordered[int(share * (len(ordered) - 1))], 3) for share in (0.5, 0.95)]
 
 
-async def open_loop(url: str, given: argparse.Namespace, speed: float) -> dict[str, Any]:
+class Prompts:
+    """Token ids of the texts of a folder, in random order, without an end."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        lines = [line for file in sorted(folder.glob("*.jsonl")) for line in file.open()]
+        random.Random(0).shuffle(lines)
+        self._lines = itertools.cycle(lines)
+
+    def take(self, num_tokens: int) -> list[int]:
+        ids: list[int] = []
+        while len(ids) < num_tokens:
+            ids += self._tokenizer.encode(json.loads(next(self._lines))["prompt"]).ids
+        return ids[:num_tokens]
+
+
+async def open_loop(
+    url: str, given: argparse.Namespace, prompts: Prompts, speed: float
+) -> dict[str, Any]:
     """Requests that come when the file says."""
     with given.arrivals.open() as file:
         rows = list(itertools.islice(csv.DictReader(file), given.num_requests))
-    source = random.Random(0)
+    texts = [prompts.take(min(int(row["context_tokens"]), given.most_tokens)) for row in rows]
     began = time.monotonic()
     async with httpx.AsyncClient(timeout=600) as http:
 
-        async def request(row: dict[str, str]) -> Answer:
+        async def request(row: dict[str, str], prompt: list[int]) -> Answer:
             await asyncio.sleep(float(row["arrival_s"]) / speed)
-            num_prompt = min(int(row["context_tokens"]), given.most_tokens)
             num_answer = max(1, min(int(row["generated_tokens"]), given.most_tokens // 8))
-            return await ask(http, url, prompt_of(source, num_prompt), num_answer, is_ours=True)
+            return await ask(http, url, prompt, num_answer, is_ours=True)
 
-        answers = await asyncio.gather(*map(request, rows))
+        answers = await asyncio.gather(*map(request, rows, texts))
     seconds = time.monotonic() - began
     done = [answer for answer in answers if answer.tokens]
     good = [
@@ -276,6 +297,7 @@ def main() -> None:
     parser.add_argument("--limit", help="of memory, e.g. 4GiB")
     parser.add_argument("--option", action="append", default=[], help="of our server; repeatable")
     parser.add_argument("--arrivals", type=Path, help="CSV with columns as of Azure's traces")
+    parser.add_argument("--prompts", type=Path, help="folder of JSONL files with a field `prompt`")
     parser.add_argument("--num-requests", type=int, default=40)
     parser.add_argument("--speeds", type=numbers, default=[1.0])
     parser.add_argument("--most-tokens", type=int, default=512)
@@ -285,11 +307,14 @@ def main() -> None:
     if not given.arrivals:
         show(compare(given))
         return
+    if not given.prompts:
+        parser.error("--arrivals needs --prompts")
+    prompts = Prompts(given.prompts, given.model)
     cache_files(sorted(given.model.glob("*.safetensors")))
     for speed in given.speeds:
         port = free_port()
         with serving(our_command(given, port, 8), port, None) as url:
-            print(json.dumps(asyncio.run(open_loop(url, given, speed))), flush=True)
+            print(json.dumps(asyncio.run(open_loop(url, given, prompts, speed))), flush=True)
 
 
 if __name__ == "__main__":

@@ -163,6 +163,15 @@ class NamedToolChoice(Body):
         return {"type": "function", "function": {"name": self.name}}
 
 
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1024)  # without effect: no model here knows budgets
+    display: Literal["summarized"] | None = None
+
+    def effort(self) -> str | None:
+        return {"enabled": "medium", "disabled": "none", "adaptive": None}[self.type]
+
+
 class CountTokensBody(Cacheable):
     """The body of /v1/messages/count_tokens: what makes a prompt."""
 
@@ -171,6 +180,7 @@ class CountTokensBody(Cacheable):
     system: list[TextBlock] | str | None = None
     tools: list[ClientTool] | None = None
     tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
+    thinking: Thinking | None = None
 
     def for_chat(self) -> ChatBody:
         """Raises BadRequest for what it could not answer, and RequestValidationError for what the
@@ -194,6 +204,8 @@ class CountTokensBody(Cacheable):
         if self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.for_chat()
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.thinking is not None:
+            fields["reasoning_effort"] = self.thinking.effort()
         return fields
 
 

@@ -273,7 +273,7 @@ class Api:
         """How many tokens a conversation of Anthropic's form has."""
         self._require_model(body.model)
         chat = body.for_chat()
-        ids = await run_in_threadpool(self._reader.chat_ids, chat.messages, chat.template_tools)
+        ids = await run_in_threadpool(self._reader.conversation_ids, chat)
         return JSONResponse({"input_tokens": len(ids)})
 
     async def embeddings(self, request: HttpRequest, body: EmbeddingsBody) -> Response:

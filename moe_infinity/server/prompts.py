@@ -4,12 +4,16 @@ sampling settings, defaults are filled in and bounds are checked.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 from llguidance import LLMatcher
+from transformers import PreTrainedTokenizerBase
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
@@ -38,6 +42,11 @@ from moe_infinity.server.sampling import Constraint, Sampling
 from moe_infinity.server.sequences import Request
 
 COMPLETION_TOKENS = 16  # when /v1/completions does not say, as in OpenAI's
+# What is no client's to set.
+TEMPLATE_ARGUMENTS = {
+    "messages",
+    *signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+}
 
 
 # What another API calls a field of a chat request, for refusals.
@@ -93,7 +102,7 @@ class PromptReader:
     def chat(self, body: ChatBody, names: FieldNames = SAME_NAMES) -> list[Request]:
         """A request per choice. Raises BadRequest."""
         param = names.get("messages", "messages")
-        ids = self.chat_ids(body.messages, body.template_tools, param)
+        ids = self.conversation_ids(body, names)
         max_tokens = body.max_completion_tokens or body.max_tokens
         if max_tokens is None:
             room = max(self.max_context - len(ids), 1)
@@ -108,13 +117,37 @@ class PromptReader:
             ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
+    def conversation_ids(self, body: ChatBody, names: FieldNames = SAME_NAMES) -> list[int]:
+        """As `chat_ids`, of a request with all that it tells the template."""
+        variables = self._template_variables(body)
+        param = names.get("messages", "messages")
+        return self.chat_ids(body.messages, body.template_tools, variables, param)
+
+    def _template_variables(self, body: ChatBody) -> dict[str, Any]:
+        """Hints are for templates that have such a variable. Raises BadRequest for a variable that
+        was asked for by name and is not there.
+        """
+        asked = body.chat_template_kwargs or {}
+        for name in asked:
+            if name in TEMPLATE_ARGUMENTS or not self._has_variable(name):
+                message = "the chat template has no such variable"
+                raise BadRequest(message, param=f"chat_template_kwargs.{name}")
+        hints = body.template_hints
+        return {name: hints[name] for name in hints if self._has_variable(name)} | asked
+
+    def _has_variable(self, name: str) -> bool:
+        template = str(self.tokenizer.chat_template)
+        return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
     def chat_ids(
         self,
         messages: list[Message],
         tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
         param: str = "messages",
     ) -> list[int]:
-        """The token ids of a conversation, up to where the model answers.
+        """The token ids of a conversation, up to where the model answers. `variables` are further
+        ones of the chat template.
 
         Raises BadRequest for a model without a chat template, or messages that it does not take.
         """
@@ -127,6 +160,7 @@ class PromptReader:
                     tools=tools,
                     add_generation_prompt=True,
                     return_dict=True,
+                    **variables,
                 )
         except Exception as error:  # a template may raise anything
             message = f"the chat template does not take these messages: {error}"

@@ -26,6 +26,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 # Nine digits are enough for any vocabulary. int() raises for thousands of digits: status 500.
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # of reasoning
 Encoding = Literal["float", "base64"]  # of a vector
 Prompts = str | list[str] | list[TokenId] | list[list[TokenId]]
 
@@ -235,6 +236,11 @@ class ChatBody(GenerationBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    # For the server's own use, without effect: prefixes are kept in any case.
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     response_format: Annotated[
         TextFormat | JsonObjectFormat | JsonSchemaFormat | None, Field(discriminator="type")
     ] = None
@@ -292,6 +298,18 @@ class ChatBody(GenerationBody):
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
         return None if self.tool_choice == "none" else self.tools
+
+    @property
+    def template_hints(self) -> dict[str, Any]:
+        """Variables of chat templates for how much a model reasons: gpt-oss has the first, Qwen and
+        GLM the second, DeepSeek the third.
+        """
+        effort = self.reasoning_effort
+        if effort is None:
+            return {}
+        known = {"none": "low", "minimal": "low", "xhigh": "high"}.get(effort, effort)
+        thinks = effort != "none"
+        return {"reasoning_effort": known, "enable_thinking": thinks, "thinking": thinks}
 
 
 class TokenizeBody(Body):

@@ -19,6 +19,7 @@ from moe_infinity.server.protocol import (
     MAX_LOGPROBS,
     Body,
     ChatBody,
+    Effort,
     JsonObjectFormat,
     JsonSchema,
     Message,
@@ -130,6 +131,11 @@ class FunctionChoice(Body):
         return {"type": "function", "function": {"name": self.name}}
 
 
+class Reasoning(Body):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None  # without effect
+
+
 class EventOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
@@ -142,7 +148,10 @@ class ResponsesBody(SampledBody):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    # The second is for reasoning that is kept by the client; there is none.
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     stream_options: EventOptions | None = None
@@ -151,6 +160,10 @@ class ResponsesBody(SampledBody):
     parallel_tool_calls: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
+    reasoning: Reasoning | None = None
+    # For the server's own use, without effect: prefixes are kept in any case.
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     text: TextConfig | None = None
     truncation: Literal["disabled"] | None = None
 
@@ -163,7 +176,8 @@ class ResponsesBody(SampledBody):
         else:
             messages += [message.for_chat() for message in self.input]
         choice = self.tool_choice
-        has_logprobs = bool(self.include or self.top_logprobs)
+        wants_logprobs = "message.output_text.logprobs" in (self.include or ())
+        has_logprobs = wants_logprobs or bool(self.top_logprobs)
         chat = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
@@ -175,6 +189,7 @@ class ResponsesBody(SampledBody):
             "tool_choice": choice.for_chat() if isinstance(choice, FunctionChoice) else choice,
             "response_format": None if self.text is None else self.text.for_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "stream": self.stream,
         }
         return ChatBody.model_validate(chat)
@@ -190,6 +205,7 @@ class ResponsesBody(SampledBody):
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": None if self.reasoning is None else self.reasoning.model_dump(),
             "service_tier": "default",
             "store": False,
             "text": {"format": text_format.model_dump(by_alias=True)},

@@ -280,16 +280,17 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(server, change, para
 
 ODD: dict[str, Any] = {  # a value of each field of OpenAI's that is not its default
     "audio": {}, "function_call": "auto", "functions": [{"name": "f"}], "metadata": {"a": "b"},
-    "moderation": {}, "prediction": {}, "prompt_cache_key": "k",
-    "prompt_cache_options": {}, "prompt_cache_retention": "24h", "reasoning_effort": "low",
-    "safety_identifier": "s", "verbosity": "low", "web_search_options": {}, "store": True,
+    "moderation": {}, "prediction": {},
+    "prompt_cache_options": {}, "prompt_cache_retention": "24h", "verbosity": "low",
+    "web_search_options": {}, "store": True,
     "service_tier": "flex", "modalities": ["audio"], "best_of": 2, "suffix": "x",
 }  # fmt: skip
 HONOURED = {
     "model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p",
     "n", "stop", "seed", "logprobs", "top_logprobs", "frequency_penalty", "presence_penalty",
     "logit_bias", "stream", "stream_options", "tools", "user", "parallel_tool_calls",
-    "echo", "response_format", "tool_choice",
+    "echo", "response_format", "tool_choice", "reasoning_effort", "prompt_cache_key",
+    "safety_identifier",
 }  # fmt: skip
 
 
@@ -360,3 +361,48 @@ def test_bodies_and_chunks_are_of_the_types_openai_publishes(client):
         if raw["object"] == "text_completion" and raw["choices"]:  # no type of a stream's own:
             raw["choices"][0]["finish_reason"] = raw["choices"][0]["finish_reason"] or "stop"
         type(answer).model_validate(raw)
+
+
+# reasoning
+
+THINKS = (
+    "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}w20 w21 {% endif %}w77"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_more"),
+    [
+        ({"reasoning_effort": "none"}, 2),
+        ({"reasoning_effort": "high"}, 0),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 2),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, 0),
+    ],
+    ids=str,
+)
+def test_how_much_to_reason_is_told_to_a_template_that_has_such_a_variable(
+    server, moe, monkeypatch, fields, num_more
+):
+    monkeypatch.setattr(moe.tokenizer, "chat_template", THINKS)
+    body = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 1} | fields
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+    assert answer["usage"]["prompt_tokens"] == 2 + num_more
+    ask = {"max_tokens": 1, "messages": body["messages"], "thinking": {"type": "disabled"}}
+    counted = httpx.post(f"{server.url}/v1/messages", json=ask).json()["usage"]
+    assert counted["input_tokens"] + counted.get("cache_read_input_tokens", 0) == 4
+    ask = {"input": "w5", "max_output_tokens": 1, "reasoning": {"effort": "none"}}
+    answer = httpx.post(f"{server.url}/v1/responses", json=ask).json()
+    assert answer["usage"]["input_tokens"] == 4
+    assert answer["reasoning"]["effort"] == "none"
+
+
+@pytest.mark.parametrize("name", ["style", "chat_template", "tools", "messages", "enable_thinkin"])
+def test_a_variable_that_the_template_has_not_or_is_not_the_clients_is_refused(
+    server, moe, monkeypatch, name
+):
+    monkeypatch.setattr(moe.tokenizer, "chat_template", THINKS)
+    body = {"messages": [{"role": "user", "content": "w5"}], "chat_template_kwargs": {name: "w9"}}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, f"chat_template_kwargs.{name}")

@@ -180,10 +180,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, change, param):
 
 HONOURED = {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs",
-    "tools", "tool_choice", "metadata", "user", "parallel_tool_calls",
+    "tools", "tool_choice", "metadata", "user", "parallel_tool_calls", "reasoning",
+    "prompt_cache_key", "safety_identifier",
 }  # fmt: skip
 ODD: dict[str, Any] = {  # a value that is not the default; for the rest, any will do
-    "background": True, "include": ["reasoning.encrypted_content"],
+    "background": True, "include": ["file_search_call.results"],
     "service_tier": "flex", "store": True, "stream_options": {"include_obfuscation": True},
     "text": {"verbosity": "low"}, "truncation": "auto",
 }  # fmt: skip
