@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_infinity.architectures.decoder_layers import use_kernels
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.architectures.packed_linear import Linear, is_linear, weight_of
+from moe_infinity.architectures.packed_linear import Linear, PackedLinear, is_linear, weight_of
 from moe_infinity.checkpoint.layout import PackedWeight
 from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.linear import fused_linear
@@ -82,7 +82,9 @@ class Siblings:
     def forward(self, linear: Linear, x: Tensor) -> Tensor:
         """By the kernel for few tokens without gradients, else by torch."""
         rows = x.shape[:-1]
-        if is_for_torch(rows.numel(), x.dtype) or torch.is_grad_enabled():
+        is_packed = isinstance(linear, PackedLinear)
+        is_long = is_for_torch(rows.numel(), x.dtype, is_packed=is_packed)
+        if is_long or torch.is_grad_enabled():
             return nn.functional.linear(x, linear.weight, linear.bias)
         version = None if x.is_inference() else x._version
         is_same = x is self._x and version is not None and version == self._version
