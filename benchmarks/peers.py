@@ -7,7 +7,7 @@
         --page docs/performance.md --plot docs/plots/peers.svg
 
 Beside the model it makes what is missing: runs/big.gguf, and the packed folders and quantized
-files of 8 and 4 bits. That takes 3.2 times the model's size on disk.
+files of 8 and 4 bits. That takes 3.5 times the model's size on disk.
 
 Every process has one system (ours, ours exact, llama.cpp) and one format, and begins with all files
 out of the page cache, or with its own read into it. Under a memory limit it has a memory cgroup.
@@ -54,8 +54,8 @@ from peers_plan import (
     key_of,
     num_ids,
     scenarios,
-    sizes_of_folder,
     sizes_of_gguf,
+    sizes_of_ours,
     systems_of,
 )
 from peers_report import markdown, plot, ratios, update_page
@@ -219,7 +219,7 @@ def cells_of(limits: list[str], rows: list[str], round_idx: int) -> Iterator[Cel
     """In the order of a round: systems of one format and scenario follow each other."""
     for scenario, form in product(scenarios(limits), FORMATS):
         if any(fnmatch(f"{form.name} {scenario.name}", row) for row in rows):
-            systems = list(systems_of(scenario).items())
+            systems = list(systems_of(scenario, form).items())
             first = round_idx % len(systems)
             for system, options in systems[first:] + systems[:first]:
                 yield Cell(form, scenario, system, options)
@@ -256,7 +256,7 @@ class Run:
         return self._results.found
 
     def _measure_sizes(self, form: Format) -> None:
-        ours = sizes_of_folder(form.folder(self._model), self._config)
+        ours = sizes_of_ours(self._model, form, self._config)
         theirs = sizes_of_gguf(form.file(self._model), self._config)
         self._sizes |= {(form.name, False): ours, (form.name, True): theirs}
         self._results.found["sizes"][form.name] = {OURS: asdict(ours), LLAMA_CPP: asdict(theirs)}
@@ -316,7 +316,8 @@ class Run:
             options = {"gguf": str(path), "threads": num_cores(), "repack": repack}
             asked, python = {"runner": "llama.cpp", "options": options}, self._python
         else:
-            options = {"model": str(path), "options": cell.options}
+            more = {"config_from": str(self._model)} if cell.form.is_same_file else {}
+            options = {"model": str(path), "options": cell.options | more}
             asked, python = {"runner": "ours", "options": options}, sys.executable
         asked |= {"prompts": cell.scenario.prompts, "ids": self._ids}
         began = busy_s(), time.perf_counter()

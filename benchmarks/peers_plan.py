@@ -1,6 +1,6 @@
 """What peers.py measures, and the best that could be.
 
-    format      bf16, 8-bit, 4-bit: our folder and llama.cpp's file
+    format      bf16, 8-bit, 4-bit: our folder and llama.cpp's file; GGUF: the same file
     scenario    how a process begins, its memory limit, the prompts it gets
     system      ours, ours exact, llama.cpp
 
@@ -40,8 +40,12 @@ class Format(NamedTuple):
     name: str
     packed: str | None  # what `moe-infinity pack --experts` takes
     gguf: str | None  # llama.cpp's name of the type
+    is_same_file: bool = False  # ours reads llama.cpp's file
 
     def folder(self, model: Path) -> Path:
+        """What ours reads."""
+        if self.is_same_file:
+            return self.file(model)
         return model.with_name(f"{model.name}-{self.packed}") if self.packed else model
 
     def file(self, model: Path) -> Path:
@@ -52,6 +56,8 @@ class Format(NamedTuple):
 
 FORMATS = (
     Format("bf16", None, None), Format("8-bit", "int8", "q8_0"), Format("4-bit", "int4", "q4_0"),
+    Format("GGUF bf16", None, None, True), Format("GGUF Q8_0", None, "q8_0", True),
+    Format("GGUF Q4_K", None, "q4_k_m", True),
 )  # fmt: skip
 
 
@@ -81,8 +87,10 @@ def num_ids() -> int:
     )
 
 
-def systems_of(scenario: Scenario) -> dict[str, dict[str, Any]]:
+def systems_of(scenario: Scenario, form: Format) -> dict[str, dict[str, Any]]:
     """Our options by name; llama.cpp has none."""
+    if form.is_same_file:
+        return {OURS: {}, LLAMA_CPP: {}}
     systems: dict[str, dict[str, Any]] = {OURS: {}, EXACT: exact_options(), LLAMA_CPP: {}}
     if scenario.limit:
         other = not OffloadConfig().prefetch
@@ -124,12 +132,13 @@ class Sizes:
         return self.dense - self.embedding + num_activated * self.expert
 
 
-def sizes_of_folder(folder: Path, config: dict[str, Any]) -> Sizes:
-    summary = inspect_checkpoint(str(folder))
+def sizes_of_ours(model: Path, form: Format, config: dict[str, Any]) -> Sizes:
+    config_from = str(model) if form.is_same_file else None
+    summary = inspect_checkpoint(str(form.folder(model)), config_from=config_from)
     return Sizes(
         dense=summary.dense_bytes,
         embedding=2 * config["vocab_size"] * config["hidden_size"],  # stays bfloat16
-        expert=summary.stored_bytes_per_expert,
+        expert=summary.expert_bytes // (summary.moe_layers * summary.experts_per_layer),
         num_experts=summary.moe_layers * summary.experts_per_layer,
     )
 

@@ -16,6 +16,7 @@ from peers_plan import (
     NUM_SEQUENCES,
     OURS,
     WARM,
+    Format,
     Sizes,
     prefetch_name,
 )
@@ -55,7 +56,8 @@ which ran one shortly after the other.
   have {BATCH:,} tokens and passes {MICRO_BATCH}. It has as many threads as there are cores. Weights
   are not repacked if its file is larger than the limit, because the process would be killed.
 - 8-bit is our int8 against q8_0; 4-bit is our int4 in groups of 32 against q4_0. llama.cpp's files
-  have the dense weights quantized, too; ours have them in bf16."""
+  have the dense weights quantized, too; ours have them in bf16.
+- GGUF: both programs read the same file. Q4_K is llama.cpp's mix Q4_K_M."""
 
 
 def number(value: float | None) -> str:
@@ -76,23 +78,24 @@ def table(header: list[str], lines: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines)]
 
 
-def format_table(found: Found, form: str) -> list[str]:
+def format_table(found: Found, form: Format) -> list[str]:
     header = ["", *SYSTEMS, "ours / llama.cpp", "exact / llama.cpp"]
     lines = []
     for row in rows(found.limits):
-        cells = [found.cell(form, row.scenario, system) for system in SYSTEMS]
+        cells = [found.cell(form.name, row.scenario, system) for system in SYSTEMS]
         if not any(cells):
             continue
         line = [row.title]
         for system, results in zip(SYSTEMS, cells, strict=True):
             failures = {result["failed"] for result in results if "failed" in result}
-            values = list(found.values(form, row, system).values())
+            values = list(found.values(form.name, row, system).values())
             line.append(", ".join([spread(values)] * bool(values) + sorted(failures)) or "-")
-        line += [spread(found.ratios(form, row, system)) for system in (OURS, EXACT)]
-        line += [number(found.bound(form, row, system)) for system in (OURS, LLAMA_CPP)]
-        lines.append([*line, number(row.target)])
+        line += [spread(found.ratios(form.name, row, system)) for system in (OURS, EXACT)]
+        line += [number(found.bound(form.name, row, system)) for system in (OURS, LLAMA_CPP)]
+        target = row.gguf_target if form.is_same_file else row.target
+        lines.append([*line, number(target)])
     header += ["bound, ours", "bound, llama.cpp", "target"]
-    return [f"### {form}", "", *table(header, lines), "", *batch_line(found, form)]
+    return [f"### {form.name}", "", *table(header, lines), "", *batch_line(found, form.name)]
 
 
 def batch_line(found: Found, form: str) -> list[str]:
@@ -184,7 +187,7 @@ def warm_line(found: Found) -> str:
 def markdown(results: dict[str, Any]) -> str:
     """The whole report."""
     found = Found(results)
-    measured = [form.name for form in FORMATS if form.name in results["sizes"]]
+    measured = [form for form in FORMATS if form.name in results["sizes"]]
     lines = ["## Against llama.cpp", "", HOW, "", *conditions(found)]
     for form in measured:
         lines += format_table(found, form)

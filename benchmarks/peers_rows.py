@@ -27,6 +27,7 @@ class Row(NamedTuple):
     prompt: int | None  # which of its prompts; None: loading
     part: str  # "load", "first" (loading and prompt), "prompt" or "decode"
     target: float | None = None  # times llama.cpp
+    gguf_target: float | None = None  # of the same file
 
     @property
     def is_rate(self) -> bool:
@@ -51,17 +52,17 @@ def rows(limits: list[str]) -> Iterator[Row]:
     for prompt_idx, prompt in enumerate(WARM[1:], start=1):
         if prompt.num_sequences == 1:
             title = f"prompt, warm, {prompt.num_tokens:,} tokens, s"
-            yield Row(title, "warm", prompt_idx, "prompt", 1.0)
+            yield Row(title, "warm", prompt_idx, "prompt", 1.0, 1.0)
     yield Row("decode, first prompt, 32 tokens, tok/s", "cached 32", 0, "decode")
     for prompt_idx, prompt in enumerate(WARM):
         if prompt.num_decoded:
             after = f"{prompt.num_tokens} tokens"
             if prompt.num_sequences > 1:
                 after = f"{prompt.num_sequences} sequences"
-            yield Row(f"decode, warm, {after}, tok/s", "warm", prompt_idx, "decode", 1.1)
+            yield Row(f"decode, warm, {after}, tok/s", "warm", prompt_idx, "decode", 1.1, 1.0)
     for limit in limits:
         target = {"4GiB": 8.0, "2GiB": 10.0}.get(limit)
-        yield Row(f"decode, limit {limit}, tok/s", f"limit {limit}", 0, "decode", target)
+        yield Row(f"decode, limit {limit}, tok/s", f"limit {limit}", 0, "decode", target, 6.0)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from moe_infinity.architectures import experts_backend
 from moe_infinity.architectures.early_router import EarlyRouter
+from moe_infinity.architectures.packed_linear import bytes_by_type
 from moe_infinity.architectures.step_reader import StepReader
 from moe_infinity.checkpoint.loading import load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
@@ -91,6 +92,7 @@ class MoE:
                     num_read_threads=self.config.num_read_threads,
                     device=self._device.device,
                     prepare=self._device.prepare,
+                    reads_packed=self._device.reads_packed,
                 )
             self.model: Any = loaded.model
             self.model.save_pretrained = self._refuse_saving
@@ -290,6 +292,7 @@ class MoE:
             prefill=counters.prefill,
             decode=counters.decode,
             startup_bytes_read=self._startup_bytes_read,
+            dense_bytes=bytes_by_type(self.model),
             prefetches=copy.copy(table.prefetches),
             preload=counters.preload,
             evictions=table.evictions,

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from moe_infinity import CheckpointError, ConfigError, MoE, UnsupportedModelError
+from moe_infinity.architectures.packed_linear import PackedLinear
 from moe_infinity.checkpoint.gguf_config import KNOWN
 from moe_infinity.checkpoint.gguf_names import CHECKED
 from moe_infinity.inspection import inspect_checkpoint
@@ -97,7 +98,7 @@ def test_packed_weights_compute_what_gguf_unpacks_them_to(name, wanted, tmp_path
 def test_dense_weights_have_the_bits_that_gguf_unpacks_them_to(wanted, tmp_path):
     file = converted(build("qwen3_moe", tmp_path / "model", **WIDE, vocab_size=600), wanted)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    with MoE(file, device="cpu", dtype="float32") as moe:
+    with MoE(file, device="cpu", dtype="float32", exact=True) as moe:
         for path, name in [
             ("model.embed_tokens", "token_embd"),
             ("lm_head", "output"),
@@ -107,6 +108,45 @@ def test_dense_weights_have_the_bits_that_gguf_unpacks_them_to(wanted, tmp_path)
             expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             found = moe.model.get_parameter(f"{path}.weight").detach().numpy()
             assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("wanted", ["q8_0", "q4_k_m"])
+def test_dense_weights_stay_packed_and_no_decode_step_unpacks_them(wanted, tmp_path, monkeypatch):
+    folder = build("qwen3_moe", tmp_path / "model", **WIDE, vocab_size=600, head_dim=64)
+    file = converted(folder, wanted)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    with MoE(file, device="cpu", dtype="float32") as moe:
+        for path, name in [
+            ("lm_head", "output"),
+            ("model.layers.0.self_attn.v_proj", "blk.0.attn_v"),
+        ]:
+            expected = stored[f"{name}.weight"].data.tobytes()
+            found = moe.model.get_submodule(path).packed.memory.numpy().tobytes()
+            assert found[: len(expected)] == expected
+        sizes = moe.report().dense_bytes
+        monkeypatch.setattr(PackedLinear, "weight", property(refuse))
+        moe.generate(IDS, max_new_tokens=3)
+    linear = (t for name, t in stored.items() if t.data.ndim == 2 and "norm" not in name)
+    of_them = (t for t in linear if "attn_" in t.name or t.name == "output.weight")
+    assert sum(sizes.values()) - sizes["float32"] == sum(int(t.n_bytes) for t in of_them)
+
+
+def refuse(linear: PackedLinear) -> torch.Tensor:
+    raise AssertionError(f"{linear} was unpacked")
+
+
+def test_a_packed_layer_is_unpacked_to_the_dtype_that_the_model_is_cast_to(small):
+    with MoE(small / "q8_0.gguf", device="cpu") as moe, torch.no_grad():
+        linear = moe.model.model.layers[0].self_attn.q_proj
+        assert linear.weight.dtype == torch.bfloat16
+        exact = linear.packed.unpacked(torch.float32)
+        assert torch.equal(linear.float().weight, exact)
+
+
+def test_logits_that_share_their_weights_with_the_embedding_are_not_packed(tmp_path):
+    folder = build("qwen3_moe", tmp_path / "model", **WIDE, tie_word_embeddings=True)
+    with MoE(converted(folder, "q8_0"), device="cpu") as moe:
+        assert moe.model.lm_head.weight is moe.model.model.embed_tokens.weight
 
 
 def test_slots_have_the_bytes_of_the_file(small):

@@ -71,7 +71,7 @@ class DecoderLayer:
         block = feed_forward(layer)
         self.kernel = DecoderKernel(
             described(layer, kind.attention.rotated, kind.attention.pairs, kind.gate),
-            kind.attention.out.dtype,
+            getattr(layer, NORM).weight.dtype,
         )
         self.angles = angles
         self._call = experts_of(block) if kind.is_all else None

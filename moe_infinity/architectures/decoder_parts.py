@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_infinity.architectures.packed_linear import is_linear, weight_of
 from moe_infinity.architectures.routers import router_of
 from moe_infinity.architectures.trials import in_float32
 from moe_infinity.kernels.cpu.decoder import Attention, Gate, Router
@@ -36,7 +37,7 @@ def has_usual_parts(layer: nn.Module) -> bool:
     parts = dict(attention.named_children())
     own = dict(attention.named_parameters(recurse=False))
     return (
-        all(type(parts.get(name)) is nn.Linear for name in PROJECTIONS)
+        all(is_linear(parts.get(name)) for name in PROJECTIONS)
         and parts.keys() - {*PROJECTIONS} in (set(), {*HEAD_NORMS})
         and own.keys() <= {SINKS}
         and not list(layer.parameters(recurse=False))
@@ -105,9 +106,9 @@ def described(layer: nn.Module, rotated: int, pairs: int, gate: Gate | None = No
     if any(has_bias) != all(has_bias):
         raise ValueError("biases that kernels do not know")
     return Attention(
-        products=(q.weight.detach(), k.weight.detach(), v.weight.detach()),
+        products=(weight_of(q), weight_of(k), weight_of(v)),
         biases=(q.bias, k.bias, v.bias) if all(has_bias) else None,
-        out=out.weight.detach(),
+        out=weight_of(out),
         out_bias=out.bias,
         norm=norm,
         norm_eps=norm_eps,
@@ -120,8 +121,8 @@ def described(layer: nn.Module, rotated: int, pairs: int, gate: Gate | None = No
         sinks=sinks,
         router=router,
         scale=float(attention.scaling),
-        num_heads=len(q.weight) // head_width,
-        num_groups=len(k.weight) // head_width,
+        num_heads=q.out_features // head_width,
+        num_groups=k.out_features // head_width,
         rotated=rotated,
         pairs=pairs,
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
+from moe_infinity.architectures.packed_linear import is_linear
 from moe_infinity.architectures.trials import for_trial, is_close
 from moe_infinity.kernels.cpu.decoder import OF_ALL, OF_CHOSEN, Gate
 from moe_infinity.kernels.cpu.decoder_steps import Attended
@@ -26,7 +27,7 @@ def router_of(feed_forward: nn.Module) -> nn.Module | None:
     found = [
         child
         for child in feed_forward.children()
-        if type(child) is not nn.Linear
+        if not is_linear(child)
         and not list(child.children())
         and [name for name, param in child.named_parameters() if param.dim() == 2] == ["weight"]
     ]

@@ -22,6 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_infinity.architectures.decoder_layers import use_kernels
 from moe_infinity.architectures.early_router import EarlyRouter
+from moe_infinity.architectures.packed_linear import Linear, PackedLinear, is_linear, weight_of
+from moe_infinity.checkpoint.layout import PackedWeight
 from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.threads import give_torch_all, leave_torch_one
@@ -39,7 +41,7 @@ class SmallBatchSteps:
         for module in model.modules():
             siblings = Siblings()
             for child in module.children():
-                if type(child) is nn.Linear:
+                if is_linear(child):
                     vars(child)["forward"] = partial(siblings.forward, child)
             vars(module)[MARK] = True
         _wrap_sdpa()
@@ -73,14 +75,16 @@ class Siblings:
     def __init__(self) -> None:
         self._x: Tensor | None = None  # the last input, and which layer it was given to first
         self._version: int | None = None  # of its contents
-        self._first: nn.Linear | None = None
-        self._groups: dict[nn.Linear, LinearGroup] = {}  # by their first
-        self._waiting: dict[nn.Linear, Tensor] = {}  # products with x not yet returned
+        self._first: Linear | None = None
+        self._groups: dict[Linear, LinearGroup] = {}  # by their first
+        self._waiting: dict[Linear, Tensor] = {}  # products with x not yet returned
 
-    def forward(self, linear: nn.Linear, x: Tensor) -> Tensor:
+    def forward(self, linear: Linear, x: Tensor) -> Tensor:
         """By the kernel for few tokens without gradients, else by torch."""
         rows = x.shape[:-1]
-        if is_for_torch(rows.numel(), x.dtype) or torch.is_grad_enabled():
+        is_packed = isinstance(linear, PackedLinear)
+        is_long = is_for_torch(rows.numel(), x.dtype, is_packed=is_packed)
+        if is_long or torch.is_grad_enabled():
             return nn.functional.linear(x, linear.weight, linear.bias)
         version = None if x.is_inference() else x._version
         is_same = x is self._x and version is not None and version == self._version
@@ -100,7 +104,7 @@ class Siblings:
         # Without gaps, whether computed alone or together: torch's activations round by that.
         return out.to(x.dtype).contiguous().view(*rows, -1)
 
-    def _multiply(self, linear: nn.Linear, x: Tensor) -> dict[nn.Linear, Tensor]:
+    def _multiply(self, linear: Linear, x: Tensor) -> dict[Linear, Tensor]:
         """The products of x with each layer of the group that `linear` is in, float32. Empty if
         kernels do not read the weight.
         """
@@ -109,7 +113,7 @@ class Siblings:
             group = self._groups[linear] = LinearGroup([linear])
         return group.multiply(x)
 
-    def _join(self, linear: nn.Linear) -> None:
+    def _join(self, linear: Linear) -> None:
         """Next time, compute this layer with the first."""
         assert self._first is not None
         group = LinearGroup([*self._groups[self._first].linears, linear])
@@ -120,26 +124,32 @@ class Siblings:
 class LinearGroup:
     """Layers that are computed together."""
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
+    def __init__(self, linears: list[Linear]) -> None:
         self.linears = linears
-        self._made_for = [(one.weight.data_ptr(), one.weight.dtype) for one in linears]
-        self.fused = fused_linear([linear.weight for linear in linears])
+        weights = [weight_of(linear) for linear in linears]
+        self._made_for = list(map(_identity, weights))
+        self.fused = fused_linear(weights)
 
     @property
     def is_current(self) -> bool:
         """Whether the weights are still those that it was made for: not moved, not cast."""
         return all(
-            linear.weight.data_ptr() == at and linear.weight.dtype == dtype
-            for linear, (at, dtype) in zip(self.linears, self._made_for, strict=True)
+            _identity(weight_of(linear)) == made_for
+            for linear, made_for in zip(self.linears, self._made_for, strict=True)
         )
 
-    def multiply(self, x: Tensor) -> dict[nn.Linear, Tensor]:
+    def multiply(self, x: Tensor) -> dict[Linear, Tensor]:
         """[..., C] -> [T, R] of each layer."""
         if self.fused is None:
             return {}
         out_TR = self.fused(x.reshape(-1, x.shape[-1]))
         outs = out_TR.split([len(weight) for weight in self.fused.weights], dim=1)
         return dict(zip(self.linears, outs, strict=True))
+
+
+def _identity(weight: Tensor | PackedWeight) -> tuple[int, torch.dtype]:
+    memory = weight.memory if isinstance(weight, PackedWeight) else weight
+    return memory.data_ptr(), memory.dtype
 
 
 def _wrap_sdpa() -> None:

@@ -98,7 +98,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        return self.memory.nbytes
+        return sum(part.num_bytes for part in self.layout.parts.values())
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """[R, C]"""

@@ -30,11 +30,13 @@ from moe_infinity.checkpoint.extents import STORED_NAMES, StoredTensor
 from moe_infinity.checkpoint.gguf_names import weights_of
 from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
 from moe_infinity.checkpoint.kind import Kind, find_kind
+from moe_infinity.checkpoint.layout import WeightLayout
+from moe_infinity.checkpoint.packed_dense import PackedDense, find_packed_dense
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
-from moe_infinity.memory.pages import HUGE_PAGE_BYTES, huge_pages
+from moe_infinity.memory.pages import uint8_memory
 
 CPU = torch.device("cpu")
 
@@ -68,13 +70,13 @@ class StoredSlice:
             return parts[""][index]
         if not weight.format.has_free_rows:
             return weight.unpack(parts, self._dtype)[index]
-        unpacked = _memory(prod(weight.shape) * self._dtype.itemsize)
+        unpacked = uint8_memory(prod(weight.shape) * self._dtype.itemsize)
         whole = unpacked.view(self._dtype).view(weight.shape)
         weight.unpack_rows(parts, whole)
         return whole[index]
 
     def _read(self, tensor: StoredTensor) -> Tensor:
-        raw = _memory(tensor.extent.num_bytes)
+        raw = uint8_memory(tensor.extent.num_bytes)
         self._reader.read_into(tensor.extent, raw.numpy().data)
         return raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
 
@@ -87,15 +89,6 @@ class StoredSlice:
         return self._weight.stored_dtype
 
 
-def _memory(num_bytes: int) -> Tensor:
-    """uint8, in huge pages if it pays: products with one row read small pages at 38 GB/s, huge ones
-    at 43.
-    """
-    if num_bytes >= HUGE_PAGE_BYTES:
-        return torch.frombuffer(huge_pages(num_bytes), dtype=torch.uint8)
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-
 def load_without_experts(
     checkpoint: str,
     *,
@@ -106,20 +99,22 @@ def load_without_experts(
     num_read_threads: int,
     device: torch.device,
     prepare: Callable[[Plan, int], Plan],
+    reads_packed: Callable[[WeightLayout], bool],
 ) -> LoadedModel:
     """The model of a folder, hub id or GGUF file with dense weights on `device` and experts on
     disk. `config_from`: a folder or hub id with the config of a GGUF file.
 
     Before dense weights are read, `prepare` is called with the plan and the bytes that they will
-    take in memory. The plan that it returns is used. Raises UnsupportedModelError, CheckpointError.
+    take in memory. The plan that it returns is used. Packed dense weights that kernels read stay as
+    they are; `reads_packed` says which do. Raises UnsupportedModelError, CheckpointError.
     """
     kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
     if kind.gguf is None and Path(checkpoint).is_dir():
         checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
     reader = Reader(num_threads=num_read_threads)
-    plans: list[Plan] = []
+    hook = _LoadHook(kind, reader, prepare, reads_packed)
     try:
-        model, info = _offloading_class(kind, reader, plans, prepare).from_pretrained(
+        model, info = hook.offloading_class().from_pretrained(
             checkpoint if kind.gguf is None else None,
             state_dict=None if kind.gguf is None else {},  # the hook finds the weights
             config=kind.config,
@@ -130,6 +125,8 @@ def load_without_experts(
             trust_remote_code=trust_remote_code,
         )
         _refuse_made_up_weights(checkpoint, info)
+        for dense in hook.packed:
+            dense.put_into(model, reader)
         if device != CPU:
             model.to(device)
     except (SafetensorError, UnpicklingError) as error:  # it opened a broken file before we could
@@ -139,42 +136,66 @@ def load_without_experts(
         reader.close()
         raise
     model.__class__ = kind.model_class
-    (plan,) = plans
-    return LoadedModel(model, plan, reader, plan.header_bytes + reader.bytes_read)
+    assert hook.plan is not None
+    return LoadedModel(model, hook.plan, reader, hook.plan.header_bytes + reader.bytes_read)
 
 
-def _offloading_class(
-    kind: Kind, reader: Reader, plans: list[Plan], prepare: Callable[[Plan, int], Plan]
-) -> Any:
-    """The stock class with a load hook that leaves the experts on disk and appends its plan."""
-    stock_class = kind.model_class
+class _LoadHook:
+    """What happens in `_load_pretrained_model` of one model."""
 
-    def _load_pretrained_model(
-        model: Any,
-        state_dict: Any,
-        files: list[str] | None,
-        load_config: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        contents = _contents(kind, map(Path, files or []), model, load_config.weight_mapping or [])
-        load_config = replace(load_config, weight_mapping=contents.rules)
-        plan = plan_experts(model, contents)
-        for layer in plan.layers:
-            _take_out(model, layer)
-        plans.append(prepare(plan, sum(param.nbytes for param in model.parameters())))
-        dense = {
-            name: StoredSlice(weight, reader, load_config.dtype or torch.float32)
-            for name, weight in plan.dense.items()
+    def __init__(
+        self,
+        kind: Kind,
+        reader: Reader,
+        prepare: Callable[[Plan, int], Plan],
+        reads_packed: Callable[[WeightLayout], bool],
+    ) -> None:
+        self.plan: Plan | None = None
+        self.packed: list[PackedDense] = []  # to be loaded after the rest
+        self._kind = kind
+        self._reader = reader
+        self._prepare = prepare
+        self._reads_packed = reads_packed
+
+    def offloading_class(self) -> Any:
+        """The stock class with a load hook that leaves experts and packed linear layers on disk."""
+        stock_class = self._kind.model_class
+
+        def _load_pretrained_model(
+            model: Any, state_dict: Any, files: list[str] | None, load_config: Any, *args: Any,
+            **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            paths = list(map(Path, files or []))
+            contents = _contents(self._kind, paths, model, load_config.weight_mapping or [])
+            load_config = replace(load_config, weight_mapping=contents.rules)
+            dense = self._dense(model, contents, load_config.dtype or torch.float32)
+            return stock_class._load_pretrained_model(
+                model, dense, files, load_config, *args, **kwargs
+            )
+
+        attributes = {
+            "__module__": stock_class.__module__,
+            "__qualname__": stock_class.__qualname__,
+            "_load_pretrained_model": staticmethod(_load_pretrained_model),
         }
-        return stock_class._load_pretrained_model(model, dense, files, load_config, *args, **kwargs)
+        return type(stock_class.__name__, (stock_class,), attributes)
 
-    attributes = {
-        "__module__": stock_class.__module__,
-        "__qualname__": stock_class.__qualname__,
-        "_load_pretrained_model": staticmethod(_load_pretrained_model),
-    }
-    return type(stock_class.__name__, (stock_class,), attributes)
+    def _dense(self, model: Any, contents: Contents, dtype: torch.dtype) -> dict[str, StoredSlice]:
+        """What the stock method is to load. All else is planned, and taken out of the model."""
+        plan = plan_experts(model, contents)
+        self.packed = find_packed_dense(model, plan, contents.rules, self._reads_packed)
+        for layer in plan.layers:
+            _take_out_experts(model, layer)
+        later = {f"{dense.linear}.weight" for dense in self.packed}
+        for name in later:
+            _take_out(model, name)
+        dense_bytes = sum(param.nbytes for param in model.parameters())
+        self.plan = self._prepare(plan, dense_bytes + sum(one.num_bytes for one in self.packed))
+        return {
+            name: StoredSlice(weight, self._reader, dtype)
+            for name, weight in self.plan.dense.items()
+            if name not in later
+        }
 
 
 def _contents(kind: Kind, files: Iterable[Path], model: Any, rules: list[Any]) -> Contents:
@@ -225,15 +246,17 @@ def plan_from_headers(
     return plan_experts(model, _contents(kind, files, model, get_model_conversion_mapping(model)))
 
 
-def _take_out(model: Any, layer: ExpertsModule) -> None:
-    """Remove the expert parameters; a meta tensor of the same name stays, which transformers' init
-    may touch.
-    """
+def _take_out_experts(model: Any, layer: ExpertsModule) -> None:
     for path in (path for location in layer.locations.values() for path in location.paths):
-        owner_name, _, name = path.rpartition(".")
-        owner = layer.module.get_submodule(owner_name)
-        param = owner._parameters.pop(name)
-        assert param is not None, path
-        meta = torch.empty_like(param, device="meta", requires_grad=False)
-        object.__setattr__(owner, name, meta)
+        _take_out(model, f"{layer.name}.{path}")
         model.all_tied_weights_keys.pop(f"{layer.name}.{path}", None)  # the plan has seen to it
+
+
+def _take_out(model: Any, param_name: str) -> None:
+    """Remove a parameter; a meta tensor of its name stays, which transformers' init may touch."""
+    owner_name, _, name = param_name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    param = owner._parameters.pop(name)
+    assert param is not None, param_name
+    meta = torch.empty_like(param, device="meta", requires_grad=False)
+    object.__setattr__(owner, name, meta)

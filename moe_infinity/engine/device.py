@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.packed_on_load import packed_on_load
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
@@ -60,6 +61,14 @@ class ComputeDevice:
             dense_bytes=dense_bytes,
         )
         return DeviceSlots(cuda_device, num_slots, slot_bytes)
+
+    def reads_packed(self, weight: WeightLayout) -> bool:
+        """Whether dense weights that are stored so are multiplied with as they are."""
+        if self._config.is_exact or self.device.type != "cpu":
+            return False
+        from moe_infinity.kernels.cpu.experts import Product  # imports numba
+
+        return Product.of([weight]) is not None
 
     def small_batch_steps(
         self, model: Any, early_router: EarlyRouter | None

@@ -16,14 +16,22 @@ from functools import cache
 import torch
 
 MOST_TOKENS = 64  # of a forward pass; no longer one goes to torch
+MOST_TOKENS_PACKED = 512  # for a packed weight: to unpack it takes as long as 600 rows of ours
 MEAN_ROWS = 12  # of an expert; as far as ours are faster
 
 
-def is_for_torch(num_tokens: int, dtype: torch.dtype, mean_rows: float = math.inf) -> bool:
+def is_for_torch(
+    num_tokens: int,
+    dtype: torch.dtype,
+    mean_rows: float = math.inf,
+    *,
+    is_packed: bool = False,
+) -> bool:
     """Depends on the number of tokens of a pass and not on how many of them an expert gets: else a
     token's bits would depend on where other tokens go. An expert gets `mean_rows` on average.
     """
-    is_long = num_tokens > MOST_TOKENS and mean_rows > MEAN_ROWS
+    most = MOST_TOKENS_PACKED if is_packed else MOST_TOKENS
+    is_long = num_tokens > most and mean_rows > MEAN_ROWS
     return is_long and dtype == torch.bfloat16 and has_products_of_bfloat16()
 
 

@@ -7,6 +7,9 @@ import mmap
 import sys
 from contextlib import suppress
 
+import torch
+from torch import Tensor
+
 # Reading from disk into huge pages takes the operating system 0.01-0.05 s of CPU time per GB, into
 # small ones 0.04-0.11: it has fewer pages to look up and fewer segments to hand to the device.
 HUGE_PAGE_BYTES = 2 << 20
@@ -24,6 +27,15 @@ def huge_pages(num_bytes: int) -> memoryview:
     whole = memoryview(memory)  # keeps the mapping alive
     start = -address_of(whole) % HUGE_PAGE_BYTES
     return whole[start : start + num_bytes]
+
+
+def uint8_memory(num_bytes: int) -> Tensor:
+    """uint8, in huge pages if it pays: products with one row read small pages at 38 GB/s, huge ones
+    at 43.
+    """
+    if num_bytes >= HUGE_PAGE_BYTES:
+        return torch.frombuffer(huge_pages(num_bytes), dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def address_of(view: memoryview) -> int:

@@ -156,7 +156,7 @@ def asked(modules, monkeypatch, tmp_path):
     monkeypatch.setattr(peers.Run, "_compile_kernels", lambda self, cells: None)
     for name in ("make_files", "require_llama_cpp"):
         monkeypatch.setattr(peers, name, lambda *args: None)
-    for name in ("sizes_of_folder", "sizes_of_gguf"):
+    for name in ("sizes_of_ours", "sizes_of_gguf"):
         monkeypatch.setattr(peers, name, lambda *args: sizes)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny.gguf").write_bytes(b"")
@@ -205,6 +205,25 @@ def test_limits_reach_every_system_and_an_unknown_row_is_refused(modules, asked,
     assert [limit for _, limit in asked[3:]] == [2 << 30] * 4
     with pytest.raises(SystemExit, match="no row has such a name"):
         modules.peers.Run(arguments(tmp_path, rows="bf17*")).run()
+
+
+def test_of_a_gguf_format_both_systems_read_the_same_file(modules, asked, tmp_path, monkeypatch):
+    cells = []
+
+    def run_limited(file: str, cell: Any, limit_bytes: Any, python: str) -> dict[str, Any]:
+        cells.append((cell["runner"], cell["options"]))
+        return result(cell["prompts"], 1.0, 1.0)
+
+    monkeypatch.setattr(modules.peers, "run_limited", run_limited)
+    (tmp_path / "tiny-q8_0.gguf").write_bytes(b"")
+    found = modules.peers.Run(arguments(tmp_path, rounds=1, rows="GGUF Q8_0 cold 32")).run()
+    file = str(tmp_path / "tiny-q8_0.gguf")
+    (ours, options), (theirs, their_options) = cells
+    assert (ours, theirs) == ("ours", "llama.cpp")
+    assert options == {"model": file, "options": {"config_from": str(tmp_path / "tiny")}}
+    assert their_options["gguf"] == file
+    text = modules.peers_report.markdown(found)
+    assert "### GGUF Q8_0" in text
 
 
 def test_a_process_of_ours_measures_every_prompt(modules):

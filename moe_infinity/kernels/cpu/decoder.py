@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import KINDS
+from moe_infinity.checkpoint.layout import KINDS, PackedWeight
 from moe_infinity.kernels.cpu.attention import MAX_WIDTH
 from moe_infinity.kernels.cpu.decoder_call import (
     HALVES,
@@ -39,6 +39,8 @@ from moe_infinity.kernels.cpu.steps import (
 from moe_infinity.kernels.cpu.team import yield_address
 from moe_infinity.kernels.cpu.vectors import LANES
 from moe_infinity.kernels.cpu.work import BIASES
+
+Weight = Tensor | PackedWeight
 
 __all__ = [
     "HALVES",
@@ -73,9 +75,9 @@ class Router:
 class Attention:
     """The weights of one layer, and how it attends."""
 
-    products: tuple[Tensor, Tensor, Tensor]  # [H * d, D], [G * d, D], [G * v, D]
+    products: tuple[Weight, Weight, Weight]  # [H * d, D], [G * d, D], [G * v, D]
     biases: tuple[Tensor, Tensor, Tensor] | None
-    out: Tensor  # [D, H * v]
+    out: Weight  # [D, H * v]
     out_bias: Tensor | None
     norm: Tensor  # [D], as it is multiplied with
     norm_eps: float

@@ -20,7 +20,9 @@ from moe_infinity.kernels.cpu.steps import arrange
 from moe_infinity.kernels.cpu.threads import num_threads
 from moe_infinity.kernels.cpu.work import Weights, run_job
 
-MIN_SHARED_BYTES = 2 << 20  # smaller ones are read before a second thread has woken up
+# What takes less is done before a second thread has woken up.
+MIN_SHARED_BYTES = 2 << 20  # of weights to read
+MIN_SHARED_PRODUCTS = 4 << 20
 
 
 def product_of(weights: Sequence[Tensor | PackedWeight]) -> Product | None:
@@ -62,7 +64,7 @@ class FusedLinear:
         )
         self._weights = array("q", layout)
         self._unused = array("q", product.places)  # there is no second product
-        self._is_shared = sum(weight.nbytes for weight in weights) >= MIN_SHARED_BYTES
+        self._num_bytes = sum(weight.nbytes for weight in weights)
 
     def __call__(self, x_TC: Tensor) -> Tensor:
         """[T, C] -> [T, R of all weights] in float32."""
@@ -76,7 +78,7 @@ class FusedLinear:
             [0],
             [len(x)],
             [0],
-            num_threads=num_threads() if self._is_shared else 1,
+            num_threads=num_threads() if self._is_worth_sharing(len(x)) else 1,
             x=arranged.data_ptr(),
             x_is_shared=0,
             up=out_TR.data_ptr(),
@@ -84,3 +86,7 @@ class FusedLinear:
             out=0,
         )
         return out_TR
+
+    def _is_worth_sharing(self, num_tokens: int) -> bool:
+        num_products = num_tokens * self._product.num_rows * self._product.num_columns
+        return self._num_bytes >= MIN_SHARED_BYTES or num_products >= MIN_SHARED_PRODUCTS

@@ -54,11 +54,17 @@ FEW = 4
 
 
 def largest_tile(loop: InnerLoop) -> Tile:
-    """As many sums as registers hold: 24 with AVX-512, elsewhere 4, of two registers each."""
+    """As many sums as registers hold: 24 with AVX-512, elsewhere 4, of two registers each. What is
+    scaled every few vectors has a sum of a step beside each: 12, or 8 where minima are added.
+    """
     is_wide = "+avx512f" in processor()[1].split(",")
     if loop.kind in WORDS:  # a row stands for a block, which has 8 vectors of sums or 4
         return Tile(1, {"awq": 3}.get(loop.kind, 6) if is_wide else 2)
-    return Tile(4, 6) if is_wide else Tile(2, 2)
+    if not is_wide:
+        return Tile(2, 2)
+    if loop.loader.blocks is not None:
+        return Tile(2, 4)
+    return Tile(4, 3) if loop.loader.short_groups else Tile(4, 6)
 
 
 @cache
