@@ -62,6 +62,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_num_experts": 8, "moe_intermediate_size": 96, "moe_k": 3, "moe_layer_start_index": 1,
     },
     "minimax_m2": {"num_local_experts": 8},
+    "qwen3_next": {
+        "num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64,
+        "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
 }  # fmt: skip
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}  # K-quants
 

@@ -149,6 +149,17 @@ def test_logits_that_share_their_weights_with_the_embedding_are_not_packed(tmp_p
         assert moe.model.lm_head.weight is moe.model.model.embed_tokens.weight
 
 
+def test_values_that_the_converter_changed_are_put_back_before_they_are_rounded(tmp_path):
+    folder = build("qwen3_next", tmp_path / "model")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    file = converted(folder, "f32")
+    with MoE(file, config_from=str(folder), dtype="bfloat16", device="cpu") as moe:
+        found = dict(moe.model.named_parameters())
+    wrong = [name for name, param in stock.named_parameters() if name in found
+             and not torch.allclose(found[name], param, rtol=2**-8, atol=0)]  # fmt: skip
+    assert wrong == []
+
+
 def test_slots_have_the_bytes_of_the_file(small):
     file = small / "q8_0.gguf"
     with MoE(file, device="cpu", host_memory="100%") as moe, torch.no_grad():

@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "glm4_moe": "glm4moe", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe",
     "phimoe": "phimoe", "ernie4_5_moe": "ernie4_5-moe", "llama4_text": "llama4",
-    "minimax_m2": "minimax-m2",
+    "minimax_m2": "minimax-m2", "qwen3_next": "qwen3next",
 }  # fmt: skip
 EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 LEAVES = {
@@ -94,8 +95,29 @@ class Converter:
         elif name.endswith("kv_b_proj.weight"):
             yield Target(f"{block}.attn_k_b.weight", [name], lambda t: self._keys(t[0]))
             yield Target(f"{block}.attn_v_b.weight", [name], lambda t: self._values(t[0]))
+        elif name.endswith("in_proj_qkvz.weight"):
+            for leaf, places in (("qkv", [0, 1, 2]), ("gate", [3])):
+                make = partial(self._of_heads, places)
+                yield Target(f"{block}.attn_{leaf}.weight", [name], make)
+        elif name.endswith("A_log"):
+            yield Target(f"{block}.ssm_a", [name], lambda t: -t[0].float().exp())
+        elif name.endswith("dt_bias"):
+            yield Target(f"{block}.ssm_dt.bias", [name], one)
+        elif self.architecture == "qwen3next" and name.endswith("norm.weight"):
+            added = 0 if name.endswith("linear_attn.norm.weight") else 1
+            yield Target(self._mapped(name), [name], lambda t: t[0] + added)
         else:
             yield Target(self._mapped(name), [name], self._plain(name))
+
+    def _of_heads(self, places: list[int], tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Of a linear attention's queries, keys, values and gates, some of all heads."""
+        config = self._config
+        weight = tensors[0]
+        heads = config["linear_num_key_heads"]
+        key = config["linear_key_head_dim"]
+        value = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
+        by_head = weight.reshape(heads, -1, weight.shape[1]).split([key, key, value, value], 1)
+        return torch.cat([by_head[place].flatten(0, 1) for place in places])
 
     def _mapped(self, name: str) -> str:
         name = name.removesuffix("_bias") + ".bias" if name.endswith("correction_bias") else name

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 # Name in the header -> (torch's name, bits per element)
 STORED_DTYPES = {
@@ -40,6 +43,7 @@ class StoredTensor:
     stored_dtype: str  # as in the header, e.g. "BF16"
     shape: tuple[int, ...]
     extent: Extent
+    undo: Callable[[Tensor], Tensor] | None = None  # of what was done to the values; not of experts
 
     @property
     def dtype(self) -> str:

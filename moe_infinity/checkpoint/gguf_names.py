@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import gguf
+from torch import Tensor
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
@@ -26,7 +28,13 @@ from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.extents import STORED_DTYPES, StoredTensor
 from moe_infinity.checkpoint.ggml import BLOCKS, blocks_layout, row_bytes
 from moe_infinity.checkpoint.gguf_file import GgufModel
-from moe_infinity.checkpoint.gguf_undo import JoinKeysAndValues, UndoRotaryOrder
+from moe_infinity.checkpoint.gguf_undo import (
+    JoinHeads,
+    JoinKeysAndValues,
+    UndoRotaryOrder,
+    log_of_negative,
+    subtract_one,
+)
 from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
 from moe_infinity.checkpoint.plan import Weights, find_experts
@@ -38,11 +46,12 @@ NUMBER = re.compile(r"\.(\d+)\.")
 OLDER_NAMES = {
     ".e_score_correction_bias": "exp_probs_b.bias",
     ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    ".linear_attn.dt_bias": "ssm_dt.bias",
 }
 # What the tests compare with transformers. For others the converter may change values as well.
 CHECKED = (
     "deepseek2", "ernie4_5-moe", "glm4moe", "gpt-oss", "granitemoe", "llama", "llama4",
-    "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen3moe",
+    "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen3moe", "qwen3next",
 )  # fmt: skip
 # Their converter makes rotary pairs neighbours among the rows of q and k.
 REORDERED = ("llama", "granitemoe")
@@ -51,7 +60,11 @@ ROTARY = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 SPLIT: dict[str, tuple[tuple[str, ...], ConversionOps]] = {
     ".self_attn.kv_b_proj.weight": (("attn_k_b", "attn_v_b"), JoinKeysAndValues()),
     ".shared_mlp.input_linear.weight": (("ffn_gate_shexp", "ffn_up_shexp"), Concatenate(0)),
+    ".linear_attn.in_proj_qkvz.weight": (("attn_qkv", "attn_gate"), JoinHeads()),
 }
+# What their norms, but for this one, are multiplied with is one more than the model's parameter.
+NORMS_PLUS_ONE = ("qwen3next",)
+OTHER_NORM = ".linear_attn.norm.weight"
 OF_EXPERTS = {
     "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
     "gate_proj": ("ffn_gate_exps",),
@@ -163,10 +176,16 @@ class Names:
         wanted = tuple(self._params[param].shape)
         if _without_ones(tensor.shape) == _without_ones(wanted):
             tensor = dataclasses.replace(tensor, shape=wanted)
-        self._keep(param, tensor)
+        self._keep(param, dataclasses.replace(tensor, undo=self._undo_of(param)))
         heads = ROTARY.get(param.split(".")[-2]) if "." in param else None
         if heads is not None and self._file.architecture in REORDERED:
             self._add_rule(param, [param], [UndoRotaryOrder(heads)])
+
+    def _undo_of(self, param: str) -> Callable[[Tensor], Tensor] | None:
+        has_one_more = self._file.architecture in NORMS_PLUS_ONE and param.endswith("norm.weight")
+        if has_one_more and not param.endswith(OTHER_NORM):
+            return subtract_one
+        return log_of_negative if param.endswith(".A_log") else None
 
     def _add(self, param: str, leaves: list[str], operations: list[ConversionOps]) -> None:
         """A parameter that is made of these tensors of its layer, those that there are."""

@@ -78,7 +78,8 @@ class StoredSlice:
     def _read(self, tensor: StoredTensor) -> Tensor:
         raw = uint8_memory(tensor.extent.num_bytes)
         self._reader.read_into(tensor.extent, raw.numpy().data)
-        return raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+        stored = raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+        return stored if tensor.undo is None else tensor.undo(stored)
 
     def get_shape(self) -> list[int]:
         return list(self._weight.shape)
