@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 from transformers import PreTrainedModel
@@ -120,6 +121,7 @@ def _layer_path(
         )
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     ]
+    _warn_of_slow_experts(plan, computers)
     is_on_cpu = isinstance(tier.mover, Mover)
     prefetcher = None
     is_tried = config.prefetch is None and len(bookkeeping.tiers) == 1  # a GPU decides by itself
@@ -137,6 +139,18 @@ def _layer_path(
         stream=None if is_on_cpu and config.preload == "off" else tier.mover.stream,
         streams_while_computing=is_on_cpu,
     )
+
+
+def _warn_of_slow_experts(plan: Plan, computers: Sequence[LayerComputer]) -> None:
+    """Of packed ones that kernels would read if they were of another type."""
+    slow = [recipes for recipes, own in zip(plan.recipes, computers, strict=True) if own.is_slow]
+    if slow:
+        weights = (w for recipes in slow for recipe in recipes.recipes for w in recipe.weights)
+        kinds = ", ".join(sorted({weight.kind for weight in weights}))
+        logger.warning(
+            "no kernel reads the experts of %d of %d layers (types: %s): each use unpacks them, "
+            "which is slow", len(slow), len(computers), kinds,
+        )  # fmt: skip
 
 
 def _preloader(

@@ -73,6 +73,8 @@ class LayerComputer:
         self._num_experts = layer.num_experts
         read, other = ("read by kernels", "unpacked") if recipes.is_packed else ("fast", "exact")
         self.how = other if self._fused is None else read
+        is_on_cpu = slots.device.type == "cpu"
+        self.is_slow = self._is_packed and is_on_cpu and not is_exact and self._fused is None
 
     def _fused_backend(self, layer: ExpertsModule, recipes: LayerRecipes) -> FusedBackend | None:
         """None if no kernel of the CPU reads these experts."""

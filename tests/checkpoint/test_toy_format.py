@@ -106,11 +106,16 @@ def test_an_entry_and_a_loader_make_a_format(toy, folders):
     assert distance(found, expected) < TOLERANCE
 
 
-def test_without_a_loader_the_weights_are_unpacked(toy, folders, monkeypatch):
-    monkeypatch.delitem(loaders.LOADERS, "toy")
+def test_without_a_loader_the_weights_are_unpacked_and_a_warning_says_so(
+    toy, folders, monkeypatch, caplog
+):
     packed, plain = folders
+    logits_of(packed)
+    assert "unpacks them" not in caplog.text
+    monkeypatch.delitem(loaders.LOADERS, "toy")
     found, experts = logits_of(packed)
     assert experts == "toy, unpacked"
+    assert "types: toy" in caplog.text
     assert distance(found, logits_of(plain, **UNPACKED)[0]) < TOLERANCE
 
 
