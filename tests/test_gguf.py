@@ -295,6 +295,23 @@ def test_run_takes_a_file_and_answers_as_for_its_checkpoint(demo_file, command):
     assert found["text"] == expected["text"]
 
 
+def test_chat_and_trace_take_a_file_as_its_checkpoint(demo_file, command, tmp_path):
+    options = ("--host-memory", "50%", "--exact", "--max-new-tokens", "6")
+    found, expected = (
+        command("chat", model, *options, stdin="What is a fever?\n").out
+        for model in (demo_file, DEMO)
+    )
+    assert found == expected != ""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once upon a time"}\n')
+    routed = []
+    for model in (demo_file, DEMO):
+        out = tmp_path / f"{model.name}.npz"
+        asked = ("trace", model, "--prompts", tmp_path / "prompts.jsonl", "-o", out, *options)
+        assert command(*asked).code == 0
+        routed.append(np.load(out)["experts"])
+    assert np.array_equal(*routed)
+
+
 def test_the_tokenizer_and_chat_template_come_from_the_file(demo_file):
     with MoE(demo_file, device="cpu") as moe:
         tokenizer = moe.tokenizer

@@ -256,7 +256,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, change, said):
 
 HONOURED = {
     "model", "messages", "max_tokens", "metadata", "stop_sequences", "system", "tool_choice",
-    "tools", "cache_control",
+    "tools", "thinking", "cache_control",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import gcd
 
+from moe_infinity.checkpoint.ggml import BLOCKS
 from moe_infinity.checkpoint.layout import EXPONENTS, WORDS, Block, WeightLayout, block_of
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
@@ -29,6 +30,7 @@ LOADED = {  # values in one load
 # A whole number n is read as n * 2 ** (bit - 149). x is multiplied by 2 ** (X_EXPONENT - bit), and
 # sums by the rest of that power. For x from 2 ** -41 to 2 ** 63 this changes no rounding.
 X_EXPONENT = 64
+BLOCK_CHUNKS = {"q8_0": 32, "q4_k": 32, "q6_k": 16, "ggml_mxfp4": 32}  # columns that share a scale
 NUMBER_BITS = {"int8": 8, "int4": 4, **dict.fromkeys(WORDS, 4)}
 UNITS = {"fp8": 2.0**8, "mxfp4": 2.0**14, **dict.fromkeys(NUMBER_BITS, 2.0 ** (149 - X_EXPONENT))}
 
@@ -55,7 +57,7 @@ class Matrix:
     @property
     def column_stride(self) -> int:
         """In values; for WORDS in rows of words. R where the weight is stored as [C, R], else 1."""
-        is_plain = self.weight.scale is None
+        is_plain = self.weight.unpack is None
         lies_transposed = self.weight.is_transposed if is_plain else self.kind in WORDS
         return self.weight.shape[0] if lies_transposed else 1
 
@@ -94,6 +96,8 @@ class Matrix:
     @property
     def chunk(self) -> int:
         """Columns, a power of two."""
+        if self.kind in BLOCK_CHUNKS:
+            return BLOCK_CHUNKS[self.kind]
         if self.groups is not None:
             return 1
         if self.kind in WORDS:
@@ -103,6 +107,20 @@ class Matrix:
         if self.num_scale_columns == 1:
             return LOADED[self.kind]
         return gcd(LOADED[self.kind], self.block_columns)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of GGML's formats, else 0."""
+        return BLOCKS[self._block_name][1] if self.kind in BLOCK_CHUNKS else 0
+
+    @property
+    def chunks_of_block(self) -> int:
+        """Likewise."""
+        return BLOCKS[self._block_name][0] // self.chunk if self.kind in BLOCK_CHUNKS else 0
+
+    @property
+    def _block_name(self) -> str:
+        return self.kind.removeprefix("ggml_")
 
     @property
     def row_stride(self) -> int:
@@ -190,6 +208,9 @@ def slot_mlp(
 
 def _matrix(weight: WeightLayout) -> Matrix | None:
     """All rows of a weight. None: kernels do not read it."""
+    if weight.kind in BLOCK_CHUNKS:
+        rows, columns = weight.shape
+        return Matrix(weight, rows, block=(rows, columns))
     if weight.kind not in LOADED or not weight.is_stored_in(8 * LOAD_BYTES // LOADED[weight.kind]):
         return None
     if any(part.offset % LOAD_BYTES for part in weight.parts.values()):

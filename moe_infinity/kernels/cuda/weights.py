@@ -1,5 +1,5 @@
 """Products of x with rows of a matrix in a slot, whose values are decoded in registers: the packed
-formats of unpack.py, written for Triton.
+formats of unpack.py, written for Triton; blocks.py has GGML's.
 
 A tile is [R rows, N chunks, C columns of a chunk]. One thread sums a chunk. Scales and zeros are
 applied to these sums, one for each chunk.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_infinity.kernels.cuda.blocks import block_sums
 from moe_infinity.kernels.cuda.slot_mlp import LOAD_BYTES, X_EXPONENT
 from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
 
@@ -64,6 +65,16 @@ def chunk_sums(
     """[R, N] in float32: for some rows and chunks, the sum of weights times x."""
     row_R = MATRIX.first_row + MATRIX.row_step * row_R
     first_N = first_column + tl.arange(0, CHUNKS) * MATRIX.chunk
+    if MATRIX.chunks_of_block > 0:
+        sums_RN = block_sums(slot, is_there, row_R, x_NC, first_N, MATRIX)
+    else:
+        sums_RN = _sums(slot, is_there, row_R, x_NC, first_N, MATRIX)
+    return sums_RN
+
+
+@triton.jit
+def _sums(slot, is_there, row_R, x_NC, first_N, MATRIX: tl.constexpr):
+    """Of what has its scales apart."""
     is_there_RN = (is_there & (first_N < MATRIX.num_columns))[None, :]
     group_N = first_N // MATRIX.block_columns
     if MATRIX.groups is not None:

@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_kernels import KINDS, Sizes, describe
+from moe_infinity.checkpoint.ggml import blocks_layout, row_bytes
 from moe_infinity.cuda import resolve as triton_resolve
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.experts import ParamSpec
@@ -83,6 +84,13 @@ def with_weight(matrix: Matrix, **changed: Any) -> Matrix:
     return replace(matrix, weight=replace(matrix.weight, **changed))
 
 
+def in_blocks(matrix: Matrix, name: str) -> Matrix:
+    """The same in one of GGML's formats."""
+    rows, columns = matrix.weight.shape
+    values = ParamSpec("values", (rows, row_bytes(name, columns)), "uint8", 0)
+    return replace(matrix, weight=blocks_layout(name, (rows, columns), values))
+
+
 def compute(mlp: SlotMlp, num_tokens: int = 1, top_k: int = 8) -> None:
     x_TD = torch.zeros(num_tokens, mlp.down.num_rows).bfloat16()
     pointers_TK = torch.zeros(num_tokens, top_k, dtype=torch.int64)
@@ -119,6 +127,9 @@ def main() -> None:
     rows, num_groups = known["int4"].gate.weight.shape[0], known["int4"].gate.num_scale_columns
     zeros = ParamSpec("", (-(-rows // 8), num_groups), "int32", 0)
     more["zeros"] = replace(known["int4"], gate=with_weight(known["int4"].gate, zeros=zeros))
+    for name in ("q8_0", "q4_k", "q6_k", "mxfp4"):
+        more[name] = replace(bf16, **{part: in_blocks(getattr(bf16, part), name)
+                                      for part in ("gate", "up", "down")})  # fmt: skip
     scale = known["fp8"].gate.weight.scale
     assert scale is not None
     exponents = with_weight(known["fp8"].gate, scale=replace(scale, dtype="uint8"))

@@ -63,6 +63,19 @@ def test_blocks_that_end_within_a_word_are_refused():
     assert slot_mlp([up, up], down, activation=SILU) is None
 
 
+@pytest.mark.parametrize("name", ["q5_k", "iq4_xs"])
+def test_blocks_that_no_kernel_of_a_device_reads_are_refused(name):
+    up, gate, down = StoredExperts(f"ggml {name}", 256, 256, splits=True).described
+    assert slot_mlp([up, gate], down, activation=SILU) is None
+
+
+def test_gate_and_up_in_different_blocks_are_refused():
+    up, _, down = StoredExperts("ggml q4_k", 256, 256, splits=True).described
+    gate = StoredExperts("ggml q6_k", 256, 256, splits=True).described[0]
+    assert slot_mlp([up, up], down, activation=SILU) is not None
+    assert slot_mlp([gate, up], down, activation=SILU) is None
+
+
 def test_mxfp4_of_half_a_group_is_refused():
     up, gate, down = StoredExperts("mxfp4", 32, 64, splits=True).described
     assert slot_mlp([up, gate], down, activation=SILU) is not None

@@ -27,6 +27,7 @@ from moe_infinity.kernels.cuda import experts as triton_experts
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = [pytest.param(slot_reference, id="twin"), pytest.param(triton_experts, id="triton")]
 EPS = {dtype: torch.finfo(dtype).eps for dtype in PLAIN.values()}
+BLOCK_KINDS = ["ggml q8_0", "ggml q4_k", "ggml q6_k", "ggml mxfp4"]
 KINDS = [
     *PLAIN,
     "int8",
@@ -47,6 +48,7 @@ KINDS = [
     "gptq_v2 16 any",
     "awq 32",
     "awq 4",
+    *BLOCK_KINDS,
 ]
 SILU = Activation("silu")
 OF_GPT_OSS = Activation("silu", alpha=1.702, shift=1.0, limit=7.0)
@@ -162,9 +164,9 @@ def inputs(kind: str, num_tokens: int, width: int) -> Tensor:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_weight_computes_its_definition(kernels, kind):
-    width = {"int4 24": 120, "int4 128": 128}.get(kind, 160)
+    width = {"int4 24": 120, "int4 128": 128, "ggml q4_k": 512, "ggml q6_k": 256}.get(kind, 160)
     splits = kind in ("bf16", "int4 zeros 32")
-    expert_width = 128 if kind == "int4 128" else 96
+    expert_width = {"int4 128": 128, "ggml q4_k": 256, "ggml q6_k": 256}.get(kind, 96)
     experts = Experts(kind, width, expert_width, splits=splits)
     x, (index, weights) = inputs(kind, 2, width), routing(2, 2)
     found = experts.compute(kernels, x, index, weights)
