@@ -15,14 +15,14 @@ import pytest
 import torch
 import transformers
 
-from moe_infinity import CheckpointError, ConfigError, MoE, UnsupportedModelError
+from moe_infinity import CheckpointError, MoE
 from moe_infinity.architectures.packed_linear import PackedLinear
 from moe_infinity.checkpoint.gguf_config import KNOWN
 from moe_infinity.checkpoint.gguf_names import CHECKED
 from moe_infinity.inspection import inspect_checkpoint
 from scripts.gguf_table import GUIDE, table
 from tests.closeness import distance
-from tests.gguf_files import MODELS, WIDE, Tensor, build, header, number, text, widen
+from tests.gguf_files import MODELS, WIDE, build, widen
 from tools.convert_to_gguf import ARCHITECTURES, convert
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
@@ -272,14 +272,6 @@ def test_the_vision_part_beside_a_model_is_left_alone(small, tmp_path):
         assert moe.report().experts.startswith("gguf")
 
 
-def test_positions_scaled_by_a_tensor_need_a_config(small, tmp_path):
-    file = rename(
-        small / "q8_0.gguf", tmp_path / "m.gguf", "output_norm.weight", "rope_freqs_.weight"
-    )
-    with pytest.raises(UnsupportedModelError, match="--config"):
-        MoE(file)
-
-
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="no such file"):
         MoE(tmp_path / "model.gguf")
@@ -352,76 +344,6 @@ def test_of_a_config_with_vision_the_text_part_is_taken(tmp_path):
     file = converted(folder, "f32")
     found, expected = (logits_of(file, config_from=str(tmp_path / n)) for n in ("all", "text"))
     assert distance(found, expected) < TOLERANCE
-
-
-# what is no model, or not enough of one
-
-
-def test_config_from_is_for_gguf_files(tiny_checkpoint):
-    with pytest.raises(ConfigError, match="GGUF"):
-        MoE(tiny_checkpoint, config_from=str(tiny_checkpoint))
-
-
-def test_an_architecture_whose_metadata_are_not_enough_asks_for_a_config(tmp_path):
-    folder = build("deepseek_v2", tmp_path / "model")
-    with pytest.raises(UnsupportedModelError, match="--config"):
-        MoE(converted(folder, "f32"))
-
-
-@pytest.mark.parametrize(
-    ("metadata", "said"),
-    [
-        ({"general.type": text("adapter")}, "LoRA adapter"),
-        ({"general.type": text("imatrix")}, "importance matrix"),
-        ({"general.type": text("mmproj")}, "vision part"),
-        ({"general.architecture": text("clip")}, "vision part"),
-        ({"general.architecture": text("llama")}, "no routed experts"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_no_moe_model_is_refused_as_what_it_is(metadata, said, tmp_path):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(header(metadata, [Tensor("token_embd.weight")]) + bytes(4096))
-    for load in (MoE, lambda path: inspect_checkpoint(str(path))):
-        with pytest.raises(UnsupportedModelError, match=said):
-            load(file)
-
-
-def test_metadata_without_an_architecture_are_refused(tmp_path):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(header({"a": number(1)}, [Tensor("t")]) + bytes(4096))
-    with pytest.raises(CheckpointError, match=r"general\.architecture"):
-        MoE(file)
-
-
-def rename(file: Path, out: Path, old: str, new: str) -> Path:
-    """A copy in which a tensor has another name of the same length."""
-    content = file.read_bytes()
-    assert len(old) == len(new)
-    out.write_bytes(content.replace(old.encode(), new.encode()))
-    return out
-
-
-@pytest.mark.parametrize(
-    "name", ["blk.1.ffn_up_exps.weight", "blk.0.attn_q.weight", "output_norm.weight"]
-)
-def test_a_tensor_that_is_missing_or_unknown_is_named(name, small, tmp_path):
-    file = rename(small / "q8_0.gguf", tmp_path / "m.gguf", name, name[:-6] + "wrongs")
-    with pytest.raises(CheckpointError) as caught:
-        MoE(file)
-    assert name.split(".")[-2] in str(caught.value)
-
-
-def test_a_tensor_of_another_shape_than_the_config_says_is_named(small, tmp_path):
-    folder = build("qwen3_moe", tmp_path / "other", num_key_value_heads=4)
-    with pytest.raises(CheckpointError, match="k_proj"):
-        MoE(small / "q8_0.gguf", config_from=str(folder))
-
-
-def test_an_architecture_that_nobody_has_checked_is_refused(tmp_path, small):
-    file = rename(small / "q8_0.gguf", tmp_path / "m.gguf", "qwen3moe", "dots.one")
-    with pytest.raises(UnsupportedModelError, match="nobody has checked"):
-        MoE(file, config_from=str(small))
 
 
 def test_all_architectures_that_load_are_compared_here():

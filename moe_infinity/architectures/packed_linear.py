@@ -39,7 +39,7 @@ class PackedLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Also what casts a module, as `float()`: the weight stays as it is stored."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 Linear = nn.Linear | PackedLinear

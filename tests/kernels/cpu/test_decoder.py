@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_infinity.checkpoint.layout import PackedWeight
 from moe_infinity.kernels.cpu.decoder import (
     HALVES,
     NEIGHBOURS,
@@ -101,6 +102,11 @@ def routing(router: Router | None, x: Tensor) -> tuple[Tensor, ...]:
     return logits, chosen, shares
 
 
+def plain(weight: Tensor | PackedWeight) -> Tensor:
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 def reference(
     attention: Attention,
     x: Tensor,
@@ -114,7 +120,7 @@ def reference(
     x = x.double()
     num_seqs = len(x)
     normed = rms_norm(x, attention.norm.double(), attention.norm_eps)
-    q, k, v = (normed @ weight.double().T for weight in attention.products)
+    q, k, v = (normed @ plain(weight).double().T for weight in attention.products)
     if attention.biases is not None:
         q, k, v = (y + b.double() for y, b in zip((q, k, v), attention.biases, strict=True))
     heads, groups = attention.num_heads, attention.num_groups
@@ -147,7 +153,7 @@ def reference(
     else:
         weights = scores.softmax(-1)
     out = (weights[:, :, None] @ values.repeat_interleave(repeated, 1)).flatten(1)
-    out = out @ attention.out.double().T
+    out = out @ plain(attention.out).double().T
     if attention.out_bias is not None:
         out = out + attention.out_bias.double()
     residual = x + out
@@ -218,7 +224,7 @@ def test_what_a_sequence_gets_depends_on_it_alone(norms):
 
 def test_biases_in_front_of_norms_of_all_heads_are_refused():
     attention = layer("grouped", dtype=torch.float32, norms="all")
-    q, k, v = (weight[:, 0] for weight in attention.products)
+    q, k, v = (plain(weight)[:, 0] for weight in attention.products)
     biased = replace(attention, biases=(q, k, v))
     with pytest.raises(ValueError, match="biases"):
         DecoderKernel(biased, torch.float32)

@@ -128,8 +128,8 @@ def main() -> None:
     zeros = ParamSpec("", (-(-rows // 8), num_groups), "int32", 0)
     more["zeros"] = replace(known["int4"], gate=with_weight(known["int4"].gate, zeros=zeros))
     for name in ("q8_0", "q4_k", "q6_k", "mxfp4"):
-        more[name] = replace(bf16, **{part: in_blocks(getattr(bf16, part), name)
-                                      for part in ("gate", "up", "down")})  # fmt: skip
+        gate, down = (in_blocks(matrix, name) for matrix in (bf16.gate, bf16.down))
+        more[name] = replace(bf16, gate=gate, up=gate, down=down)
     scale = known["fp8"].gate.weight.scale
     assert scale is not None
     exponents = with_weight(known["fp8"].gate, scale=replace(scale, dtype="uint8"))

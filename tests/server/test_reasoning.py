@@ -1,0 +1,48 @@
+"""How much to reason, as three APIs say it, reaches the chat template."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+THINKS = (
+    "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}w20 w21 {% endif %}w77"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_more"),
+    [
+        ({"reasoning_effort": "none"}, 2),
+        ({"reasoning_effort": "high"}, 0),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 2),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, 0),
+    ],
+    ids=str,
+)
+def test_how_much_to_reason_is_told_to_a_template_that_has_such_a_variable(
+    server, moe, monkeypatch, fields, num_more
+):
+    monkeypatch.setattr(moe.tokenizer, "chat_template", THINKS)
+    body = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 1} | fields
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+    assert answer["usage"]["prompt_tokens"] == 2 + num_more
+    ask = {"max_tokens": 1, "messages": body["messages"], "thinking": {"type": "disabled"}}
+    counted = httpx.post(f"{server.url}/v1/messages", json=ask).json()["usage"]
+    assert counted["input_tokens"] + counted.get("cache_read_input_tokens", 0) == 4
+    ask = {"input": "w5", "max_output_tokens": 1, "reasoning": {"effort": "none"}}
+    answer = httpx.post(f"{server.url}/v1/responses", json=ask).json()
+    assert answer["usage"]["input_tokens"] == 4
+    assert answer["reasoning"]["effort"] == "none"
+
+
+@pytest.mark.parametrize("name", ["style", "chat_template", "tools", "messages", "enable_thinkin"])
+def test_a_variable_that_the_template_has_not_or_is_not_the_clients_is_refused(
+    server, moe, monkeypatch, name
+):
+    monkeypatch.setattr(moe.tokenizer, "chat_template", THINKS)
+    body = {"messages": [{"role": "user", "content": "w5"}], "chat_template_kwargs": {name: "w9"}}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, f"chat_template_kwargs.{name}")

@@ -1,0 +1,96 @@
+"""GGUF files that are no model, or not enough of one, are refused with what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_infinity import CheckpointError, ConfigError, MoE, UnsupportedModelError
+from moe_infinity.inspection import inspect_checkpoint
+from tests.gguf_files import Tensor, build, header, number, text
+from tools.convert_to_gguf import convert
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of Qwen3-MoE with its GGUF file q8_0.gguf."""
+    folder = build("qwen3_moe", tmp_path_factory.mktemp("small"))
+    convert(folder, folder / "q8_0.gguf", "q8_0")
+    return folder
+
+
+def test_config_from_is_for_gguf_files(tiny_checkpoint):
+    with pytest.raises(ConfigError, match="GGUF"):
+        MoE(tiny_checkpoint, config_from=str(tiny_checkpoint))
+
+
+def test_an_architecture_whose_metadata_are_not_enough_asks_for_a_config(tmp_path):
+    folder = build("deepseek_v2", tmp_path / "model")
+    convert(folder, tmp_path / "model.gguf", "f32")
+    with pytest.raises(UnsupportedModelError, match="--config"):
+        MoE(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"general.type": text("adapter")}, "LoRA adapter"),
+        ({"general.type": text("imatrix")}, "importance matrix"),
+        ({"general.type": text("mmproj")}, "vision part"),
+        ({"general.architecture": text("clip")}, "vision part"),
+        ({"general.architecture": text("llama")}, "no routed experts"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_moe_model_is_refused_as_what_it_is(metadata, said, tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(header(metadata, [Tensor("token_embd.weight")]) + bytes(4096))
+    for load in (MoE, lambda path: inspect_checkpoint(str(path))):
+        with pytest.raises(UnsupportedModelError, match=said):
+            load(file)
+
+
+def test_metadata_without_an_architecture_are_refused(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(header({"a": number(1)}, [Tensor("t")]) + bytes(4096))
+    with pytest.raises(CheckpointError, match=r"general\.architecture"):
+        MoE(file)
+
+
+def rename(file: Path, out: Path, old: str, new: str) -> Path:
+    """A copy in which a tensor has another name of the same length."""
+    content = file.read_bytes()
+    assert len(old) == len(new)
+    out.write_bytes(content.replace(old.encode(), new.encode()))
+    return out
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.1.ffn_up_exps.weight", "blk.0.attn_q.weight", "output_norm.weight"]
+)
+def test_a_tensor_that_is_missing_or_unknown_is_named(name, small, tmp_path):
+    file = rename(small / "q8_0.gguf", tmp_path / "m.gguf", name, name[:-6] + "wrongs")
+    with pytest.raises(CheckpointError) as caught:
+        MoE(file)
+    assert name.split(".")[-2] in str(caught.value)
+
+
+def test_a_tensor_of_another_shape_than_the_config_says_is_named(small, tmp_path):
+    folder = build("qwen3_moe", tmp_path / "other", num_key_value_heads=4)
+    with pytest.raises(CheckpointError, match="k_proj"):
+        MoE(small / "q8_0.gguf", config_from=str(folder))
+
+
+def test_an_architecture_that_nobody_has_checked_is_refused(tmp_path, small):
+    file = rename(small / "q8_0.gguf", tmp_path / "m.gguf", "qwen3moe", "dots.one")
+    with pytest.raises(UnsupportedModelError, match="nobody has checked"):
+        MoE(file, config_from=str(small))
+
+
+def test_positions_scaled_by_a_tensor_need_a_config(small, tmp_path):
+    file = rename(
+        small / "q8_0.gguf", tmp_path / "m.gguf", "output_norm.weight", "rope_freqs_.weight"
+    )
+    with pytest.raises(UnsupportedModelError, match="--config"):
+        MoE(file)
