@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint import expert_loader, mapped_file
+from moe_infinity.checkpoint import expert_loader, mapped_file, recipe
 from moe_infinity.checkpoint.extents import Extent
 from moe_infinity.checkpoint.mapped_file import MappedFile
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
+from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.mapped import MappedSlots
 from tests.closeness import logits_of_steps
+from tests.gguf_files import WIDE, build
+from tools.convert_to_gguf import convert
 
 IDS = torch.arange(3, 15).view(1, 12)
 
@@ -64,23 +67,50 @@ def test_mapped_experts_have_the_bits_of_copied_ones(tiny_checkpoint, is_exact, 
     assert torch.equal(mapped, copied)
 
 
-@pytest.mark.usefixtures("can_map")
-def test_an_expert_in_two_files_is_copied(sharded_checkpoint, monkeypatch):
-    monkeypatch.setattr(expert_loader, "MIN_MAPPED_SHARE", 0.1)
+def watched_places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertKey, memoryview | None]]:
+    """Every expert that a slot is given to, and its place in a file, if it is used there."""
     asked = []
     place_of = expert_loader.ExpertLoader.place_of
 
-    def watched(self: Any, key: Any) -> memoryview | None:
-        asked.append(place_of(self, key))
-        return asked[-1]
+    def watched(self: Any, key: ExpertKey) -> memoryview | None:
+        asked.append((key, place_of(self, key)))
+        return asked[-1][1]
 
     monkeypatch.setattr(expert_loader.ExpertLoader, "place_of", watched)
+    return asked
+
+
+@pytest.mark.usefixtures("can_map")
+def test_an_expert_in_two_files_is_copied(sharded_checkpoint, monkeypatch):
+    monkeypatch.setattr(recipe, "MIN_MAPPED_SHARE", 0.1)
+    asked = watched_places(monkeypatch)
     mapped, is_mapped = computed(sharded_checkpoint)
     assert is_mapped
-    assert None in asked
-    assert any(place is not None for place in asked)
+    assert {place is None for _, place in asked} == {True, False}
     monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
     assert torch.equal(mapped, computed(sharded_checkpoint)[0])
+
+
+@pytest.mark.usefixtures("can_map")
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_experts_whose_parts_lie_apart_have_the_bits_of_copied_ones(
+    tmp_path, is_exact, monkeypatch
+):
+    """Of the mix the layers whose weights have one type are mapped, the others copied."""
+    folder = build("qwen3_moe", tmp_path / "model", **WIDE)
+    asked = watched_places(monkeypatch)
+    for wanted, layers in (("q8_0", {0, 1}), ("q4_k_m", {1}), ("bf16", set())):
+        file = tmp_path / f"{wanted}.gguf"
+        convert(folder, file, wanted)
+        asked.clear()
+        mapped, is_mapped = computed(file, exact=is_exact)
+        assert is_mapped == bool(layers)
+        assert {key.moe_layer_idx for key, place in asked if place is not None} == layers
+        monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
+        copied, is_mapped = computed(file, exact=is_exact)
+        assert not is_mapped
+        assert torch.equal(mapped, copied)
+        monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
 
 
 def test_experts_that_do_not_all_fit_or_are_packed_on_load_are_copied(tiny_checkpoint):

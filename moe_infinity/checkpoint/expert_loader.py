@@ -13,7 +13,6 @@ from moe_infinity.experts import ExpertKey
 
 logger = logging.getLogger(__name__)
 MIN_MAPPED_BYTES = 1 << 30  # fewer are copied in less than a second
-MIN_MAPPED_SHARE = 0.9  # the others, which begin in one file and end in the next, are copied
 
 
 class ExpertLoader:
@@ -61,21 +60,27 @@ class ExpertLoader:
 
     def can_map(self) -> bool:
         """Whether to have experts where the page cache has them: they are so many that copying them
-        takes seconds, nearly all lie in their files as in a slot, and the system can do it.
+        takes seconds, and the system can do it.
         """
-        recipes = self.recipes[0]
-        extents = [recipes.extent(expert_idx) for expert_idx in range(self._num_experts)]
-        mappable = [extent for extent in extents if extent is not None]
-        num_bytes = len(self.recipes) * self._num_experts * recipes.bytes_per_expert()
-        if num_bytes < MIN_MAPPED_BYTES or len(mappable) < MIN_MAPPED_SHARE * len(extents):
+        mappable = [each for each in self.recipes if each.is_mappable(self._num_experts)]
+        if not mappable or sum(map(self._bytes_of, mappable)) < MIN_MAPPED_BYTES:
             return False
-        first = Extent(mappable[0].file, mappable[0].offset, 1)
+        some = mappable[0].recipes[0].extents(0)[0]
+        first = Extent(some.file, some.offset, 1)
         try:
             self._reader.read_into(first, self._reader.mapped(first))
         except OSError as error:
             logger.info("experts are copied, as files cannot be mapped: %s", error)
             return False
         return True
+
+    def map_apart(self) -> None:
+        """Where experts are to be in the page cache: also those whose parts lie apart."""
+        for recipes in self.recipes:
+            recipes.lie_apart(self._num_experts)
+
+    def _bytes_of(self, recipes: LayerRecipes) -> int:
+        return self._num_experts * recipes.bytes_per_expert()
 
     def close(self) -> None:
         """Close the files."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -33,6 +33,7 @@ from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertLayout, ParamSpec
 
+MIN_MAPPED_SHARE = 0.9  # of the experts of a layer; others begin in one file and end in the next
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype)
 
 
@@ -303,7 +304,9 @@ class LayerRecipes:
 
     def _laid_out(self, shapes: Shapes) -> ExpertLayout:
         """A slot that has these in that order, which the recipes are told."""
-        layout = ExpertLayout.of(shapes)
+        return self._told(ExpertLayout.of(shapes))
+
+    def _told(self, layout: ExpertLayout) -> ExpertLayout:
         specs = {spec.name: spec for spec in layout.params}
         for recipe in self.recipes:
             recipe.place(specs, is_transposed=self._is_transposed)
@@ -326,6 +329,41 @@ class LayerRecipes:
             return None
         ((file, first),) = begins
         return Extent(file, first, max(at + extent.num_bytes for extent, at in places))
+
+    def is_mappable(self, num_experts: int) -> bool:
+        """Whether nearly all experts lie in a file as in a slot, at least after `lie_apart`."""
+        whole = sum(self.extent(expert_idx) is not None for expert_idx in range(num_experts))
+        return whole >= MIN_MAPPED_SHARE * num_experts or self._apart(num_experts) is not None
+
+    def lie_apart(self, num_experts: int) -> None:
+        """Let the parts of an expert lie in a slot as far from each other as they do in its file,
+        if that is as far for all experts: those of GGUF files, where parts of one size are in
+        tensors of all experts. Such a slot is a stretch of the file, most of which belongs to
+        others.
+        """
+        if self.extent(0) is None and (offsets := self._apart(num_experts)) is not None:
+            specs = {spec.name: spec for spec in self.layout.params}
+            moved = [replace(specs[name], offset=at) for name, at in offsets.items()]
+            moved.sort(key=lambda spec: spec.offset)
+            self.layout = self._told(ExpertLayout(tuple(moved)))
+
+    def _apart(self, num_experts: int) -> dict[str, int] | None:
+        """By part, how far it is from the first one in the file. None if that differs."""
+        names = [spec.name for recipe in self.recipes for spec in recipe.stored]
+        # A parameter that is not packed has to be in one piece.
+        if self._places(0) is None or not all(recipe.is_packed for recipe in self.recipes):
+            return None
+        found: set[tuple[int, ...]] = set()
+        for expert_idx in range(num_experts):
+            extents = [each for recipe in self.recipes for each in recipe.extents(expert_idx)]
+            if len(extents) != len(names) or len({extent.file for extent in extents}) > 1:
+                return None
+            first = min(extent.offset for extent in extents)
+            found.add(tuple(extent.offset - first for extent in extents))
+            if len(found) > 1:
+                return None
+        (offsets,) = found
+        return dict(zip(names, offsets, strict=True))
 
     @property
     def is_byte_copy(self) -> bool:

@@ -45,11 +45,14 @@ def build_engine(
     """Raises ConfigError for budgets that are too small or too large."""
     loader = ExpertLoader(plan.recipes, reader, plan.layers[0].num_experts)
     bookkeeping = _bookkeeping(plan, loader, config, device_slots)
+    is_mapped = isinstance(bookkeeping.tiers[-1].slots, MappedSlots)
+    if is_mapped:
+        loader.map_apart()
     path = _layer_path(plan, config, bookkeeping, early_router)
     device_steps = _device_steps(model, plan, config, bookkeeping)
     ways = " or ".join(sorted({computer.how for computer in path.computers}))
     experts = f"{plan.packing or 'as stored'}, {ways}"
-    if isinstance(bookkeeping.tiers[-1].slots, MappedSlots):
+    if is_mapped:
         experts += ", in the page cache"
     if device_steps is not None:
         experts += ", steps of few tokens by the device alone"

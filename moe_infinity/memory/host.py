@@ -99,7 +99,7 @@ class SlotViews:
     def __getitem__(self, slot_id: int) -> dict[str, Tensor]:
         address = self._slots.address_of(slot_id)
         if address not in self._params:
-            slot = self._slots.tensor_of(slot_id, self._slots.slot_bytes)
+            slot = self._slots.tensor_of(slot_id, self._layout.slot_bytes)
             self._params[address] = {spec.name: view_of(spec, slot) for spec in self._layout.params}
         return self._params[address]
 
