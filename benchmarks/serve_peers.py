@@ -46,6 +46,7 @@ from moe_infinity.sizes import parse_size
 
 FIRST_ID, LAST_ID = 300, 6000  # of random prompts: neither special tokens nor beyond the vocabulary
 START_S = 120.0
+NO_REUSE = httpx.Limits(max_keepalive_connections=0)  # llama.cpp's server closes some of them
 
 
 @dataclass
@@ -147,7 +148,7 @@ def prompt_of(source: random.Random, num_tokens: int) -> list[int]:
 async def closed_loop(url: str, given: argparse.Namespace, num_clients: int, is_ours: bool) -> Any:
     """Clients that ask again as soon as they have an answer."""
     answers: list[Answer] = []
-    async with httpx.AsyncClient(timeout=600) as http:
+    async with httpx.AsyncClient(timeout=600, limits=NO_REUSE) as http:
         start = time.monotonic() + given.warm_up_s
         stop = start + given.seconds
 
@@ -204,7 +205,7 @@ async def open_loop(
         rows = list(itertools.islice(csv.DictReader(file), given.num_requests))
     texts = [prompts.take(min(int(row["context_tokens"]), given.most_tokens)) for row in rows]
     began = time.monotonic()
-    async with httpx.AsyncClient(timeout=600) as http:
+    async with httpx.AsyncClient(timeout=600, limits=NO_REUSE) as http:
 
         async def request(row: dict[str, str], prompt: list[int]) -> Answer:
             await asyncio.sleep(float(row["arrival_s"]) / speed)
