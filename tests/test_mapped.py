@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint import expert_loader, mapped_file, recipe
+from moe_infinity.checkpoint import expert_loader, layer_recipes, mapped_file
 from moe_infinity.checkpoint.extents import Extent
 from moe_infinity.checkpoint.mapped_file import MappedFile
 from moe_infinity.checkpoint.reader import Reader
@@ -82,7 +82,7 @@ def watched_places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertKey, mem
 
 @pytest.mark.usefixtures("can_map")
 def test_an_expert_in_two_files_is_copied(sharded_checkpoint, monkeypatch):
-    monkeypatch.setattr(recipe, "MIN_MAPPED_SHARE", 0.1)
+    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_SHARE", 0.1)
     asked = watched_places(monkeypatch)
     mapped, is_mapped = computed(sharded_checkpoint)
     assert is_mapped

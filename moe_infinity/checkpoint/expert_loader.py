@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from moe_infinity.checkpoint.extents import Extent
+from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.checkpoint.recipe import LayerRecipes
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertKey
 

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule
-from moe_infinity.checkpoint.recipe import LayerRecipes
+from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.engine.exact import ExactBackend
 from moe_infinity.engine.expert_kernels import fused_layer
 from moe_infinity.engine.fused import FusedBackend

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.layout import WeightLayout
-from moe_infinity.checkpoint.recipe import LayerRecipes, Recipe
+from moe_infinity.checkpoint.recipe import Recipe
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation, find_activation
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp, slot_mlp
