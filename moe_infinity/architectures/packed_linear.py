@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class PackedLinear(nn.Module):
 Linear = nn.Linear | PackedLinear
 
 
-def is_linear(module: object) -> bool:
+def is_linear(module: object) -> TypeGuard[Linear]:
     """Whether it multiplies with a weight and adds a bias, no more: no class made of `nn.Linear`
     is known to.
     """

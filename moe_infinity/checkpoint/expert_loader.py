@@ -62,11 +62,10 @@ class ExpertLoader:
         """Whether to have experts where the page cache has them: they are so many that copying them
         takes seconds, and the system can do it.
         """
-        mappable = [each for each in self.recipes if each.is_mappable(self._num_experts)]
-        if not mappable or sum(map(self._bytes_of, mappable)) < MIN_MAPPED_BYTES:
+        found = self._some_mappable()
+        if found is None:
             return False
-        some = mappable[0].recipes[0].extents(0)[0]
-        first = Extent(some.file, some.offset, 1)
+        first = Extent(found.file, found.offset, 1)
         try:
             self._reader.read_into(first, self._reader.mapped(first))
         except OSError as error:
@@ -79,8 +78,15 @@ class ExpertLoader:
         for recipes in self.recipes:
             recipes.lie_apart(self._num_experts)
 
-    def _bytes_of(self, recipes: LayerRecipes) -> int:
-        return self._num_experts * recipes.bytes_per_expert()
+    def _some_mappable(self) -> Extent | None:
+        """A part of an expert of a layer that can be mapped, if such layers have enough bytes."""
+        num_bytes = 0
+        for recipes in self.recipes:
+            if recipes.is_mappable(self._num_experts):
+                num_bytes += self._num_experts * recipes.bytes_per_expert()
+                if num_bytes >= MIN_MAPPED_BYTES:
+                    return recipes.recipes[0].extents(0)[0]
+        return None
 
     def close(self) -> None:
         """Close the files."""

@@ -97,7 +97,8 @@ def _bookkeeping(
         ),
         fills=(loader.read, loader.read_ahead),
         in_file_order=loader.in_file_order,
-        place_of=loader.place_of if loader.can_map() else None,
+        place_of=loader.place_of,
+        can_map=loader.can_map,
     )
     return Bookkeeping(
         tiers=tiers,

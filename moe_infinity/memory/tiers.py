@@ -46,7 +46,8 @@ def make_tiers(
     make_policy: Callable[..., EvictionPolicy],
     fills: tuple[Fill, Fill],  # for demand loads, for those that give way
     in_file_order: InOrder,
-    place_of: PlaceOf | None = None,  # where files have experts as slots would; None: nowhere
+    place_of: PlaceOf,  # where files have experts as slots would
+    can_map: Callable[[], bool],  # whether to use them there
 ) -> list[SlotTier]:
     """The tiers of a model; without `device_slots` HOST alone.
 
@@ -59,7 +60,7 @@ def make_tiers(
     slots: HostSlots | MappedSlots
     if device_slots is not None:
         slots = SourceSlots(device_slots.cuda_device, num_slots, slot_bytes)
-    elif num_slots == num_experts and place_of is not None:
+    elif num_slots == num_experts and can_map():
         slots = MappedSlots(num_slots, slot_bytes, place_of)
     else:
         slots = HostSlots(num_slots, slot_bytes)

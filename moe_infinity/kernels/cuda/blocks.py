@@ -20,7 +20,7 @@ def block_sums(slot, is_there, row_R, x_NC, first_N, MATRIX: tl.constexpr):
     at_RN = row_R.to(tl.int64)[:, None] * ROW_BYTES
     at_RN += (chunk_N // MATRIX.chunks_of_block * MATRIX.block_bytes)[None, :]
     block_RN = slot + MATRIX.weight.values.offset + at_RN
-    there_RN = (is_there & (first_N < MATRIX.num_columns))[None, :] & (row_R >= 0)[:, None]
+    there_RN = (is_there & (first_N < MATRIX.num_columns))[None, :]
     chunk_N = chunk_N % MATRIX.chunks_of_block
     column_C = tl.arange(0, MATRIX.chunk)
     if MATRIX.kind == "q8_0":

@@ -129,7 +129,7 @@ def main() -> None:
     more["zeros"] = replace(known["int4"], gate=with_weight(known["int4"].gate, zeros=zeros))
     for name in ("q8_0", "q4_k", "q6_k", "mxfp4"):
         gate, down = (in_blocks(matrix, name) for matrix in (bf16.gate, bf16.down))
-        more[name] = replace(bf16, gate=gate, up=gate, down=down)
+        more[f"ggml {name}"] = replace(bf16, gate=gate, up=gate, down=down)
     scale = known["fp8"].gate.weight.scale
     assert scale is not None
     exponents = with_weight(known["fp8"].gate, scale=replace(scale, dtype="uint8"))

@@ -22,6 +22,8 @@ pytest.importorskip("triton", reason="needs triton")
 INSTRUCTIONS = {
     "int8": (6.3, 6.1), "fp8": (9.9, 10.2), "int4": (6.6, 4.9), "mxfp4": (8.6, 7),
     "gptq": (5.4, 6.1), "awq": (5.3, 5.5), "gptq any": (10.2, 6.1),
+    "ggml q8_0": (11, 19.6), "ggml q4_k": (6.4, 9.8), "ggml q6_k": (13.7, 27.2),
+    "ggml mxfp4": (20.9, 31.1),
 }  # fmt: skip
 
 
@@ -42,12 +44,13 @@ def told(request) -> dict[str, dict[str, Any]]:
 @pytest.mark.timeout(600)
 def test_weights_are_loaded_16_bytes_at_once(told):
     """An address that is read from memory loses what is known of its alignment, and then every
-    byte would be loaded alone. Narrow loads are scales, zeros and single numbers.
+    byte would be loaded alone. Narrow loads are scales, zeros and single numbers. Blocks of GGML's
+    begin at any byte.
     """
     assert told["fill"]["loads"]["128"] == 4
     for name, kernel in told.items():
         widths = kernel["loads"]
-        if name.startswith(("up ", "down ")):
+        if name.startswith(("up ", "down ")) and " ggml " not in name:
             assert widths.pop("128") >= 2, name
             few = {"gptq any": 80, "awq": 80, "gptq": 20}.get(name.partition(" ")[2], 12)
             assert sum(widths.values()) <= few, (name, widths)
