@@ -292,7 +292,7 @@ class MoE:
             prefill=counters.prefill,
             decode=counters.decode,
             startup_bytes_read=self._startup_bytes_read,
-            dense_bytes=bytes_by_type(self.model),
+            dense_types=bytes_by_type(self.model),
             prefetches=copy.copy(table.prefetches),
             preload=counters.preload,
             evictions=table.evictions,

@@ -28,7 +28,7 @@ class Report:
     prefill: PhaseCounters
     decode: PhaseCounters
     startup_bytes_read: int  # headers and dense weights
-    dense_bytes: dict[str, int]  # in memory, by type: what is packed stays so where kernels read it
+    dense_types: dict[str, int]  # bytes in memory of all other weights, by type
     prefetches: PrefetchCounters
     preload: PreloadCounters
     evictions: int
@@ -52,7 +52,7 @@ class Report:
             "decode": self.decode.as_dict(),
             "bytes_read": self.bytes_read,
             "startup_bytes_read": self.startup_bytes_read,
-            "dense_bytes": self.dense_bytes,
+            "dense_types": self.dense_types,
             "stall_s": self.stall_s,
             "prefetch": self.prefetches.as_dict()
             | {"coverage": self.prefetches.coverage(self.decode.misses)},
@@ -85,7 +85,7 @@ class Report:
                 f"{t.tier:8}  {t.experts:,} of {t.capacity:,} experts ({share:.0%}), "
                 f"{format_bytes(t.capacity_bytes)}"
             )
-        sizes = [f"{kind} {format_bytes(size)}" for kind, size in self.dense_bytes.items()]
+        sizes = [f"{kind} {format_bytes(size)}" for kind, size in self.dense_types.items()]
         lines.append(f"dense     {', '.join(sizes)}")
         ahead = self.prefetches
         if ahead.begun:

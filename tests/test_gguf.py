@@ -123,7 +123,7 @@ def test_dense_weights_stay_packed_and_no_decode_step_unpacks_them(wanted, tmp_p
             expected = stored[f"{name}.weight"].data.tobytes()
             found = moe.model.get_submodule(path).packed.memory.numpy().tobytes()
             assert found[: len(expected)] == expected
-        sizes = moe.report().dense_bytes
+        sizes = moe.report().dense_types
         monkeypatch.setattr(PackedLinear, "weight", property(refuse))
         moe.generate(IDS, max_new_tokens=3)
     linear = (t for name, t in stored.items() if t.data.ndim == 2 and "norm" not in name)
