@@ -89,16 +89,6 @@ def requests_of(
     return interleave([trace.sequences[i] for i in order], 1), trace.num_experts
 
 
-def cut(sequence: SequenceTrace, num_tokens: int) -> SequenceTrace:
-    """Its first tokens."""
-    return SequenceTrace(
-        sequence.experts_TLK[:num_tokens],
-        sequence.token_ids_T[:num_tokens],
-        sequence.is_prefill_T[:num_tokens],
-        sequence.steps_T[:num_tokens],
-    )
-
-
 def describe(name: str, sequences: Sequence[SequenceTrace], warmup: int) -> dict[str, Any]:
     """The conditions, for people and for the JSON line."""
     tokens = sum(len(s.steps_T) for s in sequences)

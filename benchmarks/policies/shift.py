@@ -47,12 +47,12 @@ def groups(
     order = np.random.default_rng(0).permutation(len(kinds))
 
     first = [
-        common.cut(trace.sequences[i], args.tokens)
+        trace.sequences[i].first(args.tokens)
         for i in order
         if any(word in kinds[i] for word in before)
     ]
     second = [
-        common.cut(trace.sequences[i], args.tokens)
+        trace.sequences[i].first(args.tokens)
         for i in order
         if any(word in kinds[i] for word in after)
     ]

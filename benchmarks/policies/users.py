@@ -25,7 +25,7 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, folder in common.folders(args):
         sequences, num_experts = common.requests_of(name, folder, args.requests)
-        sequences = interleave([common.cut(s, args.tokens) for s in sequences], 1)
+        sequences = interleave([s.first(args.tokens) for s in sequences], 1)
         conditions = common.describe(name, sequences, len(sequences) // 6)
         heads = [f"{policy} {capacity}" for policy in POLICIES for capacity in CAPACITIES]
         print(f"{'users':6}{'lookups/token':>14}" + "".join(f"{head:>22}" for head in heads))

@@ -47,6 +47,15 @@ class SequenceTrace:
             np.concatenate([part.steps_T for part in parts]),
         )
 
+    def first(self, num_tokens: int | None) -> SequenceTrace:
+        """Its first tokens; None: all."""
+        return SequenceTrace(
+            self.experts_TLK[:num_tokens],
+            self.token_ids_T[:num_tokens],
+            self.is_prefill_T[:num_tokens],
+            self.steps_T[:num_tokens],
+        )
+
 
 class Trace(NamedTuple):
     """What a file holds."""

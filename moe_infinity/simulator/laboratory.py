@@ -53,27 +53,33 @@ class Experiment:
         **others: Any,
     ) -> Experiment:
         """From what a command line says. Raises ConfigError."""
-        hardware = Hardware(
-            bytes_per_s=parse_size(bandwidth.strip().removesuffix("/s"), whole_bytes=0),
-            expert_bytes=parse_size(expert_bytes, whole_bytes=0),
-            layer_s=layer_us / 1e6,
-        )
-        if not hardware.bytes_per_s or not hardware.expert_bytes:
-            raise ConfigError(f"bandwidth {bandwidth} and expert bytes {expert_bytes}: not above 0")
         return cls(
-            policies=_some_of("policy", policies, (*SIMULATED_POLICIES, *OMNISCIENT)),
+            policies=some_of("policy", policies, (*SIMULATED_POLICIES, *OMNISCIENT)),
             capacities=_words(capacities) or [capacities],
-            hardware=hardware,
-            without=_some_of("factor", without, FACTORS),
+            hardware=hardware_of(bandwidth, expert_bytes, layer_us),
+            without=some_of("factor", without, FACTORS),
             **others,
         )
+
+
+def hardware_of(bandwidth: str, expert_bytes: str, layer_us: float) -> Hardware:
+    """From what a command line says. Raises ConfigError."""
+    hardware = Hardware(
+        bytes_per_s=parse_size(bandwidth.strip().removesuffix("/s"), whole_bytes=0),
+        expert_bytes=parse_size(expert_bytes, whole_bytes=0),
+        layer_s=layer_us / 1e6,
+    )
+    if not hardware.bytes_per_s or not hardware.expert_bytes:
+        raise ConfigError(f"bandwidth {bandwidth} and expert bytes {expert_bytes}: not above 0")
+    return hardware
 
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _some_of(what: str, text: str, allowed: Sequence[str]) -> list[str]:
+def some_of(what: str, text: str, allowed: Sequence[str]) -> list[str]:
+    """The words of a list with commas. Raises ConfigError for one that is not allowed."""
     words = _words(text)
     for word in words:
         if word not in allowed:

@@ -102,6 +102,44 @@ class Cell:
         self.link.begin(planned)
 
 
+class Machine:
+    """The tables, policies and predictor of one machine, fed with recorded steps. Its cells see the
+    same steps.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        predictor: Predictor | None,
+        *,
+        num_layers: int,
+        num_experts: int,
+    ) -> None:
+        self.cells = cells
+        self._predictor = predictor
+        self._policies = list({id(cell.policy): cell.policy for cell in cells}.values())
+        self._recorder = Recorder(num_layers, num_experts)
+
+    def run(self, step: Step, experts_LTK: Ints) -> None:
+        """One forward pass."""
+        predictor = self._predictor
+        if predictor is not None:
+            predictor.begin_step(step, self._recorder.begin_step(step))
+        for policy in self._policies:
+            policy.begin_step(step)
+        for cell in self.cells:
+            cell.begin_step(step)
+        for moe_layer_idx, experts_TK in enumerate(experts_LTK):
+            if predictor is not None:
+                self._recorder.record(moe_layer_idx, experts_TK)
+                predictor.observe(moe_layer_idx, experts_TK)
+            activated, counts = distinct(experts_TK)
+            for policy in self._policies:
+                policy.touch(moe_layer_idx, activated, counts)
+            for cell in self.cells:
+                cell.run_layer(moe_layer_idx, activated, step.phase)
+
+
 def replay(
     steps: Iterable[RecordedStep],
     setups: Sequence[Setup],
@@ -113,42 +151,29 @@ def replay(
 ) -> list[Cell]:
     """Run the steps through every setup; what the first `warmup` requests did is not counted."""
     steps = list(steps)
-    recorder = Recorder(num_layers, num_experts)
     predictor = None
     if any(setup.policy == ACTIVATION_AWARE for setup in setups):
         predictor = Predictor(num_layers, num_experts, without=without)
-    policies = list(
-        _policies(steps, setups, predictor, num_layers=num_layers, num_experts=num_experts)
-    )
-    distinct_policies = list({id(policy): policy for policy in policies}.values())
-    keys = [
-        [ExpertKey(moe_layer_idx, expert) for expert in range(num_experts)]
-        for moe_layer_idx in range(num_layers)
-    ]
+    policies = _policies(steps, setups, predictor, num_layers=num_layers, num_experts=num_experts)
+    keys = keys_of(num_layers, num_experts)
     cells = [Cell(setup, policy, keys) for setup, policy in zip(setups, policies, strict=True)]
+    machine = Machine(cells, predictor, num_layers=num_layers, num_experts=num_experts)
     is_counting = warmup == 0
     for recorded in steps:
-        step = recorded.step
         if not is_counting and recorded.num_begun > warmup:
             is_counting = True
             for cell in cells:
                 cell.forget_counts()
-        if predictor is not None:
-            predictor.begin_step(step, recorder.begin_step(step))
-        for policy in distinct_policies:
-            policy.begin_step(step)
-        for cell in cells:
-            cell.begin_step(step)
-        for moe_layer_idx, experts_TK in enumerate(recorded.experts_LTK):
-            if predictor is not None:
-                recorder.record(moe_layer_idx, experts_TK)
-                predictor.observe(moe_layer_idx, experts_TK)
-            activated, counts = distinct(experts_TK)
-            for policy in distinct_policies:
-                policy.touch(moe_layer_idx, activated, counts)
-            for cell in cells:
-                cell.run_layer(moe_layer_idx, activated, step.phase)
+        machine.run(recorded.step, recorded.experts_LTK)
     return cells
+
+
+def keys_of(num_layers: int, num_experts: int) -> list[list[ExpertKey]]:
+    """Of all experts, by MoE layer."""
+    return [
+        [ExpertKey(moe_layer_idx, expert) for expert in range(num_experts)]
+        for moe_layer_idx in range(num_layers)
+    ]
 
 
 def _policies(
