@@ -24,6 +24,8 @@ EXPERTS_IMPLEMENTATIONS = ("auto", "fast", *EXACT_IMPLEMENTATIONS)
 EXPERT_DTYPES = ("int4", "int8", "fp8")
 PRELOADS = ("off", "idle", "wait")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+MOST_HOSTS = 64
+MOST_SILENCE_S = 3600
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -56,6 +58,8 @@ class OffloadConfig:
     experts_implementation: str = "auto"  # how experts compute, see EXPERTS_IMPLEMENTATIONS
     trust_remote_code: bool = False  # run Python code that the checkpoint brings with it
     num_read_threads: int = 4  # experts read at once, and threads that share their bytes
+    expert_hosts: int = 0  # other hosts, each with its share of the experts in its own memory
+    expert_host_timeout: float = 2.0  # seconds of silence after which one is given up
 
     def __post_init__(self) -> None:
         self._require_one_of("dtype", DTYPES)
@@ -82,6 +86,19 @@ class OffloadConfig:
                 parse_size(size, whole_bytes=0)
         if self.device == "cpu" and self.device_memory is not None:
             raise ConfigError("device_memory is for a GPU; with device='cpu' use host_memory")
+        if type(self.expert_hosts) is not int or not 0 <= self.expert_hosts <= MOST_HOSTS:
+            raise ConfigError(
+                f"expert_hosts must be a whole number from 0 to {MOST_HOSTS}, "
+                f"got {self.expert_hosts!r}"
+            )
+        silence = self.expert_host_timeout
+        if not isinstance(silence, int | float) or not 0 < silence <= MOST_SILENCE_S:
+            raise ConfigError(
+                f"expert_host_timeout must be seconds above 0, at most {MOST_SILENCE_S}, "
+                f"got {silence!r}"
+            )
+        if self.expert_hosts and self.early_router:
+            raise ConfigError("early_router does not know the caches of other hosts")
         threads = self.num_read_threads
         if type(threads) is not int or threads < 1:
             raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")

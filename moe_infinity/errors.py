@@ -7,6 +7,7 @@ what to change.
     ├── UnsupportedModelError  a model this library cannot serve           (also a ValueError)
     ├── TraceError             a trace that cannot be written or read      (also an OSError)
     ├── LoadTimeout            an expert did not arrive in bounded time    (also a TimeoutError)
+    ├── HostLost               another host is gone, silent or not ours   (also a ConnectionError)
     ├── OutOfMemory            the device has no room for a cache or for activations (a MemoryError)
     ├── OutOfSlots             every slot is held or loading
     ├── Cancelled              nobody waits any more for what was to be generated
@@ -36,6 +37,10 @@ class TraceError(MoEInfinityError, OSError):
 
 class LoadTimeout(MoEInfinityError, TimeoutError):
     """An expert did not arrive within the bound every wait has."""
+
+
+class HostLost(MoEInfinityError, ConnectionError):
+    """Another host is gone, does not answer, or is not one of ours."""
 
 
 class OutOfMemory(MoEInfinityError, MemoryError):

@@ -36,9 +36,9 @@ from moe_infinity.architectures.step_reader import StepReader
 from moe_infinity.checkpoint.loading import load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
 from moe_infinity.checkpoint.tokenizer import load_tokenizer
+from moe_infinity.cluster.opening import build_with_hosts
 from moe_infinity.config import OffloadConfig
 from moe_infinity.cuda.graphed_step import GraphedStep
-from moe_infinity.engine.build import build_engine
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.errors import (
     Cancelled,
@@ -104,8 +104,14 @@ class MoE:
                 early_router = None
                 if self.config.early_router:
                     early_router = EarlyRouter(self.model, plan.layers)
-                self.engine = build_engine(
-                    self.model, plan, loaded.reader, self.config, self._device.slots, early_router
+                self.engine = build_with_hosts(
+                    self.checkpoint,
+                    plan,
+                    loaded.reader,
+                    self.config,
+                    model=self.model,
+                    device_slots=self._device.slots,
+                    early_router=early_router,
                 )
             except BaseException:
                 loaded.reader.close()

@@ -19,7 +19,6 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
-from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.cli.opening import open_model, show_preload
 from moe_infinity.cli.options import (
     AsJson,
@@ -33,15 +32,12 @@ from moe_infinity.cli.options import (
     Temperature,
     TopP,
     TrustRemoteCode,
-    above_zero,
     with_options_of,
 )
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
+from moe_infinity.cli.simulating import ReplayOptions, ReplicaOptions, Traces, simulated
 from moe_infinity.cli.terminal import stderr, talk, write
 from moe_infinity.errors import MoEInfinityError
-from moe_infinity.predict.features import FACTORS
-from moe_infinity.simulator.baselines import SIMULATED_POLICIES
-from moe_infinity.simulator.routers import ROUTERS
 
 OF_TRACE = (
     "device", "device_memory", "host_memory", "config_from", "dtype", "exact", "trust_remote_code",
@@ -242,126 +238,14 @@ def trace(
 
 
 @app.command()
-def simulate(
-    traces: Annotated[
-        list[Path],
-        typer.Argument(help="Traces (.npz), or folders that contain an experts.npz.", exists=True),
-    ],
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Separated by commas: {', '.join(SIMULATED_POLICIES)}; belady is always added. "
-            "Default: lru,lfu,request-lfu,moe-infinity-v3,activation-aware; with --replicas "
-            "activation-aware."
-        ),
-    ] = None,
-    capacity: Annotated[
-        str, typer.Option(help="Separated by commas: '10%' of all experts, or a number of slots.")
-    ] = "10%,20%,30%",
-    prefetch: Annotated[
-        bool, typer.Option("--prefetch", help="Load experts ahead with the policies that predict.")
-    ] = False,
-    bandwidth: Annotated[
-        str, typer.Option(help="Bandwidth of the link that loads experts.")
-    ] = "1.2GB/s",
-    expert_bytes: Annotated[str, typer.Option(help="Size of one expert.")] = "13MB",
-    compute_us: Annotated[
-        float,
-        typer.Option(
-            min=0.001, max=1e9, help="Microseconds from the routing of a layer to the next."
-        ),
-    ] = 1000.0,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests to replay first and not count.")] = 0,
-    draw: Annotated[
-        int | None, typer.Option(min=1, help="Replay this many requests, drawn at random.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of that draw.")] = 0,
-    users: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Users whose requests are interleaved; with --replicas, requests that a replica "
-            "decodes at once.",
-        ),
-    ] = 1,
-    replicas: Annotated[
-        str | None,
-        typer.Option(help="Numbers of machines that have the whole model each, as in '1,2,4'."),
-    ] = None,
-    router: Annotated[
-        str,
-        typer.Option(
-            help=f"Which of them gets a request, separated by commas: {', '.join(ROUTERS)}."
-        ),
-    ] = "round-robin,least-loaded,hash,eam",
-    arrivals: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --replicas: CSV with a column arrival_s, stretched to --rate. Default: at "
-            "random.",
-            exists=True,
-        ),
-    ] = None,
-    rate: Annotated[
-        float,
-        typer.Option(
-            callback=above_zero, help="With --replicas: requests a minute, for each of them."
-        ),
-    ] = 1.0,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --replicas: cut each request to so many tokens."),
-    ] = None,
-    without: Annotated[
-        str,
-        typer.Option(
-            help=f"Factors to leave out of predictions, separated by commas: {', '.join(FACTORS)}."
-        ),
-    ] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Replay recorded routing with other policies and capacities. Needs no model."""
+@with_options_of(ReplayOptions, ReplicaOptions)
+def simulate(traces: Traces, as_json: AsJson = False, **options: Any) -> None:
+    """Replay recorded routing with other policies and capacities, on one machine or on several.
+    Needs no model.
+    """
     files = [path / "experts.npz" if path.is_dir() else path for path in traces]
-    if replicas is not None:
-        from moe_infinity.simulator import cluster
-
-        over = cluster.ClusterExperiment.from_text(
-            policies=policy or ACTIVATION_AWARE,
-            capacities=capacity,
-            bandwidth=bandwidth,
-            expert_bytes=expert_bytes,
-            layer_us=compute_us,
-            replicas=replicas,
-            routers=router,
-            rate=rate / 60,
-            arrivals=arrivals,
-            num_places=users,
-            num_requests=draw,
-            num_tokens=tokens,
-            warmup=warmup,
-            seed=seed,
-        )
-        rows = [row for file in files for row in cluster.run_cluster(file, over)]
-        write((json.dumps({"rows": rows}) if as_json else cluster.table_of(rows)) + "\n")
-        return
-
-    from moe_infinity.simulator.laboratory import Experiment, run_experiment, table_of
-
-    experiment = Experiment.from_text(
-        policies=policy or "lru,lfu,request-lfu,moe-infinity-v3,activation-aware",
-        capacities=capacity,
-        bandwidth=bandwidth,
-        expert_bytes=expert_bytes,
-        layer_us=compute_us,
-        prefetch=prefetch,
-        warmup=warmup,
-        draw=draw,
-        seed=seed,
-        users=users,
-        without=without,
-    )
-    rows = [row for file in files for row in run_experiment(file, experiment)]
-    write((json.dumps({"rows": rows}) if as_json else table_of(rows)) + "\n")
+    rows, table = simulated(files, options)
+    write((json.dumps({"rows": rows}) if as_json else table) + "\n")
 
 
 def settings_of(

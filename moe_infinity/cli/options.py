@@ -128,6 +128,18 @@ class ModelOptions:
             "cannot use them; grouped_mm, eager: as transformers' of that name, bit for bit.",
         ),
     ] = "auto"
+    expert_hosts: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Processes that share the experts, each with host memory of its own."
+        ),
+    ] = 0
+    expert_host_timeout: Annotated[
+        float,
+        typer.Option(
+            callback=above_zero, help="Seconds of silence after which one of them is given up."
+        ),
+    ] = 2.0
     trust_remote_code: TrustRemoteCode = False
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_infinity.cache.counters import Counters, PhaseCounters
 from moe_infinity.engine.routing import Routing, without_gaps
@@ -28,18 +29,25 @@ class Bookkeeping:
         layer_bytes: Sequence[int],
         predictor: Predictor | None,
         keeps_history: bool,  # what the predictor has learned is wanted in the end
+        own_LE: NDArray[np.bool_] | None = None,  # computed here, may change; None: all
     ) -> None:
         self.tiers = tiers
         self.keys = keys
         self.total_experts = sum(map(len, keys))
         # [MoE layers, experts of the widest]: False where a layer has fewer experts.
         self.exists_LE = np.array([[e < len(own) for e in range(num_experts)] for own in keys])
+        self.own_LE = self.exists_LE if own_LE is None else own_LE
         self.predictor = predictor
         self.recorder = Recorder(len(keys), num_experts)
         self.counters = Counters()
         self.activated: list[list[int]] = [[] for _ in keys]  # by each layer's last step
         self._layer_bytes = layer_bytes
         self._keeps_history = keeps_history
+
+    def own_keys(self, moe_layer_idx: int) -> Sequence[ExpertKey]:
+        """Of the experts of a layer that are computed here."""
+        is_own_E = self.own_LE[moe_layer_idx]
+        return [key for key in self.keys[moe_layer_idx] if is_own_E[key.expert_idx]]
 
     def note_begin(self, step: Step) -> None:
         """A forward pass begins."""

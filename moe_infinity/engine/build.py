@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from moe_infinity.architectures.early_router import EarlyRouter
@@ -13,6 +15,7 @@ from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.checkpoint.expert_loader import ExpertLoader
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.cluster.hosts import ExpertHosts
 from moe_infinity.config import OffloadConfig
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.engine.bookkeeping import Bookkeeping
@@ -35,21 +38,26 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(
-    model: PreTrainedModel,
     plan: Plan,
     reader: Reader,
     config: OffloadConfig,
-    device_slots: DeviceSlots | None,  # None: experts compute on the CPU
-    early_router: EarlyRouter | None,
+    *,
+    model: PreTrainedModel | None = None,  # None: another host has it, and asks for experts' rows
+    device_slots: DeviceSlots | None = None,  # None: experts compute on the CPU
+    early_router: EarlyRouter | None = None,
+    hosts: ExpertHosts | None = None,  # that compute some of the experts
+    own_LE: NDArray[np.bool_] | None = None,  # which experts are computed here; None: all
 ) -> ExpertEngine:
     """Raises ConfigError for budgets that are too small or too large."""
     loader = ExpertLoader(plan.recipes, reader, plan.layers[0].num_experts)
-    bookkeeping = _bookkeeping(plan, loader, config, device_slots)
+    bookkeeping = _bookkeeping(plan, loader, config, device_slots, own_LE)
     is_mapped = isinstance(bookkeeping.tiers[-1].slots, MappedSlots)
     if is_mapped:
         loader.map_apart()
     path = _layer_path(plan, config, bookkeeping, early_router)
-    device_steps = _device_steps(model, plan, config, bookkeeping)
+    device_steps = None
+    if model is not None and hosts is None:
+        device_steps = _device_steps(model, plan, config, bookkeeping)
     ways = " or ".join(sorted({computer.how for computer in path.computers}))
     experts = f"{plan.packing or 'as stored'}, {ways}"
     if is_mapped:
@@ -68,11 +76,16 @@ def build_engine(
         preloader=_preloader(config, bookkeeping, loader),
         experts=experts,
         stored_expert_bytes=sum(stored.values()),
+        hosts=hosts,
     )
 
 
 def _bookkeeping(
-    plan: Plan, loader: ExpertLoader, config: OffloadConfig, device_slots: DeviceSlots | None
+    plan: Plan,
+    loader: ExpertLoader,
+    config: OffloadConfig,
+    device_slots: DeviceSlots | None,
+    own_LE: NDArray[np.bool_] | None,
 ) -> Bookkeeping:
     """The tiers, and the bookkeeping of what happens in them."""
     num_experts = max(layer.num_experts for layer in plan.layers)
@@ -87,7 +100,7 @@ def _bookkeeping(
         config,
         device_slots,
         layer_slot_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
-        num_experts=sum(map(len, keys)),
+        num_experts=sum(map(len, keys)) if own_LE is None else int(own_LE.sum()),
         make_policy=partial(
             make_policy,
             config.policy,
@@ -107,6 +120,7 @@ def _bookkeeping(
         layer_bytes=[recipes.bytes_per_expert() for recipes in plan.recipes],
         predictor=predictor,
         keeps_history=config.history is not None,
+        own_LE=own_LE,
     )
 
 
@@ -132,7 +146,7 @@ def _layer_path(
     if config.prefetch or (is_tried and config.policy == ACTIVATION_AWARE):
         pay_off = PayOff() if is_tried else None
         prefetcher = Prefetcher(
-            tier.table, tier.policy, tier.mover, bookkeeping.exists_LE, pay_off=pay_off
+            tier.table, tier.policy, tier.mover, bookkeeping.own_LE, pay_off=pay_off
         )
     return LayerPath(
         tier=tier,

@@ -20,6 +20,7 @@ from moe_infinity.engine.exact import ExactBackend
 from moe_infinity.engine.expert_kernels import fused_layer
 from moe_infinity.engine.fused import FusedBackend
 from moe_infinity.engine.routing import Routing
+from moe_infinity.engine.share import Share
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.kernels.residents import Residents
@@ -39,12 +40,28 @@ class LayerWork(Work, Protocol):
     def sum(self) -> Tensor:
         """[T, D]: the weighted sum over each token's experts, when all have run."""
 
+    def share(self, expert_idxs: list[int]) -> Share:
+        """The part of the work that these experts have, for another host."""
+
+    def put(self, share: Share, out_PD: Tensor) -> None:
+        """Keep what another host has computed."""
+
+
+class ShareWork(Work, Protocol):
+    """Work that another host asked for."""
+
+    def outputs(self) -> Tensor:
+        """[P, D]: what the experts made of the rows, when all have run."""
+
 
 class Backend(Protocol):
     """One way to compute the experts of a layer."""
 
     def begin(self, x_TD: Tensor, routing: Routing) -> LayerWork:
         """The work of one step, for T tokens."""
+
+    def begin_share(self, share: Share) -> ShareWork:
+        """A part of the work of one step on another host."""
 
 
 class LayerComputer:
@@ -98,6 +115,14 @@ class LayerComputer:
             if not (is_plain and is_for_torch(routing.num_tokens, x_TD.dtype, mean_rows)):
                 backend = self._fused
         return backend.begin(x_TD, routing)
+
+    def begin_share(self, share: Share) -> ShareWork:
+        """A part of the work of one step on another host, which has chosen the backend."""
+        backend: Backend = self._exact
+        if share.by_kernels:
+            assert self._fused is not None, self.how
+            backend = self._fused
+        return backend.begin_share(share)
 
     def residents(self, slot_ids: Sequence[int]) -> Residents | None:
         """All experts of the layer, which lie in these slots, for steps of few tokens. None if no

@@ -24,12 +24,14 @@ from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls
 from moe_infinity.checkpoint.expert_loader import ExpertLoader
+from moe_infinity.cluster.hosts import ExpertHosts
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import Work
 from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
 from moe_infinity.engine.preloader import Preloader, start_turns
 from moe_infinity.engine.routing import Routing
+from moe_infinity.engine.share import Share
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.kernels.residents import Residents
@@ -55,6 +57,7 @@ class ExpertEngine:
         preloader: Preloader | None,  # None: with a GPU
         experts: str,  # how they compute, for the report
         stored_expert_bytes: int,  # of all experts, on disk
+        hosts: ExpertHosts | None = None,  # that compute some of the experts
     ) -> None:
         self.path = path
         self.bookkeeping = bookkeeping
@@ -63,6 +66,7 @@ class ExpertEngine:
         self.experts = experts
         self.stored_expert_bytes = stored_expert_bytes
         self.loader = loader
+        self.hosts = hosts
         self._ongoing = OngoingStep(anonymous_step(num_tokens=0))
         self._deciding = RLock()  # held by whoever decides about slots
         self._preloader = preloader
@@ -94,6 +98,8 @@ class ExpertEngine:
             if self.device_steps.begin(step):
                 return
         self.path.begin_step()
+        if self.hosts is not None:
+            self.hosts.begin_step(step)
         self.bookkeeping.note_begin(step)
         self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, self._ongoing.is_loading)
         if self.path.is_prefetching and step.phase is Phase.DECODE:
@@ -123,8 +129,31 @@ class ExpertEngine:
             self.device_steps.top_k[moe_layer_idx] = top_k_index_TK.shape[1]
         routing = Routing.of(top_k_index_TK, top_k_weights_TK)
         work = self.path.computers[moe_layer_idx].begin(x_TD, routing)
-        self._run(moe_layer_idx, routing, work)
+        if self.hosts is None:
+            self._run(moe_layer_idx, routing, routing.activated, work)
+            return work.sum()
+        with self.hosts.asked(moe_layer_idx, routing, work) as asked:
+            self._run(moe_layer_idx, routing, asked.own, work)
+            lost = asked.collect()
+        if lost:  # with their host: every host can read the checkpoint
+            with self._deciding:
+                self._compute(self.recorder.step, moe_layer_idx, routing, lost, work)
         return work.sum()
+
+    def compute_share(self, moe_layer_idx: int, routing: Routing, share: Share) -> Tensor:
+        """[P, D]: what experts of one layer make of rows of another host's step. Raises as
+        moe_layer does.
+        """
+        work = self.path.computers[moe_layer_idx].begin_share(share)
+        self._run(moe_layer_idx, routing, share.expert_idxs, work)
+        return work.outputs()
+
+    def note_routing(self, moe_layer_idx: int, routing: Routing) -> None:
+        """What a layer activates that other hosts compute without this one."""
+        with self._deciding:
+            step = self._enter(moe_layer_idx, routing.num_tokens)
+            self._ongoing = OngoingStep(step, moe_layer_idx)
+            self.path.record(moe_layer_idx, routing)
 
     def residents(self, moe_layer_idx: int) -> Residents | None:
         """The experts of one layer, if those of all layers are in memory and none has to leave. A
@@ -143,14 +172,29 @@ class ExpertEngine:
 
     def answer_calls(self, moe_layer_idx: int, routing: Routing, calls: ExpertCalls) -> None:
         """Answer the calls that a block makes of its experts. Raises as moe_layer does."""
-        self._run(moe_layer_idx, routing, self.path.computers[moe_layer_idx].answering(calls))
+        work = self.path.computers[moe_layer_idx].answering(calls)
+        self._run(moe_layer_idx, routing, routing.activated, work)
 
-    def _run(self, moe_layer_idx: int, routing: Routing, work: Work) -> None:
+    def _run(
+        self, moe_layer_idx: int, routing: Routing, expert_idxs: Sequence[int], work: Work
+    ) -> None:
+        """Enter a layer, and do the work that these experts have in it."""
         with self._deciding:
             step = self._enter(moe_layer_idx, routing.num_tokens)
-            self._ongoing = OngoingStep(step, moe_layer_idx, is_loading=True)
-            self.path.run(self._ongoing, routing, work, self._stop_if_cancelled)
-            self._ongoing = OngoingStep(step, moe_layer_idx, is_loading=False)
+            self.path.record(moe_layer_idx, routing)
+            self._compute(step, moe_layer_idx, routing, expert_idxs, work)
+
+    def _compute(
+        self,
+        step: Step,
+        moe_layer_idx: int,
+        routing: Routing,
+        expert_idxs: Sequence[int],
+        work: Work,
+    ) -> None:
+        self._ongoing = OngoingStep(step, moe_layer_idx, is_loading=True)
+        self.path.run(self._ongoing, routing, expert_idxs, work, self._stop_if_cancelled)
+        self._ongoing = OngoingStep(step, moe_layer_idx, is_loading=False)
 
     def _enter(self, moe_layer_idx: int, num_tokens: int) -> Step:
         """The step that this layer belongs to. If a module inside the model was called directly, no
@@ -249,6 +293,8 @@ class ExpertEngine:
         if self._preloader is not None:
             self._preloader.load_ended.set()  # its thread ends
         self.settle()
+        if self.hosts is not None:
+            self.hosts.close()
         self.tiers[0].mover.close()
         self.loader.close()
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_infinity.engine.routing import Routing, rows_of_experts
+from moe_infinity.engine.share import Share
 from moe_infinity.experts import Ints
 
 ExpertMlp = Callable[..., Tensor]  # (weights of one expert by name, its rows [R, D]) -> [R, D]
@@ -45,6 +47,9 @@ class ExactBackend:
 
     def begin(self, x_TD: Tensor, routing: Routing) -> ExactWork:
         return ExactWork(self, x_TD, routing)
+
+    def begin_share(self, share: Share) -> ExactShare:
+        return ExactShare(self, share)
 
 
 class ExactWork:
@@ -82,6 +87,16 @@ class ExactWork:
             inputs_RD = self._inputs_PD[self._rows[expert_idx]]
             self._add(expert_idx, backend.mlp(backend.weights_of(slot_id), inputs_RD))
 
+    def share(self, expert_idxs: list[int]) -> Share:
+        """The part of the work that these experts have, for another host."""
+        input_P = np.arange(len(self._inputs_PD))
+        return Share.of(self._rows, expert_idxs, self._inputs_PD, input_P, by_kernels=False)
+
+    def put(self, share: Share, out_PD: Tensor) -> None:
+        """Keep what another host has computed."""
+        for expert_idx, rows in share.rows_of.items():
+            self._add(expert_idx, out_PD[rows])
+
     def _add(self, expert_idx: int, out_RD: Tensor) -> None:
         pairs_R = self._pairs_P[self._rows[expert_idx]]
         if self._weights_P1 is not None:
@@ -108,6 +123,27 @@ class ExactWork:
             pairs_R = self._pairs_P[rows]
             total_TD.index_add_(0, pairs_R // top_k, self._outputs_PD[pairs_R].to(self._dtype))
         return total_TD
+
+
+class ExactShare:
+    """The rows that another host asks for."""
+
+    def __init__(self, backend: ExactBackend, share: Share) -> None:
+        self._backend = backend
+        self._rows = share.rows_of
+        self._inputs_PD = share.x_ID[share.input_P]
+        self._outputs: dict[int, Tensor] = {}
+
+    def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
+        """Compute these experts, which lie in these slots, and keep their outputs."""
+        for expert_idx, slot_id in zip(expert_idxs, slot_ids, strict=True):
+            inputs_RD = self._inputs_PD[self._rows[expert_idx]]
+            weights = self._backend.weights_of(slot_id)
+            self._outputs[expert_idx] = self._backend.mlp(weights, inputs_RD)
+
+    def outputs(self) -> Tensor:
+        """[P, D], not weighted."""
+        return torch.cat([self._outputs[expert_idx] for expert_idx in self._rows])
 
 
 def _order_of_grouped_mm(experts_P: Ints) -> Ints:

@@ -71,21 +71,30 @@ class LayerPath:
         self._streams_while_computing = streams_while_computing
         self._residents: dict[int, Residents | None] = {}  # once all experts are
 
+    def record(self, moe_layer_idx: int, routing: Routing) -> None:
+        """What the router of a layer of this step chose."""
+        self._books.note_routing(moe_layer_idx, routing)  # 1 record
+
     def run(
-        self, ongoing: OngoingStep, routing: Routing, work: Work, go_on: Callable[[], None]
+        self,
+        ongoing: OngoingStep,
+        routing: Routing,
+        expert_idxs: Sequence[int],
+        work: Work,
+        go_on: Callable[[], None],
     ) -> None:
-        """Do the work of the layer that `ongoing` has just entered. `go_on` is called now and then
-        and may raise. Raises CheckpointError if an expert cannot be read.
+        """Do the work that these experts have in the layer that `ongoing` has just entered.
+        `go_on` is called now and then and may raise. Raises CheckpointError if an expert cannot be
+        read.
         """
         layer_idx = ongoing.moe_layer_idx
         phase = ongoing.step.phase
         counters = self._books.counters.of(phase)
 
-        self._books.note_routing(layer_idx, routing)  # 1 record
         if self._prefetcher is not None:
             self._prefetcher.begin_layer(phase, self._books.counters)
         keys = self._books.keys[layer_idx]
-        waiting: Sequence[ExpertKey] = [keys[expert_idx] for expert_idx in routing.activated]
+        waiting: Sequence[ExpertKey] = [keys[expert_idx] for expert_idx in expert_idxs]
         self._books.note_lookups(waiting)
 
         may_prefetch = phase is Phase.DECODE
@@ -169,7 +178,8 @@ class LayerPath:
         next_idx = layer_idx + 1
         is_long = num_activated >= STREAMED_SHARE * len(keys[layer_idx])
         if self._stream is not None and is_long and next_idx < len(keys):
-            self._books.note_loads(next_idx, self._mover.num_read(self._stream(keys[next_idx])))
+            begun = self._stream(self._books.own_keys(next_idx))
+            self._books.note_loads(next_idx, self._mover.num_read(begun))
 
     def recover(self) -> None:
         """After a layer that was cut short: release what it held, settle what it had begun."""

@@ -23,8 +23,8 @@ from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.laboratory import hardware_of, num_slots_of, some_of
 from moe_infinity.simulator.replay import Setup
-from moe_infinity.simulator.replica import Replica, Request
-from moe_infinity.simulator.routers import ROUTERS, Router
+from moe_infinity.simulator.replica import Replica, SimulatedRequest
+from moe_infinity.simulator.routers import ROUTERS, ReplicaRouter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ def run_cell(
     )
     times = arrival_times(experiment, len(recorded), num_replicas)
     requests = [
-        Request(each.sequence, each.prompt_ids, each.session, arrival_s)
+        SimulatedRequest(each.sequence, each.prompt_ids, each.session, arrival_s)
         for each, arrival_s in zip(recorded, times, strict=True)
     ]
     replicas = [
@@ -198,7 +198,7 @@ def run_cell(
     }
 
 
-def _advance(replicas: Sequence[Replica], router: Router, until_s: float) -> None:
+def _advance(replicas: Sequence[Replica], router: ReplicaRouter, until_s: float) -> None:
     for replica in replicas:
         replica.advance(until_s)
         for request in replica.ended:
@@ -206,7 +206,7 @@ def _advance(replicas: Sequence[Replica], router: Router, until_s: float) -> Non
         replica.ended.clear()
 
 
-def _measured(replicas: Sequence[Replica], requests: Sequence[Request]) -> dict[str, Any]:
+def _measured(replicas: Sequence[Replica], requests: Sequence[SimulatedRequest]) -> dict[str, Any]:
     decode = [replica.cell.counters.decode for replica in replicas]
     tokens = [counters.tokens for counters in decode]
     lookups = sum(c.hits + c.late_hits + c.misses for c in decode)

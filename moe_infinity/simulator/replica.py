@@ -23,7 +23,7 @@ from moe_infinity.simulator.replay import Cell, Machine, Setup, keys_of
 
 
 @dataclass(slots=True)
-class Request:
+class SimulatedRequest:
     """One request, and when which part of it was done, in seconds."""
 
     sequence: SequenceTrace
@@ -35,10 +35,10 @@ class Request:
 
 
 @dataclass(slots=True)
-class Running:
+class Decoding:
     """A request in its place of a batch."""
 
-    request: Request
+    request: SimulatedRequest
     num_done: int = 0  # tokens
 
 
@@ -59,20 +59,20 @@ class Replica:
         self.cell = Cell(setup, policy, keys_of(num_layers, num_experts))
         self.clock_s = 0.0
         self.served = Served(num_layers, num_experts)
-        self.ended: list[Request] = []
+        self.ended: list[SimulatedRequest] = []
         self._machine = Machine(
             [self.cell], predictor, num_layers=num_layers, num_experts=num_experts
         )
         self._layers_s = num_layers * setup.hardware.layer_s
-        self._places: list[Running | None] = [None] * num_places
-        self._waiting: deque[Request] = deque()
+        self._places: list[Decoding | None] = [None] * num_places
+        self._waiting: deque[SimulatedRequest] = deque()
 
     @property
     def load(self) -> int:
         """Requests that have not ended."""
         return len(self._waiting) + sum(place is not None for place in self._places)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: SimulatedRequest) -> None:
         """It has just arrived."""
         if not self.load:
             self.clock_s = max(self.clock_s, request.arrival_s)
@@ -86,7 +86,7 @@ class Replica:
     def _step(self) -> None:
         for idx, place in enumerate(self._places):
             if place is None and self._waiting:
-                self._places[idx] = Running(self._waiting.popleft())
+                self._places[idx] = Decoding(self._waiting.popleft())
         running = {idx: place for idx, place in enumerate(self._places) if place is not None}
         prompt = next((idx for idx, r in running.items() if _prompt_left(r)), None)
         if prompt is not None:
@@ -120,7 +120,7 @@ class Replica:
         for idx, place in running.items():
             self._note_tokens(idx, place, tokens[idx].stop)
 
-    def _note_tokens(self, idx: int, place: Running, num_done: int) -> None:
+    def _note_tokens(self, idx: int, place: Decoding, num_done: int) -> None:
         request = place.request
         place.num_done = num_done
         request.first_token_s = min(request.first_token_s, self.clock_s)
@@ -131,7 +131,7 @@ class Replica:
             self.ended.append(request)
 
 
-def _prompt_left(place: Running) -> int:
+def _prompt_left(place: Decoding) -> int:
     """Tokens of the prompt, if none of it is done."""
     return 0 if place.num_done else int(place.request.sequence.is_prefill_T.sum())
 

@@ -10,18 +10,18 @@ import numpy as np
 
 from moe_infinity.cluster.affinity import RequestForecast, choose, similarity
 from moe_infinity.predict.tables import Floats
-from moe_infinity.simulator.replica import Replica, Request, decode_matrix
+from moe_infinity.simulator.replica import Replica, SimulatedRequest, decode_matrix
 
 POINTS_OF_A_REPLICA = 64  # on the circle of the consistent hash
 
 
-class Router(Protocol):
+class ReplicaRouter(Protocol):
     """Says which replica gets a request."""
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
+    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> int:
         """Its position."""
 
-    def note_end(self, request: Request) -> None:
+    def note_end(self, request: SimulatedRequest) -> None:
         """A request has ended."""
 
 
@@ -31,18 +31,18 @@ class RoundRobin:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._num_chosen = 0
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
+    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> int:
         self._num_chosen += 1
         return (self._num_chosen - 1) % len(replicas)
 
-    def note_end(self, request: Request) -> None:
+    def note_end(self, request: SimulatedRequest) -> None:
         """Nothing is learned."""
 
 
 class LeastLoaded(RoundRobin):
     """The one with the fewest requests."""
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
+    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> int:
         first = super().choose(request, replicas)
         order = [(first + step) % len(replicas) for step in range(len(replicas))]
         return min(order, key=lambda idx: replicas[idx].load)
@@ -51,7 +51,7 @@ class LeastLoaded(RoundRobin):
 class SessionHash(RoundRobin):
     """Consistent hashing: requests of one session go to one replica."""
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
+    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> int:
         points = sorted(
             (crc32(f"{idx} {point}".encode()), idx)
             for idx in range(len(replicas))
@@ -67,7 +67,7 @@ class EamRouter:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._forecast = RequestForecast(num_layers, num_experts)
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
+    def choose(self, request: SimulatedRequest, replicas: Sequence[Replica]) -> int:
         wanted_LE = self._wanted(request)
         base_LE = self._forecast.base_LE
         return choose(
@@ -75,10 +75,10 @@ class EamRouter:
             [similarity(wanted_LE, replica.served.beyond(base_LE)) for replica in replicas],
         )
 
-    def _wanted(self, request: Request) -> Floats:
+    def _wanted(self, request: SimulatedRequest) -> Floats:
         return self._forecast.predict(request.prompt_ids)
 
-    def note_end(self, request: Request) -> None:
+    def note_end(self, request: SimulatedRequest) -> None:
         sequence = request.sequence
         self._forecast.learn(sequence.token_ids_T, sequence.experts_TLK.astype(np.int64))
 
@@ -86,13 +86,14 @@ class EamRouter:
 class EamOracle(EamRouter):
     """The same, if it knew the request's matrix."""
 
-    def _wanted(self, request: Request) -> Floats:
+    def _wanted(self, request: SimulatedRequest) -> Floats:
         base_LE = self._forecast.base_LE
         eam_LE = decode_matrix(request.sequence, base_LE.shape)
-        return eam_LE / eam_LE.sum(axis=1, keepdims=True) - base_LE
+        wanted_LE: Floats = eam_LE / eam_LE.sum(axis=1, keepdims=True) - base_LE
+        return wanted_LE
 
 
-ROUTERS: dict[str, Callable[[int, int], Router]] = {
+ROUTERS: dict[str, Callable[[int, int], ReplicaRouter]] = {
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
     "hash": SessionHash,

@@ -1,0 +1,145 @@
+"""The options of `simulate`, and what it does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moe_infinity.cache.policies import ACTIVATION_AWARE
+from moe_infinity.cli.options import above_zero
+from moe_infinity.predict.features import FACTORS
+from moe_infinity.simulator.baselines import SIMULATED_POLICIES
+from moe_infinity.simulator.routers import ROUTERS
+
+POLICIES = "lru,lfu,request-lfu,moe-infinity-v3,activation-aware"
+
+Traces = Annotated[
+    list[Path],
+    typer.Argument(help="Traces (.npz), or folders that contain an experts.npz.", exists=True),
+]
+
+
+@dataclass(kw_only=True)
+class ReplayOptions:
+    """What to replay on which machine."""
+
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Separated by commas: {', '.join(SIMULATED_POLICIES)}; belady is always added. "
+            f"Default: {POLICIES}; with --replicas {ACTIVATION_AWARE}."
+        ),
+    ] = None
+    capacity: Annotated[
+        str, typer.Option(help="Separated by commas: '10%' of all experts, or a number of slots.")
+    ] = "10%,20%,30%"
+    prefetch: Annotated[
+        bool, typer.Option("--prefetch", help="Load experts ahead with the policies that predict.")
+    ] = False
+    bandwidth: Annotated[str, typer.Option(help="Bandwidth of the link that loads experts.")] = (
+        "1.2GB/s"
+    )
+    expert_bytes: Annotated[str, typer.Option(help="Size of one expert.")] = "13MB"
+    compute_us: Annotated[
+        float,
+        typer.Option(
+            min=0.001, max=1e9, help="Microseconds from the routing of a layer to the next."
+        ),
+    ] = 1000.0
+    warmup: Annotated[int, typer.Option(min=0, help="Requests to replay first and not count.")] = 0
+    draw: Annotated[
+        int | None, typer.Option(min=1, help="Replay this many requests, drawn at random.")
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Seed of that draw.")] = 0
+    users: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Users whose requests are interleaved; with --replicas, requests that a replica "
+            "decodes at once.",
+        ),
+    ] = 1
+    without: Annotated[
+        str,
+        typer.Option(
+            help=f"Factors to leave out of predictions, separated by commas: {', '.join(FACTORS)}."
+        ),
+    ] = ""
+
+
+@dataclass(kw_only=True)
+class ReplicaOptions:
+    """Several machines."""
+
+    replicas: Annotated[
+        str | None,
+        typer.Option(help="Numbers of machines that have the whole model each, as in '1,2,4'."),
+    ] = None
+    router: Annotated[
+        str,
+        typer.Option(
+            help="With --replicas: what chooses the machine of a request, separated by commas: "
+            f"{', '.join(ROUTERS)}."
+        ),
+    ] = "round-robin,least-loaded,hash,eam"
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --replicas: CSV with a column arrival_s, stretched to --rate. Default: at "
+            "random times.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None
+    rate: Annotated[
+        float,
+        typer.Option(
+            callback=above_zero, help="With --replicas: requests a minute, for each machine."
+        ),
+    ] = 1.0
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --replicas: cut each request to so many tokens."),
+    ] = None
+
+
+def simulated(files: Sequence[Path], options: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Rows, and a table of them for people. Raises ConfigError, TraceError."""
+    from moe_infinity.simulator import cluster, laboratory
+
+    common = {
+        "capacities": options["capacity"],
+        "bandwidth": options["bandwidth"],
+        "expert_bytes": options["expert_bytes"],
+        "layer_us": options["compute_us"],
+        "warmup": options["warmup"],
+        "seed": options["seed"],
+    }
+    if options["replicas"] is None:
+        alone = laboratory.Experiment.from_text(
+            policies=options["policy"] or POLICIES,
+            prefetch=options["prefetch"],
+            draw=options["draw"],
+            users=options["users"],
+            without=options["without"],
+            **common,
+        )
+        rows = [row for file in files for row in laboratory.run_experiment(file, alone)]
+        return rows, laboratory.table_of(rows)
+    together = cluster.ClusterExperiment.from_text(
+        policies=options["policy"] or ACTIVATION_AWARE,
+        replicas=options["replicas"],
+        routers=options["router"],
+        rate=options["rate"] / 60,
+        arrivals=options["arrivals"],
+        num_places=options["users"],
+        num_requests=options["draw"],
+        num_tokens=options["tokens"],
+        **common,
+    )
+    rows = [row for file in files for row in cluster.run_cluster(file, together)]
+    return rows, cluster.table_of(rows)

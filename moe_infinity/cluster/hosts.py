@@ -1,0 +1,309 @@
+"""The other hosts that compute experts of a model, as its head sees them.
+
+    MoE layer   the router chose ──> rows for each host that has an expert of these ──> its outputs
+                                └──> the head computes its own share meanwhile
+
+One message goes to each host that a layer needs, one comes back: activations, never weights. A host
+that is silent for too long is given up. The head then computes its share, from its own disk, until
+the host is back.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Lock, Thread
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_infinity.cluster import steps
+from moe_infinity.cluster.steps import LayerRouting, RowsRequest
+from moe_infinity.cluster.wire import Wire, WireMessage
+from moe_infinity.engine.compute import LayerWork
+from moe_infinity.engine.routing import Routing
+from moe_infinity.engine.share import Share
+from moe_infinity.errors import ConfigError, HostLost
+from moe_infinity.experts import Step
+
+HEAD = 0  # its share
+OPEN_S = 300.0  # for all hosts to open the checkpoint
+SIGNS_S = 10.0  # between two signs of life while one does
+FIRST_PAUSE_S = 1.0  # before a host that was lost is started again; twice as long each time
+LONGEST_PAUSE_S = 60.0
+MOST_EVENTS = 4096  # that wait for a host which no layer needs
+GLANCE_S = 0.5
+PINGS = 8
+
+logger = logging.getLogger(__name__)
+
+
+class Placement(Protocol):
+    """Where hosts are, and how they are started. No method raises."""
+
+    def start(self, share_idx: int, address: tuple[str, int], key: bytes) -> None:
+        """Start the host of a share, in place of the one before. It is to call that address."""
+
+    def close(self) -> None:
+        """End all of them."""
+
+
+class Host:
+    """One host while it takes part."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._events: deque[steps.Event] = deque(maxlen=MOST_EVENTS)
+        self._num_unwanted = 0  # answers to come that nobody waits for
+        self.exchange_s = float("inf")  # the shortest, of a message without rows
+
+    def note(self, event: steps.Event) -> None:
+        """For the next message."""
+        self._events.append(event)
+
+    def ask(self, share: Share) -> None:
+        """For rows of the layer that was noted last. Raises HostLost."""
+        events = list(self._events)
+        self._events.clear()
+        self.wire.send(RowsRequest(events, share).message())
+
+    def forget(self) -> None:
+        """Nobody waits for the next answer any more."""
+        self._num_unwanted += 1
+
+    def answer(self) -> Tensor:
+        """Raises HostLost."""
+        while self._num_unwanted:
+            self._receive()
+            self._num_unwanted -= 1
+        message = self._receive()
+        if "error" in message.fields:
+            raise HostLost(message.fields["error"])
+        return message.tensors["out"]
+
+    def opened(self) -> dict[str, Any]:
+        """What it says once it has opened the checkpoint. Raises HostLost."""
+        return self._receive().fields
+
+    def measure(self) -> None:
+        """How long an exchange takes. Raises HostLost."""
+        for _ in range(PINGS):
+            started = time.perf_counter()
+            self.wire.send(WireMessage({"ping": True}, {}))
+            self._receive()
+            self.exchange_s = min(self.exchange_s, time.perf_counter() - started)
+
+    def _receive(self) -> WireMessage:
+        while (message := self.wire.receive()).fields.get("works"):
+            pass
+        return message
+
+
+class Asked:
+    """What one MoE layer of a step asks of which hosts."""
+
+    def __init__(
+        self, own: list[int], work: LayerWork, lose: Callable[[int, HostLost], None]
+    ) -> None:
+        self.own = own  # experts that the head computes
+        self._work = work
+        self._lose = lose
+        self._shares: list[tuple[int, Host, Share]] = []
+
+    def ask(self, share_idx: int, host: Host, expert_idxs: list[int]) -> None:
+        """The experts of a host that cannot be asked are the head's."""
+        share = self._work.share(expert_idxs)
+        try:
+            host.ask(share)
+            self._shares.append((share_idx, host, share))
+        except HostLost as error:
+            self._lose(share_idx, error)
+            self.own = sorted([*self.own, *expert_idxs])
+
+    def collect(self) -> list[int]:
+        """Hand the answers on; returns the experts of hosts that gave none."""
+        lost: list[int] = []
+        while self._shares:
+            share_idx, host, share = self._shares.pop()
+            try:
+                self._work.put(share, host.answer())
+            except HostLost as error:
+                self._lose(share_idx, error)
+                lost += share.expert_idxs
+        return sorted(lost)
+
+    def give_up(self) -> None:
+        """Nobody waits for the answers that are still to come."""
+        for _, host, _ in self._shares:
+            host.forget()
+        self._shares.clear()
+
+
+class ExpertHosts:
+    """All hosts of one model. They call back, each for its share, when they have been started."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        setup: dict[str, Any],
+        digest: str,
+        *,
+        owners_LE: NDArray[np.int64],  # of every expert, whose it is
+        own_LE: NDArray[np.bool_],  # those that the head computes now; changed in place
+        timeout_s: float,
+        listen_on: str,
+    ) -> None:
+        self.num_hosts = int(owners_LE.max())
+        self.placement = placement
+        self._setup = setup
+        self._digest = digest
+        self._owners_LE = owners_LE
+        self.own_LE = own_LE
+        self._timeout_s = timeout_s
+        self._key = secrets.token_bytes(32)
+        self.running: dict[int, Host] = {}  # those that take part, by share
+        self._ready: dict[int, Host] = {}  # those that may from the next step on
+        self._pause_s = dict.fromkeys(range(1, self.num_hosts + 1), FIRST_PAUSE_S)
+        self._changing = Lock()  # of the two above and below
+        self._errors: dict[int, str] = {}  # why a host cannot be used, by share
+        self._is_closed = Event()
+        self._listener = socket.create_server((listen_on, 0), backlog=self.num_hosts)
+        self._listener.settimeout(GLANCE_S)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        Thread(target=self._listen, name="moe-infinity-hosts", daemon=True).start()
+        for share_idx in range(1, self.num_hosts + 1):
+            placement.start(share_idx, self.address, self._key)
+
+    # Steps
+
+    def begin_step(self, step: Step) -> None:
+        """A forward pass begins; hosts that are back take part from now on."""
+        with self._changing:
+            ready, self._ready = self._ready, {}
+        for share_idx, host in ready.items():
+            self.running[share_idx] = host
+            self.own_LE &= self._owners_LE != share_idx
+        for host in self.running.values():
+            host.note(step)
+
+    @contextmanager
+    def asked(self, moe_layer_idx: int, routing: Routing, work: LayerWork) -> Iterator[Asked]:
+        """Ask for what the experts of others make of this layer's rows. If what is inside raises,
+        nobody waits for their answers.
+        """
+        assert routing.experts_TK is not None, routing
+        event = LayerRouting(moe_layer_idx, routing.experts_TK)
+        for host in self.running.values():
+            host.note(event)
+        experts_of: dict[int, list[int]] = {}
+        for expert_idx in routing.activated:
+            share_idx = int(self._owners_LE[moe_layer_idx, expert_idx])
+            where = share_idx if share_idx in self.running else HEAD
+            experts_of.setdefault(where, []).append(expert_idx)
+        asked = Asked(experts_of.pop(HEAD, []), work, self._lose)
+        for share_idx, expert_idxs in experts_of.items():
+            asked.ask(share_idx, self.running[share_idx], expert_idxs)
+        try:
+            yield asked
+        finally:
+            asked.give_up()
+
+    def _lose(self, share_idx: int, error: HostLost) -> None:
+        """Do without this host, and start it again."""
+        logger.warning(
+            "expert host %d is given up, its share is computed here: %s", share_idx, error
+        )
+        self.running.pop(share_idx).wire.close()
+        self.own_LE |= self._owners_LE == share_idx
+        Thread(target=self._restart, args=(share_idx,), daemon=True).start()
+
+    def _restart(self, share_idx: int) -> None:
+        """Until it is back."""
+        while not self._is_closed.wait(self._pause_s[share_idx]):
+            self._pause_s[share_idx] = min(2 * self._pause_s[share_idx], LONGEST_PAUSE_S)
+            with self._changing:
+                self._errors.pop(share_idx, None)
+            self.placement.start(share_idx, self.address, self._key)
+            give_up_at = time.monotonic() + OPEN_S
+            while time.monotonic() < give_up_at and not self._is_closed.wait(GLANCE_S):
+                with self._changing:
+                    if share_idx in self._ready or share_idx in self.running:
+                        return
+                    if share_idx in self._errors:
+                        break
+
+    # Hosts that call
+
+    def wait(self) -> float:
+        """Until all have opened the checkpoint; returns the seconds that an exchange with the
+        slowest takes. Raises ConfigError.
+        """
+        give_up_at = time.monotonic() + OPEN_S
+        while True:
+            with self._changing:
+                ready = list(self._ready.values())
+                error = next(iter(self._errors.values()), None)
+            if error is None and time.monotonic() > give_up_at:
+                error = f"only {len(ready)} of {self.num_hosts} are ready after {OPEN_S:.0f} s"
+            if error is not None:
+                raise ConfigError(f"expert hosts: {error}")
+            if len(ready) == self.num_hosts:
+                return max(host.exchange_s for host in ready)
+            time.sleep(0.01)
+
+    def _listen(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                connected, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return  # closed
+            Thread(target=self._greet, args=(connected,), daemon=True).start()
+
+    def _greet(self, connected: socket.socket) -> None:
+        """Somebody calls."""
+        try:
+            wire = Wire(connected, self._key, is_caller=False)
+        except HostLost as error:
+            logger.warning("a caller at the port of expert hosts was refused: %s", error)
+            return
+        share_idx = HEAD
+        try:
+            wire.limit(SIGNS_S)
+            share_idx = int(wire.receive().fields["share_idx"])
+            wire.send(WireMessage(self._setup, {}))
+            host = Host(wire)
+            told = host.opened()
+            if told.get("digest") != self._digest:
+                raise HostLost(told.get("error") or "it has another checkpoint")
+            host.measure()
+            wire.limit(self._timeout_s)
+        except (HostLost, KeyError, ValueError) as error:
+            wire.close()
+            logger.warning("expert host %d cannot be used: %s", share_idx, error)
+            with self._changing:
+                self._errors[share_idx] = f"one cannot be used: {error}"
+            return
+        with self._changing:
+            self._ready[share_idx] = host
+            is_closed = self._is_closed.is_set()
+        if is_closed:
+            wire.close()
+
+    def close(self) -> None:
+        """End all hosts."""
+        self._listener.close()
+        with self._changing:
+            self._is_closed.set()
+            hosts = [*self.running.values(), *self._ready.values()]
+        for host in hosts:
+            host.wire.close()
+        self.placement.close()

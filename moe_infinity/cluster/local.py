@@ -1,0 +1,80 @@
+"""Expert hosts as processes of this machine: to try them, and one for each NUMA node."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+NODES = Path("/sys/devices/system/node")
+END_S = 5.0  # for a process to end by itself, once its head is gone
+
+logger = logging.getLogger(__name__)
+
+
+class LocalProcesses:
+    """Each ends with the connection to its head, so none is left when the head dies."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._nodes = numa_nodes()
+
+    def start(self, share_idx: int, address: tuple[str, int], key: bytes) -> None:
+        """The process before is killed if it still runs: it does not answer."""
+        self._end(share_idx, 0.0)
+        told = {
+            "share_idx": share_idx,
+            "host": address[0],
+            "port": address[1],
+            "key": key.hex(),
+            # the head has all cores where there is one node, and the first one where there are more
+            "cores": self._nodes[share_idx % len(self._nodes)] if len(self._nodes) > 1 else [],
+        }
+        command = [sys.executable, "-m", "moe_infinity.cluster.expert_host"]
+        try:
+            # A session of its own: Ctrl-C is the head's to handle.
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            self.processes[share_idx] = process
+            assert process.stdin is not None
+            with process.stdin:
+                process.stdin.write(json.dumps(told).encode() + b"\n")
+        except OSError as error:  # too many processes; or it ended at once
+            logger.warning("expert host %d cannot be started: %s", share_idx, error)
+
+    def close(self) -> None:
+        for share_idx in list(self.processes):
+            self._end(share_idx, END_S)
+
+    def _end(self, share_idx: int, timeout_s: float) -> None:
+        process = self.processes.pop(share_idx, None)
+        if process is None:
+            return
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def numa_nodes() -> list[list[int]]:
+    """The cores of each NUMA node; one list of none if nothing is known of nodes."""
+    found = []
+    for folder in sorted(NODES.glob("node[0-9]*")):
+        try:
+            cores = _cores((folder / "cpulist").read_text().strip())
+        except (OSError, ValueError):
+            continue
+        if cores:
+            found.append(cores)
+    return found or [[]]
+
+
+def _cores(text: str) -> list[int]:
+    """Of "0-3,8"."""
+    cores: list[int] = []
+    for part in text.split(",") if text else []:
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
