@@ -33,13 +33,14 @@ from moe_infinity.architectures import experts_backend
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.packed_linear import bytes_by_type
 from moe_infinity.architectures.step_reader import StepReader
-from moe_infinity.checkpoint.loading import load_without_experts
+from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
 from moe_infinity.checkpoint.tokenizer import load_tokenizer
 from moe_infinity.cluster.opening import build_with_hosts
 from moe_infinity.config import OffloadConfig
 from moe_infinity.cuda.graphed_step import GraphedStep
 from moe_infinity.engine.device import ComputeDevice
+from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.errors import (
     Cancelled,
     ClosedError,
@@ -104,15 +105,7 @@ class MoE:
                 early_router = None
                 if self.config.early_router:
                     early_router = EarlyRouter(self.model, plan.layers)
-                self.engine = build_with_hosts(
-                    self.checkpoint,
-                    plan,
-                    loaded.reader,
-                    self.config,
-                    model=self.model,
-                    device_slots=self._device.slots,
-                    early_router=early_router,
-                )
+                self.engine = self._build_engine(loaded, early_router)
             except BaseException:
                 loaded.reader.close()
                 raise
@@ -130,6 +123,17 @@ class MoE:
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
             if self.config.preload != "off":
                 self.engine.start_preloading()
+
+    def _build_engine(self, loaded: LoadedModel, early_router: EarlyRouter | None) -> ExpertEngine:
+        return build_with_hosts(
+            self.checkpoint,
+            loaded.plan,
+            loaded.reader,
+            self.config,
+            model=self.model,
+            device_slots=self._device.slots,
+            early_router=early_router,
+        )
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -82,7 +82,6 @@ class Adapter:
     is_eager: bool | None = None
     weighs_input = False  # the routing weight scales what goes into an expert, not what comes out
     is_block = False  # the module routes, too
-    is_one_call = True  # for all experts of a layer
 
     def describe(self, name: str, module: Any) -> ExpertsModule:
         """Raises UnsupportedModelError for parameters of an unknown dtype."""

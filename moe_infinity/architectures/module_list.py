@@ -84,8 +84,6 @@ class TopKRecorder(TorchFunctionMode):
 class ListOfExperts(OneModuleEach):
     """Connects the block that calls the experts."""
 
-    is_one_call = False
-
     def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
         block = model.get_submodule(experts.block_name)
         block.forward = BlockForward(block, experts, layer)

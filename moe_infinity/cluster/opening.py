@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moe_infinity.architectures.module_list import ListOfExperts
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.cluster.hosts import HEAD, ExpertHosts, Placement
@@ -67,7 +68,7 @@ def open_expert_hosts(
     """Start them; `wait` says when they are ready. Raises ConfigError for experts that compute
     inside their model's own code.
     """
-    apart = [layer.name for layer in plan.layers if not layer.adapter.is_one_call]
+    apart = [layer.name for layer in plan.layers if isinstance(layer.adapter, ListOfExperts)]
     if apart:
         raise ConfigError(f"expert_hosts: {apart[0]} calls its experts one by one, here only")
     num_shares = config.expert_hosts + 1
