@@ -1,0 +1,61 @@
+"""Predicted activation matrices find the replica that served the like."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moe_infinity.cluster.affinity import (
+    RequestForecast,
+    Served,
+    choose,
+    matrix_of,
+    similarity,
+)
+
+LAYERS, EXPERTS = 2, 6
+
+
+def of_task(task: int, num_tokens: int = 12) -> np.ndarray:
+    """[T, L, K]: experts 0 to 2 or 3 to 5."""
+    rng = np.random.default_rng(task)
+    cells = rng.random((num_tokens, LAYERS, 3)).argsort(axis=2)[:, :, :2]
+    return cells + 3 * task
+
+
+def test_a_matrix_counts_tokens():
+    experts_TLK = np.array([[[0, 1], [2, 3]], [[0, 2], [2, 4]]])
+    assert matrix_of(experts_TLK, (2, 5)).tolist() == [[2, 1, 1, 0, 0], [0, 0, 2, 1, 1]]
+
+
+def test_tokens_tell_the_task():
+    forecast = RequestForecast(LAYERS, EXPERTS)
+    served = [Served(LAYERS, EXPERTS) for _ in range(2)]
+    for task in (0, 1):
+        ids = np.arange(12) + 100 * task
+        forecast.learn(ids, of_task(task))
+        served[task].add(matrix_of(of_task(task), (LAYERS, EXPERTS)))
+    for task in (0, 1):
+        wanted_LE = forecast.predict([100 * task + 3, 100 * task + 7])
+        alike = [similarity(wanted_LE, each.beyond(forecast.base_LE)) for each in served]
+        assert alike[task] > 0.3 > 0 > alike[1 - task]
+
+
+def test_what_nobody_knows_is_like_nothing():
+    forecast = RequestForecast(LAYERS, EXPERTS)
+    served = Served(LAYERS, EXPERTS)
+    assert similarity(forecast.predict([1, 2]), served.beyond(forecast.base_LE)) == 0
+
+
+@pytest.mark.parametrize(
+    ("loads", "similarities", "expected"),
+    [
+        ([0, 0, 0], [0.1, 0.9, 0.2], 1),
+        ([2, 2, 1], [0.9, 0.85, 0.1], 0),
+        ([2, 1, 1], [0.9, 0.85, 0.1], 1),  # as good, and has less to do
+        ([9, 1, 1], [0.9, 0.1, 0.2], 2),  # the best one has far too much to do
+        ([4, 4, 4], [0.0, 0.0, 0.0], 0),
+    ],
+)
+def test_the_least_loaded_of_those_that_are_about_as_similar(loads, similarities, expected):
+    assert choose(loads, similarities) == expected
