@@ -58,7 +58,8 @@ class Served:
     """What a replica served lately."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
-        self._share_LE = np.full((num_layers, num_experts), 1 / num_experts, dtype=np.float32)
+        self._share_LE = np.zeros((num_layers, num_experts), dtype=np.float32)
+        self._num_requests = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,12 +67,14 @@ class Served:
 
     def add(self, eam_LE: Floats) -> None:
         """A request has ended."""
+        self._num_requests += 1
         rows_L1 = eam_LE.sum(axis=1, keepdims=True)
-        self._share_LE += RECENT * (eam_LE / np.maximum(rows_L1, 1) - self._share_LE)
+        rate = max(RECENT, 1 / self._num_requests)
+        self._share_LE += rate * (eam_LE / np.maximum(rows_L1, 1) - self._share_LE)
 
     def beyond(self, base_LE: Floats) -> Floats:
-        """[L, E]: what is above the base rate, and what below."""
-        return self._share_LE - base_LE
+        """[L, E]: what is above the base rate, and what below; zeros if it has served nothing."""
+        return self._share_LE - base_LE if self._num_requests else np.zeros_like(base_LE)
 
 
 def matrix_of(experts_TLK: Ints, shape: tuple[int, ...]) -> Floats:

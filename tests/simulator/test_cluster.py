@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,13 +40,13 @@ def replica(num_places: int = 1, policy: str = "activation-aware") -> Replica:
     return Replica(setup(policy), num_places, num_layers=LAYERS, num_experts=EXPERTS)
 
 
-def request(recorded: SequenceTrace, arrival_s: float = 0.0, **about: object) -> SimulatedRequest:
-    fields = {"prompt_ids": [], "session": "", "arrival_s": arrival_s} | about
+def request(recorded: SequenceTrace, arrival_s: float = 0.0, **about: Any) -> SimulatedRequest:
+    fields: dict[str, Any] = {"prompt_ids": [], "session": "", "arrival_s": arrival_s} | about
     return SimulatedRequest(recorded, **fields)
 
 
-def experiment(**changes: object) -> ClusterExperiment:
-    fields = {
+def experiment(**changes: Any) -> ClusterExperiment:
+    fields: dict[str, Any] = {
         "routers": ["round-robin"], "replicas": [1], "policies": ["lru"], "capacities": ["7"],
         "hardware": HARDWARE, "num_places": 1, "rate": 1e-6,
     }  # fmt: skip
