@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 PROMPT ?= The old house stood at the edge of the moor, and
-FAST := "not slow and not gpu and not network and not weights and not browser"
+FAST := "not slow and not gpu and not network and not weights and not browser and not cluster"
 BOOKKEEPING := $(addprefix tests/,cache predict simulator)
 BENCHMARKS := benchmarks/machinery.py benchmarks/policies/cost.py
 
@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rounding test-compiled check bench format clean
+.PHONY: help demo test test-all test-rounding test-cluster test-compiled check bench format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +31,7 @@ test: $(INSTALLED) ## fast tests
 test-all: $(INSTALLED) ## every test that needs no GPU, and the coverage gate of the parts without torch
 	$(BIN)/python -m pytest -m "not gpu" $(BOOKKEEPING) --cov --cov-report=
 	$(BIN)/python -m coverage report --fail-under=100
-	$(BIN)/python -m pytest -n 2 -m "not gpu" tests $(BOOKKEEPING:%=--ignore=%)
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" tests $(BOOKKEEPING:%=--ignore=%)
 
 # Each has other last bits than the machine it runs on; those by number are in tests/other_machine.py.
 ROUNDINGS ?= ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 OTHER_ROUNDING=1 OTHER_ROUNDING=2
@@ -40,6 +40,10 @@ test-rounding: export HF_HUB_OFFLINE = 1
 test-rounding: $(INSTALLED) ## tests of arithmetic as machines run them that round differently
 	@set -e; for rounding in $(ROUNDINGS); do echo "== $$rounding"; \
 		env $$rounding $(BIN)/python -m pytest -n 2 -m "arithmetic and "$(FAST); done
+
+test-cluster: $(INSTALLED) ## what needs Ray, which it installs into .venv
+	$(PIP) install -e '.[cluster]' -c constraints.txt
+	$(BIN)/python -m pytest -m cluster
 
 test-compiled: export TRITON_INTERPRET = 0
 test-compiled: export CAPABILITY ?= 80

@@ -65,7 +65,10 @@ ALLOWED = {
 # Who may import a folder beside itself.
 IMPORTED_BY = {
     "cli": Rule(("entrypoints",), "the library works without its command line"),
-    "server": Rule(("cli", "entrypoints"), "the library works without its server's packages"),
+    "server": Rule(
+        ("cli", "cluster", "entrypoints"), "the library works without its server's packages"
+    ),
+    "cluster": Rule(("cli", "hosts"), "the library works without Ray"),
 }
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,13 +20,48 @@ NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 OF_CHAT_WITH_SERVER = ("url", "api_key", "max_new_tokens", "temperature", "top_p", "seed")
 
 
-@with_options_of(ServeConfig, ModelOptions)
+@dataclass(kw_only=True)
+class ServedReplicas:
+    """Several processes that serve one model, on Ray."""
+
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            help="How many, each with the whole model and its own memory: '2', or '1-4' for as "
+            "many as the queue needs. Needs the extra cluster.",
+            metavar="N|MIN-MAX",
+        ),
+    ] = None
+    router: Annotated[
+        str,
+        typer.Option(
+            help="Which of them gets a request: least-loaded; hash (by x-session-id); eam (which "
+            "has the experts)."
+        ),
+    ] = "least-loaded"
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="With --replicas: address of a Ray cluster. Default: one on this machine alone.",
+            metavar="ADDRESS",
+        ),
+    ] = None
+
+
+@with_options_of(ServeConfig, ServedReplicas, ModelOptions)
 def serve(model: Model, **options: Any) -> None:
     """Serve a model to several users with OpenAI's and Anthropic's HTTP APIs, and a page at /."""
     require_extra()
     from moe_infinity.server.serve import bound_sockets, serve_model
 
     config = ServeConfig(**{field.name: options.pop(field.name) for field in fields(ServeConfig)})
+    replicas, router, cluster = (options.pop(field.name) for field in fields(ServedReplicas))
+    if replicas is not None:
+        require_extra(["ray"], "cluster")
+        from moe_infinity.cluster.serving import serve_replicas
+
+        serve_replicas(model, config, options, replicas=replicas, router=router, cluster=cluster)
+        return
     with bound_sockets(config) as sockets, open_model(model, **options) as moe:
         serve_model(moe, config, sockets)
 
@@ -70,8 +105,8 @@ def chat_with_server(
     talk(partial(stream_chat, url, api_key, settings))
 
 
-def require_extra(needs: Sequence[str] = NEEDS) -> None:
-    """Raises ConfigError if a package that only server and client need is not installed."""
+def require_extra(needs: Sequence[str] = NEEDS, extra: str = "serve") -> None:
+    """Raises ConfigError if a package that only an extra brings is not installed."""
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"this needs {', '.join(missing)}: pip install 'moe-infinity[serve]'")
+        raise ConfigError(f"this needs {', '.join(missing)}: pip install 'moe-infinity[{extra}]'")

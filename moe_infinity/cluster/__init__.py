@@ -1,1 +1,5 @@
-"""More than one machine: which replica gets a request, and experts on other hosts."""
+"""Several hosts on Ray: replicas of a model behind one address. Needs the extra `cluster`."""
+
+from moe_infinity.cluster.replicas import build_app
+
+__all__ = ["build_app"]

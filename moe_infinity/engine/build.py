@@ -15,7 +15,6 @@ from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.checkpoint.expert_loader import ExpertLoader
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.cluster.hosts import ExpertHosts
 from moe_infinity.config import OffloadConfig
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.engine.bookkeeping import Bookkeeping
@@ -26,6 +25,7 @@ from moe_infinity.engine.layer import LayerPath
 from moe_infinity.engine.preloader import Preloader
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey
+from moe_infinity.hosts.head import ExpertHosts
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.mapped import MappedSlots
 from moe_infinity.memory.mover import Mover

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls
 from moe_infinity.checkpoint.expert_loader import ExpertLoader
-from moe_infinity.cluster.hosts import ExpertHosts
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import Work
@@ -34,6 +33,7 @@ from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.share import Share
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Phase, Step
+from moe_infinity.hosts.head import ExpertHosts
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor

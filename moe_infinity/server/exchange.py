@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -71,21 +71,25 @@ class Exchange:
         return JSONResponse(self._answer.body())
 
     async def chunks(self) -> AsyncGenerator[str, None]:
-        """Events of a stream, the last of which may be an error."""
-        for chunk in self._answer.first_chunks():
-            yield chunk
+        """Events of a stream, the last of which may be an error. None comes before the first token:
+        until then whoever forwards it may ask another replica.
+        """
+        first: Iterable[str] = self._answer.first_chunks()
         try:
             async with aclosing(self._outputs()) as outputs:
                 async for choice, output in outputs:
-                    if chunk := self._answer.chunk(choice, output):
-                        yield chunk
+                    for chunk in (*first, self._answer.chunk(choice, output)):
+                        if chunk:
+                            yield chunk
+                    first = ()
         except Exception as error:
             refused = refused_by(error)
             if refused.status_code == 500:
                 logger.exception("a stream failed")
-            yield self._answer.error_chunk(refused)
+            for chunk in (*first, self._answer.error_chunk(refused)):
+                yield chunk
             return
-        for chunk in self._answer.last_chunks():
+        for chunk in (*first, *self._answer.last_chunks()):
             yield chunk
 
     async def _exhaust(self) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE
-from moe_infinity.cluster.affinity import Served, matrix_of
 from moe_infinity.experts import Phase, Step
+from moe_infinity.predict.affinity import Served, matrix_of
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.tables import Floats
 from moe_infinity.predict.tracefile import SequenceTrace

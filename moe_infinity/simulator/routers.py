@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy as np
 
-from moe_infinity.cluster.affinity import RequestForecast, choose, similarity
+from moe_infinity.predict.affinity import RequestForecast, choose, similarity
 from moe_infinity.predict.tables import Floats
 from moe_infinity.simulator.replica import Replica, SimulatedRequest, decode_matrix
 

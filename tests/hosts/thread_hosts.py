@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from threading import Event, Thread
 
-from moe_infinity.cluster.expert_host import serve
-from moe_infinity.cluster.wire import Wire, WireMessage
 from moe_infinity.errors import HostLost
+from moe_infinity.hosts.expert_host import serve
+from moe_infinity.hosts.wire import Wire, WireMessage
 
 
 class ThreadHosts:

@@ -3,7 +3,7 @@
 It has an engine like any other, with its own disk, memory, policy and predictions, and no dense
 weights. It lives as long as the connection to its head.
 
-    python -m moe_infinity.cluster.expert_host     share, address and key come by stdin, as JSON
+    python -m moe_infinity.hosts.expert_host     share, address and key come by stdin, as JSON
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.packed_on_load import packed_on_load
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.cluster.ownership import digest_of, owned_by
-from moe_infinity.cluster.steps import LayerRouting, RowsRequest
-from moe_infinity.cluster.wire import Wire, WireMessage
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.build import build_engine
 from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import HostLost, MoEInfinityError
+from moe_infinity.hosts.ownership import digest_of, owned_by
+from moe_infinity.hosts.steps import LayerRouting, RowsRequest
+from moe_infinity.hosts.wire import Wire, WireMessage
 
 SIGN_S = 0.5  # between two signs of life while a request takes long
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.cluster.wire import WireMessage
 from moe_infinity.engine.share import Share
 from moe_infinity.experts import Ints, Phase, Step
+from moe_infinity.hosts.wire import WireMessage
 
 ARRAYS_OF_A_STEP = ("begins_B", "counted_T", "token_ids_T", "sequence_T")
 

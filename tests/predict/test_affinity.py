@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_infinity.cluster.affinity import (
+from moe_infinity.predict.affinity import (
     RequestForecast,
     Served,
     choose,

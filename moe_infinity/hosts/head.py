@@ -24,14 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.cluster import steps
-from moe_infinity.cluster.steps import LayerRouting, RowsRequest
-from moe_infinity.cluster.wire import Wire, WireMessage
 from moe_infinity.engine.compute import LayerWork
 from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.share import Share
 from moe_infinity.errors import ConfigError, HostLost
 from moe_infinity.experts import Step
+from moe_infinity.hosts import steps
+from moe_infinity.hosts.steps import LayerRouting, RowsRequest
+from moe_infinity.hosts.wire import Wire, WireMessage
 
 HEAD = 0  # its share
 OPEN_S = 300.0  # for all hosts to open the checkpoint

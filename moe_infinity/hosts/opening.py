@@ -12,13 +12,13 @@ import torch
 from moe_infinity.architectures.module_list import ListOfExperts
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.cluster.hosts import HEAD, ExpertHosts, Placement
-from moe_infinity.cluster.local import LocalProcesses
-from moe_infinity.cluster.ownership import digest_of, owned_by, owners
 from moe_infinity.config import OffloadConfig, options_of
 from moe_infinity.engine.build import build_engine
 from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.errors import ConfigError
+from moe_infinity.hosts.head import HEAD, ExpertHosts, Placement
+from moe_infinity.hosts.local import LocalProcesses
+from moe_infinity.hosts.ownership import digest_of, owned_by, owners
 from moe_infinity.memory.host import AUTOMATIC_SHARE
 from moe_infinity.memory.machine import available_memory_bytes
 

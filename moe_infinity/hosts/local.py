@@ -32,7 +32,7 @@ class LocalProcesses:
             # the head has all cores where there is one node, and the first one where there are more
             "cores": self._nodes[share_idx % len(self._nodes)] if len(self._nodes) > 1 else [],
         }
-        command = [sys.executable, "-m", "moe_infinity.cluster.expert_host"]
+        command = [sys.executable, "-m", "moe_infinity.hosts.expert_host"]
         try:
             # A session of its own: Ctrl-C is the head's to handle.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

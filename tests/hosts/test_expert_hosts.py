@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.cluster import hosts, opening
-from moe_infinity.cluster.local import LocalProcesses
-from moe_infinity.cluster.wire import LENGTHS, Wire
 from moe_infinity.errors import ConfigError, HostLost
+from moe_infinity.hosts import head, opening
+from moe_infinity.hosts.local import LocalProcesses
+from moe_infinity.hosts.wire import LENGTHS, Wire
 from tests.closeness import logits_of_steps
-from tests.cluster.hosts import ThreadHosts
 from tests.gguf_files import build
+from tests.hosts.thread_hosts import ThreadHosts
 
 IDS = torch.arange(3, 27).view(2, 12)
 NAMES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v2", "llama4_text"]
@@ -34,7 +34,7 @@ NAMES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v2",
 def placement(monkeypatch: pytest.MonkeyPatch) -> ThreadHosts:
     placement = ThreadHosts()
     monkeypatch.setattr(opening, "LocalProcesses", lambda: placement)
-    monkeypatch.setattr(hosts, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(head, "FIRST_PAUSE_S", 0.05)
     return placement
 
 

@@ -1,0 +1,95 @@
+"""`moe-infinity serve --replicas`: starts Ray, or joins it, and serves until a signal comes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import ray
+from ray import serve
+
+from moe_infinity.cluster.replicas import build_app, numbers_of
+from moe_infinity.errors import ConfigError
+from moe_infinity.server.config import LOOPBACK, ServeConfig
+
+OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; answers are small
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def joined(cluster: str | None) -> Iterator[None]:
+    """Inside, connected to Ray: to that of an address, or to one of this machine alone. Raises
+    ConfigError.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, Any] = {"address": cluster}
+    if cluster is None:
+        options = {
+            "address": "local",
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
+    try:
+        ray.init(logging_level=logging.WARNING, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"no Ray at {cluster or 'this machine'}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def serve_replicas(
+    checkpoint: str,
+    config: ServeConfig,
+    model: dict[str, Any],
+    *,
+    replicas: str,
+    router: str,
+    cluster: str | None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C, and then finish the answers under way. Raises ConfigError."""
+    config.keys()  # a file that cannot be read is an error here, not in each replica
+    if Path(checkpoint).exists():
+        checkpoint = str(Path(checkpoint).resolve())  # replicas have another working folder
+    if config.host not in LOOPBACK and not config.keys():
+        logger.warning("anyone who reaches %s can use this model: no API key", config.host)
+    cores = 1.0
+    if cluster is None:
+        cores = max((os.cpu_count() or 1) // numbers_of(replicas)[-1], 1)
+    app = build_app(
+        checkpoint,
+        replicas=replicas,
+        router=router,
+        model={name: str(v) if isinstance(v, Path) else v for name, v in model.items()},
+        server=_told(config),
+        cores=cores,
+    )
+    stopped = Event()
+    with joined(cluster):
+        before = [
+            (number, signal.signal(number, lambda *_: stopped.set()))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        ]
+        try:
+            serve.start(http_options={"host": config.host, "port": config.port})
+            serve.run(app)
+            stopped.wait()
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
+            serve.shutdown()
+
+
+def _told(config: ServeConfig) -> dict[str, Any]:
+    """What a replica gets: keys themselves, as the file may be on this machine only."""
+    keys = list(config.keys()) or None
+    return dataclasses.asdict(dataclasses.replace(config, api_key=keys, api_key_file=None))
