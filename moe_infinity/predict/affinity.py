@@ -17,7 +17,7 @@ from moe_infinity.predict.tables import Floats, TokenTable
 
 RECENT = 0.1  # weight of the newest request in what a replica served lately
 BAND = 0.1  # replicas whose similarity is less than this below the best one are as good
-MOST_AHEAD = 1.25  # a replica with this many times the mean load, and one more, gets nothing
+SLACK = 1  # a replica that has more requests above the fewest than this gets none
 MOST_PROMPT_TOKENS = 512  # of a prompt, the last ones, that predict
 
 
@@ -93,10 +93,9 @@ def similarity(one_LE: Floats, other_LE: Floats) -> float:
 
 def choose(loads: Sequence[int], similarities: Sequence[float]) -> int:
     """The least loaded of the replicas that are about as similar as the most similar one; none that
-    has far more to do than the others.
+    has more to do than the least loaded one, but for a request.
     """
-    most = MOST_AHEAD * sum(loads) / len(loads) + 1
-    able = [idx for idx, load in enumerate(loads) if load <= most]
+    able = [idx for idx, load in enumerate(loads) if load <= min(loads) + SLACK]
     best = max(similarities[idx] for idx in able)
     near = [idx for idx in able if similarities[idx] >= best - BAND]
     return min(near, key=lambda idx: (loads[idx], -similarities[idx]))
