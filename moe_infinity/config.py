@@ -59,6 +59,7 @@ class OffloadConfig:
     trust_remote_code: bool = False  # run Python code that the checkpoint brings with it
     num_read_threads: int = 4  # experts read at once, and threads that share their bytes
     expert_hosts: int = 0  # other hosts, each with its share of the experts in its own memory
+    cluster: str | None = None  # address of the Ray cluster that has them; None: processes here
     expert_host_timeout: float = 2.0  # seconds of silence after which one is given up
 
     def __post_init__(self) -> None:
@@ -68,6 +69,8 @@ class OffloadConfig:
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
         if not isinstance(self.config_from, str | None):
             raise ConfigError(f"config_from must be a folder or hub id, got {self.config_from!r}")
+        if not isinstance(self.cluster, str | None):
+            raise ConfigError(f"cluster must be the address of a Ray cluster, got {self.cluster!r}")
         if not isinstance(self.history, str | Path | None):
             raise ConfigError(f"history must be a file name, got {self.history!r}")
         if self.prefetch not in (None, False, True):

@@ -131,9 +131,19 @@ class ModelOptions:
     expert_hosts: Annotated[
         int,
         typer.Option(
-            min=0, help="Processes that share the experts, each with host memory of its own."
+            min=0,
+            help="Other hosts that share the experts, each with host memory of its own; without "
+            "--cluster processes of this machine.",
         ),
     ] = 0
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a Ray cluster for --expert-hosts or --replicas. Needs the extra "
+            "cluster.",
+            metavar="ADDRESS",
+        ),
+    ] = None
     expert_host_timeout: Annotated[
         float,
         typer.Option(

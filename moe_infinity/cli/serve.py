@@ -39,13 +39,6 @@ class ServedReplicas:
             "has the experts)."
         ),
     ] = "least-loaded"
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="With --replicas: address of a Ray cluster. Default: one on this machine alone.",
-            metavar="ADDRESS",
-        ),
-    ] = None
 
 
 @with_options_of(ServeConfig, ServedReplicas, ModelOptions)
@@ -55,12 +48,12 @@ def serve(model: Model, **options: Any) -> None:
     from moe_infinity.server.serve import bound_sockets, serve_model
 
     config = ServeConfig(**{field.name: options.pop(field.name) for field in fields(ServeConfig)})
-    replicas, router, cluster = (options.pop(field.name) for field in fields(ServedReplicas))
+    replicas, router = (options.pop(field.name) for field in fields(ServedReplicas))
     if replicas is not None:
         require_extra(["ray"], "cluster")
         from moe_infinity.cluster.serving import serve_replicas
 
-        serve_replicas(model, config, options, replicas=replicas, router=router, cluster=cluster)
+        serve_replicas(model, config, options, replicas=replicas, router=router)
         return
     with bound_sockets(config) as sockets, open_model(model, **options) as moe:
         serve_model(moe, config, sockets)

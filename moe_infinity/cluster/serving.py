@@ -54,7 +54,6 @@ def serve_replicas(
     *,
     replicas: str,
     router: str,
-    cluster: str | None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, and then finish the answers under way. Raises ConfigError."""
     config.keys()  # a file that cannot be read is an error here, not in each replica
@@ -62,6 +61,8 @@ def serve_replicas(
         checkpoint = str(Path(checkpoint).resolve())  # replicas have another working folder
     if config.host not in LOOPBACK and not config.keys():
         logger.warning("anyone who reaches %s can use this model: no API key", config.host)
+    cluster = model["cluster"]
+    model = model | {"cluster": "auto" if model["expert_hosts"] else None}
     cores = 1.0
     if cluster is None:
         cores = max((os.cpu_count() or 1) // numbers_of(replicas)[-1], 1)

@@ -48,6 +48,9 @@ logger = logging.getLogger(__name__)
 class Placement(Protocol):
     """Where hosts are, and how they are started. No method raises."""
 
+    is_one_machine: bool  # they share memory and cores with the head
+    listen_on: str  # address of the head that they can reach
+
     def start(self, share_idx: int, address: tuple[str, int], key: bytes) -> None:
         """Start the host of a share, in place of the one before. It is to call that address."""
 
@@ -158,7 +161,6 @@ class ExpertHosts:
         owners_LE: NDArray[np.int64],  # of every expert, whose it is
         own_LE: NDArray[np.bool_],  # those that the head computes now; changed in place
         timeout_s: float,
-        listen_on: str,
     ) -> None:
         self.num_hosts = int(owners_LE.max())
         self.placement = placement
@@ -174,7 +176,7 @@ class ExpertHosts:
         self._changing = Lock()  # of the two above and below
         self._errors: dict[int, str] = {}  # why a host cannot be used, by share
         self._is_closed = Event()
-        self._listener = socket.create_server((listen_on, 0), backlog=self.num_hosts)
+        self._listener = socket.create_server((placement.listen_on, 0), backlog=self.num_hosts)
         self._listener.settimeout(GLANCE_S)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         Thread(target=self._listen, name="moe-infinity-hosts", daemon=True).start()

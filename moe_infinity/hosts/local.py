@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 class LocalProcesses:
     """Each ends with the connection to its head, so none is left when the head dies."""
 
+    is_one_machine = True
+    listen_on = "127.0.0.1"
+
     def __init__(self) -> None:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._nodes = numa_nodes()

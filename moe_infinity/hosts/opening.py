@@ -19,7 +19,7 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.hosts.head import HEAD, ExpertHosts, Placement
 from moe_infinity.hosts.local import LocalProcesses
 from moe_infinity.hosts.ownership import digest_of, owned_by, owners
-from moe_infinity.memory.host import AUTOMATIC_SHARE
+from moe_infinity.memory.host import AUTOMATIC_SHARE, num_host_slots
 from moe_infinity.memory.machine import available_memory_bytes
 
 # What a host needs of a config. The rest is about the model as a whole.
@@ -29,15 +29,9 @@ OF_A_HOST = (
     "trust_remote_code", "num_read_threads",
 )  # fmt: skip
 
+DISK_BYTES_PER_S = 1e9  # a usual SSD; not measured
+
 logger = logging.getLogger(__name__)
-
-
-def of_one_machine(config: OffloadConfig) -> OffloadConfig:
-    """The same, with the memory that is free shared among the head and its hosts."""
-    if config.host_memory is not None:
-        return config
-    free = int(available_memory_bytes() * AUTOMATIC_SHARE)
-    return replace(config, host_memory=free // (config.expert_hosts + 1))
 
 
 def build_with_hosts(
@@ -46,50 +40,75 @@ def build_with_hosts(
     """`build_engine`, with the expert hosts that the config wants. Raises ConfigError."""
     if not config.expert_hosts:
         return build_engine(plan, reader, config, **parts)
-    config = of_one_machine(config)
-    hosts = open_expert_hosts(checkpoint, config, plan, reader)
+    apart = [layer.name for layer in plan.layers if isinstance(layer.adapter, ListOfExperts)]
+    if apart:
+        raise ConfigError(f"expert_hosts: {apart[0]} calls its experts one by one, here only")
+    placement = _placement(config)
+    own = config
+    if placement.is_one_machine and config.host_memory is None:  # share what is free
+        free = int(available_memory_bytes() * AUTOMATIC_SHARE)
+        own = replace(config, host_memory=free // (config.expert_hosts + 1))
+    hosts = _start(checkpoint, plan, reader, own, placement)
     try:
-        engine = build_engine(plan, reader, config, hosts=hosts, own_LE=hosts.own_LE, **parts)
-        hosts.wait()
+        engine = build_engine(plan, reader, own, hosts=hosts, own_LE=hosts.own_LE, **parts)
+        _say_whether_it_pays(plan, config, hosts.wait())
         return engine
     except BaseException:
         hosts.close()
         raise
 
 
-def open_expert_hosts(
-    checkpoint: str,
-    config: OffloadConfig,
-    plan: Plan,
-    reader: Reader,
-    placement: Placement | None = None,  # None: processes of this machine
-    listen_on: str = "127.0.0.1",
+def _placement(config: OffloadConfig) -> Placement:
+    if config.cluster is None:
+        return LocalProcesses()
+    try:
+        from moe_infinity.cluster.placement import RayPlacement
+    except ImportError as error:
+        raise ConfigError("cluster: this needs Ray: pip install 'moe-infinity[cluster]'") from error
+    return RayPlacement(config.cluster, config.expert_hosts)
+
+
+def _start(
+    checkpoint: str, plan: Plan, reader: Reader, config: OffloadConfig, placement: Placement
 ) -> ExpertHosts:
-    """Start them; `wait` says when they are ready. Raises ConfigError for experts that compute
-    inside their model's own code.
-    """
-    apart = [layer.name for layer in plan.layers if isinstance(layer.adapter, ListOfExperts)]
-    if apart:
-        raise ConfigError(f"expert_hosts: {apart[0]} calls its experts one by one, here only")
     num_shares = config.expert_hosts + 1
     num_experts = max(layer.num_experts for layer in plan.layers)
-    is_local = placement is None
     options = options_of(config)
+    num_threads = None
+    # Bits of transformers depend on the number of threads, those of our kernels do not.
+    if placement.is_one_machine and not config.is_exact:
+        num_threads = max(torch.get_num_threads() // num_shares, 1)
     setup: dict[str, Any] = {
         "checkpoint": str(Path(checkpoint).resolve()) if Path(checkpoint).exists() else checkpoint,
         "options": {name: options[name] for name in OF_A_HOST},
         "num_shares": num_shares,
-        # Bits of transformers depend on the number of threads, those of our kernels do not.
-        "num_threads": max(torch.get_num_threads() // num_shares, 1)
-        if is_local and not config.is_exact
-        else None,
+        "num_threads": num_threads,
     }
     return ExpertHosts(
-        placement or LocalProcesses(),
+        placement,
         setup,
         digest_of(plan, reader),
         owners_LE=owners(len(plan.layers), num_experts, num_shares),
         own_LE=owned_by(HEAD, num_shares, plan.layers),
         timeout_s=config.expert_host_timeout,
-        listen_on=listen_on,
     )
+
+
+def _say_whether_it_pays(plan: Plan, config: OffloadConfig, exchange_s: float) -> None:
+    """What hosts cost each token, beside what they save."""
+    slot_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
+    num_experts = sum(layer.num_experts for layer in plan.layers)
+    fit = num_host_slots(config.host_memory, slot_bytes=slot_bytes, num_experts=num_experts)
+    token_s = len(plan.layers) * exchange_s
+    costs = (
+        f"an exchange with an expert host takes {exchange_s * 1e3:.2f} ms at least, "
+        f"{token_s * 1e3:.1f} ms a token in {len(plan.layers)} layers"
+    )
+    if fit == num_experts:
+        logger.warning("%s, and all experts fit here: without expert hosts it is faster", costs)
+        return
+    read_s = plan.recipes[0].bytes_per_expert() / DISK_BYTES_PER_S
+    logger.info(
+        "%s: as much as %.1f experts read from a disk of 1 GB/s. That pays if more of those that "
+        "each token misses here are in memory there", costs, token_s / read_s,
+    )  # fmt: skip

@@ -13,6 +13,9 @@ from moe_infinity.hosts.wire import Wire, WireMessage
 class ThreadHosts:
     """A placement. `wires` are the ends of hosts, by share."""
 
+    is_one_machine = True
+    listen_on = "127.0.0.1"
+
     def __init__(self) -> None:
         self.wires: dict[int, TroubledWire] = {}
         self.num_started = 0
