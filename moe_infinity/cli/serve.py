@@ -35,8 +35,7 @@ class ServedReplicas:
     router: Annotated[
         str,
         typer.Option(
-            help="Which of them gets a request: least-loaded; hash (by x-session-id); eam (which "
-            "has the experts)."
+            help="Which of them gets a request: least-loaded, or hash, by the header x-session-id."
         ),
     ] = "least-loaded"
 

@@ -27,12 +27,10 @@ from moe_infinity.server.forwarding import AnswerPart, Forwarded, HttpCall, answ
 
 LOSSES = (RayActorError, ActorUnavailableError)
 HEALTH_PERIOD_S = 2.0
-STATS_PERIOD_S = 2.0
 DRAIN_S = 60.0  # for the answers under way when a replica is to end
 ROUTERS = {
     "least-loaded": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
     "hash": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
-    "eam": "moe_infinity.cluster.eam_router:EamRouter",
 }
 METHODS = ["GET", "HEAD", "POST", "OPTIONS"]
 
@@ -134,9 +132,7 @@ def build_app(
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=DRAIN_S,
         ray_actor_options={"num_cpus": cores},
-        request_router_config=RequestRouterConfig(
-            request_router_class=ROUTERS[router], request_routing_stats_period_s=STATS_PERIOD_S
-        ),
+        request_router_config=RequestRouterConfig(request_router_class=ROUTERS[router]),
         **options,
     )
     ingress = serve.deployment(

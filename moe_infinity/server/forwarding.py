@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,6 @@ class HttpCall:
 
     scope: dict[str, Any]  # of ASGI, as far as it can be sent
     body: bytes
-    prompt_ids: Sequence[int] = ()  # for a router; empty: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 from zlib import crc32
 
-import numpy as np
-
 from moe_infinity.predict.affinity import RequestForecast, choose, similarity
 from moe_infinity.predict.tables import Floats
 from moe_infinity.simulator.replica import Replica, SimulatedRequest, decode_matrix
@@ -79,8 +77,8 @@ class EamRouter:
         return self._forecast.predict(request.prompt_ids)
 
     def note_end(self, request: SimulatedRequest) -> None:
-        sequence = request.sequence
-        self._forecast.learn(sequence.token_ids_T, sequence.experts_TLK.astype(np.int64))
+        eam_LE = decode_matrix(request.sequence, self._forecast.base_LE.shape)
+        self._forecast.learn(request.prompt_ids, eam_LE)
 
 
 class EamOracle(EamRouter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moe_infinity.predict import affinity
 from moe_infinity.predict.affinity import (
     RequestForecast,
     Served,
@@ -32,11 +33,11 @@ def test_tokens_tell_the_task():
     forecast = RequestForecast(LAYERS, EXPERTS)
     served = [Served(LAYERS, EXPERTS) for _ in range(2)]
     for task in (0, 1):
-        ids = np.arange(12) + 100 * task
-        forecast.learn(ids, of_task(task))
-        served[task].add(matrix_of(of_task(task), (LAYERS, EXPERTS)))
+        eam_LE = matrix_of(of_task(task), (LAYERS, EXPERTS))
+        forecast.learn([*range(100 * task, 100 * task + 12), 7], eam_LE)
+        served[task].add(eam_LE)
     for task in (0, 1):
-        wanted_LE = forecast.predict([100 * task + 3, 100 * task + 7])
+        wanted_LE = forecast.predict([7, 100 * task + 3, 100 * task + 8])
         alike = [similarity(wanted_LE, each.beyond(forecast.base_LE)) for each in served]
         assert alike[task] > 0.3 > 0 > alike[1 - task]
 
@@ -59,3 +60,12 @@ def test_what_nobody_knows_is_like_nothing():
 )
 def test_the_least_loaded_of_those_that_are_about_as_similar(loads, similarities, expected):
     assert choose(loads, similarities) == expected
+
+
+def test_tokens_that_were_not_used_for_long_are_forgotten(monkeypatch):
+    monkeypatch.setattr(affinity, "TABLE_BYTES", 3 * LAYERS * EXPERTS * 4)
+    forecast = RequestForecast(LAYERS, EXPERTS)
+    for token_id in (1, 2, 3, 1, 4):
+        forecast.learn([token_id], matrix_of(of_task(token_id % 2), (LAYERS, EXPERTS)))
+    known = {token_id for token_id in range(6) if forecast.predict([token_id]).any()}
+    assert known == {1, 3, 4}

@@ -1,0 +1,148 @@
+"""What needs Ray: `make test-cluster`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_infinity import MoE
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `cluster`"),
+]
+
+MODEL = Path(__file__).parents[2] / "models" / "demo"
+PROMPT = "The old house stood at the edge of the moor, and"
+NUM_CLIENTS = 16
+NUM_TOKENS = 48
+
+
+def children() -> set[str]:
+    """Processes of ours or Ray's that are running."""
+    found = subprocess.run(
+        ["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True
+    )
+    names = ("raylet", "gcs_server", "ray::", "moe_infinity.hosts")
+    lines = (line.split(None, 2) for line in found.stdout.splitlines())
+    return {pid for pid, stat, args in lines if "Z" not in stat and any(n in args for n in names)}
+
+
+def gone(before: set[str]) -> bool:
+    give_up_at = time.monotonic() + 30
+    while children() - before:
+        if time.monotonic() > give_up_at:
+            return False
+        time.sleep(0.5)
+    return True
+
+
+def test_the_demo_ends_well_and_leaves_nothing():
+    before = children()
+    command = [sys.executable, "-m", "moe_infinity.cli", "cluster", "demo", str(MODEL)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("all as with one process\n")
+    assert gone(before)
+
+
+def test_a_cluster_that_is_not_there_is_an_error():
+    command = [sys.executable, "-m", "moe_infinity.cli", "run", str(MODEL), "-p", "x"]
+    command += ["--expert-hosts", "1", "--cluster", "127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "no Ray at 127.0.0.1:1" in done.stderr
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Two replicas behind an address, by the command."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "moe_infinity.cli", "serve", str(MODEL), "--replicas", "2"]
+    command += ["--port", str(port), "--max-batch", "4", "--host-memory", "50%", *request.param]
+    before = children()
+    process = subprocess.Popen(command, text=True, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    give_up_at = time.monotonic() + 120
+    while True:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                break
+        except httpx.TransportError:
+            pass
+        assert process.poll() is None
+        assert time.monotonic() < give_up_at
+        time.sleep(0.5)
+    yield url, process
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
+    assert gone(before)
+
+
+def replica_pids() -> list[int]:
+    found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    lines = (line.split(None, 1) for line in found.stdout.splitlines())
+    return [int(pid) for pid, args in lines if args.startswith("ray::ServeReplica:default:Replica")]
+
+
+def streamed(url: str) -> tuple[str, str]:
+    """The text of one answer, and how it ended."""
+    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "stream": True}
+    text = ""
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        if answer.status_code != 200:
+            return text, f"status {answer.status_code}"
+        for line in answer.iter_lines():
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                return text, "done"
+            if data.startswith("{"):
+                event: dict[str, Any] = json.loads(data)
+                if "error" in event:
+                    return text, str(event["error"]["code"])
+                text += event["choices"][0]["text"]
+    return text, "cut"
+
+
+@pytest.mark.parametrize("served", [[], ["--router", "hash"], ["--router", "eam"]], indirect=True)
+def test_requests_of_a_killed_replica_are_lost_only_after_their_first_token(
+    served, record_property
+):
+    url, _ = served
+    with MoE(MODEL, device="cpu") as moe:
+        stream = moe.stream(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
+        for _ in stream:
+            pass
+    alone = stream.text
+    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        answers = [threads.submit(streamed, url) for _ in range(NUM_CLIENTS)]
+        time.sleep(0.7)
+        killed = replica_pids()[0]
+        os.kill(killed, signal.SIGKILL)
+        found = [answer.result() for answer in answers]
+    for text, end in found:
+        assert end in ("done", "replica_lost"), found
+        assert text == alone if end == "done" else (text and alone.startswith(text)), (text, end)
+    lost = sum(end == "replica_lost" for _, end in found)
+    record_property("requests_lost_after_their_first_token", lost)
+    started = time.monotonic()
+    while len(replica_pids()) < 2 or killed in replica_pids():
+        assert time.monotonic() - started < 120
+        time.sleep(0.5)
+    record_property("seconds_until_two_replicas_again", time.monotonic() - started)
+    assert streamed(url) == (alone, "done")
