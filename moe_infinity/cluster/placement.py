@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from moe_infinity.cluster.joining import join
 from moe_infinity.errors import ConfigError
 
 PLACE_S = 60.0  # for Ray to find a host for each of them
@@ -47,10 +48,7 @@ class RayPlacement:
 
     def __init__(self, cluster: str, num_hosts: int) -> None:
         if not ray.is_initialized():
-            try:
-                ray.init(address=cluster, logging_level=logging.WARNING)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigError(f"no Ray at {cluster}: {error}") from error
+            join(cluster)
         self.listen_on: str = ray.util.get_node_ip_address()
         self.actors: dict[int, Any] = {}
         self._group: PlacementGroup = placement_group(

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 from ray import serve
 
+from moe_infinity.cluster.joining import join
 from moe_infinity.cluster.replicas import build_app, numbers_of
-from moe_infinity.errors import ConfigError
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 
 OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; answers are small
@@ -29,18 +29,11 @@ def joined(cluster: str | None) -> Iterator[None]:
     """Inside, connected to Ray: to that of an address, or to one of this machine alone. Raises
     ConfigError.
     """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    options: dict[str, Any] = {"address": cluster}
     if cluster is None:
-        options = {
-            "address": "local",
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-        }
-    try:
-        ray.init(logging_level=logging.WARNING, **options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"no Ray at {cluster or 'this machine'}: {error}") from error
+        options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        join("local", **options)
+    else:
+        join(cluster)
     try:
         yield
     finally:
