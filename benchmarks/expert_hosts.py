@@ -1,4 +1,4 @@
-"""How fast does a model decode whose experts are on two hosts, each with less memory than they need?
+"""How fast does a model decode whose experts are on two hosts, each with too little memory?
 
 Two processes of this machine stand for the hosts, each in a memory cgroup of its own; they share
 its cores and its disk. A proxy between them delays every message. Beside them: one host with as
@@ -20,8 +20,8 @@ from threading import Thread
 from typing import Any
 
 from limits import drop_from_page_cache, memory_cgroup, result_of, start
+from peers import token_ids
 from peers_cell import run_cell
-from peers_plan import token_ids
 
 from moe_infinity.memory.machine import machine_memory_bytes
 from moe_infinity.sizes import parse_size
