@@ -19,6 +19,7 @@ class LocalProcesses:
 
     is_one_machine = True
     listen_on = "127.0.0.1"
+    command: tuple[str, ...] = (sys.executable, "-m", "moe_infinity.hosts.expert_host")
 
     def __init__(self) -> None:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -35,10 +36,9 @@ class LocalProcesses:
             # the head has all cores where there is one node, and the first one where there are more
             "cores": self._nodes[share_idx % len(self._nodes)] if len(self._nodes) > 1 else [],
         }
-        command = [sys.executable, "-m", "moe_infinity.hosts.expert_host"]
         try:
             # A session of its own: Ctrl-C is the head's to handle.
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, start_new_session=True)
             self.processes[share_idx] = process
             assert process.stdin is not None
             with process.stdin:
