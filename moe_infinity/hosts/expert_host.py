@@ -29,7 +29,9 @@ from moe_infinity.errors import HostLost, MoEInfinityError
 from moe_infinity.hosts.ownership import digest_of, owned_by
 from moe_infinity.hosts.steps import LayerRouting, RowsRequest
 from moe_infinity.hosts.wire import Wire, WireMessage
+from moe_infinity.inspection import local_folder
 
+READ_S = 600.0  # for the head, which computes its own share first, to read an answer
 SIGN_S = 0.5  # between two signs of life while a request takes long
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class ExpertHost:
         self, checkpoint: str, config: OffloadConfig, share_idx: int, num_shares: int
     ) -> None:
         plan = plan_from_headers(
-            checkpoint,
+            local_folder(checkpoint),
             dtype=config.dtype,
             config_from=config.config_from,
             trust_remote_code=config.trust_remote_code,
@@ -88,7 +90,7 @@ def serve(wire: Wire, share_idx: int) -> None:
         return
     try:
         signs.send(WireMessage({"digest": host.digest}, {}))
-        wire.limit(0)  # a head may have nothing to ask for
+        wire.limit(0, READ_S)  # a head may have nothing to ask for
         while True:
             signs.send(_answer(host, wire.receive(), signs))
     finally:

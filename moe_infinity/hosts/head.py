@@ -279,7 +279,7 @@ class ExpertHosts:
             return
         share_idx = HEAD
         try:
-            wire.limit(SIGNS_S)
+            wire.limit(SIGNS_S, SIGNS_S)
             share_idx = int(wire.receive().fields["share_idx"])
             wire.send(WireMessage(self._setup, {}))
             host = Host(wire)
@@ -287,7 +287,7 @@ class ExpertHosts:
             if told.get("digest") != self._digest:
                 raise HostLost(told.get("error") or "it has another checkpoint")
             host.measure()
-            wire.limit(self._timeout_s)
+            wire.limit(self._timeout_s, self._timeout_s)
         except (HostLost, KeyError, ValueError) as error:
             wire.close()
             logger.warning("expert host %d cannot be used: %s", share_idx, error)

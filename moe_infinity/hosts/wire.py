@@ -61,7 +61,7 @@ class Wire:
             if hasattr(socket, name):
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._socket = connected
-        self.limit(GREETING_S)
+        self.limit(GREETING_S, GREETING_S)
         try:
             _greet(connected, key, is_caller=is_caller)
         except (AuthenticationError, AssertionError) as error:
@@ -80,13 +80,13 @@ class Wire:
             raise HostLost(f"{address[0]}:{address[1]}: {error}") from error
         return cls(connected, key, is_caller=True)
 
-    def limit(self, timeout_s: float) -> None:
-        """No single read or write may take longer from now on. 0: a read may."""
-        whole = int(timeout_s)
-        value = struct.pack("ll", whole, int((timeout_s - whole) * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        if timeout_s:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+    def limit(self, receive_s: float, send_s: float) -> None:
+        """No single read or write may take longer from now on. 0: it may."""
+        limits = ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s))
+        for name, seconds in limits:
+            whole = int(seconds)
+            value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, name, value)
 
     def send(self, message: WireMessage) -> None:
         """Raises HostLost."""
