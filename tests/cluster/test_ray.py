@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,20 +79,25 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Pop
     before = children()
     process = subprocess.Popen(command, text=True, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
+    try:
+        await_health(url, process)
+        yield url, process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(120)
+    assert status == 0
+    assert gone(before)
+
+
+def await_health(url: str, process: subprocess.Popen[str]) -> None:
     give_up_at = time.monotonic() + 120
     while True:
-        try:
+        with suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                break
-        except httpx.TransportError:
-            pass
+                return
         assert process.poll() is None
         assert time.monotonic() < give_up_at
         time.sleep(0.5)
-    yield url, process
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 0
-    assert gone(before)
 
 
 def replica_pids() -> list[int]:
@@ -119,10 +125,8 @@ def streamed(url: str) -> tuple[str, str]:
     return text, "cut"
 
 
-@pytest.mark.parametrize("served", [[], ["--router", "hash"], ["--router", "eam"]], indirect=True)
-def test_requests_of_a_killed_replica_are_lost_only_after_their_first_token(
-    served, record_property
-):
+@pytest.mark.parametrize("served", [[], ["--router", "hash"]], indirect=True)
+def test_what_a_killed_replica_computed_is_lost_only_after_a_token(served, capsys):
     url, _ = served
     with MoE(MODEL, device="cpu") as moe:
         stream = moe.stream(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
@@ -134,15 +138,16 @@ def test_requests_of_a_killed_replica_are_lost_only_after_their_first_token(
         time.sleep(0.7)
         killed = replica_pids()[0]
         os.kill(killed, signal.SIGKILL)
+        started = time.monotonic()
         found = [answer.result() for answer in answers]
     for text, end in found:
         assert end in ("done", "replica_lost"), found
         assert text == alone if end == "done" else (text and alone.startswith(text)), (text, end)
     lost = sum(end == "replica_lost" for _, end in found)
-    record_property("requests_lost_after_their_first_token", lost)
-    started = time.monotonic()
     while len(replica_pids()) < 2 or killed in replica_pids():
-        assert time.monotonic() - started < 120
+        assert time.monotonic() - started < 180
         time.sleep(0.5)
-    record_property("seconds_until_two_replicas_again", time.monotonic() - started)
     assert streamed(url) == (alone, "done")
+    took_s = time.monotonic() - started
+    with capsys.disabled():
+        sys.stdout.write(f"\n{lost} of {NUM_CLIENTS} lost; two replicas after {took_s:.1f} s\n")
