@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -78,23 +78,23 @@ class ExpertHost:
 
 
 def serve(wire: Wire, share_idx: int) -> None:
-    """Answer a head until it is gone."""
-    signs = SignsOfLife(wire)
-    signs.send(WireMessage({"share_idx": share_idx}, {}))
-    setup = wire.receive().fields
-    try:
-        with signs.given():
-            host = _open(setup, share_idx)
-    except (MoEInfinityError, OSError, RuntimeError) as error:
-        signs.send(WireMessage({"error": f"{type(error).__name__}: {error}"}, {}))
-        return
-    try:
-        signs.send(WireMessage({"digest": host.digest}, {}))
-        wire.limit(0, READ_S)  # a head may have nothing to ask for
-        while True:
-            signs.send(_answer(host, wire.receive(), signs))
-    finally:
-        host.close()
+    """Answer a head until it is gone: raises HostLost then. The connection is closed."""
+    with closing(wire), closing(SignsOfLife(wire)) as signs:
+        signs.send(WireMessage({"share_idx": share_idx}, {}))
+        setup = wire.receive().fields
+        try:
+            with signs.given():
+                host = _open(setup, share_idx)
+        except (MoEInfinityError, OSError, RuntimeError) as error:
+            signs.send(WireMessage({"error": f"{type(error).__name__}: {error}"}, {}))
+            return
+        try:
+            signs.send(WireMessage({"digest": host.digest}, {}))
+            wire.limit(0, READ_S)  # a head may have nothing to ask for
+            while True:
+                signs.send(_answer(host, wire.receive(), signs))
+        finally:
+            host.close()
 
 
 def _open(setup: dict[str, Any], share_idx: int) -> ExpertHost:
@@ -122,6 +122,7 @@ class SignsOfLife:
         self._wire = wire
         self._sending = Lock()
         self._is_working = Event()
+        self._is_closed = Event()
         thread = Thread(target=self._give, name="moe-infinity-signs", daemon=True)
         thread.start()
 
@@ -138,10 +139,14 @@ class SignsOfLife:
         with self._sending:
             self._wire.send(message)
 
+    def close(self) -> None:
+        """End the thread that gives them."""
+        self._is_closed.set()
+        self._is_working.set()
+
     def _give(self) -> None:
-        pause = Event()
-        while self._is_working.wait():
-            if pause.wait(SIGN_S) or not self._is_working.is_set():
+        while self._is_working.wait() and not self._is_closed.wait(SIGN_S):
+            if not self._is_working.is_set():
                 continue
             try:
                 self.send(WireMessage({"works": True}, {}))
