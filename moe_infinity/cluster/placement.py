@@ -51,6 +51,7 @@ class RayPlacement:
             join(cluster)
         self.listen_on: str = ray.util.get_node_ip_address()
         self.actors: dict[int, Any] = {}
+        self._runs: dict[int, Any] = {}  # what ends with the actor
         self._group: PlacementGroup = placement_group(
             [{"CPU": CORES}] * num_hosts, strategy="STRICT_SPREAD"
         )
@@ -69,8 +70,13 @@ class RayPlacement:
         )
         actor_class: Any = ExpertHostActor
         actor = actor_class.options(scheduling_strategy=strategy).remote()
-        actor.run.remote(share_idx, address, key)
         self.actors[share_idx] = actor
+        self._runs[share_idx] = actor.run.remote(share_idx, address, key)
+
+    def has_ended(self, share_idx: int) -> bool:
+        """Also if Ray has given it up."""
+        ended, _ = ray.wait([self._runs[share_idx]], timeout=0)
+        return bool(ended)
 
     def close(self) -> None:
         for share_idx in list(self.actors):

@@ -132,9 +132,9 @@ class ExpertEngine:
         if self.hosts is None:
             self._run(moe_layer_idx, routing, routing.activated, work)
             return work.sum()
-        with self.hosts.asked(moe_layer_idx, routing, work) as asked:
-            self._run(moe_layer_idx, routing, asked.own, work)
-            lost = asked.collect()
+        asked = self.hosts.ask(moe_layer_idx, routing, work)
+        self._run(moe_layer_idx, routing, asked.own, work)
+        lost = asked.collect()
         if lost:  # with their host: every host can read the checkpoint
             with self._deciding:
                 self._compute(self.recorder.step, moe_layer_idx, routing, lost, work)

@@ -26,7 +26,7 @@ from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.build import build_engine
 from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import HostLost, MoEInfinityError
-from moe_infinity.hosts.ownership import digest_of, owned_by
+from moe_infinity.hosts.ownership import digest_of, owners
 from moe_infinity.hosts.steps import LayerRouting, RowsRequest
 from moe_infinity.hosts.wire import Wire, WireMessage
 from moe_infinity.inspection import local_folder
@@ -54,7 +54,7 @@ class ExpertHost:
         reader = Reader(num_threads=config.num_read_threads)
         self.digest = digest_of(plan, reader)
         self.engine = build_engine(
-            plan, reader, config, own_LE=owned_by(share_idx, num_shares, plan.layers)
+            plan, reader, config, own_LE=owners(plan.layers, num_shares) == share_idx
         )
         if config.preload != "off":
             self.engine.start_preloading()
@@ -107,12 +107,14 @@ def _open(setup: dict[str, Any], share_idx: int) -> ExpertHost:
 def _answer(host: ExpertHost, message: WireMessage, signs: SignsOfLife) -> WireMessage:
     if "ping" in message.fields:
         return WireMessage({}, {})
+    request = RowsRequest.of(message)
     try:
         with signs.given():
-            return WireMessage({}, {"out": host.answer(RowsRequest.of(message))})
+            return WireMessage({"number": request.number}, {"out": host.answer(request)})
     except (MoEInfinityError, OSError, RuntimeError) as error:  # a full disk, no memory
         logger.exception("rows were not computed")
-        return WireMessage({"error": f"{type(error).__name__}: {error}"}, {})
+        about = f"{type(error).__name__}: {error}"
+        return WireMessage({"number": request.number, "error": about}, {})
 
 
 class SignsOfLife:

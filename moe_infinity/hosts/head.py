@@ -15,8 +15,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
@@ -30,10 +29,10 @@ from moe_infinity.engine.share import Share
 from moe_infinity.errors import ConfigError, HostLost
 from moe_infinity.experts import Step
 from moe_infinity.hosts import steps
+from moe_infinity.hosts.ownership import HEAD
 from moe_infinity.hosts.steps import LayerRouting, RowsRequest
 from moe_infinity.hosts.wire import Wire, WireMessage
 
-HEAD = 0  # its share
 OPEN_S = 300.0  # for all hosts to open the checkpoint
 SIGNS_S = 10.0  # between two signs of life while one does
 FIRST_PAUSE_S = 1.0  # before a host that was lost is started again; twice as long each time
@@ -54,6 +53,9 @@ class Placement(Protocol):
     def start(self, share_idx: int, address: tuple[str, int], key: bytes) -> None:
         """Start the host of a share, in place of the one before. It is to call that address."""
 
+    def has_ended(self, share_idx: int) -> bool:
+        """Whether the host of a share has ended by itself."""
+
     def close(self) -> None:
         """End all of them."""
 
@@ -64,7 +66,7 @@ class Host:
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self._events: deque[steps.Event] = deque(maxlen=MOST_EVENTS)
-        self._num_unwanted = 0  # answers to come that nobody waits for
+        self._num_asked = 0
         self.exchange_s = float("inf")  # the shortest, of a message without rows
 
     def note(self, event: steps.Event) -> None:
@@ -75,18 +77,13 @@ class Host:
         """For rows of the layer that was noted last. Raises HostLost."""
         events = list(self._events)
         self._events.clear()
-        self.wire.send(RowsRequest(events, share).message())
-
-    def forget(self) -> None:
-        """Nobody waits for the next answer any more."""
-        self._num_unwanted += 1
+        self._num_asked += 1
+        self.wire.send(RowsRequest(self._num_asked, events, share).message())
 
     def answer(self) -> Tensor:
-        """Raises HostLost."""
-        while self._num_unwanted:
-            self._receive()
-            self._num_unwanted -= 1
-        message = self._receive()
+        """To what was asked last: a step that was cut short has left others. Raises HostLost."""
+        while (message := self._receive()).fields.get("number") != self._num_asked:
+            pass
         if "error" in message.fields:
             raise HostLost(message.fields["error"])
         return message.tensors["out"]
@@ -133,20 +130,13 @@ class Asked:
     def collect(self) -> list[int]:
         """Hand the answers on; returns the experts of hosts that gave none."""
         lost: list[int] = []
-        while self._shares:
-            share_idx, host, share = self._shares.pop()
+        for share_idx, host, share in self._shares:
             try:
                 self._work.put(share, host.answer())
             except HostLost as error:
                 self._lose(share_idx, error)
                 lost += share.expert_idxs
         return sorted(lost)
-
-    def give_up(self) -> None:
-        """Nobody waits for the answers that are still to come."""
-        for _, host, _ in self._shares:
-            host.forget()
-        self._shares.clear()
 
 
 class ExpertHosts:
@@ -190,16 +180,15 @@ class ExpertHosts:
         with self._changing:
             ready, self._ready = self._ready, {}
         for share_idx, host in ready.items():
+            if share_idx in self.running:
+                self.running[share_idx].wire.close()
             self.running[share_idx] = host
             self.own_LE &= self._owners_LE != share_idx
         for host in self.running.values():
             host.note(step)
 
-    @contextmanager
-    def asked(self, moe_layer_idx: int, routing: Routing, work: LayerWork) -> Iterator[Asked]:
-        """Ask for what the experts of others make of this layer's rows. If what is inside raises,
-        nobody waits for their answers.
-        """
+    def ask(self, moe_layer_idx: int, routing: Routing, work: LayerWork) -> Asked:
+        """For what the experts of others make of this layer's rows."""
         assert routing.experts_TK is not None, routing
         event = LayerRouting(moe_layer_idx, routing.experts_TK)
         for host in self.running.values():
@@ -212,10 +201,7 @@ class ExpertHosts:
         asked = Asked(experts_of.pop(HEAD, []), work, self._lose)
         for share_idx, expert_idxs in experts_of.items():
             asked.ask(share_idx, self.running[share_idx], expert_idxs)
-        try:
-            yield asked
-        finally:
-            asked.give_up()
+        return asked
 
     def _lose(self, share_idx: int, error: HostLost) -> None:
         """Do without this host, and start it again."""
@@ -240,6 +226,8 @@ class ExpertHosts:
                         return
                     if share_idx in self._errors:
                         break
+                if self.placement.has_ended(share_idx):
+                    break
 
     # Hosts that call
 
@@ -250,14 +238,17 @@ class ExpertHosts:
         give_up_at = time.monotonic() + OPEN_S
         while True:
             with self._changing:
-                ready = list(self._ready.values())
+                ready = dict(self._ready)
                 error = next(iter(self._errors.values()), None)
+            for share_idx in range(1, self.num_hosts + 1):
+                if share_idx not in ready and self.placement.has_ended(share_idx):
+                    error = error or f"number {share_idx} ended before it was ready"
             if error is None and time.monotonic() > give_up_at:
                 error = f"only {len(ready)} of {self.num_hosts} are ready after {OPEN_S:.0f} s"
             if error is not None:
                 raise ConfigError(f"expert hosts: {error}")
             if len(ready) == self.num_hosts:
-                return max(host.exchange_s for host in ready)
+                return max(host.exchange_s for host in ready.values())
             time.sleep(0.01)
 
     def _listen(self) -> None:
@@ -281,6 +272,8 @@ class ExpertHosts:
         try:
             wire.limit(SIGNS_S, SIGNS_S)
             share_idx = int(wire.receive().fields["share_idx"])
+            if not 1 <= share_idx <= self.num_hosts:
+                raise ValueError(f"there is no share {share_idx}")
             wire.send(WireMessage(self._setup, {}))
             host = Host(wire)
             told = host.opened()

@@ -46,6 +46,11 @@ class LocalProcesses:
         except OSError as error:  # too many processes; or it ended at once
             logger.warning("expert host %d cannot be started: %s", share_idx, error)
 
+    def has_ended(self, share_idx: int) -> bool:
+        """Also if it could not be started."""
+        process = self.processes.get(share_idx)
+        return process is None or process.poll() is not None
+
     def close(self) -> None:
         for share_idx in list(self.processes):
             self._end(share_idx, END_S)

@@ -16,9 +16,9 @@ from moe_infinity.config import OffloadConfig, options_of
 from moe_infinity.engine.build import build_engine
 from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.errors import ConfigError
-from moe_infinity.hosts.head import HEAD, ExpertHosts, Placement
+from moe_infinity.hosts.head import ExpertHosts, Placement
 from moe_infinity.hosts.local import LocalProcesses
-from moe_infinity.hosts.ownership import digest_of, owned_by, owners
+from moe_infinity.hosts.ownership import HEAD, digest_of, owners
 from moe_infinity.memory.host import AUTOMATIC_SHARE, num_host_slots
 from moe_infinity.memory.machine import available_memory_bytes
 
@@ -72,7 +72,7 @@ def _start(
     checkpoint: str, plan: Plan, reader: Reader, config: OffloadConfig, placement: Placement
 ) -> ExpertHosts:
     num_shares = config.expert_hosts + 1
-    num_experts = max(layer.num_experts for layer in plan.layers)
+    owners_LE = owners(plan.layers, num_shares)
     options = options_of(config)
     num_threads = None
     # Bits of transformers depend on the number of threads, those of our kernels do not.
@@ -88,8 +88,8 @@ def _start(
         placement,
         setup,
         digest_of(plan, reader),
-        owners_LE=owners(len(plan.layers), num_experts, num_shares),
-        own_LE=owned_by(HEAD, num_shares, plan.layers),
+        owners_LE=owners_LE,
+        own_LE=owners_LE == HEAD,
         timeout_s=config.expert_host_timeout,
     )
 

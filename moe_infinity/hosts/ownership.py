@@ -17,24 +17,19 @@ from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 
+HEAD = 0
+NOBODY = -1
 SAMPLE_BYTES = 64  # of one expert of every layer: enough to tell one fine-tuning from another
 
 
-def owners(num_layers: int, num_experts: int, num_shares: int) -> NDArray[np.int64]:
-    """[L, E]: of every expert, whose it is."""
-    layers_L1 = np.arange(num_layers)[:, None]
-    owners_LE: NDArray[np.int64] = (layers_L1 + np.arange(num_experts)) % num_shares
+def owners(layers: Sequence[ExpertsModule], num_shares: int) -> NDArray[np.int64]:
+    """[L, E]: whose share each expert is; NOBODY where a layer has fewer experts."""
+    experts_E = np.arange(max(layer.num_experts for layer in layers))
+    layers_L1 = np.arange(len(layers))[:, None]
+    num_L1 = np.array([layer.num_experts for layer in layers])[:, None]
+    owners_LE: NDArray[np.int64] = (layers_L1 + experts_E) % num_shares
+    owners_LE[experts_E[None, :] >= num_L1] = NOBODY
     return owners_LE
-
-
-def owned_by(share_idx: int, num_shares: int, layers: Sequence[ExpertsModule]) -> NDArray[np.bool_]:
-    """[L, E]: which experts are one share's."""
-    num_experts = max(layer.num_experts for layer in layers)
-    exists_LE = np.array([np.arange(num_experts) < layer.num_experts for layer in layers])
-    own_LE: NDArray[np.bool_] = exists_LE & (
-        owners(len(layers), num_experts, num_shares) == share_idx
-    )
-    return own_LE
 
 
 def digest_of(plan: Plan, reader: Reader) -> str:

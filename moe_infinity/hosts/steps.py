@@ -34,6 +34,7 @@ Event = Step | LayerRouting
 class RowsRequest(NamedTuple):
     """What happened since the last request, the newest last, and rows of the newest layer."""
 
+    number: int  # the answer has it, too
     events: Sequence[Event]
     share: Share
 
@@ -45,6 +46,7 @@ class RowsRequest(NamedTuple):
             events.append(fields)
             tensors |= {f"{idx} {name}": torch.from_numpy(array) for name, array in arrays.items()}
         fields = {
+            "number": self.number,
             "events": events,
             "experts": self.share.expert_idxs,
             "stops": self.share.stops,
@@ -68,7 +70,7 @@ class RowsRequest(NamedTuple):
             tensors["input"],
             fields["by_kernels"],
         )
-        return cls(events, share)
+        return cls(fields["number"], events, share)
 
 
 def _told(event: Event) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

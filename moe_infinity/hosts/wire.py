@@ -110,6 +110,9 @@ class Wire:
                 self._socket.sendall(piece)
         except OSError as error:
             raise HostLost(f"nothing can be sent: {error}") from error
+        except BaseException:  # Ctrl-C: the other end has a part of a message
+            self.close()
+            raise
 
     def receive(self) -> WireMessage:
         """Raises HostLost, also for what is no message."""
@@ -127,16 +130,22 @@ class Wire:
     def _read(self, num_bytes: int) -> bytearray:
         data = bytearray(num_bytes)
         left = memoryview(data)
+        is_begun = num_bytes != LENGTHS.size
         try:
             while left:
                 num_read = self._socket.recv_into(left)
                 if not num_read:
                     raise HostLost("it hung up")
                 left = left[num_read:]
+                is_begun = True
         except BlockingIOError as error:
             raise HostLost("it is silent") from error
         except OSError as error:
             raise HostLost(f"nothing can be received: {error}") from error
+        except BaseException:  # Ctrl-C: what is left of this message would be taken for the next
+            if is_begun:
+                self.close()
+            raise
         return data
 
     def close(self) -> None:

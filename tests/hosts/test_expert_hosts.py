@@ -7,10 +7,12 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +171,37 @@ def test_a_step_that_is_cut_short_leaves_no_answer_for_the_next_one(
         assert set(hosts_of(moe)) == {1}
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, 100])
+def test_ctrl_c_while_an_answer_comes_leaves_no_wrong_one(
+    num_bytes, checkpoint, placement, monkeypatch
+):
+    alone = logits(checkpoint)
+    with MoE(checkpoint, device="cpu", expert_hosts=1) as moe, torch.no_grad():
+        logits_of_steps(moe.model, IDS[:, :2])
+        wire = hosts_of(moe)[1].wire
+        read = wire._socket.recv_into
+        left = num_bytes
+
+        def interrupted(buffer: memoryview) -> int:
+            nonlocal left
+            if left == 0:
+                left = -1
+                raise KeyboardInterrupt
+            num_read = read(buffer[: left if left > 0 else len(buffer)])
+            left -= num_read if left > 0 else 0
+            return num_read
+
+        socket_of = SimpleNamespace(
+            recv_into=interrupted, sendall=wire._socket.sendall,
+            shutdown=wire._socket.shutdown, close=wire._socket.close,
+        )  # fmt: skip
+        monkeypatch.setattr(wire, "_socket", socket_of)
+        with pytest.raises(KeyboardInterrupt):
+            moe.model(IDS)
+        assert left == -1
+        assert torch.equal(logits_of_steps(moe.model, IDS, num_prompt=5), alone)
+
+
 # refused
 
 
@@ -255,3 +288,10 @@ def test_processes_that_are_killed_change_no_token_and_none_is_left(checkpoint):
         processes |= processes_of(moe)
     for process in processes.values():
         assert process.poll() is not None
+
+
+@pytest.mark.timeout(60)
+def test_a_host_that_ends_at_once_is_an_error(checkpoint, monkeypatch):
+    monkeypatch.setattr(LocalProcesses, "command", (sys.executable, "-c", "raise SystemExit(3)"))
+    with pytest.raises(ConfigError, match="number 1 ended before it was ready"):
+        MoE(checkpoint, device="cpu", expert_hosts=1)

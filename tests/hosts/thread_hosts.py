@@ -39,6 +39,9 @@ class ThreadHosts:
         except HostLost:
             pass
 
+    def has_ended(self, share_idx: int) -> bool:
+        return False
+
     def close(self) -> None:
         self.may_start.set()
         for thread in self.threads:
