@@ -24,7 +24,7 @@ from moe_infinity.memory.machine import available_memory_bytes
 
 # What a host needs of a config. The rest is about the model as a whole.
 OF_A_HOST = (
-    "host_memory", "device", "device_memory", "policy", "prefetch", "preload", "without",
+    "host_memory", "policy", "prefetch", "preload", "without",
     "config_from", "dtype", "expert_dtype", "exact", "experts_implementation",
     "trust_remote_code", "num_read_threads",
 )  # fmt: skip
@@ -43,6 +43,8 @@ def build_with_hosts(
     apart = [layer.name for layer in plan.layers if isinstance(layer.adapter, ListOfExperts)]
     if apart:
         raise ConfigError(f"expert_hosts: {apart[0]} calls its experts one by one, here only")
+    if parts.get("device_slots") is not None:
+        raise ConfigError("expert_hosts: experts compute on CPUs there, so use device='cpu'")
     placement = _placement(config)
     own = config
     if placement.is_one_machine and config.host_memory is None:  # share what is free
@@ -80,7 +82,7 @@ def _start(
         num_threads = max(torch.get_num_threads() // num_shares, 1)
     setup: dict[str, Any] = {
         "checkpoint": str(Path(checkpoint).resolve()) if Path(checkpoint).exists() else checkpoint,
-        "options": {name: options[name] for name in OF_A_HOST},
+        "options": {"device": "cpu", **{name: options[name] for name in OF_A_HOST}},
         "num_shares": num_shares,
         "num_threads": num_threads,
     }

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -245,13 +248,26 @@ def run_cluster(path: Path, experiment: ClusterExperiment) -> Iterator[dict[str,
         replace(each, sequence=each.sequence.first(experiment.num_tokens)) for each in recorded
     ]
     run = partial(run_cell, experiment, recorded, trace.num_experts)
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(mp_context=context, initializer=_end_with_parent) as processes:
         cells = product(
             experiment.policies, experiment.capacities, experiment.replicas, experiment.routers
         )
         rows = [processes.submit(run, *cell) for cell in cells]
         for row in rows:
             yield {"trace": str(path), **row.result()}
+
+
+def _end_with_parent() -> None:
+    """A process of the pool would outlive a parent that is killed."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:

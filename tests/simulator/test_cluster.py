@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +212,20 @@ def test_the_command_prints_a_table_and_names_mistakes(command, trace):
         found = command("simulate", trace, *args, *wrong)
         assert (found.code, found.out) == (1, "")
         assert found.said(said)
+
+
+@pytest.mark.slow
+def test_processes_end_with_a_command_that_is_killed(trace):
+    command = [sys.executable, "-m", "moe_infinity.cli", "simulate", str(trace), "--replicas", "1"]
+    command += ["--router", ",".join(["eam"] * 200), "--capacity", "50%"]
+    with subprocess.Popen(command, start_new_session=True) as it:
+        children = Path(f"/proc/{it.pid}/task/{it.pid}/children")
+        give_up_at = time.monotonic() + 60
+        while not (pids := children.read_text().split()):
+            assert time.monotonic() < give_up_at
+        time.sleep(1)
+        pids = children.read_text().split()
+        it.kill()
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.1)
