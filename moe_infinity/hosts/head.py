@@ -163,7 +163,8 @@ class ExpertHosts:
         self.running: dict[int, Host] = {}  # those that take part, by share
         self._ready: dict[int, Host] = {}  # those that may from the next step on
         self._pause_s = dict.fromkeys(range(1, self.num_hosts + 1), FIRST_PAUSE_S)
-        self._changing = Lock()  # of the two above and below
+        self._restarting: set[int] = set()  # each by one thread
+        self._changing = Lock()  # of the three above and the one below
         self._errors: dict[int, str] = {}  # why a host cannot be used, by share
         self._is_closed = Event()
         self._listener = socket.create_server((placement.listen_on, 0), backlog=self.num_hosts)
@@ -178,12 +179,12 @@ class ExpertHosts:
     def begin_step(self, step: Step) -> None:
         """A forward pass begins; hosts that are back take part from now on."""
         with self._changing:
-            ready, self._ready = self._ready, {}
-        for share_idx, host in ready.items():
-            if share_idx in self.running:
-                self.running[share_idx].wire.close()
-            self.running[share_idx] = host
-            self.own_LE &= self._owners_LE != share_idx
+            for share_idx, host in self._ready.items():
+                if share_idx in self.running:
+                    self.running[share_idx].wire.close()
+                self.running[share_idx] = host
+                self.own_LE &= self._owners_LE != share_idx
+            self._ready.clear()
         for host in self.running.values():
             host.note(step)
 
@@ -208,8 +209,12 @@ class ExpertHosts:
         logger.warning(
             "expert host %d is given up, its share is computed here: %s", share_idx, error
         )
-        self.running.pop(share_idx).wire.close()
         self.own_LE |= self._owners_LE == share_idx
+        with self._changing:
+            self.running.pop(share_idx).wire.close()
+            if share_idx in self._restarting:  # it was lost again before that was seen
+                return
+            self._restarting.add(share_idx)
         Thread(target=self._restart, args=(share_idx,), daemon=True).start()
 
     def _restart(self, share_idx: int) -> None:
@@ -223,6 +228,7 @@ class ExpertHosts:
             while time.monotonic() < give_up_at and not self._is_closed.wait(GLANCE_S):
                 with self._changing:
                     if share_idx in self._ready or share_idx in self.running:
+                        self._restarting.discard(share_idx)
                         return
                     if share_idx in self._errors:
                         break

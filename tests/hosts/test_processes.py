@@ -25,7 +25,8 @@ from tests.gguf_files import build
 IDS = torch.arange(3, 27).view(2, 12)
 NUM_TOKENS = 60
 NUM_MOMENTS = 10
-BACK_S = 60.0
+BACK_S = 120.0
+PAUSE_S = 0.5  # between answers: a host that starts needs a core, too
 HEAD, HOST = "10.213.77.1", "10.213.77.2"
 NAMESPACE, OUTER, INNER = "moe-infinity", "moe-infinity0", "moe-infinity1"
 
@@ -71,6 +72,7 @@ def survives(
             while running is None or running is not hosts.running.get(1):
                 running = hosts.running.get(1)
                 assert time.monotonic() < give_up_at
+                time.sleep(PAUSE_S)
                 assert torch.equal(tokens(moe), alone)
         assert isinstance(hosts.placement, LocalProcesses)
         (process,) = hosts.placement.processes.values()
