@@ -24,14 +24,27 @@ class LayerRecipes:
     def __init__(self, recipes: Sequence[Recipe], *, is_transposed: bool) -> None:
         self.recipes = tuple(recipes)
         self._is_transposed = is_transposed
+        self.layout = self._arranged()
+
+    def split(self) -> None:
+        """Let slots have weights that lie apart in the checkpoint one by one. `computing` then
+        hands them on as lists.
+        """
+        for recipe in self.recipes:
+            recipe.split()
+        self.layout = self._arranged()
+
+    def _arranged(self) -> ExpertLayout:
+        """Parts lie in a slot in the order they have in the file."""
         shapes: Shapes = {}
-        for recipe in recipes:
+        for recipe in self.recipes:
             shapes |= recipe.slot_shapes()
-        self.layout = self._laid_out(shapes)
-        if (places := self._places(0)) is not None:  # parts lie in a slot as they do in the file
-            begins = {at: (str(extent.file), extent.offset) for extent, at in places}
-            specs = sorted(self.layout.params, key=lambda spec: begins[spec.offset])
-            self.layout = self._laid_out({spec.name: shapes[spec.name] for spec in specs})
+        layout = self._laid_out(shapes)
+        if (places := self._places(0)) is None:
+            return layout
+        begins = {at: (str(extent.file), extent.offset) for extent, at in places}
+        specs = sorted(layout.params, key=lambda spec: begins[spec.offset])
+        return self._laid_out({spec.name: shapes[spec.name] for spec in specs})
 
     def _laid_out(self, shapes: Shapes) -> ExpertLayout:
         """A slot that has these in that order, which the recipes are told."""
@@ -81,12 +94,12 @@ class LayerRecipes:
     def _apart(self, num_experts: int) -> dict[str, int] | None:
         """By part, how far it is from the first one in the file. None if that differs."""
         names = [spec.name for recipe in self.recipes for spec in recipe.stored]
-        # A parameter that is not packed has to be in one piece.
-        if self._places(0) is None or not all(recipe.is_packed for recipe in self.recipes):
+        if self._places(0) is None:
             return None
         found: set[tuple[int, ...]] = set()
         for expert_idx in range(num_experts):
             extents = [each for recipe in self.recipes for each in recipe.extents(expert_idx)]
+            # A parameter that is neither packed nor split has to be in one piece.
             if len(extents) != len(names) or len({extent.file for extent in extents}) > 1:
                 return None
             first = min(extent.offset for extent in extents)
@@ -124,13 +137,13 @@ class LayerRecipes:
         """`compute`, which takes parameters, as a function of the views of a slot: packed
         parameters are unpacked each time.
         """
-        if not self.is_packed:
+        if not any(recipe.is_in_parts for recipe in self.recipes):
             return compute
 
-        def compute_packed(slot: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-            params: dict[str, Tensor] = {}
+        def compute_from_parts(slot: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            params: dict[str, Any] = {}
             for recipe in self.recipes:
                 params |= recipe.params(slot)
             return compute(params, *args, **kwargs)
 
-        return compute_packed
+        return compute_from_parts

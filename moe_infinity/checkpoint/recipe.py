@@ -59,8 +59,11 @@ class Source:
         return (shape[0] // self.num_parts, *shape[1:]) if self.num_parts else shape
 
     def stored_shapes(self) -> Shapes:
-        """What is stored of one expert, by role; packed weights without the experts' dimension."""
-        first = int(self.packed is not None and self.packed.is_stacked)
+        """What is stored of one expert, by role, without the experts' dimension."""
+        is_stacked = self.weights[0].shape[0] == self.num_parts
+        if self.packed is not None:
+            is_stacked = self.packed.is_stacked
+        first = int(is_stacked)
         return {
             role: (self._shape_of_one(part.shape)[first:], part.dtype)
             for role, part in self.weights[0].parts
@@ -95,12 +98,28 @@ class Recipe:
     converter: Any | None  # transformers' WeightConverter; None: the checkpoint has the parameter
     config: Any  # of the model; some conversions read it
     only_concatenates: bool = False
+    is_split: bool = False  # a slot has the sources one by one, although they are not packed
     stored: tuple[ParamSpec, ...] = ()  # all parts in a slot, in the order of `slot_shapes`
-    weights: tuple[WeightLayout, ...] = ()  # in a slot: of each target or, packed, of each source
+    # In a slot: of each target or, packed or split, of each source.
+    weights: tuple[WeightLayout, ...] = ()
 
     @property
     def is_packed(self) -> bool:
         return any(source.packed is not None for source in self.sources)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether a slot has the sources, and not the parameters."""
+        return self.is_packed or self.is_split
+
+    def split(self) -> None:
+        """If the parameter is weights of all experts one below the other, let a slot have these one
+        by one: so they may lie there as far from each other as in their file.
+        """
+        shapes = [shape for s in self.sources for shape, _ in s.stored_shapes().values()]
+        is_stacked = all(source.num_parts and not source.packed for source in self.sources)
+        is_in_rows = self.only_concatenates and all(len(shape) == 2 for shape in shapes)
+        self.is_split = is_stacked and is_in_rows and len(shapes) > 1
 
     def kind(self) -> tuple[Any, ...]:
         """Recipes of one kind behave alike, so that one trial answers for all of them."""
@@ -113,7 +132,7 @@ class Recipe:
     def slot_shapes(self) -> Shapes:
         """What a slot is to hold for this recipe."""
         specs = list(self.targets.values())
-        if not self.is_packed:
+        if not self.is_in_parts:
             return {spec.name: (spec.shape, spec.dtype) for spec in specs}
         return {
             f"{specs[0].name} {at} {role}": shape_and_dtype
@@ -126,7 +145,7 @@ class Recipe:
         the experts' class has matrices as [C, R].
         """
         self.stored = tuple(specs[name] for name in self.slot_shapes())
-        if not self.is_packed:
+        if not self.is_in_parts:
             weights = [WeightLayout.plain(s, is_transposed=is_transposed) for s in self.stored]
         else:
             parts = iter(self.stored)
@@ -150,7 +169,7 @@ class Recipe:
         converted on the way.
         """
         extents = self.extents(expert_idx)
-        if self.is_packed:
+        if self.is_in_parts:
             offsets = [spec.offset for spec in self.stored]
         elif self.only_concatenates:
             sizes = [extent.num_bytes for extent in extents[:-1]]
@@ -177,14 +196,19 @@ class Recipe:
             slot[spec.offset : spec.offset + spec.num_bytes] = flat.data
 
     def _read(self, source: Source, expert_idx: int, reader: Reader) -> Tensor:
-        ((shape, dtype),) = source.stored_shapes().values()
+        ((_, dtype),) = source.stored_shapes().values()
         (extent,) = source.extents(expert_idx)
         raw = bytearray(extent.num_bytes)
         reader.read_into(extent, memoryview(raw))
-        return torch.frombuffer(raw, dtype=getattr(torch, dtype)).view(shape)
+        return torch.frombuffer(raw, dtype=getattr(torch, dtype)).view(source.shape)
 
-    def params(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters, from the views of a slot that holds what is stored."""
+    def params(self, slot: dict[str, Tensor]) -> dict[str, Any]:
+        """The parameters, from the views of a slot that holds what is stored. One that is split is
+        a list of tensors.
+        """
+        if self.is_split:
+            (spec,) = self.targets.values()
+            return {spec.name: [slot[part.name] for part in self.stored]}
         if not self.is_packed:
             return {part.name: slot[part.name] for part in self.stored}
         weights = [weight.unpacked(slot, self._dtype) for weight in self.weights]

@@ -27,6 +27,19 @@ if TYPE_CHECKING:
     from moe_infinity.architectures.small_batch import SmallBatchSteps
 
 
+def in_slots(plan: Plan, config: OffloadConfig) -> Plan:
+    """How experts lie in slots. Raises UnsupportedModelError for an `expert_dtype` that they cannot
+    have.
+    """
+    if config.expert_dtype is not None:
+        return packed_on_load(plan, config.expert_dtype)
+    if not config.is_exact:  # two products in place of one may have other bits
+        for layer, recipes in zip(plan.layers, plan.recipes, strict=True):
+            if layer.is_transposed is False:
+                recipes.split()
+    return plan
+
+
 class ComputeDevice:
     """Raises ConfigError if the configured device is not there."""
 
@@ -44,8 +57,7 @@ class ComputeDevice:
         """Before anything large is read: how experts lie in slots, and the slots of the device.
         Raises ConfigError.
         """
-        if self._config.expert_dtype is not None:
-            plan = packed_on_load(plan, self._config.expert_dtype)
+        plan = in_slots(plan, self._config)
         if self._cuda_device is not None:
             self.slots = self._make_slots(self._cuda_device, plan, dense_bytes)
         return plan

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from moe_infinity.checkpoint.loading import plan_from_headers
-from moe_infinity.checkpoint.packed_on_load import packed_on_load
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.build import build_engine
+from moe_infinity.engine.device import in_slots
 from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import HostLost, MoEInfinityError
 from moe_infinity.hosts.ownership import digest_of, owners
@@ -49,8 +49,7 @@ class ExpertHost:
             config_from=config.config_from,
             trust_remote_code=config.trust_remote_code,
         )
-        if config.expert_dtype is not None:
-            plan = packed_on_load(plan, config.expert_dtype)
+        plan = in_slots(plan, config)
         reader = Reader(num_threads=config.num_read_threads)
         self.digest = digest_of(plan, reader)
         self.engine = build_engine(

@@ -3,7 +3,8 @@ is tested against.
 
 T tokens, R rows of one expert, D model width, F expert width. Weights come by name, without the
 expert dimension: gate_up_proj [2F, D] (or up_proj [F, D]) and down_proj [D, F]; transposed where
-the architecture stores them so.
+the architecture stores them so. One that is not transposed may be a list of matrices, one below the
+other.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Weight = Tensor | list[Tensor]
 
-def expert_mlp(experts: Any, weights: Mapping[str, Tensor], x_RD: Tensor) -> Tensor:
+
+def expert_mlp(experts: Any, weights: Mapping[str, Weight], x_RD: Tensor) -> Tensor:
     """[R, D] -> [R, D]. `experts` is the architecture's own experts module: it knows its activation
     and its layout.
     """
@@ -28,9 +31,14 @@ def expert_mlp(experts: Any, weights: Mapping[str, Tensor], x_RD: Tensor) -> Ten
     return out
 
 
-def _linear(experts: Any, weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    weight = weights[name] if experts.is_transposed else weights[name].t()
-    out = torch.mm(x.to(weight.dtype), weight)
+def _linear(experts: Any, weights: Mapping[str, Weight], name: str, x: Tensor) -> Tensor:
+    weight = weights[name]
+    if isinstance(weight, list):
+        out = torch.cat([torch.mm(x.to(part.dtype), part.t()) for part in weight], dim=1)
+    else:
+        out = torch.mm(x.to(weight.dtype), weight if experts.is_transposed else weight.t())
     if experts.has_bias:
-        out += weights[name + "_bias"]
+        bias = weights[name + "_bias"]
+        assert isinstance(bias, Tensor), name
+        out += bias
     return out
