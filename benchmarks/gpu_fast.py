@@ -35,6 +35,7 @@ from moe_infinity import MoE
 from moe_infinity.cuda import graphed_step
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.reports import ReportPoller
+from moe_infinity.cuda.slot_kernels import SlotWork
 from moe_infinity.kernels.cuda import reference as slot_reference
 
 FAST: dict[str, Any] = {"experts_implementation": "fast"}
@@ -108,11 +109,11 @@ def known_pointers(moe: MoE) -> Iterator[None]:
     layers, table = steps_of(moe).layers, steps_of(moe).table
     address_LE = table.address_S[table.slot_LE.long()]
 
-    def compute(
-        moe_layer_idx: int, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, load: Any
-    ) -> Tensor:
-        mlp, pointers_TK = layers.mlps[moe_layer_idx], address_LE[moe_layer_idx][index_TK]
-        return layers.kernels.slot_moe(mlp, x_TD.contiguous(), pointers_TK, weights_TK.contiguous())
+    def compute(moe_layer_idx: int, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        mlp = layers.mlps[moe_layer_idx]
+        work = SlotWork(layers.kernels, mlp, x_TD, index_TK, weights_TK)
+        work.compute(address_LE[moe_layer_idx])
+        return work.sum()
 
     with mock.patch.object(layers, "compute", compute):
         yield
@@ -182,11 +183,12 @@ def kernels_agree(check: Check, moe: MoE, shape: Shape) -> None:
     keys = keys[: shape.config.num_experts_per_tok]
     x_TD = torch.randn(1, shape.config.hidden_size).bfloat16()
     weights_TK = torch.rand(1, len(keys))
-    at = [host.slots.address_of(host.table.slot_of(key)) for key in keys]
-    pointers_TK = torch.tensor([at])
-    expected = slot_reference.slot_moe(layers.mlps[0], x_TD, pointers_TK, weights_TK)
-    inputs = (t.to(check.device) for t in (x_TD, pointers_TK, weights_TK))
-    found = layers.kernels.slot_moe(layers.mlps[0], *inputs).cpu()
+    pointers_E = torch.tensor([host.slots.address_of(host.table.slot_of(key)) for key in keys])
+    given = x_TD, torch.arange(len(keys))[None], weights_TK
+    expected = slot_reference.slot_moe(layers.mlps[0], *given, pointers_E)
+    work = SlotWork(layers.kernels, layers.mlps[0], *(t.to(check.device) for t in given))
+    work.compute(pointers_E.to(check.device))
+    found = work.sum().cpu()
     error = (found - expected).abs().max() / expected.abs().max()
     check.add("slot_moe as its reference", bool(error <= torch.finfo(torch.bfloat16).eps))
     check.add("slot_moe, largest difference", float(error), "of max", shape=shape.name)

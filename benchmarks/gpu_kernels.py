@@ -27,7 +27,7 @@ import torch
 from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
 from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.cuda.device_table import ABSENT, DeviceTable
-from moe_infinity.cuda.slot_kernels import MAX_PAIRS, slot_kernels
+from moe_infinity.cuda.slot_kernels import MAX_PAIRS, SlotWork, slot_kernels
 from moe_infinity.experts import ExpertKey, ExpertLayout, ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp, slot_mlp
@@ -130,25 +130,32 @@ class Layers:
             for e in range(sizes.num_experts)
         ]
         at, step = self.host.data_ptr(), layout.slot_bytes
-        self.table.upload_residency({key: slot for slot, key in enumerate(keys)})
-        self.table.set_host_addresses({key: at + i * step for i, key in enumerate(keys)})
+        self.table.upload_residency(
+            {key: slot for slot, key in enumerate(keys)},
+            {key: at + i * step for i, key in enumerate(keys)},
+        )
         pairs = torch.rand(sizes.num_layers, sizes.num_tokens, sizes.num_experts).argsort(2)
         self.index_LTK = pairs[:, :, : sizes.top_k].contiguous().to(CUDA)
-        firsts = torch.arange(sizes.num_layers, device=CUDA)[:, None, None] * sizes.num_experts
-        self.offsets_LTK = (firsts + self.index_LTK) * layout.slot_bytes
+        cells = torch.arange(num_slots, device=CUDA).view(sizes.num_layers, sizes.num_experts)
+        self.offsets_LE = cells * layout.slot_bytes
         self.x = torch.randn(sizes.num_tokens, sizes.width, device=CUDA).bfloat16()
         self.weights = torch.rand(sizes.num_tokens, sizes.top_k, device=CUDA)
 
     def step(self, *, machinery: bool = True, compute: bool = True) -> None:
         """All layers, all hits; without the machinery from pointers that are known."""
-        pointers_LTK = self.slots.data_ptr() + self.offsets_LTK
+        pointers_LE = self.slots.data_ptr() + self.offsets_LE
         for moe_layer_idx, index_TK in enumerate(self.index_LTK):
-            pointers_TK = pointers_LTK[moe_layer_idx]
+            pointers_E = pointers_LE[moe_layer_idx]
             if machinery:
-                pointers_TK = self.kernels.resolve(self.table, moe_layer_idx, index_TK)
-                self.kernels.fill(self.table, pointers_TK)
+                pointers_E = self.kernels.resolve(self.table, moe_layer_idx, index_TK)
+                self.kernels.fill(self.table, self.num_pairs)
             if compute:
-                self.kernels.slot_moe(self.mlp, self.x, pointers_TK, self.weights)
+                self._compute(index_TK, pointers_E)
+
+    def _compute(self, index_TK: torch.Tensor, pointers_E: torch.Tensor) -> None:
+        work = SlotWork(self.kernels, self.mlp, self.x, index_TK, self.weights)
+        work.compute(pointers_E)
+        work.sum()
 
     def resolve_missing(self) -> None:
         """Every pair takes a slot. Where experts are is not true any more."""
@@ -157,20 +164,19 @@ class Layers:
             self.kernels.resolve(self.table, moe_layer_idx, index_TK)
 
     def step_through_the_link(self) -> None:
-        pointers_LTK = self.host.data_ptr() + self.offsets_LTK
-        for pointers_TK in pointers_LTK:
-            self.kernels.slot_moe(self.mlp, self.x, pointers_TK, self.weights)
+        pointers_LE = self.host.data_ptr() + self.offsets_LE
+        for index_TK, pointers_E in zip(self.index_LTK, pointers_LE, strict=True):
+            self._compute(index_TK, pointers_E)
 
     def fill_all(self, num_missed: int) -> None:
         """So many misses in every layer."""
-        offsets_LP = self.offsets_LTK.flatten(1)
-        sources_LP = self.host.data_ptr() + offsets_LP
-        sources_LP[:, num_missed:] = 0
-        pointers_LP = self.slots.data_ptr() + offsets_LP
-        for pointers_P, sources_P in zip(pointers_LP, sources_LP, strict=True):
-            self.table.pointers_P[: self.num_pairs].copy_(pointers_P)
-            self.table.sources_P[: self.num_pairs].copy_(sources_P)
-            self.kernels.fill(self.table, pointers_P)
+        copies_2E = self.table.copies_2E
+        for index_TK, offsets_E in zip(self.index_LTK, self.offsets_LE, strict=True):
+            offsets_P = offsets_E[index_TK.flatten()]
+            copies_2E.zero_()
+            copies_2E[0, :num_missed] = self.host.data_ptr() + offsets_P[:num_missed]
+            copies_2E[1, :num_missed] = self.slots.data_ptr() + offsets_P[:num_missed]
+            self.kernels.fill(self.table, self.num_pairs)
 
 
 def captured_us(step: Callable[[], object], rounds: int) -> float:

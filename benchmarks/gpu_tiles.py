@@ -21,13 +21,12 @@ from gpu_kernels import KINDS, Layers, Sizes, captured_us, ceilings, gbps
 OTHERS = {
     "UP_LOADS": (128, 512),
     "UP_WARPS": (2, 8),
-    "DOWN_LOADS": (512, 2048),
-    "DOWN_WARPS": (4, 16),
-    "DOWN_STAGES": (2, 3, 4),
+    "DOWN_LOADS": (1024, 2048),
+    "DOWN_WARPS": (2, 8),
     "MAX_CHUNKS": (64,),
     "MAX_ROWS": (8, 32),
 }
-OF_AWQ = {"AWQ_ROWS": (16, 64), "AWQ_WARPS": (2, 8), "DOWN_STAGES": (2, 3, 4)}
+OF_AWQ = {"AWQ_ROWS": (16, 64), "AWQ_WARPS": (2, 8)}
 
 
 def rows_of(sizes: Sizes, rounds: int, read_gbps: float) -> Iterator[dict[str, Any]]:
@@ -64,7 +63,7 @@ def tiles_of(layers: Layers) -> tuple[Any, ...]:
 
     up = tiles.tile_of(layers.mlp.gate, tiles.UP_LOADS, tiles.UP_WARPS)
     down = tiles.tile_of(layers.mlp.down, tiles.DOWN_LOADS, tiles.DOWN_WARPS)
-    return *up.values(), *down.values(), tiles.DOWN_STAGES
+    return *up.values(), *down.values()
 
 
 def main() -> None:

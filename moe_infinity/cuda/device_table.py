@@ -1,6 +1,6 @@
 """Which experts are in device memory. The device decides it during a step, the host between steps.
 
-    host    upload_residency, set_host_addresses         between steps, in stream order
+    host    upload_residency                             before the first step that it decides
     device  resolve, fill, slot_moe (slot_kernels.py)    within a step, without asking the host
     host    read_report -> LayerReport, upload_scores    at any time, also while a step runs
 
@@ -17,19 +17,18 @@ NOT_REPORTED until it is written, so the host relies on no order among them; aft
 there. Scores are uploaded on a stream of their own. A miss sees the old scores or the new ones,
 which changes the expert that is evicted, and no token.
 
-Everything else is enqueued on the current stream, which has to be the one that steps run on: so a
-step sees what was uploaded before it began. Before a HOST slot is given to another expert, the host
-waits for the steps under way, and before the next step it sets the old expert's address to 0 (on
-disk). A step that asks for an expert on disk *needs replay*: the report of that layer says so, and
-the layers after it compute nothing, take no slot and count nothing.
+The device decides only while host memory has all experts, whose addresses then stay as they are.
+Everything but scores is enqueued on the current stream, which has to be the one that steps run on:
+so a step sees what was uploaded before it began.
 
-Legend: L MoE layers, E experts of a layer, S slots, P (token, k) pairs of a step, H parts.
+Legend: L MoE layers, E experts of a layer, S slots, P (token, k) pairs of a step, H parts, W words
+of a report.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -41,10 +40,10 @@ from moe_infinity.experts import ExpertKey
 
 ABSENT = -1  # in place of a slot
 FREE = -1  # in place of the owner of a slot
-# In place of the slot that a pair took, beside ABSENT for an expert read through the link:
+NO_EXPERT = -1  # in place of the id of a pair
+# In place of the slot that an expert took, beside ABSENT for one that is read through the link:
 NOT_REPORTED = -2  # also in place of an expert id: the layer has not run yet, or will not run
-ON_DISK = -3  # the expert cannot be read
-NOTHING = -4  # no slot taken: a hit, the same expert as an earlier pair, or no expert
+NOTHING = -4  # no slot taken: a hit, or not used
 
 # With two parts as many experts hit as with scores for each layer. With one part the first layers
 # would have nothing to evict. experiments.md, "A device that decides alone".
@@ -56,13 +55,8 @@ ADDRESS_BYTES = 16  # every address is a multiple of it: kernels load so many by
 class LayerReport(NamedTuple):
     """What the device did in one MoE layer of a step."""
 
-    expert_P: NDArray[np.int64]  # the expert of each pair, -1 for none
-    misses: dict[ExpertKey, int]  # the slots they took; ABSENT: read through the link; ON_DISK
-
-    @property
-    def needs_replay(self) -> bool:
-        """Whether an expert of this layer is on disk only."""
-        return ON_DISK in self.misses.values()
+    expert_P: NDArray[np.int64]  # the expert of each pair, NO_EXPERT for none
+    misses: dict[ExpertKey, int]  # the slots they took; ABSENT: read through the link
 
 
 class DeviceTable:
@@ -76,8 +70,8 @@ class DeviceTable:
         num_experts: int,
         max_pairs: int,
     ) -> None:
-        """`slots_SB`: uint8 [slots, bytes of a slot]. At first all slots are free, and all experts
-        on disk.
+        """`slots_SB`: uint8 [slots, bytes of a slot]. At first all slots are free, and it is not
+        known where experts are.
         """
         num_slots, slot_bytes = slots_SB.shape
         assert slot_bytes % ADDRESS_BYTES == slots_SB.data_ptr() % ADDRESS_BYTES == 0, slot_bytes
@@ -90,7 +84,7 @@ class DeviceTable:
         cells = num_layers, num_experts
         places_S = torch.arange(num_slots, device=device)
         self.slot_LE = torch.full(cells, ABSENT, dtype=torch.int32, device=device)
-        self.host_LE = torch.zeros(cells, dtype=torch.int64, device=device)  # addresses; 0: on disk
+        self.host_LE = torch.zeros(cells, dtype=torch.int64, device=device)  # addresses
         self.address_S = slots_SB.data_ptr() + slot_bytes * places_S
         self.owner_S = torch.full((num_slots,), FREE, dtype=torch.int32, device=device)  # cells
         num_parts = min(NUM_PARTS, num_layers)
@@ -98,38 +92,34 @@ class DeviceTable:
         self.scores_LHE = torch.zeros(
             num_layers, num_parts, num_experts, dtype=torch.float64, device=device
         )
-        # Of the layer that was resolved last: the address of each pair's expert, 0 for none, and
-        # the address that it has to be copied from first, 0 if it is there.
-        self.pointers_P = torch.zeros(max_pairs, dtype=torch.int64, device=device)
-        self.sources_P = torch.zeros(max_pairs, dtype=torch.int64, device=device)
-        # Whether the step needs replay, and how many pairs of the step chose each expert.
-        self.replay_flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self.uses_LE = torch.zeros(cells, dtype=torch.int32, device=device)
-        # In host memory, for each layer: the experts of its pairs, and the slots that they took.
+        # Of the layer that was resolved last. By expert: how many pairs use it, and its address, 0
+        # if it is not used. Of each missed one that took a slot: where from and where to it has to
+        # be copied; 0 for the rest.
+        self.uses_E = torch.zeros(num_experts, dtype=torch.int32, device=device)
+        self.pointers_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.copies_2E = torch.zeros(2, num_experts, dtype=torch.int64, device=device)
         on_gpu = device.type == "cuda"
-        shape = (num_layers, 2, max_pairs)
-        self.reports_L2P = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self._reports_L2P = self.reports_L2P.numpy()
+        # In host memory, for each layer: the slots that experts took, and the experts of its pairs.
+        shape = (num_layers, num_experts + max_pairs)
+        self.reports_LW = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._reports_LW = self.reports_LW.numpy()
         self._staged_scores_LHE = torch.empty(
             self.scores_LHE.shape, dtype=torch.float64, device="cpu", pin_memory=on_gpu
         )
         self._step_end = torch.cuda.Event() if on_gpu else None  # of the step launched last
         self._upload_stream = torch.cuda.Stream(device) if on_gpu else None
-        self.host_addresses: dict[ExpertKey, int] = {}  # by set_all_host_addresses()
         self.begin_step()
 
     # Of a step
 
     def begin_step(self) -> None:
         """Clear the reports for the next step. No step is under way."""
-        self._reports_L2P.fill(NOT_REPORTED)
+        self._reports_LW.fill(NOT_REPORTED)
 
     def end_step(self) -> None:
         """Mark the end of the step, all of which was launched."""
         if self._step_end is not None:
-            self._step_end.record(torch.cuda.current_stream(self.replay_flag.device))
-        self.replay_flag.zero_()
-        self.uses_LE.zero_()
+            self._step_end.record(torch.cuda.current_stream(self.slot_LE.device))
 
     def is_over(self) -> bool:
         """Whether the device has finished what was launched before end_step()."""
@@ -142,24 +132,14 @@ class DeviceTable:
 
     def read_report(self, moe_layer_idx: int, num_pairs: int) -> LayerReport | None:
         """What the step did in this layer, which had so many pairs; None if not reported so far."""
-        report_2P = self._reports_L2P[moe_layer_idx, :, :num_pairs].astype(np.int64)
-        if (report_2P == NOT_REPORTED).any():
+        words_W = self._reports_LW[moe_layer_idx, : self.num_experts + num_pairs].astype(np.int64)
+        if (words_W == NOT_REPORTED).any():
             return None
-        expert_P, slot_P = report_2P
-        missed = slot_P != NOTHING
-        pairs = zip(expert_P[missed].tolist(), slot_P[missed].tolist(), strict=True)
+        slot_E, expert_P = np.split(words_W, [self.num_experts])
+        missed = np.nonzero(slot_E != NOTHING)[0].tolist()
         return LayerReport(
-            expert_P, {ExpertKey(moe_layer_idx, expert): slot for expert, slot in pairs}
+            expert_P, {ExpertKey(moe_layer_idx, expert): int(slot_E[expert]) for expert in missed}
         )
-
-    def needs_replay(self) -> bool:
-        """Whether the step asked for an expert on disk. Waits for what was launched of it."""
-        return bool(self.replay_flag)
-
-    def prepare_retry(self, moe_layer_idx: int) -> None:
-        """Let this layer be resolved and reported again. Its experts are no longer on disk only."""
-        self.replay_flag.zero_()
-        self._reports_L2P[moe_layer_idx] = NOT_REPORTED
 
     # What the host uploads
 
@@ -167,22 +147,25 @@ class DeviceTable:
         """The part that this layer belongs to."""
         return bisect_left(self.last_layers, moe_layer_idx)
 
-    def upload_residency(self, slot_of: Mapping[ExpertKey, int]) -> None:
+    def upload_residency(
+        self, slot_of: Mapping[ExpertKey, int], host_addresses: Mapping[ExpertKey, int]
+    ) -> None:
         """Replace everything but the scores: these experts are resident, the other slots are free,
-        and all experts count as on disk until their host addresses are set. No step is under way.
+        and experts lie at these addresses in page-locked host memory. No step is under way.
         """
         assert len(set(slot_of.values())) == len(slot_of), slot_of
+        assert not any(at % ADDRESS_BYTES for at in host_addresses.values()), host_addresses
         slot_LE = np.full(self.slot_LE.shape, ABSENT, np.int32)
         owner_S = np.full(self.owner_S.shape, FREE, np.int32)
+        host_LE = np.zeros(self.host_LE.shape, np.int64)
         for key, slot_id in slot_of.items():
             slot_LE[key] = slot_id
             owner_S[slot_id] = self._cell(key)
+        for key, address in host_addresses.items():
+            host_LE[key] = address
         self.slot_LE.copy_(torch.from_numpy(slot_LE))
         self.owner_S.copy_(torch.from_numpy(owner_S))
-        self.host_LE.zero_()
-        self.host_addresses = {}
-        self.replay_flag.zero_()
-        self.uses_LE.zero_()
+        self.host_LE.copy_(torch.from_numpy(host_LE))
         self.begin_step()
 
     def upload_scores(self, scores_LHE: NDArray[np.float64], first_layer: int = 0) -> None:
@@ -197,33 +180,8 @@ class DeviceTable:
         with torch.cuda.stream(self._upload_stream):  # None, without a GPU: does nothing
             self.scores_LHE[layers].copy_(self._staged_scores_LHE[layers], non_blocking=True)
 
-    def set_host_addresses(self, addresses: Mapping[ExpertKey, int]) -> None:
-        """Set where these experts lie in page-locked host memory; 0: they are on disk only."""
-        assert not any(at % ADDRESS_BYTES for at in addresses.values()), addresses
-        self.host_LE.view(-1).index_copy_(
-            0, self._to_device(map(self._cell, addresses)), self._to_device(addresses.values())
-        )
-
-    def set_all_host_addresses(self, addresses: Mapping[ExpertKey, int]) -> None:
-        """The same for all experts: those without an address are on disk only."""
-        known = self.host_addresses
-        changed = dict.fromkeys(known.keys() - addresses.keys(), 0)
-        changed |= {key: at for key, at in addresses.items() if known.get(key) != at}
-        if changed:
-            self.set_host_addresses(changed)
-        self.host_addresses = dict(addresses)
-
     def _cell(self, key: ExpertKey) -> int:
         return key.moe_layer_idx * self.num_experts + key.expert_idx
-
-    def _to_device(self, numbers: Iterable[int]) -> Tensor:
-        """int64 [N] on the device. Nobody waits for the copy: torch reuses page-locked memory only
-        after the copies from it are over.
-        """
-        numbers_N = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
-        if self._step_end is not None:
-            numbers_N = numbers_N.pin_memory()
-        return numbers_N.to(self.slot_LE.device, non_blocking=True)
 
     def resident_slots(self) -> dict[ExpertKey, int]:
         """The experts that have a slot, and the slot. Waits for the device."""

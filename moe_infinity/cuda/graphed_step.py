@@ -5,9 +5,7 @@
     StaticCache, later steps                 captured once, replayed with new inputs
 
 GraphedStep replaces `model.forward`. The inputs of a graph are all tensors among the arguments.
-The other arguments and the cache are part of the graph: if they change, another one is captured. A
-step that needs replay (device_steps.py) is run again without a graph, after the cache was restored
-(cache_state.py).
+The other arguments and the cache are part of the graph: if they change, another one is captured.
 
 Private names of torch used here: `torch.utils._pytree`, and two of `torch._C` (`_leave_pool`).
 """
@@ -27,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import PreTrainedModel, StaticCache
 from transformers.utils import ModelOutput
 
-from moe_infinity.cuda.cache_state import CacheSnapshot, can_capture, state_of
+from moe_infinity.cuda.cache_state import can_capture, state_of
 from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.cuda.static_windows import StaticWindows
 from moe_infinity.memory.cuda import CAPTURING
@@ -64,7 +62,6 @@ class GraphedStep:
     def _forget(self) -> None:
         self._cache: StaticCache | None = None
         self._constants: list[Any] | None = None  # what the graph was captured with
-        self._snapshot: CacheSnapshot | None = None
         self._inputs: list[Any] = []  # tensors that the graph reads, among values that are constant
         self._graph: Callable[[], Any] | None = None
         self._num_eager = 0
@@ -76,17 +73,8 @@ class GraphedStep:
             self._forget()  # before another cache takes memory, or a prompt continues in this one
         if not self._steps.has_begun:
             return self._forward(*args, **kwargs)
-        with self._steps.running(is_checked=not may_be_captured):
-            if not may_be_captured:
-                return self._forward(*args, **kwargs)
-            out = self._run(cache, kwargs)
-        if self._steps.needs_replay():
-            assert self._snapshot is not None
-            self._snapshot.restore()
-            with self._steps.running(is_checked=True):
-                out = self._forward(**kwargs)
-            StaticWindows(cache).catch_up()
-        return out
+        with self._steps.running():
+            return self._run(cache, kwargs) if may_be_captured else self._forward(*args, **kwargs)
 
     def _run(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
         """One step, as a graph if it was warmed up; of `kwargs` the cache is one."""
@@ -100,9 +88,6 @@ class GraphedStep:
             self._forget()
             self._cache = cache
             self._constants = constants
-        if self._steps.may_need_replay:
-            self._snapshot = self._snapshot or CacheSnapshot(cache)
-            self._snapshot.save()
         may_capture = not self._has_failed and not torch.is_grad_enabled()
         if self._graph is None and may_capture and self._num_eager >= WARM_UP_STEPS:
             self._capture(windows, {CACHE: cache}, values, spec)

@@ -18,7 +18,7 @@ import numpy as np
 from moe_infinity.cuda.device_table import DeviceTable, LayerReport
 from moe_infinity.cuda.step_bookkeeping import StepBookkeeping
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.experts import ExpertKey, Step
+from moe_infinity.experts import Step
 
 POLL_TIMEOUT_S = 10.0  # then the remaining reports are applied later
 POLL_INTERVAL_S = 20e-6  # a fraction of the time that an MoE layer with a miss takes
@@ -31,17 +31,9 @@ class PolledStep:
     step: Step
     has_begun: bool = False  # in the bookkeeping
     is_read: bool = False  # all its reports were read
-    # MoE layers and their reports, read and not yet applied, in order. If the step needs replay,
-    # the last one is of the layer whose expert is on disk.
+    # MoE layers and their reports, read and not yet applied, in order.
     reports: deque[tuple[int, LayerReport]] = field(default_factory=deque)
     last_read: int = -1  # MoE layer
-    last_counted: int = -1  # the last MoE layer that the bookkeeping knows of
-    missed_before: set[ExpertKey] = field(default_factory=set)  # in a layer that is run again
-
-    @property
-    def needs_replay(self) -> bool:
-        """Whether the layer that was read last asked for an expert on disk."""
-        return bool(self.reports) and self.reports[-1][1].needs_replay
 
 
 class ReportPoller:
@@ -80,7 +72,7 @@ class ReportPoller:
         return self._current
 
     def begin_run(self) -> None:
-        """Begin to launch the current step, for the first time or as a replay."""
+        """Begin to launch the current step."""
         self._launched.clear()
 
     def note_launch(self, moe_layer_idx: int, shape: tuple[int, int], *, is_captured: bool) -> None:
@@ -127,29 +119,6 @@ class ReportPoller:
             if time.monotonic() > until:
                 break
 
-    def needs_replay(self) -> bool:
-        """Whether the step that ran asked for an expert on disk. Waits for the step.
-
-        If so, all reports were applied, and the step may be run again.
-        """
-        current = self.current
-        self._read_all(current)
-        if not current.needs_replay:
-            return False
-        self._apply_before_retry(current)
-        current.last_read = -1
-        current.is_read = False
-        return True
-
-    def apply_launched(self) -> None:
-        """Apply the reports of all layers launched so far; the last one asked for an expert on
-        disk, and will be run and reported again. The device waits for the host.
-        """
-        current = self.current
-        self.catch_up()
-        self._read_new(current, is_over=True)
-        current.last_read = self._apply_before_retry(current) - 1
-
     def apply_rest(self, *, is_residency_known: bool = True) -> None:
         """Apply the remaining reports of the previous step. Waits for the step.
 
@@ -167,18 +136,15 @@ class ReportPoller:
         self._previous = None
 
     def apply_report(self, polled: PolledStep, *, is_residency_known: bool = True) -> None:
-        """Enter the next report in the residency table and count its layer, unless it is counted
-        already.
-        """
+        """Enter the next report in the residency table and count its layer."""
         moe_layer_idx, report = polled.reports[0]
         if is_residency_known:
-            self._update_residency(report)
+            for key, slot_id in report.misses.items():
+                if slot_id >= 0:
+                    self._residency.apply_load(key, slot_id)
         polled.reports.popleft()
-        if moe_layer_idx > polled.last_counted:
-            polled.last_counted = moe_layer_idx
-            index_TK = report.expert_P.reshape(-1, self._shapes[moe_layer_idx][1])
-            missed = polled.missed_before | report.misses.keys()
-            self._bookkeeping.note_layer(moe_layer_idx, index_TK, missed)
+        index_TK = report.expert_P.reshape(-1, self._shapes[moe_layer_idx][1])
+        self._bookkeeping.note_layer(moe_layer_idx, index_TK, set(report.misses))
 
     def upload_scores(self, moe_layer_idx: int | None = None) -> None:
         """Score the experts of one MoE layer anew, or all, and upload that. Nothing is uploaded if
@@ -203,7 +169,7 @@ class ReportPoller:
         layer without a report did not run.
         """
         for moe_layer_idx, (num_tokens, top_k) in sorted(self._shapes.items()):
-            if moe_layer_idx > polled.last_read and not polled.needs_replay:
+            if moe_layer_idx > polled.last_read:
                 report = self._table.read_report(moe_layer_idx, num_tokens * top_k)
                 if report is not None:
                     polled.reports.append((moe_layer_idx, report))
@@ -222,34 +188,14 @@ class ReportPoller:
             polled.is_read = True
             self._table.begin_step()
 
-    def _update_residency(self, report: LayerReport) -> None:
-        for key, slot_id in report.misses.items():
-            if slot_id >= 0:
-                self._residency.apply_load(key, slot_id)
-
-    def _apply_before_retry(self, current: PolledStep) -> int:
-        """Apply all reports; returns the layer that asked for an expert on disk.
-
-        That layer is counted when it is reported again. Then it counts as missed what it misses
-        now, too.
-        """
-        moe_layer_idx, report = current.reports.pop()
-        while current.reports:
-            self.apply_report(current)
-        self._update_residency(report)
-        current.missed_before |= report.misses.keys()
-        return moe_layer_idx
-
     def _apply_next(self) -> bool:
         """Apply the next report, if there is one, and upload new scores of its layer's experts."""
         current = self.current
         self.catch_up()
         self._read_new(current, is_over=False)
-        if not current.reports or current.reports[0][1].needs_replay:
+        if not current.reports:
             return False
         moe_layer_idx = current.reports[0][0]
-        is_new = moe_layer_idx > current.last_counted
         self.apply_report(current)
-        if is_new:
-            self.upload_scores(moe_layer_idx)
+        self.upload_scores(moe_layer_idx)
         return True

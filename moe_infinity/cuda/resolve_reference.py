@@ -1,56 +1,45 @@
 """What cuda/resolve.py does, in plain PyTorch and Python: the definition that its Triton kernels
 are tested against. On host memory: an address is read as it is.
 
-Legend: L MoE layers, E experts of a layer, P (token, k) pairs, T tokens, K experts per token.
+Legend: L MoE layers, E experts of a layer, T tokens, K experts per token.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import torch
 from torch import Tensor
 
-from moe_infinity.cuda.device_table import ABSENT, FREE, NOTHING, ON_DISK, DeviceTable
+from moe_infinity.cuda.device_table import ABSENT, FREE, NOTHING, DeviceTable
 from moe_infinity.kernels.cuda.reference import memory_at
 
 
 def resolve(table: DeviceTable, moe_layer_idx: int, top_k_index_TK: Tensor) -> Tensor:
     """See cuda/resolve.py."""
-    index_P = top_k_index_TK.flatten().tolist()
-    table.sources_P[: len(index_P)] = 0
-    if table.needs_replay():
-        index_P = [-1] * len(index_P)
-    table.reports_L2P[moe_layer_idx, 0, : len(index_P)] = torch.tensor(
-        index_P, dtype=torch.int32, device="cpu"
-    )
-    table.reports_L2P[moe_layer_idx, 1, : len(index_P)] = NOTHING
-    for expert, num_uses in Counter(index_P).items():
-        if expert >= 0:
-            table.uses_LE[moe_layer_idx, expert] += num_uses
-    looked_up: dict[int, int] = {-1: 0}  # expert -> address
-    for pair, expert in enumerate(index_P):
-        if expert not in looked_up:
-            looked_up[expert] = _look_up(table, moe_layer_idx, expert, pair)
-        table.pointers_P[pair] = looked_up[expert]
-    return table.pointers_P[: len(index_P)].view(top_k_index_TK.shape)
-
-
-def _look_up(table: DeviceTable, moe_layer_idx: int, expert: int, pair: int) -> int:
-    """The address of an expert; if it misses, after it took a slot and was reported."""
-    slot = int(table.slot_LE[moe_layer_idx, expert])
-    host = int(table.host_LE[moe_layer_idx, expert])
-    if slot >= 0:
-        return int(table.address_S[slot])
-    if host == 0:
-        slot = ON_DISK
-        table.replay_flag.fill_(1)
-    else:
-        slot = _take_slot(table, moe_layer_idx, expert)
-        table.sources_P[pair] = host if slot >= 0 else 0
-    table.reports_L2P[moe_layer_idx, 1, pair] = slot
-    return int(table.address_S[slot]) if slot >= 0 else host
+    index_P = top_k_index_TK.flatten().cpu()
+    used = sorted(set(index_P[index_P >= 0].tolist()))
+    report_W = table.reports_LW[moe_layer_idx]
+    report_W[: table.num_experts] = NOTHING
+    report_W[table.num_experts :][: len(index_P)] = index_P
+    table.uses_E[:] = torch.bincount(index_P[index_P >= 0], minlength=table.num_experts)
+    table.pointers_E.zero_()
+    table.copies_2E.zero_()
+    num_missed = 0
+    for expert in used:
+        slot = int(table.slot_LE[moe_layer_idx, expert])
+        host = int(table.host_LE[moe_layer_idx, expert])
+        if slot < 0:
+            slot = _take_slot(table, moe_layer_idx, expert)
+            report_W[expert] = slot
+            if slot >= 0:
+                copy = torch.tensor(
+                    [host, int(table.address_S[slot])], dtype=torch.int64, device="cpu"
+                )
+                table.copies_2E[:, num_missed] = copy
+            num_missed += 1
+        table.pointers_E[expert] = table.address_S[slot] if slot >= 0 else host
+    return table.pointers_E
 
 
 def _take_slot(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
@@ -61,7 +50,7 @@ def _take_slot(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
         row, resident = divmod(owner, table.num_experts)
         if owner == FREE:
             candidates.append((-math.inf, slot))
-        elif row == moe_layer_idx and table.uses_LE[row, resident]:
+        elif row == moe_layer_idx and table.uses_E[resident]:
             continue
         elif not moe_layer_idx < row <= table.last_layers[part]:
             score = float(table.scores_LHE[row, part, resident])
@@ -76,10 +65,9 @@ def _take_slot(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
     return slot
 
 
-def fill(table: DeviceTable, pointers_TK: Tensor) -> None:
+def fill(table: DeviceTable, num_pairs: int) -> None:
     """See cuda/resolve.py."""
     slot_bytes = table.slots_SB.shape[1]
-    sources = table.sources_P[: pointers_TK.numel()].tolist()
-    for pointer, source in zip(pointers_TK.flatten().tolist(), sources, strict=True):
+    for source, destination in table.copies_2E.T[:num_pairs].tolist():
         if source:
-            memory_at(pointer, slot_bytes).copy_(memory_at(source, slot_bytes))
+            memory_at(destination, slot_bytes).copy_(memory_at(source, slot_bytes))

@@ -1,8 +1,10 @@
 """The kernels of an MoE layer in a step that the device decides (protocol: device_table.py).
 
-pointers = resolve(table, moe_layer_idx, top_k_index)    finds each pair's expert
-fill(table, pointers)                                    copies missed experts into their slots
-out = slot_moe(mlp, x, pointers, weights)                reads every expert where it is
+pointers = resolve(table, moe_layer_idx, index)    finds the experts that are used
+fill(table, num_pairs)                             copies missed ones into their slots
+out = slot_moe(mlp, x, index, weights, pointers)   reads every expert where it is
+
+Of these a step that the host decides uses the last, in parts (engine/slots.py).
 """
 
 from __future__ import annotations
@@ -20,15 +22,21 @@ from moe_infinity.kernels import has_triton_kernels
 from moe_infinity.kernels.cuda import reference as slot_reference
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
 
-MAX_PAIRS = 64  # (token, k) of one MoE layer in one step
+MAX_PAIRS = 512  # (token, k) of one MoE layer in one step
 
 
 class SlotKernels(NamedTuple):
     """Their signatures are those of resolve.py and kernels/cuda/experts.py."""
 
     resolve: Callable[[DeviceTable, int, Tensor], Tensor]
-    fill: Callable[[DeviceTable, Tensor], None]
-    slot_moe: Callable[[SlotMlp, Tensor, Tensor, Tensor], Tensor]
+    fill: Callable[[DeviceTable, int], None]
+    compute_pairs: Callable[[SlotMlp, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    sum_pairs: Callable[[SlotMlp, Tensor, Tensor, Tensor, torch.dtype], Tensor]
+
+
+def has_slot_kernels(device: torch.device) -> bool:
+    """Whether there are kernels for this device."""
+    return device.type == "cpu" or has_triton_kernels()
 
 
 def slot_kernels(device: torch.device) -> SlotKernels:
@@ -36,20 +44,24 @@ def slot_kernels(device: torch.device) -> SlotKernels:
 
     Raises ConfigError for a GPU without triton: the reference cannot read its memory.
     """
+    from_host = slot_reference.compute_pairs, slot_reference.sum_pairs
     if device.type == "cpu":
-        return SlotKernels(
-            resolve_reference.resolve, resolve_reference.fill, slot_reference.slot_moe
-        )
-    if not has_triton_kernels():
+        return SlotKernels(resolve_reference.resolve, resolve_reference.fill, *from_host)
+    if not has_slot_kernels(device):
         raise ConfigError(f"kernels for {device} need triton, which is not installed")
     from moe_infinity.cuda import resolve as triton_resolve
     from moe_infinity.kernels.cuda import experts as triton_experts
 
-    return SlotKernels(triton_resolve.resolve, triton_resolve.fill, triton_experts.slot_moe)
+    return SlotKernels(
+        triton_resolve.resolve,
+        triton_resolve.fill,
+        triton_experts.compute_pairs,
+        triton_experts.sum_pairs,
+    )
 
 
 class SlotLayers:
-    """The MoE layers of a model, for steps that the device decides. Kernels read all experts."""
+    """The MoE layers of a model, for steps that the device decides."""
 
     def __init__(self, slots_SB: Tensor, mlps: Sequence[SlotMlp], *, num_experts: int) -> None:
         """`slots_SB`: uint8 [slots, bytes of a slot]; `mlps`: one for each MoE layer.
@@ -63,28 +75,44 @@ class SlotLayers:
         )
 
     def compute(
-        self,
-        moe_layer_idx: int,
-        x_TD: Tensor,
-        top_k_index_TK: Tensor,
-        top_k_weights_TK: Tensor,
-        load_from_disk: Callable[[int, Tensor], None] | None = None,
+        self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
     ) -> Tensor:
-        """[T, D] -> [T, D]: the routed experts of one MoE layer.
-
-        If some of them are on disk only, the device waits while `load_from_disk(moe_layer_idx,
-        index_TK)` loads them into HOST. Without it the step needs replay.
-        """
-        table = self.table
+        """[T, D] -> [T, D]: the routed experts of one MoE layer."""
         index_TK = top_k_index_TK.contiguous()
-        pointers_TK = self.kernels.resolve(table, moe_layer_idx, index_TK)
-        self.kernels.fill(table, pointers_TK)
-        if load_from_disk is not None and table.needs_replay():
-            load_from_disk(moe_layer_idx, index_TK)
-            table.prepare_retry(moe_layer_idx)
-            pointers_TK = self.kernels.resolve(table, moe_layer_idx, index_TK)
-            self.kernels.fill(table, pointers_TK)
-        weights_TK = top_k_weights_TK.contiguous()
-        return self.kernels.slot_moe(
-            self.mlps[moe_layer_idx], x_TD.contiguous(), pointers_TK, weights_TK
-        )
+        pointers_E = self.kernels.resolve(self.table, moe_layer_idx, index_TK)
+        self.kernels.fill(self.table, index_TK.numel())
+        work = SlotWork(self.kernels, self.mlps[moe_layer_idx], x_TD, index_TK, top_k_weights_TK)
+        work.compute(pointers_E)
+        return work.sum()
+
+
+class SlotWork:
+    """One MoE layer in one step: the output of each pair is kept in float32, so the sum over a
+    token's experts has one order, whichever were computed first.
+    """
+
+    def __init__(
+        self,
+        kernels: SlotKernels,
+        mlp: SlotMlp,
+        x_TD: Tensor,
+        index_TK: Tensor,
+        weights_TK: Tensor,
+    ) -> None:
+        self._kernels = kernels
+        self._mlp = mlp
+        self._x_TD = x_TD.contiguous()
+        self._index_TK = index_TK.contiguous()
+        self._weights_TK = weights_TK.contiguous()
+        shape = index_TK.numel(), x_TD.shape[1]
+        self._out_PD = torch.empty(shape, dtype=torch.float32, device=x_TD.device)
+
+    def compute(self, pointers_E: Tensor) -> None:
+        """The pairs whose experts have an address here that is not 0."""
+        given = self._x_TD, self._index_TK, self._weights_TK, pointers_E, self._out_PD
+        self._kernels.compute_pairs(self._mlp, *given)
+
+    def sum(self) -> Tensor:
+        """[T, D], when all are computed."""
+        given = self._out_PD, self._index_TK, self._weights_TK, self._x_TD.dtype
+        return self._kernels.sum_pairs(self._mlp, *given)

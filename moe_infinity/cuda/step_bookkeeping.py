@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.experts import ExpertKey, Ints, Step
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.recorder import Recorder
@@ -26,8 +25,3 @@ class StepBookkeeping(Protocol):
 
     def note_layer(self, moe_layer_idx: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
         """An MoE layer of the step that began last has run, with this routing and these misses."""
-
-    def note_reads(self, moe_layer_idx: int, keys: Sequence[ExpertKey]) -> PhaseCounters:
-        """The step reads these experts from disk. Returns the counters of its phase, to which the
-        caller adds the seconds that it waits.
-        """

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.cache.counters import Counters, PhaseCounters
+from moe_infinity.cache.counters import Counters
 from moe_infinity.engine.routing import Routing, without_gaps
 from moe_infinity.experts import ExpertKey, Ints, Step
 from moe_infinity.memory.tiers import SlotTier
@@ -117,13 +117,6 @@ class Bookkeeping:
         device, host = self.tiers
         device.table.note_use(keys)
         host.table.note_use(copied)
-
-    def note_reads(self, moe_layer_idx: int, keys: Sequence[ExpertKey]) -> PhaseCounters:
-        """A decode step reads these experts from disk. Returns the counters of decode steps, where
-        the caller adds how many seconds it waits.
-        """
-        self.note_loads(moe_layer_idx, len(keys))
-        return self.counters.decode
 
     def note_loads(self, moe_layer_idx: int, num_read: int) -> None:
         """The step that began last reads `num_read` experts of this layer from disk."""

@@ -73,7 +73,7 @@ def build_engine(
         bookkeeping=bookkeeping,
         loader=loader,
         device_steps=device_steps,
-        preloader=_preloader(config, bookkeeping, loader),
+        preloader=Preloader(bookkeeping, loader.in_file_order),
         experts=experts,
         stored_expert_bytes=sum(stored.values()),
         hosts=hosts,
@@ -171,24 +171,11 @@ def _warn_of_slow_experts(plan: Plan, computers: Sequence[LayerComputer]) -> Non
         )  # fmt: skip
 
 
-def _preloader(
-    config: OffloadConfig, bookkeeping: Bookkeeping, loader: ExpertLoader
-) -> Preloader | None:
-    """None with a GPU, where steps that the device decides and copies share the slots of HOST."""
-    if len(bookkeeping.tiers) == 1:
-        return Preloader(bookkeeping, loader.in_file_order)
-    if config.preload == "wait":
-        logger.warning(
-            "preload='wait' is for experts that compute on the CPU: nothing is preloaded"
-        )
-    return None
-
-
 def _device_steps(
     model: PreTrainedModel, plan: Plan, config: OffloadConfig, bookkeeping: Bookkeeping
 ) -> DeviceSteps | None:
     """What decides steps of few tokens on the device; None: the host decides every step. Raises
-    ConfigError for "fast" without kernels or with too little host memory.
+    ConfigError for "fast" without kernels.
     """
     if config.is_exact or len(bookkeeping.tiers) == 1:
         return None
@@ -198,6 +185,9 @@ def _device_steps(
         "prefetch": bool(config.prefetch),
         "an encoder": model.config.is_encoder_decoder,
         "experts that no kernel of ours reads": len(known) < len(mlps),
+        "host memory for some experts only": (
+            bookkeeping.tiers[1].slots.num_slots < bookkeeping.total_experts
+        ),
     }
     found = " and ".join(reason for reason, is_so in reasons.items() if is_so)
     is_required = config.experts_implementation == "fast"

@@ -1,9 +1,10 @@
 """How the experts of one MoE layer compute once they are in their slots.
 
-    fused.py   those that arrived together in one call of our kernels, for few tokens each
+    fused.py   on a CPU those that arrived together in one call of our kernels
+    slots.py   the same on a GPU
     exact.py   one by one, with the bits of stock transformers; packed ones are unpacked first
 
-Both begin a piece of work from a routing, run experts as they arrive, and sum their outputs.
+All begin a piece of work from a routing, run experts as they arrive, and sum their outputs.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
+from moe_infinity.cuda.slot_kernels import has_slot_kernels, slot_kernels
 from moe_infinity.engine.exact import ExactBackend
-from moe_infinity.engine.expert_kernels import fused_layer
+from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.engine.fused import FusedBackend
 from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.share import Share
+from moe_infinity.engine.slots import SlotBackend
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.kernels.residents import Residents
+from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.host import Slots
 
 
@@ -40,6 +44,10 @@ class LayerWork(Work, Protocol):
     def sum(self) -> Tensor:
         """[T, D]: the weighted sum over each token's experts, when all have run."""
 
+
+class SharedWork(LayerWork, Protocol):
+    """Of which other hosts may do a part."""
+
     def share(self, expert_idxs: list[int]) -> Share:
         """The part of the work that these experts have, for another host."""
 
@@ -55,9 +63,9 @@ class ShareWork(Work, Protocol):
 
 
 class Backend(Protocol):
-    """One way to compute the experts of a layer."""
+    """One way to compute the experts of a layer on a CPU, or exactly."""
 
-    def begin(self, x_TD: Tensor, routing: Routing) -> LayerWork:
+    def begin(self, x_TD: Tensor, routing: Routing) -> SharedWork:
         """The work of one step, for T tokens."""
 
     def begin_share(self, share: Share) -> ShareWork:
@@ -86,16 +94,17 @@ class LayerComputer:
             weighs_input=layer.adapter.weighs_input,
         )
         self._fused = None if is_exact else self._fused_backend(layer, recipes)
+        self._in_slots = None if is_exact else self._slot_backend(layer, recipes)
         self._is_packed = recipes.is_packed
         self._num_experts = layer.num_experts
         read, other = ("read by kernels", "unpacked") if recipes.is_packed else ("fast", "exact")
-        self.how = other if self._fused is None else read
-        is_on_cpu = slots.device.type == "cpu"
-        self.is_slow = self._is_packed and is_on_cpu and not is_exact and self._fused is None
+        has_kernels = self._fused is not None or self._in_slots is not None
+        self.how = read if has_kernels else other
+        self.is_slow = self._is_packed and not is_exact and not has_kernels
 
     def _fused_backend(self, layer: ExpertsModule, recipes: LayerRecipes) -> FusedBackend | None:
         """None if no kernel of the CPU reads these experts."""
-        if self._slots.device.type != "cpu":
+        if isinstance(self._slots, DeviceSlots):
             return None
         experts = fused_layer(layer, recipes)
         if experts is None:
@@ -106,8 +115,24 @@ class LayerComputer:
             weighs_input=layer.adapter.weighs_input,
         )
 
+    def _slot_backend(self, layer: ExpertsModule, recipes: LayerRecipes) -> SlotBackend | None:
+        """None if no kernel of a GPU reads these experts."""
+        slots = self._slots
+        mlp = slot_layer(layer, recipes) if isinstance(slots, DeviceSlots) else None
+        if mlp is None or not has_slot_kernels(slots.device):
+            return None
+        return SlotBackend(
+            slot_kernels(slots.device), mlp, slots.address_of, num_experts=layer.num_experts
+        )
+
     def begin(self, x_TD: Tensor, routing: Routing) -> LayerWork:
         """The work of one step."""
+        if self._in_slots is not None and routing.experts_TK is not None:
+            return self._in_slots.begin(x_TD, routing)
+        return self.begin_shared(x_TD, routing)
+
+    def begin_shared(self, x_TD: Tensor, routing: Routing) -> SharedWork:
+        """The same with other hosts, which have no GPU."""
         backend: Backend = self._exact
         if self._fused is not None and routing.experts_TK is not None:
             mean_rows = routing.experts_TK.size / self._num_experts

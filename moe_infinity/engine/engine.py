@@ -54,7 +54,7 @@ class ExpertEngine:
         bookkeeping: Bookkeeping,
         loader: ExpertLoader,
         device_steps: DeviceSteps | None,  # None: the host decides every step
-        preloader: Preloader | None,  # None: with a GPU
+        preloader: Preloader,
         experts: str,  # how they compute, for the report
         stored_expert_bytes: int,  # of all experts, on disk
         hosts: ExpertHosts | None = None,  # that compute some of the experts
@@ -71,7 +71,7 @@ class ExpertEngine:
         self._deciding = RLock()  # held by whoever decides about slots
         self._preloader = preloader
         self._preload_thread: Thread | None = None
-        self.is_preloaded = preloader is None  # or it failed: there is nothing to wait for
+        self.is_preloaded = False  # or there is nothing more to wait for
         self._cancelled: Event | None = None
         self._is_closed = False
 
@@ -128,17 +128,19 @@ class ExpertEngine:
                 )
             self.device_steps.top_k[moe_layer_idx] = top_k_index_TK.shape[1]
         routing = Routing.of(top_k_index_TK, top_k_weights_TK)
-        work = self.path.computers[moe_layer_idx].begin(x_TD, routing)
+        computer = self.path.computers[moe_layer_idx]
         if self.hosts is None:
+            work = computer.begin(x_TD, routing)
             self._run(moe_layer_idx, routing, routing.activated, work)
             return work.sum()
-        asked = self.hosts.ask(moe_layer_idx, routing, work)
-        self._run(moe_layer_idx, routing, asked.own, work)
+        shared = computer.begin_shared(x_TD, routing)
+        asked = self.hosts.ask(moe_layer_idx, routing, shared)
+        self._run(moe_layer_idx, routing, asked.own, shared)
         lost = asked.collect()
         if lost:  # with their host: every host can read the checkpoint
             with self._deciding:
-                self._compute(self.recorder.step, moe_layer_idx, routing, lost, work)
-        return work.sum()
+                self._compute(self.recorder.step, moe_layer_idx, routing, lost, shared)
+        return shared.sum()
 
     def compute_share(self, moe_layer_idx: int, routing: Routing, share: Share) -> Tensor:
         """[P, D]: what experts of one layer make of rows of another host's step. Raises as
@@ -258,7 +260,7 @@ class ExpertEngine:
     def start_preloading(self) -> None:
         """Begin to fill free slots in the background. Again is harmless."""
         with self._deciding:
-            if self._preloader is not None and self._preload_thread is None:
+            if self._preload_thread is None:
                 turn = WeakMethod(self._preload)
                 self._preload_thread = start_turns(turn, self._preloader.load_ended)
 
@@ -266,7 +268,7 @@ class ExpertEngine:
         """One turn of the thread that preloads; False once it has nothing left to do."""
         with self._deciding:
             goes_on = False
-            if self._preloader is not None and not self._is_closed:
+            if not self._is_closed:
                 if self._ongoing.is_loading:  # was cut short: the next step settles it
                     return True
                 self._ongoing = self._ongoing._replace(is_loading=True)
@@ -290,8 +292,7 @@ class ExpertEngine:
         """Wait for what is under way, stop the read threads, close the files."""
         with self._deciding:
             self._is_closed = True
-        if self._preloader is not None:
-            self._preloader.load_ended.set()  # its thread ends
+        self._preloader.load_ended.set()  # its thread ends
         self.settle()
         if self.hosts is not None:
             self.hosts.close()

@@ -16,7 +16,6 @@ from threading import Event, Thread
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.memory.mover import Mover
-from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.planner import LOADING_SHARE
 
 # Under way at once: two for each of four read threads. Their slots cannot be evicted meanwhile.
@@ -26,15 +25,14 @@ PAUSE_S = 0.5  # between two turns if no load ends
 
 
 class Preloader:
-    """For the one tier of slots of a model that computes on the CPU."""
+    """For the tier of slots that is filled from disk."""
 
     def __init__(
         self,
         bookkeeping: Bookkeeping,
         in_file_order: Callable[[list[ExpertKey]], Sequence[ExpertKey]],
     ) -> None:
-        (tier,) = bookkeeping.tiers
-        self._tier: SlotTier = tier
+        tier = bookkeeping.tiers[-1]
         self._table = tier.table
         assert isinstance(tier.mover, Mover), tier
         self._mover: Mover = tier.mover
@@ -59,7 +57,7 @@ class Preloader:
             slot_id = self._table.begin_load(key, Phase.PREFILL)
             self._mover.preload({key: slot_id}, self.load_ended.set)
             self._books.note_preload(key)
-        if self._table.num_resident == self._books.total_experts:
+        if self._table.num_resident == self._books.total_experts and len(self._books.tiers) == 1:
             self._books.note_all_resident()
         return self._table.num_free > 0 or self._mover.num_preloading > 0
 

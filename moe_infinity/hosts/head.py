@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.engine.compute import LayerWork
+from moe_infinity.engine.compute import SharedWork
 from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.share import Share
 from moe_infinity.errors import ConfigError, HostLost
@@ -110,7 +110,7 @@ class Asked:
     """What one MoE layer of a step asks of which hosts."""
 
     def __init__(
-        self, own: list[int], work: LayerWork, lose: Callable[[int, HostLost], None]
+        self, own: list[int], work: SharedWork, lose: Callable[[int, HostLost], None]
     ) -> None:
         self.own = own  # experts that the head computes
         self._work = work
@@ -188,7 +188,7 @@ class ExpertHosts:
         for host in self.running.values():
             host.note(step)
 
-    def ask(self, moe_layer_idx: int, routing: Routing, work: LayerWork) -> Asked:
+    def ask(self, moe_layer_idx: int, routing: Routing, work: SharedWork) -> Asked:
         """For what the experts of others make of this layer's rows."""
         assert routing.experts_TK is not None, routing
         event = LayerRouting(moe_layer_idx, routing.experts_TK)

@@ -20,6 +20,8 @@ from moe_infinity.memory.cuda import Copy
 from moe_infinity.memory.device import DeviceSlots, SourceSlots
 from moe_infinity.memory.mover import LOAD_TIME_RATE, Mover
 
+COPIED_GROUPS = 4  # of the experts that one layer waits for: each is computed by itself
+
 logger = logging.getLogger(__name__)
 
 
@@ -151,14 +153,16 @@ class DeviceMover:
                 yield from self._copied(wanted)
 
     def _copied(self, wanted: set[ExpertKey]) -> Iterator[Sequence[ExpertKey]]:
-        """Yield those wanted whose copies have begun, one by one, so that one computes while the
-        next is copied.
+        """Yield those wanted whose copies have begun, in a few groups, so that one computes while
+        the next is copied.
         """
-        copied = [key for key, copy in self._loading.items() if copy is not None]
-        for key in copied:
-            if key in wanted:
+        copied = [k for k, copy in self._loading.items() if copy is not None and k in wanted]
+        size = -(-len(copied) // COPIED_GROUPS) or 1
+        for first in range(0, len(copied), size):
+            group = copied[first : first + size]
+            for key in group:
                 self._finish(key)
-                yield [key]
+            yield group
 
     def _on_disk(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
         """Those of `keys` that are LOADING and not yet in HOST."""

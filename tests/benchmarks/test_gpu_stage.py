@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cuda.fast_device import CACHES, bring_every_expert, on_device
+from tests.cuda.fast_device import CACHES, on_device
 from tests.cuda.recorded_graph import record_graphs
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -190,8 +190,6 @@ def test_a_request_goes_where_the_recorded_one_went(
     requests = torch.from_numpy(experts).long().view(2, NUM_TOKENS, 3, 2)
     prompt = torch.arange(5, 11)[None]
     with on_device(tiny_checkpoint, "30%", host_memory) as moe:
-        if host_memory == "100%":
-            bring_every_expert(moe)
         for request in requests:
             with modules("gpu_routing").replaying(moe, request, "cpu"), moe.recording() as finish:
                 moe.generate(prompt, max_new_tokens=9, do_sample=False, **cache)

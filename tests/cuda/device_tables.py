@@ -46,8 +46,7 @@ class World:
 
     def upload(self, slot_of: dict[ExpertKey, int]) -> None:
         """All of them are in host memory."""
-        self.table.upload_residency(slot_of)
-        self.table.set_host_addresses({key: self.address_of(key) for key in self.keys})
+        self.table.upload_residency(slot_of, {key: self.address_of(key) for key in self.keys})
 
     def bytes_of(self, key: ExpertKey) -> Tensor:
         return self.host[key.moe_layer_idx * self.table.num_experts + key.expert_idx]
@@ -67,8 +66,8 @@ class World:
         at = {self.address_of(key): key for key in self.keys}
         return at[pointer] if pointer else None
 
-    def places(self, pointers_TK: Tensor) -> list[object]:
-        return [self.where(pointer) for pointer in pointers_TK.flatten().tolist()]
+    def places(self, pointers: Tensor) -> list[object]:
+        return [self.where(pointer) for pointer in pointers.flatten().tolist()]
 
     def state(self) -> dict[str, object]:
         """All that a kernel may change, without addresses."""
@@ -76,10 +75,10 @@ class World:
         return {
             "slots": table.slot_LE.tolist(),
             "owners": table.owner_S.tolist(),
-            "needs replay": table.needs_replay(),
-            "uses": table.uses_LE.tolist(),
-            "reports": table.reports_L2P.tolist(),
-            "sources": self.places(table.sources_P),
+            "uses": table.uses_E.tolist(),
+            "reports": table.reports_LW.tolist(),
+            "pointers": self.places(table.pointers_E),
+            "copies": self.places(table.copies_2E),
             "bytes": self.slots.tolist(),
         }
 
@@ -122,10 +121,10 @@ def step(kernels: Any, world: World, routing: Any) -> list[list[object]]:
     """Where the pairs of each layer are."""
     found = []
     for layer, index_TK in enumerate(routing):
-        pointers_TK = kernels.resolve(world.table, layer, world.index(index_TK))
-        assert pointers_TK.shape == (len(index_TK), len(index_TK[0]))
-        found.append(world.places(pointers_TK))
-        kernels.fill(world.table, pointers_TK)
+        index = world.index(index_TK)
+        by_expert = world.places(kernels.resolve(world.table, layer, index))
+        found.append([by_expert[e] if e >= 0 else None for e in index.flatten().tolist()])
+        kernels.fill(world.table, index.numel())
     return found
 
 

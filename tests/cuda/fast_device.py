@@ -16,7 +16,6 @@ from moe_infinity import MoE
 from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.engine.expert_kernels import slot_layer
-from moe_infinity.experts import Phase
 from moe_infinity.kernels.cuda import reference as slot_reference
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
 from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
@@ -29,24 +28,17 @@ CACHES = [pytest.param({}, id="dynamic"), pytest.param(STATIC, id="static")]
 
 @contextmanager
 def on_device(checkpoint: Path, device_memory: str, host_memory: str, **more: Any) -> Iterator[MoE]:
+    """If HOST has room for all experts it has them, and the device decides."""
     budgets = {"device_memory": device_memory, "host_memory": host_memory}
-    with fake_device(FakeCudaDevice()), MoE(checkpoint, **budgets, **FAST, **more) as moe:
+    options = {"preload": "off", **budgets, **FAST, **more}
+    with fake_device(FakeCudaDevice()), MoE(checkpoint, options) as moe:
+        if host_memory == "100%":
+            moe.preload()
         yield moe
 
 
-def bring_every_expert(moe: MoE) -> None:
-    """Load all of them into HOST, so that no step needs replay."""
-    steps = moe.engine.device_steps
-    assert steps is not None
-    for moe_layer_idx, keys in enumerate(moe.engine.bookkeeping.keys):
-        steps.load_to_host(moe_layer_idx, torch.arange(len(keys)))
-    assert not steps.may_need_replay
-
-
 def compute_as_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let models that are opened from now on do so in steps that the host decides. Their slots have
-    to have room for all experts.
-    """
+    """Let models that are opened from now on do so, on a CPU, with slots for all experts."""
     init, moe_layer = LayerComputer.__init__, ExpertEngine.moe_layer
     mlps: dict[LayerComputer, SlotMlp | None] = {}
 
@@ -58,14 +50,15 @@ def compute_as_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
         self: ExpertEngine, moe_layer_idx: int, x: Tensor, index: Tensor, weights: Tensor
     ) -> Tensor:
         out = moe_layer(self, moe_layer_idx, x, index, weights)  # loads the experts
-        if self.recorder.step.phase is Phase.PREFILL:
-            return out
         mlp = mlps[self.path.computers[moe_layer_idx]]
-        assert mlp is not None
+        if mlp is None:
+            return out
         keys, tier = self.bookkeeping.keys[moe_layer_idx], self.tiers[0]
-        ids = [tier.table.slot_of(keys[expert_idx]) for expert_idx in index.flatten().tolist()]
-        addresses = torch.tensor([tier.slots.address_of(slot) for slot in ids]).view(index.shape)
-        return slot_reference.slot_moe(mlp, x, addresses, weights)
+        addresses = torch.zeros(len(keys), dtype=torch.int64)
+        for expert_idx in set(index[index >= 0].tolist()):
+            slot_id = tier.table.slot_of(keys[expert_idx])
+            addresses[expert_idx] = tier.slots.address_of(slot_id)
+        return slot_reference.slot_moe(mlp, x, index, weights, addresses)
 
     monkeypatch.setattr(LayerComputer, "__init__", with_mlp)
     monkeypatch.setattr(ExpertEngine, "moe_layer", computed)

@@ -114,19 +114,32 @@ def move(model: PreTrainedModel, cache: StaticCache) -> None:
 
 def resolve(table: DeviceTable, moe_layer_idx: int, top_k_index_TK: Tensor) -> Tensor:
     assert top_k_index_TK.dtype == torch.int64
-    return torch.empty_like(top_k_index_TK)
+    return torch.empty(table.num_experts, dtype=torch.int64, device=NOWHERE)
 
 
-def fill(table: DeviceTable, pointers_TK: Tensor) -> None:
+def fill(table: DeviceTable, num_pairs: int) -> None:
     """There is nothing to copy."""
 
 
-def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    assert weights_TK.shape == pointers_TK.shape
-    return torch.empty_like(x_TD)
+def compute_pairs(
+    mlp: SlotMlp,
+    x_TD: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    pointers_E: Tensor,
+    out_PD: Tensor,
+) -> None:
+    assert weights_TK.shape == index_TK.shape
+    assert len({t.device for t in (x_TD, index_TK, weights_TK, pointers_E, out_PD)}) == 1
 
 
-KERNELS = SlotKernels(resolve, fill, slot_moe)  # ours need memory to look into
+def sum_pairs(
+    mlp: SlotMlp, out_PD: Tensor, index_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return out_PD.new_empty(len(index_TK), out_PD.shape[1], dtype=dtype)
+
+
+KERNELS = SlotKernels(resolve, fill, compute_pairs, sum_pairs)  # ours need memory to look into
 
 
 class Captured(BaseException):

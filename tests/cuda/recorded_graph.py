@@ -20,7 +20,7 @@ from moe_infinity import MoE
 from moe_infinity.cuda import graphed_step
 from moe_infinity.cuda.slot_kernels import SlotLayers
 from moe_infinity.engine.device import ComputeDevice
-from tests.cuda.fast_device import STATIC, bring_every_expert, on_device
+from tests.cuda.fast_device import STATIC, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
 
 aten: Any = torch.ops.aten
@@ -136,7 +136,6 @@ def without_and_with_graph(
     for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
         with monkeypatch.context() as patch, on_device(folder, "100%", "100%") as moe:
             patch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
-            bring_every_expert(moe)
             found.append(run(moe))
     return found[0], found[1]
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_models import deepseek_v2_lite, qwen3
 from moe_infinity.cuda.graphed_step import GraphedStep
-from tests.cuda.fast_device import STATIC, bring_every_expert, on_device
+from tests.cuda.fast_device import STATIC, on_device
 from tests.cuda.no_device import CannotBeCaptured, Captured
 from tests.cuda.on_device import greedy
 from tests.sweep.discover import architectures_in
@@ -59,10 +59,8 @@ def step_of(tmp_path, monkeypatch):
     def captured(name: str) -> Captured:
         torch.manual_seed(0)
         model_of(name).save_pretrained(tmp_path)
-        with on_device(tmp_path, "100%", "100%") as moe:
-            bring_every_expert(moe)
-            with pytest.raises(Captured) as found:
-                greedy(moe, num_tokens=4, **STATIC)
+        with on_device(tmp_path, "100%", "100%") as moe, pytest.raises(Captured) as found:
+            greedy(moe, num_tokens=4, **STATIC)
         return found.value
 
     monkeypatch.setattr(GraphedStep, "_capture", capture)

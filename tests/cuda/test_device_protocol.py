@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_infinity.cuda import resolve_reference
-from moe_infinity.cuda.device_table import ABSENT, ON_DISK
+from moe_infinity.cuda.device_table import ABSENT
 from moe_infinity.experts import ExpertKey
 from tests.cuda.cuda_notes import note_cuda
 from tests.cuda.device_tables import World, random_scores, routings, step
@@ -81,10 +81,8 @@ class Model:
     def __init__(self, world: World) -> None:
         self.last_layers = world.table.last_layers
         self.scores = np.zeros(world.table.scores_LHE.shape)
-        self.on_disk: set[ExpertKey] = set()
         self.slots: list[ExpertKey | None] = [None] * len(world.slots)
         self.misses: list[tuple[ExpertKey, int]] = []
-        self.replayed_layer: int | None = None
 
     def resident(self) -> dict[ExpertKey, int]:
         return {key: slot for slot, key in enumerate(self.slots) if key is not None}
@@ -93,21 +91,15 @@ class Model:
         found = []
         for layer, index_TK in enumerate(routing):
             used = [ExpertKey(layer, expert) for index_K in index_TK for expert in index_K]
-            is_lost = self.replayed_layer is not None
-            found.append([None if is_lost else self.pair(key, used) for key in used])
+            places = {key: self.place(key, used) for key in sorted({*used}) if key.expert_idx >= 0}
+            found.append([places.get(key) for key in used])
         return found
 
-    def pair(self, key: ExpertKey, used: list[ExpertKey]) -> object:
-        if key.expert_idx < 0:
-            return None
+    def place(self, key: ExpertKey, used: list[ExpertKey]) -> object:
         if key in self.slots:
             return self.slots.index(key)
-        if key in self.on_disk:
-            self.replayed_layer = key.moe_layer_idx
-            self.log(key, ON_DISK)
-            return None
         slot = self.taken(key, used)
-        self.log(key, slot)
+        self.misses.append((key, slot))
         if slot == ABSENT:
             return key
         self.slots[slot] = key
@@ -125,11 +117,6 @@ class Model:
         lowest = min((scores[k] for k in leaving), default=None)
         return next((self.slots.index(k) for k in leaving if scores[k] == lowest), ABSENT)
 
-    def log(self, key: ExpertKey, slot: int) -> None:
-        """Once per layer and step; a step visits a layer once."""
-        if key not in dict(self.misses):
-            self.misses.append((key, slot))
-
 
 def act_as_host(data, world: World, model: Model) -> None:
     """Anything it may do between two steps."""
@@ -142,14 +129,9 @@ def act_as_host(data, world: World, model: Model) -> None:
         for key, slot in resident.items():
             world.slots[slot].copy_(world.bytes_of(key))
         world.upload(resident)
-        model.slots, model.on_disk = [None] * len(model.slots), set()
+        model.slots = [None] * len(model.slots)
         for key, slot in resident.items():
             model.slots[slot] = key
-    on_disk = data.draw(st.sets(st.sampled_from(world.keys), max_size=4))
-    changed = model.on_disk ^ on_disk
-    addresses = {key: 0 if key in on_disk else world.address_of(key) for key in changed}
-    world.table.set_host_addresses(addresses)
-    model.on_disk = on_disk
 
 
 @pytest.mark.parametrize(
@@ -170,9 +152,7 @@ def test_host_and_device_agree_whatever_the_host_decides(kernels, data):
         reports = [world.report(layer, num_pairs) for layer in range(3)]
         world.reports(num_pairs)
         assert [miss for report in reports for miss in report.misses.items()] == model.misses
-        replayed = [layer for layer, report in enumerate(reports) if report.needs_replay]
-        assert replayed == ([] if model.replayed_layer is None else [model.replayed_layer])
         assert world.table.resident_slots() == model.resident()
         for key, slot in model.resident().items():
             assert torch.equal(world.slots[slot].cpu(), world.bytes_of(key))
-        model.misses, model.replayed_layer = [], None
+        model.misses = []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_infinity.cuda import resolve_reference
-from moe_infinity.cuda.device_table import ABSENT, NOT_REPORTED, NOTHING, ON_DISK
+from moe_infinity.cuda.device_table import ABSENT, NOT_REPORTED, NOTHING
 from moe_infinity.experts import ExpertKey
 from tests.cuda.device_tables import World, random_scores, routings, step
 
@@ -40,32 +40,30 @@ def world_for(kernels, **sizes) -> World:
 def test_an_expert_that_several_tokens_miss_takes_one_slot(kernels):
     world = world_for(kernels)
     (found,) = step(kernels, world, [[[5, 3], [3, 5], [3, 7]]])
-    assert found == [0, 1, 1, 0, 1, 2]
-    assert world.table.uses_LE[0].tolist() == [0, 0, 0, 3, 0, 2, 0, 1]
-    assert world.table.reports_L2P[0].tolist() == [
-        [5, 3, 3, 5, 3, 7, *10 * [NOT_REPORTED]],
-        [0, 1, NOTHING, NOTHING, NOTHING, 2, *10 * [NOT_REPORTED]],
-    ]
-    assert (world.table.reports_L2P[1:] == NOT_REPORTED).all()
+    assert found == [1, 0, 0, 1, 0, 2]
+    assert world.table.uses_E.tolist() == [0, 0, 0, 3, 0, 2, 0, 1]
+    slots = [NOTHING, NOTHING, NOTHING, 0, NOTHING, 1, NOTHING, 2]
+    assert world.table.reports_LW[0].tolist() == [
+        *slots, 5, 3, 3, 5, 3, 7, *10 * [NOT_REPORTED],
+    ]  # fmt: skip
+    assert (world.table.reports_LW[1:] == NOT_REPORTED).all()
     report, *others = world.reports(6)
     assert report is not None
     assert report.expert_P.tolist() == [5, 3, 3, 5, 3, 7]
-    assert report.misses == {ExpertKey(0, 5): 0, ExpertKey(0, 3): 1, ExpertKey(0, 7): 2}
-    assert not report.needs_replay
+    assert report.misses == {ExpertKey(0, 3): 0, ExpertKey(0, 5): 1, ExpertKey(0, 7): 2}
     assert others == [None, None]
-    assert not world.table.uses_LE.any()
-    assert (world.table.reports_L2P == NOT_REPORTED).all()
+    assert (world.table.reports_LW == NOT_REPORTED).all()
 
 
 @pytest.mark.parametrize("kernels", KINDS)
 def test_a_miss_is_copied_into_its_slot_and_a_hit_is_not(kernels):
     world = world_for(kernels)
     step(kernels, world, [[[5, 3]]])
-    assert torch.equal(world.slots[0].cpu(), world.bytes_of(ExpertKey(0, 5)))
-    assert torch.equal(world.slots[1].cpu(), world.bytes_of(ExpertKey(0, 3)))
+    assert torch.equal(world.slots[0].cpu(), world.bytes_of(ExpertKey(0, 3)))
+    assert torch.equal(world.slots[1].cpu(), world.bytes_of(ExpertKey(0, 5)))
     assert not world.slots[2:].any()
     world.slots.fill_(7)
-    assert step(kernels, world, [[[3, 5]]]) == [[1, 0]]
+    assert step(kernels, world, [[[3, 5]]]) == [[0, 1]]
     assert (world.slots == 7).all()
 
 
@@ -74,7 +72,7 @@ def test_uploaded_residency_is_where_experts_are(kernels):
     world = world_for(kernels, slots=3)
     step(kernels, world, [[[5, 3]]])
     world.upload({ExpertKey(0, 6): 1})
-    assert step(kernels, world, [[[6, 5, 3, 7]]]) == [[1, 0, 2, ExpertKey(0, 7)]]
+    assert step(kernels, world, [[[6, 5, 3, 7]]]) == [[1, 2, 0, ExpertKey(0, 7)]]
     assert [slot for _, slot in world.misses(4)] == [0, 2, ABSENT]
 
 
@@ -106,7 +104,7 @@ def test_of_its_own_layer_only_what_the_step_does_not_use_is_evicted(kernels):
     world.upload_scores([0, 1, 2, 3, 4, 5, 6, 7])
     assert step(kernels, world, [[[3, 2], [4, 0]]]) == [[1, 2, ExpertKey(0, 4), 0]]
     world.reports(4)
-    assert step(kernels, world, [[[5, 6], [7, 1]]]) == [[0, 2, 1, ExpertKey(0, 1)]]
+    assert step(kernels, world, [[[5, 6], [7, 1]]]) == [[2, 1, ExpertKey(0, 7), 0]]
 
 
 @pytest.mark.parametrize("kernels", KINDS)
@@ -136,7 +134,7 @@ def test_the_lowest_of_many_slots_is_found(kernels):
     ]
     slots = [keys.index(key) for key in leaving]
     assert max(slots) > 2 * triton_resolve.SLOT_BLOCK
-    assert step(kernels, world, [[[3, 1, 4, 0, 5, 9]]]) == [slots]
+    assert step(kernels, world, [[[3, 1, 4, 0, 5, 9]]]) == [[slots[n] for n in (2, 1, 3, 0, 4, 5)]]
 
 
 @pytest.mark.parametrize("kernels", KINDS)
@@ -157,53 +155,17 @@ def test_an_expert_that_was_evicted_is_a_miss_later_in_the_step(kernels):
 
 
 @pytest.mark.parametrize("kernels", KINDS)
-def test_a_step_needs_replay_from_the_layer_of_an_expert_on_disk_on(kernels):
-    world = world_for(kernels, slots=3)
-    on_disk = ExpertKey(1, 2)
-    world.table.set_host_addresses({on_disk: 0})
-    found = step(kernels, world, [[[2, 1]], [[2, 4]], [[3, 5]]])
-    assert found == [[0, 1], [None, 2], [None, None]]
-    uses_LE = world.table.uses_LE.clone()
-    assert not uses_LE[2].any()
-    reports = world.reports(2)
-    assert [report and report.needs_replay for report in reports] == [False, True, False]
-    assert reports[1] is not None
-    assert reports[1].misses == {on_disk: ON_DISK, ExpertKey(1, 4): 2}
-    assert reports[2] is not None
-    assert reports[2].expert_P.tolist() == [-1, -1]
-    assert not reports[2].misses
-    world.table.set_host_addresses({on_disk: world.address_of(on_disk)})
-    again = step(kernels, world, [[[2, 1]], [[2, 4]], [[3, 5]]])
-    assert again == [[0, 1], [0, 2], [0, 1]]
-    assert not any(report is None or report.needs_replay for report in world.reports(2))
-
-
-@pytest.mark.parametrize("kernels", KINDS)
-def test_a_layer_that_is_retried_is_reported_again(kernels):
-    world, on_disk = world_for(kernels), ExpertKey(0, 2)
-    world.table.set_host_addresses({on_disk: 0})
-    assert step(kernels, world, [[[2, 4]]]) == [[None, 0]]
-    assert world.table.needs_replay()
-    assert world.report(0, 2).misses == {on_disk: ON_DISK, ExpertKey(0, 4): 0}
-    world.table.set_host_addresses({on_disk: world.address_of(on_disk)})
-    world.table.prepare_retry(0)
-    assert world.table.read_report(0, 2) is None
-    assert step(kernels, world, [[[2, 4]], [[1, 3]]]) == [[1, 0], [2, 3]]
-    assert world.misses(2) == [(on_disk, 1), (ExpertKey(1, 1), 2), (ExpertKey(1, 3), 3)]
-
-
-@pytest.mark.parametrize("kernels", KINDS)
 def test_a_layer_is_reported_when_all_its_words_are(kernels):
     world = world_for(kernels)
     assert world.table.read_report(0, 3) is None
     step(kernels, world, [[[2, 1, 2]]])
     assert world.table.read_report(0, 4) is None
-    for place in (0, 1):
-        word = int(world.table.reports_L2P[0, place, 2])
-        world.table.reports_L2P[0, place, 2] = NOT_REPORTED
+    for place in (0, 7, 8, 10):
+        word = int(world.table.reports_LW[0, place])
+        world.table.reports_LW[0, place] = NOT_REPORTED
         assert world.table.read_report(0, 3) is None
-        world.table.reports_L2P[0, place, 2] = word
-    assert world.report(0, 3).misses == {ExpertKey(0, 2): 0, ExpertKey(0, 1): 1}
+        world.table.reports_LW[0, place] = word
+    assert world.report(0, 3).misses == {ExpertKey(0, 1): 0, ExpertKey(0, 2): 1}
 
 
 @pytest.mark.parametrize("kernels", KINDS)
@@ -214,7 +176,7 @@ def test_scores_of_some_layers_are_used_while_a_step_runs(kernels):
     assert step(kernels, world, [[[0]]]) == [[0]]
     world.upload_all_scores(np.full((1, 2, 8), 9.0), first_layer=0)
     world.upload_all_scores(np.full((1, 2, 8), 7.0), first_layer=2)
-    assert kernels.resolve(world.table, 2, world.index([[1]])).numel() == 1
+    kernels.resolve(world.table, 2, world.index([[1]]))
     assert world.table.resident_slots() == {
         ExpertKey(0, 0): 0, ExpertKey(2, 1): 1, ExpertKey(2, 6): 2,
     }  # fmt: skip
@@ -235,10 +197,9 @@ def test_a_pair_without_an_expert_is_nowhere(kernels):
     steps=st.lists(routings(), min_size=1, max_size=3),
     num_slots=st.integers(1, 12),
     num_resident=st.integers(0, 12),
-    on_disk=st.sets(st.integers(0, 23), max_size=1),
     seed=st.integers(0, 99),
 )
-def test_the_kernels_do_what_their_reference_does(steps, num_slots, num_resident, on_disk, seed):
+def test_the_kernels_do_what_their_reference_does(steps, num_slots, num_resident, seed):
     worlds = {
         kernels: world_for(kernels, slots=num_slots, max_pairs=64)
         for kernels in (triton_resolve, resolve_reference)
@@ -247,7 +208,6 @@ def test_the_kernels_do_what_their_reference_does(steps, num_slots, num_resident
         keys = np.random.default_rng(seed).permutation(len(world.keys))[:num_resident]
         world.upload(dict(zip((world.keys[at] for at in keys), range(num_slots), strict=False)))
         world.upload_all_scores(random_scores(world, seed))
-        world.table.set_host_addresses({world.keys[cell]: 0 for cell in on_disk})
     for routing in steps:
         found = [step(kernels, world, routing) for kernels, world in worlds.items()]
         assert found[0] == found[1]
@@ -264,9 +224,9 @@ def test_a_captured_step_sees_what_changes_around_it():
     def whole_step(world: World) -> list[torch.Tensor]:
         found = []
         for layer, index_TK in enumerate(routing):
-            pointers_TK = triton_resolve.resolve(world.table, layer, index_TK)
-            triton_resolve.fill(world.table, pointers_TK)
-            found.append(pointers_TK.clone())
+            pointers_E = triton_resolve.resolve(world.table, layer, index_TK)
+            triton_resolve.fill(world.table, index_TK.numel())
+            found.append(pointers_E.clone())
         return found
 
     whole_step(World("cuda"))  # compiles

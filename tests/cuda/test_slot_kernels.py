@@ -12,7 +12,10 @@ from moe_infinity.kernels.cuda import reference as slot_reference
 
 def test_host_memory_has_the_plain_reference():
     found = slot_kernels.slot_kernels(torch.device("cpu"))
-    assert found == (resolve_reference.resolve, resolve_reference.fill, slot_reference.slot_moe)
+    assert {kernel.__module__ for kernel in found} == {
+        resolve_reference.__name__,
+        slot_reference.__name__,
+    }
 
 
 def test_a_gpu_without_triton_is_refused(monkeypatch):

@@ -5,7 +5,6 @@ on, with graphs that a CPU can record.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +12,9 @@ from torch import Tensor
 from transformers import StaticCache
 
 from moe_infinity import MoE
-from moe_infinity.cuda.cache_state import CacheSnapshot
 from moe_infinity.cuda.static_windows import StaticWindows
 from tests.cuda import recorded_graph
-from tests.cuda.fast_device import bring_every_expert, on_device
+from tests.cuda.fast_device import on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT
 from tests.quantized_checkpoints import build
 
@@ -49,7 +47,6 @@ def test_one_graph_of_a_request_has_the_bits_of_no_graph(
     folder, expected, graphs, device_memory, caplog
 ):
     with on_device(folder, device_memory, "100%") as moe:
-        bring_every_expert(moe)
         for number, (name, prompt) in enumerate(PROMPTS.items(), 1):
             assert torch.equal(recorded_graph.logits(moe, *prompt), expected[name]), name
             assert len(graphs) == number
@@ -63,7 +60,6 @@ def test_the_count_of_stock_would_be_frozen_in_a_graph(
     """What the tests above see: a window that fills up is full too late, a full one is refused."""
     monkeypatch.setattr(StaticWindows, "on_device", lambda self: nullcontext())
     with on_device(folder, "100%", "100%") as moe:
-        bring_every_expert(moe)
         with pytest.raises((AssertionError, IndexError, RuntimeError)):
             assert torch.equal(
                 recorded_graph.logits(moe, *PROMPTS["fills up"]), expected["fills up"]
@@ -82,20 +78,6 @@ def test_a_cache_that_changes_between_steps_is_no_longer_that_of_the_graph(
     found = recorded_graph.without_and_with_graph(monkeypatch, model, run)
     assert all(map(torch.equal, *found))
     assert bool(graphs) == (run is recorded_graph.conversation)
-
-
-def test_a_window_is_restored_before_a_replay(folder, expected, graphs):
-    """Before it is full, when it fills up, and after it has moved on."""
-    with (
-        on_device(folder, "40%", "50%") as moe,
-        mock.patch.object(
-            CacheSnapshot, "restore", autospec=True, side_effect=CacheSnapshot.restore
-        ) as restored,
-    ):
-        for name, prompt in PROMPTS.items():
-            assert torch.equal(recorded_graph.logits(moe, *prompt), expected[name]), name
-    assert restored.called
-    assert len(graphs) == len(PROMPTS)
 
 
 def test_a_mask_made_inside_the_step_is_of_the_devices_count_or_refused(

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from moe_infinity import MoE
+from moe_infinity.engine import compute
 from moe_infinity.engine.exact import ExactWork
 from tests.cuda.fake_cuda import fake_device
-from tests.cuda.no_device import NOWHERE, MetaCudaDevice, made_up_routing
+from tests.cuda.no_device import KERNELS, NOWHERE, MetaCudaDevice, made_up_routing
 from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
@@ -28,7 +30,8 @@ FOLDERS = [
 def prompt_and_token(folder: Path, **options: Any) -> None:
     budgets = {"device_memory": "40%", "host_memory": "60%"}
     cuda_device = fake_device(MetaCudaDevice())
-    with cuda_device, made_up_routing(), MoE(folder, **budgets, **options) as moe:
+    kernels = mock.patch.object(compute, "slot_kernels", return_value=KERNELS)
+    with cuda_device, kernels, made_up_routing(), MoE(folder, **budgets, **options) as moe:
         ids = torch.zeros(1, 9, dtype=torch.int64, device=NOWHERE)
         out = moe.model(ids, use_cache=True)
         out = moe.model(ids[:, :1], use_cache=True, past_key_values=out.past_key_values)

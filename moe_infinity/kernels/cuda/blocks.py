@@ -1,5 +1,5 @@
-"""Products of x with rows of a matrix in one of GGML's block formats, for Triton. Scales lie among
-the values, at addresses that are multiples of 2 or of nothing. So bytes are loaded one by one: what
+"""Rows of a matrix in one of GGML's block formats, for Triton. Scales lie among the values, at
+addresses that are multiples of 2 or of nothing. So bytes are loaded one by one: what
 a warp loads is next to each other, and the hardware joins it.
 
 A chunk is the columns that share a scale: 32, or 16 of q6_k. Legend: R rows, N chunks, C columns of
@@ -15,6 +15,26 @@ import triton.language as tl
 @triton.jit
 def block_sums(slot, is_there, row_R, x_NC, first_N, MATRIX: tl.constexpr):
     """[R, N] in float32: the sums of weights times x."""
+    values_RNC, scale_RN, minimum_RN = _block(slot, is_there, row_R, first_N, MATRIX)
+    sums_RN = scale_RN * tl.sum(values_RNC.to(tl.float32) * x_NC[None, :, :], 2)
+    if MATRIX.kind == "q4_k":
+        sums_RN -= minimum_RN * tl.sum(x_NC, 1)[None, :]
+    return sums_RN
+
+
+@triton.jit
+def block_values(slot, row_R, first_N, MATRIX: tl.constexpr):
+    """[R, N, C] in float32: the weights."""
+    values_RNC, scale_RN, minimum_RN = _block(slot, True, row_R, first_N, MATRIX)
+    values_RNC = values_RNC.to(tl.float32) * scale_RN[:, :, None]
+    if MATRIX.kind == "q4_k":
+        values_RNC -= minimum_RN[:, :, None]
+    return values_RNC
+
+
+@triton.jit
+def _block(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
+    """Whole numbers [R, N, C], their scale [R, N], and what is to be subtracted after that."""
     ROW_BYTES: tl.constexpr = MATRIX.weight.values.shape[1]
     chunk_N = first_N // MATRIX.chunk
     at_RN = row_R.to(tl.int64)[:, None] * ROW_BYTES
@@ -24,14 +44,14 @@ def block_sums(slot, is_there, row_R, x_NC, first_N, MATRIX: tl.constexpr):
     chunk_N = chunk_N % MATRIX.chunks_of_block
     column_C = tl.arange(0, MATRIX.chunk)
     if MATRIX.kind == "q8_0":
-        sums_RN = _q8_0(block_RN, there_RN, x_NC, column_C)
+        values_RNC, scale_RN, minimum_RN = _q8_0(block_RN, there_RN, column_C)
     elif MATRIX.kind == "q4_k":
-        sums_RN = _q4_k(block_RN, there_RN, x_NC, chunk_N, column_C)
+        values_RNC, scale_RN, minimum_RN = _q4_k(block_RN, there_RN, chunk_N, column_C)
     elif MATRIX.kind == "q6_k":
-        sums_RN = _q6_k(block_RN, there_RN, x_NC, chunk_N, column_C)
+        values_RNC, scale_RN, minimum_RN = _q6_k(block_RN, there_RN, chunk_N, column_C)
     else:
-        sums_RN = _mxfp4(block_RN, there_RN, x_NC, column_C)
-    return sums_RN
+        values_RNC, scale_RN, minimum_RN = _mxfp4(block_RN, there_RN, column_C)
+    return values_RNC, scale_RN, minimum_RN
 
 
 @triton.jit
@@ -58,19 +78,14 @@ def _signed(byte):
 
 
 @triton.jit
-def _times(values_RNC, x_NC):
-    return tl.sum(values_RNC.to(tl.float32) * x_NC[None, :, :], 2)
-
-
-@triton.jit
-def _q8_0(block_RN, there_RN, x_NC, column_C):
+def _q8_0(block_RN, there_RN, column_C):
     """A scale, then 32 numbers."""
     values_RNC = _signed(_bytes(block_RN, there_RN, 2 + column_C[None, :]))
-    return _half(block_RN, there_RN) * _times(values_RNC, x_NC)
+    return values_RNC, _half(block_RN, there_RN), 0.0
 
 
 @triton.jit
-def _q4_k(block_RN, there_RN, x_NC, chunk_N, column_C):
+def _q4_k(block_RN, there_RN, chunk_N, column_C):
     """The scales of scales and of minima; 8 of both in 6 bits each; then 32 bytes for two chunks,
     the lower halves for the first.
     """
@@ -85,13 +100,12 @@ def _q4_k(block_RN, there_RN, x_NC, chunk_N, column_C):
     last_RN = _byte(block_RN + place_N[None, :] + 8, there_RN)
     scale_RN = tl.where(is_first_N, lower_RN & 63, (last_RN & 15) | (lower_RN >> 6 << 4))
     minimum_RN = tl.where(is_first_N, upper_RN & 63, (last_RN >> 4) | (upper_RN >> 6 << 4))
-    sums_RN = _half(block_RN, there_RN) * scale_RN.to(tl.float32) * _times(values_RNC, x_NC)
-    minima_RN = _half(block_RN + 2, there_RN) * minimum_RN.to(tl.float32)
-    return sums_RN - minima_RN * tl.sum(x_NC, 1)[None, :]
+    scale_RN = _half(block_RN, there_RN) * scale_RN.to(tl.float32)
+    return values_RNC, scale_RN, _half(block_RN + 2, there_RN) * minimum_RN.to(tl.float32)
 
 
 @triton.jit
-def _q6_k(block_RN, there_RN, x_NC, chunk_N, column_C):
+def _q6_k(block_RN, there_RN, chunk_N, column_C):
     """Of 256 numbers the lower 4 bits, the upper 2, 16 scales, and their scale. Each half of the
     block is four runs of 32 columns, of which two share the bytes of lower bits and all those of
     upper bits.
@@ -105,11 +119,11 @@ def _q6_k(block_RN, there_RN, x_NC, chunk_N, column_C):
     upper_RNC = _bytes(block_RN, there_RN, offset_NC) >> (run_N * 2)[None, :, None] & 3
     values_RNC = (lower_RNC | upper_RNC << 4) - 32
     scale_RN = _signed(_byte(block_RN + 192 + chunk_N[None, :], there_RN)).to(tl.float32)
-    return _half(block_RN + 208, there_RN) * scale_RN * _times(values_RNC, x_NC)
+    return values_RNC, _half(block_RN + 208, there_RN) * scale_RN, 0.0
 
 
 @triton.jit
-def _mxfp4(block_RN, there_RN, x_NC, column_C):
+def _mxfp4(block_RN, there_RN, column_C):
     """An exponent of two, then 16 bytes: the lower halves are the first 16 columns. Numbers are
     twice those of float4_e2m1.
     """
@@ -121,4 +135,4 @@ def _mxfp4(block_RN, there_RN, x_NC, column_C):
     values_RNC = tl.where((nibbles_RNC & 8) != 0, -size_RNC, size_RNC)
     exponent_RN = _byte(block_RN, there_RN)
     bits_RN = tl.where(exponent_RN < 2, 1 << (21 + exponent_RN), (exponent_RN - 1) << 23)
-    return bits_RN.to(tl.float32, bitcast=True) * _times(values_RNC, x_NC)
+    return values_RNC, bits_RN.to(tl.float32, bitcast=True), 0.0

@@ -1,47 +1,44 @@
-"""The experts of a few tokens, each read from where a pointer says it is: a slot of the device or,
-through the link, page-locked host memory. Two kernels in every layer of a captured step.
+"""The experts of any number of tokens, each read from where a pointer says it is: a slot of the
+device or, through the link, page-locked host memory.
 
-    up     [block of F rows, pair]     hidden = activation(gate x, up x)            float32
-    down   [block of D rows, token]    out = sum over k of weight * down hidden     rounded once
+    one token        up    [block of F rows, pair]    hidden = activation(gate x, up x)
+                     down  [block of D rows, pair]    out = down hidden
+    more             plan  sorts pairs by expert (tiles.py), then the same for tiles of rows
+    either           sum   out of a token = sum over k of weight * out of the pair, rounded once
 
 One program computes all of an output, always in the same order. So a token's result depends on x,
-its experts and its weights alone, not on where experts are, on the other tokens of the batch or on
-what was cached. Weights are read once for each pair, which suits the few tokens of a decode step:
-most of their experts differ.
+its experts, its weights and how many tokens the pass has, not on where experts are, on what the
+other tokens are or on what was cached.
 
-Legend: T tokens, K experts per token, P = T * K pairs, D model width, F expert width, R rows, N
-chunks of columns.
+Legend: T tokens, K experts per token, P = T * K pairs, E experts of the layer, D model width, F
+expert width, R rows, N chunks of columns.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_infinity.kernels.cuda import tiles
+from moe_infinity.kernels.cuda.activated import inside, mlp_hidden
 from moe_infinity.kernels.cuda.slot_mlp import LOAD_BYTES, LOADED, Matrix, SlotMlp
 from moe_infinity.kernels.cuda.weights import chunk_sums, load_bias, load_x
 
 _LOAD_BYTES = tl.constexpr(LOAD_BYTES)
-_NO_LIMIT = tl.constexpr(math.inf)
-_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 # Loads of 16 bytes in a tile, and the warps that share them. Each thread has 4 loads under way,
-# from the two matrices of up or the one of down (awq: 8). Down has another input for each expert,
-# so its tiles have more rows to share it. Its programs are few, 256 for one token of Qwen3-30B-A3B,
-# so each has more warps.
+# from the two matrices of up or the one of down (awq: 8).
 UP_LOADS = 256
 UP_WARPS = 4
-DOWN_LOADS = 1024
-DOWN_WARPS = 8
-DOWN_STAGES = 1  # experts whose loads are under way; not measured: benchmarks/gpu_tiles.py
+DOWN_LOADS = 512
+DOWN_WARPS = 4
 AWQ_ROWS = 32
 AWQ_WARPS = 4  # a load is 16 bytes of a column; each thread has chunks of its own
 MAX_CHUNKS = 128  # of a row at once; tiles of shorter rows have more rows
 MAX_ROWS = 16  # more would leave too few programs
+SUM_BLOCK = 1024  # columns of a program
 
 
 def tile_of(matrix: Matrix, num_loads: int, num_warps: int) -> dict[str, int]:
@@ -63,47 +60,73 @@ def tile_of(matrix: Matrix, num_loads: int, num_warps: int) -> dict[str, int]:
     return {"ROWS": rows, "CHUNKS": chunks, "num_warps": num_warps, "enable_fp_fusion": True}
 
 
-def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
-    """[T, D] -> [T, D], in the dtype of x, summed in float32. `pointers_TK` are int64 addresses of
-    slots, 0 for a pair without an expert. All tensors are contiguous and on one device.
+def slot_moe(
+    mlp: SlotMlp, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, pointers_E: Tensor
+) -> Tensor:
+    """[T, D] -> [T, D], in the dtype of x, summed in float32. `index_TK` has int64 ids of experts,
+    -1 for none, `pointers_E` int64 addresses of slots. All tensors are contiguous, on one device.
     """
+    out_PD = torch.empty(index_TK.numel(), x_TD.shape[1], dtype=torch.float32, device=x_TD.device)
+    compute_pairs(mlp, x_TD, index_TK, weights_TK, pointers_E, out_PD)
+    return sum_pairs(mlp, out_PD, index_TK, weights_TK, x_TD.dtype)
+
+
+def compute_pairs(
+    mlp: SlotMlp,
+    x_TD: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    pointers_E: Tensor,
+    out_PD: Tensor,
+) -> None:
+    """Fill the rows of `out_PD`, float32, whose experts have a pointer that is not 0."""
     (num_tokens, width) = x_TD.shape
-    top_k = pointers_TK.shape[1]
+    top_k = index_TK.shape[1]
     assert width == mlp.down.num_rows == mlp.gate.num_columns, (width, mlp)
-    assert all(t.is_contiguous() for t in (x_TD, pointers_TK, top_k_weights_TK)), x_TD.stride()
-    num_pairs = num_tokens * top_k
+    given = x_TD, index_TK, weights_TK, pointers_E, out_PD
+    assert all(t.is_contiguous() for t in given), x_TD.stride()
+    if num_tokens > 1:
+        tiles.compute_pairs(mlp, *given)
+        return
     expert_width = mlp.down.num_columns
     up = tile_of(mlp.gate, UP_LOADS, UP_WARPS)
     down = tile_of(mlp.down, DOWN_LOADS, DOWN_WARPS)
-    hidden_PF = torch.empty(num_pairs, expert_width, dtype=torch.float32, device=x_TD.device)
-    out_TD = torch.empty_like(x_TD)
-    _up[(triton.cdiv(expert_width, up["ROWS"]), num_pairs)](
-        x_TD,
-        pointers_TK,
-        top_k_weights_TK,
-        hidden_PF,
-        MLP=mlp,
-        TOP_K=top_k,
-        **up,
+    hidden_PF = torch.empty(top_k, expert_width, dtype=torch.float32, device=x_TD.device)
+    _up[(triton.cdiv(expert_width, up["ROWS"]), top_k)](
+        x_TD, index_TK, weights_TK, pointers_E, hidden_PF, MLP=mlp, TOP_K=top_k, **up
     )
-    _down[(triton.cdiv(width, down["ROWS"]), num_tokens)](
-        hidden_PF,
-        pointers_TK,
-        top_k_weights_TK,
-        out_TD,
-        MLP=mlp,
-        TOP_K=top_k,
-        STAGES=DOWN_STAGES,
-        **down,
+    _down[(triton.cdiv(width, down["ROWS"]), top_k)](
+        hidden_PF, index_TK, pointers_E, out_PD, MLP=mlp, **down
     )
-    return out_TD
+
+
+def sum_pairs(
+    mlp: SlotMlp, out_PD: Tensor, index_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """[T, D]: the weighted sums over each token's experts, once all are computed."""
+    num_tokens, top_k = index_TK.shape
+    width = out_PD.shape[1]
+    sum_TD = torch.empty(num_tokens, width, dtype=dtype, device=out_PD.device)
+    _sum[(triton.cdiv(width, SUM_BLOCK), num_tokens)](
+        out_PD,
+        index_TK,
+        weights_TK,
+        sum_TD,
+        WIDTH=width,
+        TOP_K=top_k,
+        IS_WEIGHED=mlp.weighs_input,
+        BLOCK=SUM_BLOCK,
+        enable_fp_fusion=True,
+    )
+    return sum_TD
 
 
 @triton.jit
 def _up(
     x_TD,
-    pointers_P,
+    index_P,
     weights_P,
+    pointers_E,
     hidden_PF,
     MLP: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -112,12 +135,9 @@ def _up(
 ):
     GATE: tl.constexpr = MLP.gate
     UP: tl.constexpr = MLP.up
-    ACTIVATION: tl.constexpr = MLP.activation
     CHUNK: tl.constexpr = GATE.chunk
     pair = tl.program_id(1)
-    pointer = tl.load(pointers_P + pair)
-    slot = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint8)), _LOAD_BYTES)
-    is_there = pointer != 0
+    slot, is_there = slot_of(index_P + pair, pointers_E)
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid_R = inside(row_R, GATE.num_rows, ROWS)
     x = x_TD + pair // TOP_K * GATE.num_columns
@@ -131,74 +151,69 @@ def _up(
     weight = tl.where(is_there, tl.load(weights_P + pair).to(tl.float32), 0.0)
     weight = weight if MLP.weighs_input else 1.0
     gate_R = weight * tl.sum(gate_RN, 1) + load_bias(slot, is_there, valid_R, GATE)
-    if ACTIVATION.limit < _NO_LIMIT:
-        gate_R = tl.minimum(gate_R, ACTIVATION.limit, propagate_nan=_NAN)
-    hidden_R = activated(gate_R, tl.constexpr(ACTIVATION.function), ACTIVATION.alpha)
+    up_R = gate_R
     if UP is not None:
         up_R = weight * tl.sum(up_RN, 1) + load_bias(slot, is_there, valid_R, UP)
-        if ACTIVATION.limit < _NO_LIMIT:
-            up_R = tl.clamp(up_R, -ACTIVATION.limit, ACTIVATION.limit, propagate_nan=_NAN)
-        hidden_R *= up_R + ACTIVATION.shift
+    hidden_R = mlp_hidden(gate_R, up_R, MLP)
     tl.store(hidden_PF + pair * GATE.num_rows + row_R, hidden_R, mask=row_R < GATE.num_rows)
 
 
 @triton.jit
 def _down(
     hidden_PF,
-    pointers_P,
-    weights_P,
-    out_TD,
+    index_P,
+    pointers_E,
+    out_PD,
     MLP: tl.constexpr,
-    TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     DOWN: tl.constexpr = MLP.down
     CHUNK: tl.constexpr = DOWN.chunk
-    token = tl.program_id(1)
+    pair = tl.program_id(1)
+    slot, is_there = slot_of(index_P + pair, pointers_E)
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid_R = inside(row_R, DOWN.num_rows, ROWS)
-    biases_R = tl.zeros((ROWS,), tl.float32)
+    hidden = hidden_PF + pair * DOWN.num_columns
     sums_RN = tl.zeros((ROWS, CHUNKS), tl.float32)
-    for pair in tl.range(token * TOP_K, token * TOP_K + TOP_K, num_stages=STAGES):
-        pointer = tl.load(pointers_P + pair)
-        slot = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint8)), _LOAD_BYTES)
-        is_there = pointer != 0
+    for column in range(0, DOWN.num_columns, CHUNKS * CHUNK):
+        hidden_NC = load_x(hidden, column, DOWN.num_columns, CHUNKS, CHUNK)
+        sums_RN += chunk_sums(slot, is_there, valid_R, hidden_NC, column, DOWN, CHUNKS)
+    out_R = tl.sum(sums_RN, 1) + load_bias(slot, is_there, valid_R, DOWN)
+    is_row = is_there & (row_R < DOWN.num_rows)
+    tl.store(out_PD + pair * DOWN.num_rows + row_R, out_R, mask=is_row)
+
+
+@triton.jit
+def slot_of(place, pointers_E):
+    """The slot of the expert whose id is at `place`, and whether there is one."""
+    expert = tl.load(place)
+    pointer = tl.load(pointers_E + expert, mask=expert >= 0, other=0)
+    slot = tl.multiple_of(pointer.to(tl.pointer_type(tl.uint8)), _LOAD_BYTES)
+    return slot, pointer != 0
+
+
+@triton.jit
+def _sum(
+    out_PD,
+    index_P,
+    weights_P,
+    sum_TD,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_WEIGHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(1).to(tl.int64)
+    column_D = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sum_D = tl.zeros((BLOCK,), tl.float32)
+    for k in range(TOP_K):
+        pair = token * TOP_K + k
+        is_there = tl.load(index_P + pair) >= 0
         weight = tl.load(weights_P + pair).to(tl.float32)
-        weight = 1.0 if MLP.weighs_input else weight
-        weight = tl.where(is_there, weight, 0.0)
-        hidden = hidden_PF + pair * DOWN.num_columns
-        for column in range(0, DOWN.num_columns, CHUNKS * CHUNK):
-            hidden_NC = load_x(hidden, column, DOWN.num_columns, CHUNKS, CHUNK)
-            products_RN = chunk_sums(slot, is_there, valid_R, hidden_NC, column, DOWN, CHUNKS)
-            sums_RN += weight * products_RN
-        biases_R += weight * load_bias(slot, is_there, valid_R, DOWN)
-    out_R = tl.sum(sums_RN, 1) + biases_R
-    out = out_R.to(out_TD.dtype.element_ty)
-    tl.store(out_TD + token * DOWN.num_rows + row_R, out, mask=row_R < DOWN.num_rows)
-
-
-@triton.jit
-def inside(row_R, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr):
-    """Rows beyond the last one become the last. Only where needed: Triton does not know clamped
-    rows to be contiguous.
-    """
-    if NUM_ROWS % ROWS != 0:
-        row_R = tl.minimum(row_R, NUM_ROWS - 1)
-    return row_R
-
-
-@triton.jit
-def activated(x, FUNCTION: tl.constexpr, ALPHA: tl.constexpr):
-    if FUNCTION == "silu":
-        hidden = x * tl.sigmoid(ALPHA * x)
-    elif FUNCTION == "gelu":
-        hidden = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif FUNCTION == "gelu_tanh":  # 1 + tanh(z) = 2 sigmoid(2 z), without cancellation
-        hidden = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        tl.static_assert(FUNCTION == "relu2")
-        x = tl.maximum(x, 0.0, propagate_nan=_NAN)
-        hidden = x * x
-    return hidden
+        weight = 1.0 if IS_WEIGHED else weight
+        is_column = is_there & (column_D < WIDTH)
+        out_D = tl.load(out_PD + pair * WIDTH + column_D, mask=is_column, other=0.0)
+        sum_D += tl.where(is_there, weight, 0.0) * out_D
+    sum_D = sum_D.to(sum_TD.dtype.element_ty)
+    tl.store(sum_TD + token * WIDTH + column_D, sum_D, mask=column_D < WIDTH)

@@ -21,28 +21,62 @@ def memory_at(address: int, num_bytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def slot_moe(mlp: SlotMlp, x_TD: Tensor, pointers_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
+def slot_moe(
+    mlp: SlotMlp, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, pointers_E: Tensor
+) -> Tensor:
     """See kernels/cuda/experts.py."""
-    dtype = x_TD.dtype
-    x_TD = x_TD.float()
-    out_TD = torch.zeros_like(x_TD)
-    for t, pointers_K in enumerate(pointers_TK.tolist()):
-        for k, pointer in enumerate(pointers_K):
-            if pointer:
-                slot = memory_at(pointer, mlp.num_bytes)
-                weight = top_k_weights_TK[t, k].float()
-                x, after = (weight * x_TD[t], 1.0) if mlp.weighs_input else (x_TD[t], weight)
-                halves = [m for m in (mlp.gate, mlp.up) if m is not None]
-                hidden = mlp.activation(*(_linear(m, slot, x) for m in halves))
-                out_TD[t] += after * _linear(mlp.down, slot, hidden)
-    return out_TD.to(dtype)
+    shape = index_TK.numel(), x_TD.shape[1]
+    out_PD = torch.empty(shape, dtype=torch.float32, device="cpu")
+    compute_pairs(mlp, x_TD, index_TK, weights_TK, pointers_E, out_PD)
+    return sum_pairs(mlp, out_PD, index_TK, weights_TK, x_TD.dtype)
 
 
-def _linear(matrix: Matrix, slot: Tensor, x: Tensor) -> Tensor:
-    out = weight_of(matrix, slot) @ x
-    if matrix.bias is not None:
-        out += view_of(matrix.bias, slot)[_rows(matrix)].float()
-    return out
+def compute_pairs(
+    mlp: SlotMlp,
+    x_TD: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    pointers_E: Tensor,
+    out_PD: Tensor,
+) -> None:
+    """See kernels/cuda/experts.py."""
+    top_k = index_TK.shape[1]
+    index_P = index_TK.flatten()
+    for expert, pointer in enumerate(pointers_E.tolist()):
+        pairs = (index_P == expert).nonzero().flatten().tolist()
+        if not pointer or not pairs:
+            continue
+        slot = memory_at(pointer, mlp.num_bytes)
+        up = [(weight_of(m, slot), _bias(m, slot)) for m in (mlp.gate, mlp.up) if m is not None]
+        down = weight_of(mlp.down, slot)
+        down_bias = _bias(mlp.down, slot)
+        for pair in pairs:  # a row alone, so that its bits do not depend on others
+            x = x_TD[pair // top_k].float()
+            if mlp.weighs_input:
+                x = weights_TK.flatten()[pair].float() * x
+            hidden = mlp.activation(*(weight @ x + up_bias for weight, up_bias in up))
+            out_PD[pair] = down @ hidden + down_bias
+
+
+def sum_pairs(
+    mlp: SlotMlp, out_PD: Tensor, index_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """See kernels/cuda/experts.py."""
+    shape = len(index_TK), out_PD.shape[1]
+    sum_TD = torch.zeros(shape, dtype=torch.float32, device="cpu")
+    for t, index_K in enumerate(index_TK.tolist()):
+        for k, expert in enumerate(index_K):
+            if expert >= 0:
+                weight = 1.0 if mlp.weighs_input else weights_TK[t, k].float()
+                sum_TD[t] += weight * out_PD[t * len(index_K) + k]
+    return sum_TD.to(dtype)
+
+
+def _bias(matrix: Matrix, slot: Tensor) -> Tensor:
+    """[R] in float32."""
+    if matrix.bias is None:
+        return torch.zeros(matrix.num_rows, dtype=torch.float32, device="cpu")
+    return view_of(matrix.bias, slot)[_rows(matrix)].float()
 
 
 def weight_of(matrix: Matrix, slot: Tensor) -> Tensor:

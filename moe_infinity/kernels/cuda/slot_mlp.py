@@ -57,8 +57,7 @@ class Matrix:
     @property
     def column_stride(self) -> int:
         """In values; for WORDS in rows of words. R where the weight is stored as [C, R], else 1."""
-        is_plain = self.weight.unpack is None
-        lies_transposed = self.weight.is_transposed if is_plain else self.kind in WORDS
+        lies_transposed = self.weight.is_transposed if self.is_plain else self.kind in WORDS
         return self.weight.shape[0] if lies_transposed else 1
 
     @property
@@ -72,6 +71,16 @@ class Matrix:
     @property
     def num_scale_columns(self) -> int:
         return -(-self.num_columns // self.block_columns)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether values are floats as they are."""
+        return self.weight.unpack is None
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether numbers have another one than 0 for 0."""
+        return self.weight.zeros is not None or self.kind == "int4"
 
     @property
     def has_exponents(self) -> bool:

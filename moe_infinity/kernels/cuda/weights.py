@@ -1,8 +1,11 @@
-"""Products of x with rows of a matrix in a slot, whose values are decoded in registers: the packed
-formats of unpack.py, written for Triton; blocks.py has GGML's.
+"""Rows of a matrix in a slot, whose values are decoded in registers: the packed formats of
+unpack.py, written for Triton; blocks.py has GGML's.
 
-A tile is [R rows, N chunks, C columns of a chunk]. One thread sums a chunk. Scales and zeros are
-applied to these sums, one for each chunk.
+    chunk_sums     their products with one x: one thread sums a chunk of columns
+    weight_tile    the values, for products with many x at once
+
+A tile is [R rows, N chunks, C columns of a chunk]. Scales and zeros are applied to sums where there
+are sums, one for each chunk.
 
 Whole numbers are not converted. A number n, masked where it is in the lower 24 bits of its word,
 has exactly the bits of the float32 n * 2 ** (its lowest bit - 149): a denormal or, with bit 23, one
@@ -20,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_infinity.kernels.cuda.blocks import block_sums
+from moe_infinity.kernels.cuda.blocks import block_sums, block_values
 from moe_infinity.kernels.cuda.slot_mlp import LOAD_BYTES, X_EXPONENT
 from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
 
@@ -75,12 +78,8 @@ def chunk_sums(
 @triton.jit
 def _sums(slot, is_there, row_R, x_NC, first_N, MATRIX: tl.constexpr):
     """Of what has its scales apart."""
-    is_there_RN = (is_there & (first_N < MATRIX.num_columns))[None, :]
-    group_N = first_N // MATRIX.block_columns
-    if MATRIX.groups is not None:
-        groups = numbers_at(slot, MATRIX.groups.offset, "int32")
-        group_N = tl.load(groups + first_N, mask=is_there & (first_N < MATRIX.num_columns), other=0)
-        group_N = tl.minimum(tl.maximum(group_N, 0), MATRIX.num_scale_columns - 1)
+    is_there_N = is_there & (first_N < MATRIX.num_columns)
+    group_N = load_groups(slot, is_there_N, first_N, MATRIX)
     values_RNC = load_values(slot, is_there, row_R, first_N, MATRIX)
     all_N = tl.sum(x_NC, 1)
     if MATRIX.number_bits > 0:
@@ -88,25 +87,96 @@ def _sums(slot, is_there, row_R, x_NC, first_N, MATRIX: tl.constexpr):
     sums_RN = tl.sum(values_RNC * x_NC[None, :, :], 2) * MATRIX.unit
     if MATRIX.kind == "awq":
         sums_RN *= power_of_two(0, lowest_bit(row_places(row_R, "awq"), MATRIX))[:, None]
+    if MATRIX.has_zeros:
+        zeros_RN = load_zeros(slot, is_there_N, row_R, group_N, MATRIX)
+        sums_RN -= zeros_RN * all_N[None, :]
+    if MATRIX.weight.scale is not None:
+        sums_RN *= load_scales(slot, is_there, is_there_N, row_R, group_N, MATRIX)
+    return sums_RN
+
+
+@triton.jit
+def weight_tile(slot, row_R, first_column, MATRIX: tl.constexpr, CHUNKS: tl.constexpr):
+    """[R, K]: some rows and the K = N * C columns of N chunks, unpacked, in float32; those of a
+    plain kind in their own dtype. 0 beyond the last column.
+    """
+    row_R = MATRIX.first_row + MATRIX.row_step * row_R
+    first_N = first_column + tl.arange(0, CHUNKS) * MATRIX.chunk
+    if MATRIX.is_plain:
+        values = numbers_at(
+            slot, MATRIX.weight.values.offset, tl.constexpr(MATRIX.weight.values.dtype)
+        )
+        at_K = first_column + tl.arange(0, CHUNKS * MATRIX.chunk)
+        at_RK = row_R[:, None] * MATRIX.row_stride + (at_K * MATRIX.column_stride)[None, :]
+        tile_RK = tl.load(values + at_RK, mask=(at_K < MATRIX.num_columns)[None, :], other=0)
+    else:
+        if MATRIX.chunks_of_block > 0:
+            tile_RNC = block_values(slot, row_R, first_N, MATRIX)
+        else:
+            tile_RNC = _values(slot, row_R, first_N, MATRIX)
+        tile_RK = tl.reshape(tile_RNC, (row_R.shape[0], CHUNKS * MATRIX.chunk))
+    return tile_RK
+
+
+@triton.jit
+def _values(slot, row_R, first_N, MATRIX: tl.constexpr):
+    """[R, N, C] in float32, of what has its scales apart."""
+    is_there_N = first_N < MATRIX.num_columns
+    group_N = load_groups(slot, is_there_N, first_N, MATRIX)
+    values_RNC = load_values(slot, True, row_R, first_N, MATRIX)
+    if MATRIX.number_bits > 0:
+        place_NC = lowest_bit(column_places(first_N, MATRIX), MATRIX)
+        values_RNC *= power_of_two(_X_EXPONENT, place_NC)[None, :, :]
+    values_RNC *= MATRIX.unit
+    if MATRIX.kind == "awq":
+        place_R = lowest_bit(row_places(row_R, "awq"), MATRIX)
+        values_RNC *= power_of_two(0, place_R)[:, None, None]
+    if MATRIX.has_zeros:
+        values_RNC -= load_zeros(slot, is_there_N, row_R, group_N, MATRIX)[:, :, None]
+    if MATRIX.weight.scale is not None:
+        scale_RN = load_scales(slot, True, is_there_N, row_R, group_N, MATRIX)
+        values_RNC *= scale_RN[:, :, None]
+    return values_RNC
+
+
+@triton.jit
+def load_groups(slot, is_there_N, first_N, MATRIX: tl.constexpr):
+    """Of each chunk the column that its scales have."""
+    group_N = first_N // MATRIX.block_columns
+    if MATRIX.groups is not None:
+        groups = numbers_at(slot, MATRIX.groups.offset, "int32")
+        group_N = tl.load(groups + first_N, mask=is_there_N, other=0)
+        group_N = tl.minimum(tl.maximum(group_N, 0), MATRIX.num_scale_columns - 1)
+    return group_N
+
+
+@triton.jit
+def load_zeros(slot, is_there_N, row_R, group_N, MATRIX: tl.constexpr):
+    """[R, N] in float32, or one for all: the number that stands for 0."""
     if MATRIX.weight.zeros is not None:
         zeros = numbers_at(slot, MATRIX.weight.zeros.offset, "int32")
         word_R = row_R // _NIBBLES * MATRIX.zeros_strides[0]
         word_RN = word_R[:, None] + (group_N * MATRIX.zeros_strides[1])[None, :]
-        words_RN = tl.load(zeros + word_RN, mask=is_there_RN, other=0)
+        words_RN = tl.load(zeros + word_RN, mask=is_there_N[None, :], other=0)
         if MATRIX.kind == "gptq":  # zeros are stored less one
             words_RN += 0x11111111
         place_R = row_places(row_R, tl.constexpr(MATRIX.kind))
-        sums_RN -= ((words_RN >> (4 * place_R)[:, None]) & 15).to(tl.float32) * all_N[None, :]
-    elif MATRIX.kind == "int4":
-        sums_RN -= _SYMMETRIC_ZERO * all_N[None, :]
-    if MATRIX.weight.scale is not None:
-        at_R = row_R // MATRIX.block_rows * MATRIX.scale_strides[0]
-        if MATRIX.num_scale_columns == 1:
-            sums_RN *= load_scale(slot, at_R, is_there, MATRIX)[:, None]
-        else:
-            at_RN = at_R[:, None] + (group_N * MATRIX.scale_strides[1])[None, :]
-            sums_RN *= load_scale(slot, at_RN, is_there_RN, MATRIX)
-    return sums_RN
+        zeros_RN = ((words_RN >> (4 * place_R)[:, None]) & 15).to(tl.float32)
+    else:
+        zeros_RN = tl.full((1, 1), _SYMMETRIC_ZERO, tl.float32)
+    return zeros_RN
+
+
+@triton.jit
+def load_scales(slot, is_there, is_there_N, row_R, group_N, MATRIX: tl.constexpr):
+    """[R, N] in float32; [R, 1] if rows have one scale."""
+    at_R = row_R // MATRIX.block_rows * MATRIX.scale_strides[0]
+    if MATRIX.num_scale_columns == 1:
+        scales_RN = load_scale(slot, at_R, is_there, MATRIX)[:, None]
+    else:
+        at_RN = at_R[:, None] + (group_N * MATRIX.scale_strides[1])[None, :]
+        scales_RN = load_scale(slot, at_RN, is_there_N[None, :], MATRIX)
+    return scales_RN
 
 
 @triton.jit

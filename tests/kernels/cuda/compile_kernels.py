@@ -49,13 +49,19 @@ class Compiler:
             widths = Counter(str(int(count or 1) * int(bits)) for count, bits in found)
             told = {"loads": widths, "fuses": options.get("enable_fp_fusion")}
             told["loses_denormals"] = bool(FLUSHES.search(asm["ptx"]))
+            told["multiplies_matrices"] = "mma" in asm["ptx"]
+            told["loads_ahead"] = "cp.async" in asm["ptx"]
+            told["spills"] = bool(re.search(r"\.local\b", asm["ptx"]))
+            name = kernel.fn.__name__.strip("_")
+            if "TILE" in options:
+                name += f" {options['TILE']}"
             if (mlp := options.get("MLP")) is not None:
-                matrix = mlp.gate if kernel.fn.__name__ == "_up" else mlp.down
+                matrix = mlp.gate if name.startswith("up") else mlp.down
                 tile = options["ROWS"] * options["CHUNKS"] * matrix.chunk
                 tile *= 1 + (matrix is mlp.gate and mlp.up is not None)
                 num_values = tile / (32 * options["num_warps"])
                 told["instructions"] = instructions(asm["cubin"]) / num_values
-            self.told[f"{kernel.fn.__name__.strip('_')} {self.name}".strip()] = told
+            self.told[f"{name} {self.name}".strip()] = told
 
         return compile_only
 
@@ -93,8 +99,9 @@ def in_blocks(matrix: Matrix, name: str) -> Matrix:
 
 def compute(mlp: SlotMlp, num_tokens: int = 1, top_k: int = 8) -> None:
     x_TD = torch.zeros(num_tokens, mlp.down.num_rows).bfloat16()
-    pointers_TK = torch.zeros(num_tokens, top_k, dtype=torch.int64)
-    triton_experts.slot_moe(mlp, x_TD, pointers_TK, torch.zeros(num_tokens, top_k))
+    index_TK = torch.zeros(num_tokens, top_k, dtype=torch.int64)
+    pointers_E = torch.zeros(128, dtype=torch.int64)
+    triton_experts.slot_moe(mlp, x_TD, index_TK, torch.zeros(num_tokens, top_k), pointers_E)
 
 
 def resolve(num_pairs: int) -> None:
@@ -102,8 +109,8 @@ def resolve(num_pairs: int) -> None:
     slots = torch.zeros(2, 16 * 1001, dtype=torch.uint8)
     table = DeviceTable(slots, num_layers=2, num_experts=4, max_pairs=128)
     index_TK = torch.zeros(1, num_pairs, dtype=torch.int64)
-    pointers_TK = triton_resolve.resolve(table, 1, index_TK)
-    triton_resolve.fill(table, pointers_TK)
+    triton_resolve.resolve(table, 1, index_TK)
+    triton_resolve.fill(table, num_pairs)
 
 
 def main() -> None:
@@ -116,8 +123,10 @@ def main() -> None:
     more["limited"] = replace(known["bf16"], activation=limited)
     more["no gate"] = replace(known["bf16"], up=None, activation=Activation("relu2", False))
     bf16 = known["bf16"]
-    gate, down = (with_weight(matrix, is_transposed=True) for matrix in (bf16.gate, bf16.down))
-    more["transposed"] = replace(bf16, gate=gate, down=down, weighs_input=True)
+    assert bf16.up is not None
+    turned = (with_weight(m, is_transposed=True) for m in (bf16.gate, bf16.up, bf16.down))
+    gate, up, down = turned
+    more["transposed"] = replace(bf16, gate=gate, up=up, down=down, weighs_input=True)
     gptq = known["gptq"]
     columns = gptq.gate.num_columns
     any_order = with_weight(gptq.gate, groups=ParamSpec("", (columns,), "int32", 0))
@@ -137,7 +146,8 @@ def main() -> None:
     for num_pairs in (8, 64, 128):
         resolve(num_pairs)
     for compiler.name, mlp in (known | more).items():
-        compute(mlp)
+        for num_tokens in (1, 32, 2048):
+            compute(mlp, num_tokens)
     sys.stdout.write(json.dumps(compiler.told))
 
 

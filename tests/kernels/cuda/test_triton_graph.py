@@ -17,16 +17,17 @@ pytestmark = [pytest.mark.arithmetic, pytest.mark.triton]
 def test_a_captured_layer_follows_what_changes_around_it():
     experts = Experts("bf16", 256, 128, num=6)
     slots = experts.slots.cuda()
-    x, pointers = inputs("bf16", 2, 256).cuda(), torch.zeros(2, 3, dtype=torch.int64).cuda()
+    x, index = inputs("bf16", 2, 256).cuda(), torch.zeros(2, 3, dtype=torch.int64).cuda()
     weights = torch.zeros(2, 3).cuda()
-    triton_experts.slot_moe(experts.mlp, x, pointers, weights)  # compiles
+    pointers = slots.data_ptr() + torch.arange(6).cuda() * slots.shape[1]
+    triton_experts.slot_moe(experts.mlp, x, index, weights, pointers)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = triton_experts.slot_moe(experts.mlp, x, pointers, weights)
+        found = triton_experts.slot_moe(experts.mlp, x, index, weights, pointers)
     for _ in range(3):
-        index, new_weights = routing(2, 3, 6)
+        new_index, new_weights = routing(2, 3, 6)
         x.copy_(inputs("bf16", 2, 256))
-        pointers.copy_(slots.data_ptr() + index * slots.shape[1])
+        index.copy_(new_index)
         weights.copy_(new_weights)
         graph.replay()
-        assert experts.largest_error(found.cpu(), x.cpu(), index, new_weights) < 1
+        assert experts.largest_error(found.cpu(), x.cpu(), new_index, new_weights) < 1

@@ -1,0 +1,68 @@
+"""The backend of a GPU: kernels read the experts that have arrived where they lie in their slots.
+They are those of steps that the device decides (cuda/slot_kernels.py), so it does not matter to a
+token who decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_infinity.cuda.slot_kernels import SlotKernels, SlotWork
+from moe_infinity.engine.routing import Routing
+from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
+
+
+class SlotBackend:
+    """For the experts of one MoE layer."""
+
+    def __init__(
+        self,
+        kernels: SlotKernels,
+        mlp: SlotMlp,
+        address_of: Callable[[int], int],
+        *,
+        num_experts: int,
+    ) -> None:
+        """`address_of(slot_id)` is where a slot begins in memory."""
+        self.kernels = kernels
+        self.mlp = mlp
+        self.address_of = address_of
+        self.num_experts = num_experts
+
+    def begin(self, x_TD: Tensor, routing: Routing) -> LayerSlots:
+        return LayerSlots(self, x_TD, routing)
+
+
+class LayerSlots:
+    """One MoE layer in one step."""
+
+    def __init__(self, backend: SlotBackend, x_TD: Tensor, routing: Routing) -> None:
+        assert routing.experts_TK is not None, routing
+        assert routing.weights_TK is not None, routing
+        self._backend = backend
+        self._device = x_TD.device
+        index_TK = on_device(torch.from_numpy(routing.experts_TK), self._device)
+        self._work = SlotWork(backend.kernels, backend.mlp, x_TD, index_TK, routing.weights_TK)
+
+    def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
+        """Compute these experts, which lie in these slots, and keep their outputs."""
+        pointers_E = torch.zeros(self._backend.num_experts, dtype=torch.int64, device="cpu")
+        addresses = [self._backend.address_of(slot_id) for slot_id in slot_ids]
+        pointers_E[list(expert_idxs)] = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+        self._work.compute(on_device(pointers_E, self._device))
+
+    def sum(self) -> Tensor:
+        """[T, D]: the same bits in whatever order experts were run."""
+        return self._work.sum()
+
+
+def on_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Nobody waits for the copy: torch reuses page-locked memory only after copies from it are
+    over.
+    """
+    if device.type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)

@@ -1,0 +1,50 @@
+"""What an expert computes between its two products, for Triton."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+_NO_LIMIT = tl.constexpr(math.inf)
+_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def mlp_hidden(gate, up, MLP: tl.constexpr):
+    """Of any shape, in float32. Without a gate `up` is not looked at."""
+    ACTIVATION: tl.constexpr = MLP.activation
+    if ACTIVATION.limit < _NO_LIMIT:
+        gate = tl.minimum(gate, ACTIVATION.limit, propagate_nan=_NAN)
+    hidden = activated(gate, tl.constexpr(ACTIVATION.function), ACTIVATION.alpha)
+    if MLP.up is not None:
+        if ACTIVATION.limit < _NO_LIMIT:
+            up = tl.clamp(up, -ACTIVATION.limit, ACTIVATION.limit, propagate_nan=_NAN)
+        hidden *= up + ACTIVATION.shift
+    return hidden
+
+
+@triton.jit
+def inside(row_R, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr):
+    """Rows beyond the last one become the last. Only where needed: Triton does not know clamped
+    rows to be contiguous.
+    """
+    if NUM_ROWS % ROWS != 0:
+        row_R = tl.minimum(row_R, NUM_ROWS - 1)
+    return row_R
+
+
+@triton.jit
+def activated(x, FUNCTION: tl.constexpr, ALPHA: tl.constexpr):
+    if FUNCTION == "silu":
+        hidden = x * tl.sigmoid(ALPHA * x)
+    elif FUNCTION == "gelu":
+        hidden = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif FUNCTION == "gelu_tanh":  # 1 + tanh(z) = 2 sigmoid(2 z), without cancellation
+        hidden = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        tl.static_assert(FUNCTION == "relu2")
+        x = tl.maximum(x, 0.0, propagate_nan=_NAN)
+        hidden = x * x
+    return hidden

@@ -1,0 +1,84 @@
+"""How many operations the host launches for an MoE layer, whatever the number of its experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from moe_infinity.cuda import slot_kernels
+from moe_infinity.cuda.slot_kernels import SlotKernels, SlotWork
+from moe_infinity.engine import compute
+from moe_infinity.memory.device_mover import COPIED_GROUPS
+from tests.cuda.fast_device import on_device
+
+
+class Launches:
+    """In place of a kernel."""
+
+    def __init__(self, name: str, counter: Counter[str]) -> None:
+        self._name = name
+        self._counter = counter
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: self._counter.update([self._name])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("num_experts", [16, 256])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 16, 32, 2048])
+def test_a_layer_takes_as_many_kernels_for_any_number_of_tokens_and_experts(
+    monkeypatch, num_tokens, num_experts
+):
+    pytest.importorskip("triton", reason="needs triton")
+    from moe_infinity.cuda import resolve
+    from moe_infinity.kernels.cuda import experts, tiles
+    from tests.kernels.cuda.test_triton_experts import Experts
+
+    counter: Counter[str] = Counter()
+    kernels = {experts: ("_up", "_down", "_sum"), tiles: ("_plan", "_up_tile", "_down_tile")}
+    for module, names in kernels.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Launches(name, counter))
+    given = SlotKernels(resolve.resolve, resolve.fill, experts.compute_pairs, experts.sum_pairs)
+    x_TD = torch.zeros(num_tokens, 16).bfloat16()
+    index_TK = torch.zeros(num_tokens, 8, dtype=torch.int64)
+    mlp = Experts("bf16", 16, 16).mlp
+    work = SlotWork(given, mlp, x_TD, index_TK, torch.zeros(num_tokens, 8))
+    work.compute(torch.zeros(num_experts, dtype=torch.int64))
+    work.sum()
+    of_rows = {"_plan": 1, "_up_tile": 1, "_down_tile": 1, "_sum": 1}
+    assert counter == ({"_up": 1, "_down": 1, "_sum": 1} if num_tokens == 1 else of_rows)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device_memory", ["30%", "100%"])
+def test_a_prompt_is_computed_in_a_few_groups_of_experts(
+    tiny_checkpoint, monkeypatch, device_memory
+):
+    """One of those that are there, and some of those that are copied; more only if they do not fit
+    together.
+    """
+    counter: Counter[str] = Counter()
+    reference = slot_kernels.slot_kernels(torch.device("cpu"))
+
+    def counting(name: str) -> Any:
+        def run(*args: Any) -> Any:
+            counter.update([name])
+            return getattr(reference, name)(*args)
+
+        return run
+
+    kernels = SlotKernels(*(counting(name) for name in SlotKernels._fields))
+    monkeypatch.setattr(compute, "slot_kernels", lambda device: kernels)
+    with on_device(tiny_checkpoint, device_memory, "100%") as moe:
+        moe.model(torch.arange(3, 103)[None])
+        assert counter["sum_pairs"] == 3  # layers
+        most = 2 * (1 + COPIED_GROUPS) if device_memory == "30%" else 1 + COPIED_GROUPS
+        assert 3 <= counter["compute_pairs"] <= 3 * most
+        counter.clear()
+        moe.model(torch.arange(3, 103)[None])
+        if device_memory == "100%":
+            assert counter == {"compute_pairs": 3, "sum_pairs": 3}
