@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
-# Of a weight, for up and down, a fifth above the most of two generations of GPUs; for down all of its
-# code, as a program reads its rows at once. A GPU that reads B bytes a second with M processors of F
-# Hz keeps up while this is less than M * F * 128 * (bytes of a weight) / B: an RTX 3090 with 19 for
-# one of 8 bits and 9.5 for 4 bits, an H100 with 8.8 and 4.4.
+# Of a weight, for up and down, a fifth above the most of two generations of GPUs; for down all of
+# its code, as a program reads its rows at once. A GPU that reads B bytes a second with M processors
+# of F Hz keeps up while this is less than M * F * 128 * (bytes of a weight) / B: an RTX 3090 with
+# 19 for one of 8 bits and 9.5 for 4 bits, an H100 with 8.8 and 4.4.
 INSTRUCTIONS = {
     "int8": (6.3, 8.2), "fp8": (9.9, 13.1), "int4": (6.6, 5.8), "mxfp4": (8.6, 7.6),
     "gptq": (5.4, 9.5), "awq": (5.3, 6.6), "gptq any": (10.2, 9.5),
