@@ -19,6 +19,7 @@ import numpy as np
 
 from tests.kernels.cuda.ptx_code import Instruction, code_of
 from tests.kernels.cuda.ptx_memory import Lanes, Memory
+from tests.kernels.cuda.ptx_warps import atomic_add, ballot, product, shuffle
 
 WARP = 32
 SHARED_BYTES = 100 << 10
@@ -211,6 +212,10 @@ class Program:
             self.copy(one, is_on)
         elif name in ("ldmatrix", "stmatrix"):
             self.matrices(one, is_on)
+        elif name == "mma":
+            product(self, one, is_on)
+        elif name == "atom":
+            atomic_add(self, self.shared, one, is_on)
         elif name == "mov" and "{" in one.text:
             self.split_or_join(one, is_on)
         elif name == "cvt":
@@ -364,14 +369,6 @@ def select(program: Program, one: Instruction, dtype: Any) -> Lanes:
     return np.where(program.get(one.operands[3], np.bool_), a, b)
 
 
-def shuffle(program: Program, one: Instruction, dtype: Any) -> Lanes:
-    """From another lane of the warp."""
-    assert one.operands[3:] == ["31", "-1"], one.text
-    number = program.get(one.operands[2], np.uint32)
-    lane = {"bfly": program.lane ^ number, "idx": number % WARP}[one.name[2]]
-    return program.get(one.operands[1], dtype)[program.warp * WARP + lane]
-
-
 COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal,
@@ -385,5 +382,6 @@ FUNCTIONS: dict[str, Callable[..., Lanes]] = {
     "div": plain(lambda a, b: (a.astype(np.float64) / b).astype(a.dtype)),
     "mul": multiply, "mad": multiply, "fma": multiply,
     "shl": shift, "shr": shift, "bfe": bit_field, "prmt": permute,
-    "setp": compare, "selp": select, "shfl": shuffle,
+    "setp": compare, "selp": select, "shfl": shuffle, "vote": ballot,
+    "popc": plain(lambda a: np.bitwise_count(a).astype(a.dtype)),
 }  # fmt: skip
