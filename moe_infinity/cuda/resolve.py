@@ -116,7 +116,6 @@ def _resolve(
     tl.store(uses_E + expert, used, mask=exists)
     tl.store(copies_2E + expert, 0, mask=exists)
     tl.store(copies_2E + NUM_EXPERTS + expert, 0, mask=exists)
-    tl.debug_barrier()  # no warp may store what another warp has yet to load
 
     taken = taken_slots(
         order, cell, moe_layer_idx, part, last_layer, slot_LE, owner_S, scores_LHE, uses_E,
@@ -152,7 +151,7 @@ def taken_slots(
     """
     taken = tl.full(order.shape, _ABSENT, tl.int32)
     for n in range(tl.max(order, 0) + 1):
-        tl.debug_barrier()  # owners and uses are as they were stored
+        tl.debug_barrier()  # owners and uses are as they were stored, and slots are loaded
         lowest = tl.full((), float("inf"), tl.float64)
         found = -1
         for first in range(0, NUM_SLOTS, _SLOT_BLOCK):

@@ -18,17 +18,26 @@ class Memory:
         self.forget()
 
     def forget(self) -> None:
-        self.read_by, self.written_by = np.zeros((2, len(self.content)), np.uint32)
+        self.read_by, self.written_by, self.added_by = np.zeros((3, len(self.content)), np.uint32)
 
     def at(self, address: Lanes, warp: Lanes, num_bytes: int, *, writes: bool) -> Lanes:
         """[lanes, num_bytes] of places, which are noted as touched."""
         place = (address - self.start)[:, None] + np.arange(num_bytes)
         one = np.broadcast_to((1 << warp).astype(np.uint32)[:, None], place.shape)
-        others = self.written_by[place] | (self.read_by[place] if writes else 0)
+        others = self.written_by[place] | self.added_by[place]
+        others = others | (self.read_by[place] if writes else 0)
         if (others & ~one).any():
             raise RaceError("two warps at one address, and one writes, without a barrier")
         np.bitwise_or.at(self.written_by if writes else self.read_by, place, one)
         return place
+
+    def note_sum(self, address: Lanes, warp: Lanes) -> None:
+        """Words that several warps may add to at once, but not write or read meanwhile."""
+        place = (address - self.start)[:, None] + np.arange(4)
+        one = np.broadcast_to((1 << warp).astype(np.uint32)[:, None], place.shape)
+        if ((self.written_by[place] | self.read_by[place]) & ~one).any():
+            raise RaceError("a warp adds to what another one writes or reads, without a barrier")
+        np.bitwise_or.at(self.added_by, place, one)
 
     def put(self, place: Lanes, numbers: Lanes, warp: Lanes) -> None:
         """Threads that hold the same element all write it. Of those of a warp one is kept: a sum

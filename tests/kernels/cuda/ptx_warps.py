@@ -41,6 +41,7 @@ def atomic_add(program: Any, memory: Memory, one: Instruction, is_on: Lanes) -> 
     assert one.name == ["atom", "shared", "add", "u32"], one.text
     address = program.address_of(one.operands[1])[is_on]
     assert not (address % 4).any(), one.text
+    memory.note_sum(address, program.warp[is_on])
     words = memory.content.view(np.uint32)
     np.add.at(words, (address - memory.start) // 4, program.get(one.operands[2], np.uint32)[is_on])
 

@@ -36,7 +36,7 @@ def state_after_two_rows() -> dict[str, object]:
 
 
 def test_resolve_needs_its_barriers(monkeypatch):
-    """Without any one of them warps would race; but for one, after which nobody writes."""
+    """Without any one of them warps would race; but for one, that only more pairs need."""
     expected, num_barriers = state_after_two_rows(), 0
 
     def count(_: Launcher, ptx: str) -> str:
@@ -58,5 +58,5 @@ def test_resolve_needs_its_barriers(monkeypatch):
             assert state_after_two_rows() == expected
         except RaceError:
             needed += 1
-    assert num_barriers - 2 <= needed <= num_barriers
-    assert needed > 10
+    assert num_barriers - 1 <= needed <= num_barriers
+    assert needed >= 9
