@@ -25,7 +25,8 @@ class Memory:
         place = (address - self.start)[:, None] + np.arange(num_bytes)
         one = np.broadcast_to((1 << warp).astype(np.uint32)[:, None], place.shape)
         others = self.written_by[place] | self.added_by[place]
-        others = others | (self.read_by[place] if writes else 0)
+        if writes:
+            others |= self.read_by[place]
         if (others & ~one).any():
             raise RaceError("two warps at one address, and one writes, without a barrier")
         np.bitwise_or.at(self.written_by if writes else self.read_by, place, one)
