@@ -48,22 +48,26 @@ class DeviceMover:
         self._copied_bytes = copied_bytes
         self._loading: dict[ExpertKey, Copy | None] = {}  # None: not yet in HOST
         self._ahead: set[ExpertKey] = set()  # of these, prefetches no layer has asked for yet
+        self._preloaded: set[ExpertKey] = set()  # of these, those that came to HOST by themselves
         self.failed: set[ExpertKey] = set()  # prefetches that failed; until a demand load succeeds
         # Moving average of the seconds of a prefetch: of its copy, or of its read from disk.
         self.load_s = 0.0
 
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: Mapping[ExpertKey, int]) -> None:
         """Start loads that the current layer waits for. Their slots are already reserved."""
-        self._loading.update(dict.fromkeys(keys))
-        self._begin_loads(list(keys))
+        keys = list(keys)
+        self._note_loading(keys)
+        self._begin_loads(keys)
 
     def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
         """Begin loads that no layer waits for yet; drops those that find no HOST slot."""
         self._ahead.update(slot_ids)
-        self._loading.update(dict.fromkeys(slot_ids))
+        self._note_loading(slot_ids)
         for key in slot_ids:
-            if self._host_table.lookup(key) is Residency.RESIDENT:
+            state = self._host_table.lookup(key)
+            if state is Residency.RESIDENT:
                 self._begin_copy(key)
+            if state is not None:  # or it is preloaded, and `settle` begins its copy
                 continue
             try:
                 host_slot_id = self._host_table.begin_load(key, self._phase_of(key))
@@ -89,7 +93,13 @@ class DeviceMover:
 
     def num_read(self, keys: Iterable[ExpertKey]) -> int:
         """How many of these loads, which have just begun, read from disk."""
-        return len(self._on_disk(keys))
+        return len([key for key in self._on_disk(keys) if key not in self._preloaded])
+
+    def _note_loading(self, keys: Iterable[ExpertKey]) -> None:
+        for key in keys:
+            self._loading[key] = None
+            if self._host_table.lookup(key) is Residency.LOADING:
+                self._preloaded.add(key)
 
     def settle(self) -> float:
         """Enter the prefetches that have arrived; returns seconds until the others will have."""
@@ -214,11 +224,13 @@ class DeviceMover:
             self._slots.cuda_device.let_kernels_wait(copy)
         self._table.finish_load(key)
         self._ahead.discard(key)
+        self._preloaded.discard(key)
         self.failed.discard(key)
 
     def _cancel(self, key: ExpertKey) -> None:
         del self._loading[key]
         self._ahead.discard(key)
+        self._preloaded.discard(key)
         self._table.cancel_load(key)
 
     def _note_time(self, took_s: float) -> None:
@@ -236,6 +248,7 @@ class DeviceMover:
             (self._table.finish_load if arrived else self._table.cancel_load)(key)
         self._loading.clear()
         self._ahead.clear()
+        self._preloaded.clear()
 
     def close(self) -> None:
         """Wait for reads and copies under way, and unlock HOST."""
