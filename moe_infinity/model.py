@@ -118,6 +118,7 @@ class MoE:
             self._graphed = None
             if self.engine.device_steps is not None:
                 self._graphed = GraphedStep(self.model, self.engine.device_steps)
+            self._norms = self._device.fused_norms(self.model)
             experts_backend.attach(self.model, plan.layers, self.engine, early_router)
             self._steps = StepReader(self.model, self.engine)
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
@@ -347,6 +348,8 @@ class MoE:
                 self._graphed.close()
             if self._small_batches is not None:
                 self._small_batches.close()
+            if self._norms is not None:
+                self._norms.close()
             self.engine.close()
             self._save_history()
 

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.packed_on_load import packed_on_load
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
+from moe_infinity.cuda.norms import FusedNorms
 from moe_infinity.errors import ConfigError, OutOfMemory
 from moe_infinity.memory.cuda import CudaDevice, open_cuda_device
 from moe_infinity.memory.device import (
@@ -73,6 +75,12 @@ class ComputeDevice:
             dense_bytes=dense_bytes,
         )
         return DeviceSlots(cuda_device, num_slots, slot_bytes)
+
+    def fused_norms(self, model: nn.Module) -> FusedNorms | None:
+        """Norms of one kernel on a GPU; None if results are to be exact."""
+        if self.slots is None or self._config.is_exact:
+            return None
+        return FusedNorms(model, self.device)
 
     def reads_packed(self, weight: WeightLayout) -> bool:
         """Whether dense weights that are stored so are multiplied with as they are."""

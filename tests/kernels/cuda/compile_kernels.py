@@ -25,9 +25,11 @@ from benchmarks.gpu_kernels import KINDS, Sizes, describe
 from moe_infinity.checkpoint.ggml import blocks_layout, row_bytes
 from moe_infinity.cuda import resolve as triton_resolve
 from moe_infinity.cuda.device_table import DeviceTable
+from moe_infinity.cuda.norms import FORMS
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cuda import experts as triton_experts
+from moe_infinity.kernels.cuda.norms import rms_norm
 from moe_infinity.kernels.cuda.slot_mlp import Matrix, SlotMlp
 from tests.kernels.cuda.compiled import AbsentGpu
 
@@ -145,6 +147,8 @@ def main() -> None:
     more["e8m0"] = replace(known["fp8"], gate=exponents)
     for num_pairs in (8, 64, 128):
         resolve(num_pairs)
+    for form in FORMS:
+        rms_norm(torch.zeros(2, 2048).bfloat16(), torch.zeros(2048).bfloat16(), 1e-6, form)
     for compiler.name, mlp in (known | more).items():
         for num_tokens in (1, 32, 2048):
             compute(mlp, num_tokens)

@@ -379,6 +379,7 @@ FUNCTIONS: dict[str, Callable[..., Lanes]] = {
     "abs": plain(np.abs), "min": least, "max": least,
     "and": plain(np.bitwise_and), "or": plain(np.bitwise_or), "xor": plain(np.bitwise_xor),
     "not": plain(np.invert), "ex2": plain(np.exp2), "rcp": plain(lambda a: 1 / a),
+    "rsqrt": plain(lambda a: (1 / np.sqrt(a)).astype(a.dtype)),
     "div": plain(lambda a, b: (a.astype(np.float64) / b).astype(a.dtype)),
     "mul": multiply, "mad": multiply, "fma": multiply,
     "shl": shift, "shr": shift, "bfe": bit_field, "prmt": permute,

@@ -1,0 +1,135 @@
+"""Norms of a model on a GPU, each in one kernel. Which modules are RMSNorms is found by trying: a
+module that gives the bits of the plain definition below is one, whatever its class is called.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moe_infinity.kernels import has_triton_kernels
+
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+NUM_TRIED_ROWS = 3
+# The normed row is rounded before it is multiplied by the weight, and after; or after alone; and
+# that after multiplying by 1 + weight.
+FORMS = ("rounded twice", "rounded once", "plus one")
+
+
+class RmsNorm(Protocol):
+    """[..., D] -> the same."""
+
+    def __call__(self, x: Tensor, weight_D: Tensor, eps: float, form: str) -> Tensor:
+        """`form` is one of FORMS."""
+
+
+def plain_rms_norm(x: Tensor, weight_D: Tensor, eps: float, form: str) -> Tensor:
+    """The definition. Source: what classes of transformers compute, e.g. Qwen3MoeRMSNorm,
+    GptOssRMSNorm and Qwen3NextRMSNorm.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if form == "rounded twice":
+        return weight_D * normed.to(x.dtype)
+    weight = weight_D.float() + 1.0 if form == "plus one" else weight_D.float()
+    return (normed * weight).to(x.dtype)
+
+
+class FusedNorms:
+    """The RMSNorms of one model, until close()."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._modules: list[nn.Module] = []
+        self._device = device
+        found: dict[tuple[type, float | None], str | None] = {}
+        for module in model.modules():
+            kind = type(module), eps_of(module)
+            if not _may_be_norm(module):
+                continue
+            if kind not in found:
+                found[kind] = form_of(module)
+            form = found[kind]
+            if form is not None:
+                self._replace(module, kind[1] or 0.0, form)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def _replace(self, module: Any, eps: float, form: str) -> None:
+        stock: Callable[[Tensor], Tensor] = module.forward
+        norm = _norm_for(self._device)
+
+        def forward(hidden_states: Tensor) -> Tensor:
+            if torch.is_grad_enabled() or hidden_states.dtype != module.weight.dtype:
+                return stock(hidden_states)
+            return norm(hidden_states, module.weight, eps, form)
+
+        vars(module)["forward"] = forward
+        self._modules.append(module)
+
+    def close(self) -> None:
+        """Give the modules their own forward back."""
+        for module in self._modules:
+            vars(module).pop("forward", None)
+
+
+def _norm_for(device: torch.device) -> RmsNorm:
+    if device.type != "cuda" or not has_triton_kernels():
+        return _plain
+    from moe_infinity.kernels.cuda.norms import rms_norm
+
+    return rms_norm
+
+
+def _plain(x: Tensor, weight_D: Tensor, eps: float, form: str) -> Tensor:
+    return plain_rms_norm(x, weight_D, eps, form)
+
+
+def _may_be_norm(module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters(recurse=False))
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
+    return (
+        set(parameters) == {"weight"}
+        and parameters["weight"].ndim == 1
+        and not list(module.children())
+        and not has_hooks
+        and len(signature(module.forward).parameters) == 1
+        and eps_of(module) is not None
+    )
+
+
+def eps_of(module: nn.Module) -> float | None:
+    """What is added to the mean square; None if nothing is known of one."""
+    values = (vars(module).get(name) for name in EPS_NAMES)
+    return next((float(value) for value in values if isinstance(value, float)), None)
+
+
+@torch.no_grad()
+def form_of(module: nn.Module) -> str | None:
+    """One of FORMS; None if it is no RMSNorm."""
+    generator = torch.Generator().manual_seed(0)
+    weight = module.get_parameter("weight")
+    tried: Any = copy.copy(module)
+    tried._parameters = {}
+    shape = len(weight)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    tried.weight = nn.Parameter(drawn.to(weight.dtype), requires_grad=False)
+    x = torch.randn(
+        NUM_TRIED_ROWS, shape, generator=generator, dtype=torch.float32, device="cpu"
+    ).to(weight.dtype)
+    eps = eps_of(module)
+    assert eps is not None, module
+    try:
+        given = tried.forward(x)
+    except Exception:  # whatever a class wants beside x
+        return None
+    for form in FORMS:
+        expected = plain_rms_norm(x, tried.weight, eps, form)
+        if isinstance(given, Tensor) and torch.equal(given, expected):
+            return form
+    return None
