@@ -214,6 +214,10 @@ class Program:
             self.matrices(one, is_on)
         elif name == "mma":
             product(self, one, is_on)
+        elif kind == "bf16" and name in ("mul", "fma"):
+            words = (self.get(each, np.uint16).astype(np.uint32) for each in one.operands[1:])
+            a, b, *more = ((word << 16).view(np.float32) for word in words)
+            self.put(one.operands[0], to_bf16((a * b + sum(more)).astype(np.float32)), is_on)
         elif name == "atom":
             atomic_add(self, self.shared, one, is_on)
         elif name == "mov" and "{" in one.text:
