@@ -23,11 +23,15 @@ class Launches:
         self._counter = counter
 
     def __getitem__(self, grid: Any) -> Any:
-        return lambda *args, **options: self._counter.update([self._name])
+        def launch(*args: Any, **options: Any) -> None:
+            tile = f" {options['TILE']}" if "TILE" in options else ""
+            self._counter.update([self._name + tile])
+
+        return launch
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("num_experts", [16, 256])
+@pytest.mark.parametrize("num_experts", [8, 256])
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 16, 32, 2048])
 def test_a_layer_takes_as_many_kernels_for_any_number_of_tokens_and_experts(
     monkeypatch, num_tokens, num_experts
@@ -49,7 +53,8 @@ def test_a_layer_takes_as_many_kernels_for_any_number_of_tokens_and_experts(
     work = SlotWork(given, mlp, x_TD, index_TK, torch.zeros(num_tokens, 8))
     work.compute(torch.zeros(num_experts, dtype=torch.int64))
     work.sum()
-    of_rows = {"_plan": 1, "_up_tile": 1, "_down_tile": 1, "_sum": 1}
+    tile = 64 if num_tokens == 2048 else 16
+    of_rows = {f"_plan {tile}": 1, f"_up_tile {tile}": 1, f"_down_tile {tile}": 1, "_sum": 1}
     assert counter == ({"_up": 1, "_down": 1, "_sum": 1} if num_tokens == 1 else of_rows)
 
 

@@ -28,6 +28,7 @@ _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 FEW_ROWS = 16  # of a tile
 MANY_ROWS = 64
+MANY_PAIRS = 2048  # with 128 experts 16 rows each
 ROWS = 64  # of a weight in a tile
 COLUMNS = 64  # of a block; of float32 half as many
 PLAN_BLOCK = 1024  # pairs that a program looks at together
@@ -46,8 +47,9 @@ def compute_pairs(
     """See experts.py."""
     num_pairs = index_TK.numel()
     num_experts = len(pointers_E)
-    # By what all passes of so many tokens have in common: a token's bits depend on it.
-    tile = MANY_ROWS if num_pairs > FEW_ROWS * num_experts else FEW_ROWS
+    # By the number of pairs alone, as a token's bits may depend on it: host and device may count the
+    # experts of a narrow layer differently.
+    tile = MANY_ROWS if num_pairs > MANY_PAIRS else FEW_ROWS
     most_tiles = num_pairs // tile + min(num_pairs, num_experts)
     device = x_TD.device
     order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)

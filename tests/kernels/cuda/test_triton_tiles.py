@@ -61,6 +61,7 @@ def test_experts_may_be_computed_in_any_parts(kernels, num_tokens):
 def test_many_tokens_have_larger_tiles(kind, monkeypatch):
     """More of an expert's rows than a tile has, and experts that nobody uses."""
     monkeypatch.setattr(triton_tiles, "MANY_ROWS", 32)
+    monkeypatch.setattr(triton_tiles, "MANY_PAIRS", 100)
     monkeypatch.setattr(triton_tiles, "PLAN_BLOCK", 64)
     experts = Experts(kind, 64, 96, num=5)
     x, (index, weights) = inputs(kind, 90, 64), routing(90, 2, 3)
