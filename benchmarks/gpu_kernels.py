@@ -5,10 +5,10 @@ Layers of Qwen3-30B-A3B's size by default, captured in a CUDA graph as a decode 
 experts than caches hold.
 
     machinery   resolve and fill when all experts are resident     microseconds a layer
-    resident    slot_moe from device memory                        share of its read bandwidth
-    layer       all three: what a captured decode step does        share of slot_moe alone
+    resident    experts from device memory                         share of its read bandwidth
+    layer       all three: what a captured decode step does        share of experts alone
     fill        copies of missed experts                           share of a plain copy's bandwidth
-    through     slot_moe from host memory, through the link        share of the same
+    through     experts from host memory, through the link         share of the same
 
     python benchmarks/gpu_kernels.py [--kind bf16] [--tokens 1] [--rounds 7]
 """
@@ -221,7 +221,7 @@ def time_machinery(layers: Layers, rounds: int) -> dict[str, float]:
 
 
 def time_resident(layers: Layers, rounds: int, read_gbps: float) -> dict[str, float]:
-    """slot_moe from known pointers, and how much of that speed a whole layer keeps."""
+    """Experts from known pointers, and how much of that speed a whole layer keeps."""
     alone_us = captured_us(lambda: layers.step(machinery=False), rounds)
     whole_us = captured_us(layers.step, rounds)
     found = gbps(layers.sizes.num_layers * layers.num_pairs * layers.expert_bytes, alone_us)

@@ -1,7 +1,7 @@
 """Decode steps that the device decides without asking the host.
 
     begin      apply the reports of the step before; upload what the device has to know
-    compute    launch the kernels of every MoE layer: resolve, fill, slot_moe (slot_kernels.py)
+    compute    launch the kernels of every MoE layer: resolve, fill, experts (slot_kernels.py)
     poll       apply the reports of the device, which does not wait for that (reports.py)
 
 The device decides once HOST holds all experts, page-locked: the engine fills it in the background

@@ -1,7 +1,7 @@
 """Which experts are in device memory. The device decides it during a step, the host between steps.
 
     host    upload_residency                             before the first step that it decides
-    device  resolve, fill, slot_moe (slot_kernels.py)    within a step, without asking the host
+    device  resolve, fill, experts (slot_kernels.py)     within a step, without asking the host
     host    read_report -> LayerReport, upload_scores    at any time, also while a step runs
 
 The device may use all slots. A missed expert takes a free slot; if there is none, it replaces the
@@ -40,7 +40,6 @@ from moe_infinity.experts import ExpertKey
 
 ABSENT = -1  # in place of a slot
 FREE = -1  # in place of the owner of a slot
-NO_EXPERT = -1  # in place of the id of a pair
 # In place of the slot that an expert took, beside ABSENT for one that is read through the link:
 NOT_REPORTED = -2  # also in place of an expert id: the layer has not run yet, or will not run
 NOTHING = -4  # no slot taken: a hit, or not used
@@ -55,7 +54,7 @@ ADDRESS_BYTES = 16  # every address is a multiple of it: kernels load so many by
 class LayerReport(NamedTuple):
     """What the device did in one MoE layer of a step."""
 
-    expert_P: NDArray[np.int64]  # the expert of each pair, NO_EXPERT for none
+    expert_P: NDArray[np.int64]  # the expert of each pair, -1 for none
     misses: dict[ExpertKey, int]  # the slots they took; ABSENT: read through the link
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,7 @@ NUM_TRIED_ROWS = 3
 # that after multiplying by 1 + weight.
 FORMS = ("rounded twice", "rounded once", "plus one")
 
-
-class RmsNorm(Protocol):
-    """[..., D] -> the same."""
-
-    def __call__(self, x: Tensor, weight_D: Tensor, eps: float, form: str) -> Tensor:
-        """`form` is one of FORMS."""
+Norm = Callable[[Tensor, Tensor, float, str], Tensor]  # (x [..., D], weight [D], eps, form)
 
 
 def plain_rms_norm(x: Tensor, weight_D: Tensor, eps: float, form: str) -> Tensor:
@@ -78,16 +73,12 @@ class FusedNorms:
             vars(module).pop("forward", None)
 
 
-def _norm_for(device: torch.device) -> RmsNorm:
+def _norm_for(device: torch.device) -> Norm:
     if device.type != "cuda" or not has_triton_kernels():
-        return _plain
+        return plain_rms_norm
     from moe_infinity.kernels.cuda.norms import rms_norm
 
     return rms_norm
-
-
-def _plain(x: Tensor, weight_D: Tensor, eps: float, form: str) -> Tensor:
-    return plain_rms_norm(x, weight_D, eps, form)
 
 
 def _may_be_norm(module: nn.Module) -> bool:

@@ -1,10 +1,11 @@
 """The kernels of an MoE layer in a step that the device decides (protocol: device_table.py).
 
-pointers = resolve(table, moe_layer_idx, index)    finds the experts that are used
-fill(table, num_pairs)                             copies missed ones into their slots
-out = slot_moe(mlp, x, index, weights, pointers)   reads every expert where it is
+resolve          finds the experts that pairs of token and expert use
+fill             copies missed ones into their slots
+compute_pairs    reads every expert where it is
+sum_pairs        adds up what a token's experts gave
 
-Of these a step that the host decides uses the last, in parts (engine/slots.py).
+A step that the host decides uses the last two (engine/slots.py).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_on_a_fake_device_every_stage_runs_and_every_token_is_right(tmp_path):
     assert [row["captured"] for row in rows if row["name"] == "fast path, all hits"] == ["True"] * 5
     assert {
         "prefill, 512 tokens", "decode, 8 GB", "machinery, per layer", "fast path, all hits",
-        "fast path, all hits, no graph", "fast path, 8 GB, fill", "slot_moe as its reference",
+        "fast path, all hits, no graph", "fast path, 8 GB, fill", "experts as their reference",
     } <= {row["name"] for row in rows}  # fmt: skip
     assert json.loads(done.stdout.splitlines()[-1])["failed"] == []
     assert {(row["shape"], row["routing"]) for row in rows if "routing" in row} == {

@@ -20,6 +20,7 @@ from moe_infinity.kernels.cuda import reference as slot_reference
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
 from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 from tests.cuda.on_device import LONG_PROMPT, greedy
+from tests.kernels.slot_moe import slot_moe
 
 FAST: dict[str, Any] = {"experts_implementation": "fast"}
 STATIC: dict[str, Any] = {"cache_implementation": "static"}
@@ -58,7 +59,7 @@ def compute_as_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
         for expert_idx in set(index[index >= 0].tolist()):
             slot_id = tier.table.slot_of(keys[expert_idx])
             addresses[expert_idx] = tier.slots.address_of(slot_id)
-        return slot_reference.slot_moe(mlp, x, index, weights, addresses)
+        return slot_moe(slot_reference, mlp, x, index, weights, addresses)
 
     monkeypatch.setattr(LayerComputer, "__init__", with_mlp)
     monkeypatch.setattr(ExpertEngine, "moe_layer", computed)

@@ -29,6 +29,7 @@ from moe_infinity.kernels.cuda.slot_mlp import LOAD_BYTES, Matrix, SlotMlp
 from tests.closeness import distance, logits_of_steps
 from tests.cuda.fast_device import CACHES, on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
+from tests.kernels.slot_moe import slot_moe
 from tests.quantized_checkpoints import GPT_OSS, MXFP4, build
 
 pytestmark = pytest.mark.arithmetic
@@ -279,9 +280,9 @@ def test_tritons_kernel_agrees_with_its_reference_on_a_layer(folder):
         at = [slots.address_of(slot) for key, slot in resident if key.moe_layer_idx == 0][:TOP_K]
         x_TD, weights_TK = 8 * torch.randn(1, 64), torch.rand(1, TOP_K)
         arguments = mlp, x_TD, torch.arange(TOP_K)[None], weights_TK, torch.tensor(at)
-        reference = slot_reference.slot_moe(*arguments)
-        found = triton_experts.slot_moe(*arguments)
-        other = slot_reference.slot_moe(swap(mlp), *arguments[1:])
+        reference = slot_moe(slot_reference, *arguments)
+        found = slot_moe(triton_experts, *arguments)
+        other = slot_moe(slot_reference, swap(mlp), *arguments[1:])
     torch.testing.assert_close(
         found, reference, rtol=1e-5, atol=1e-5 * float(reference.abs().max())
     )

@@ -60,17 +60,6 @@ def tile_of(matrix: Matrix, num_loads: int, num_warps: int) -> dict[str, int]:
     return {"ROWS": rows, "CHUNKS": chunks, "num_warps": num_warps, "enable_fp_fusion": True}
 
 
-def slot_moe(
-    mlp: SlotMlp, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, pointers_E: Tensor
-) -> Tensor:
-    """[T, D] -> [T, D], in the dtype of x, summed in float32. `index_TK` has int64 ids of experts,
-    -1 for none, `pointers_E` int64 addresses of slots. All tensors are contiguous, on one device.
-    """
-    out_PD = torch.empty(index_TK.numel(), x_TD.shape[1], dtype=torch.float32, device=x_TD.device)
-    compute_pairs(mlp, x_TD, index_TK, weights_TK, pointers_E, out_PD)
-    return sum_pairs(mlp, out_PD, index_TK, weights_TK, x_TD.dtype)
-
-
 def compute_pairs(
     mlp: SlotMlp,
     x_TD: Tensor,
@@ -79,7 +68,10 @@ def compute_pairs(
     pointers_E: Tensor,
     out_PD: Tensor,
 ) -> None:
-    """Fill the rows of `out_PD`, float32, whose experts have a pointer that is not 0."""
+    """Fill the rows of `out_PD`, float32 [P, D], whose experts have a pointer that is not 0.
+    `index_TK` has int64 ids of experts, -1 for none, `pointers_E` int64 addresses of slots. All
+    tensors are contiguous, and on one device.
+    """
     (num_tokens, width) = x_TD.shape
     top_k = index_TK.shape[1]
     assert width == mlp.down.num_rows == mlp.gate.num_columns, (width, mlp)
@@ -103,7 +95,9 @@ def compute_pairs(
 def sum_pairs(
     mlp: SlotMlp, out_PD: Tensor, index_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[T, D]: the weighted sums over each token's experts, once all are computed."""
+    """[T, D]: the weighted sums over each token's experts, added in float32, once all are
+    computed.
+    """
     num_tokens, top_k = index_TK.shape
     width = out_PD.shape[1]
     sum_TD = torch.empty(num_tokens, width, dtype=dtype, device=out_PD.device)

@@ -21,16 +21,6 @@ def memory_at(address: int, num_bytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def slot_moe(
-    mlp: SlotMlp, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, pointers_E: Tensor
-) -> Tensor:
-    """See kernels/cuda/experts.py."""
-    shape = index_TK.numel(), x_TD.shape[1]
-    out_PD = torch.empty(shape, dtype=torch.float32, device="cpu")
-    compute_pairs(mlp, x_TD, index_TK, weights_TK, pointers_E, out_PD)
-    return sum_pairs(mlp, out_PD, index_TK, weights_TK, x_TD.dtype)
-
-
 def compute_pairs(
     mlp: SlotMlp,
     x_TD: Tensor,

@@ -47,8 +47,8 @@ def compute_pairs(
     """See experts.py."""
     num_pairs = index_TK.numel()
     num_experts = len(pointers_E)
-    # By the number of pairs alone, as a token's bits may depend on it: host and device may count the
-    # experts of a narrow layer differently.
+    # By the number of pairs alone, as a token's bits may depend on it: host and device may count
+    # the experts of a narrow layer differently.
     tile = MANY_ROWS if num_pairs > MANY_PAIRS else FEW_ROWS
     most_tiles = num_pairs // tile + min(num_pairs, num_experts)
     device = x_TD.device

@@ -32,6 +32,7 @@ from moe_infinity.kernels.cuda import experts as triton_experts
 from moe_infinity.kernels.cuda.norms import rms_norm
 from moe_infinity.kernels.cuda.slot_mlp import Matrix, SlotMlp
 from tests.kernels.cuda.compiled import AbsentGpu
+from tests.kernels.slot_moe import slot_moe
 
 FLUSHES = re.compile(r"\b(?:add|mul|fma)\.(?:\w+\.)*ftz\.(?:\w+\.)*f32")
 LABEL, INSTRUCTION = r"^(\.L_x_\d+):", r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*)"
@@ -103,7 +104,7 @@ def compute(mlp: SlotMlp, num_tokens: int = 1, top_k: int = 8) -> None:
     x_TD = torch.zeros(num_tokens, mlp.down.num_rows).bfloat16()
     index_TK = torch.zeros(num_tokens, top_k, dtype=torch.int64)
     pointers_E = torch.zeros(128, dtype=torch.int64)
-    triton_experts.slot_moe(mlp, x_TD, index_TK, torch.zeros(num_tokens, top_k), pointers_E)
+    slot_moe(triton_experts, mlp, x_TD, index_TK, torch.zeros(num_tokens, top_k), pointers_E)
 
 
 def resolve(num_pairs: int) -> None:

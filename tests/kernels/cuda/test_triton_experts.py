@@ -18,6 +18,7 @@ from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cuda import reference as slot_reference
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp, slot_mlp
+from tests.kernels.slot_moe import slot_moe
 from tests.kernels.stored_weights import StoredExperts, layout_of
 
 pytest.importorskip("triton", reason="needs triton")
@@ -97,7 +98,7 @@ class Experts(StoredExperts):
         slots = self.slots.to(device)
         pointers_E = slots.data_ptr() + torch.arange(len(slots)) * slots.shape[1]
         given = (t.to(device) for t in (x_TD, index_TK, weights_TK, pointers_E))
-        return kernels.slot_moe(self.mlp, *given).cpu()
+        return slot_moe(kernels, self.mlp, *given).cpu()
 
     def largest_error(
         self, found_TD: Tensor, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
@@ -363,7 +364,7 @@ def test_a_step_gives_the_same_bits_whatever_is_cached(num_slots):
     for _ in range(2):
         pointers = triton_resolve.resolve(table, 0, index)
         triton_resolve.fill(table, 6)
-        found = triton_experts.slot_moe(experts.mlp, x, index, weights, pointers)
+        found = slot_moe(triton_experts, experts.mlp, x, index, weights, pointers)
         assert torch.equal(found.cpu(), resident)
 
 

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 from moe_infinity.kernels.cuda import experts as triton_experts
 from tests.kernels.cuda.test_triton_experts import DEVICE, Experts, inputs, routing
+from tests.kernels.slot_moe import slot_moe
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.triton]
 
@@ -20,10 +21,10 @@ def test_a_captured_layer_follows_what_changes_around_it():
     x, index = inputs("bf16", 2, 256).cuda(), torch.zeros(2, 3, dtype=torch.int64).cuda()
     weights = torch.zeros(2, 3).cuda()
     pointers = slots.data_ptr() + torch.arange(6).cuda() * slots.shape[1]
-    triton_experts.slot_moe(experts.mlp, x, index, weights, pointers)  # compiles
+    slot_moe(triton_experts, experts.mlp, x, index, weights, pointers)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = triton_experts.slot_moe(experts.mlp, x, index, weights, pointers)
+        found = slot_moe(triton_experts, experts.mlp, x, index, weights, pointers)
     for _ in range(3):
         new_index, new_weights = routing(2, 3, 6)
         x.copy_(inputs("bf16", 2, 256))
