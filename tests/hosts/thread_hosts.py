@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from threading import Event, Thread
 
 from moe_infinity.errors import HostLost
@@ -32,8 +31,8 @@ class ThreadHosts:
     def _run(self, share_idx: int, address: tuple[str, int], key: bytes) -> None:
         self.may_start.wait(60)
         try:
-            connected = socket.create_connection(address, timeout=10)
-            wire = TroubledWire(connected, key, is_caller=True)
+            wire = TroubledWire.call(address, key)
+            assert isinstance(wire, TroubledWire)
             self.wires[share_idx] = wire
             serve(wire, share_idx)
         except HostLost:
