@@ -50,6 +50,8 @@ def replaying(moe: MoE, request_NLK: Tensor | None, device: str) -> Iterator[Non
     if request_NLK is None:
         yield
         return
+    if moe._graphed is not None:
+        moe._graphed.forget()  # graphs read where another request's experts were
     experts_LNK = request_NLK.transpose(0, 1).to(device)
     chosen_LTK = of_one_token_L1K = torch.empty_like(experts_LNK[:, :1])
     route: Callable[..., Tensor] = moe.engine.moe_layer

@@ -56,6 +56,9 @@ class OffloadConfig:
     expert_dtype: str | None = None  # pack experts into one of EXPERT_DTYPES as they are loaded
     exact: bool = False  # the bits of transformers, more slowly; short for "grouped_mm" below
     experts_implementation: str = "auto"  # how experts compute, see EXPERTS_IMPLEMENTATIONS
+    cuda_graph: bool = (
+        True  # decode steps as CUDA graphs, on a GPU whose host memory has all experts
+    )
     trust_remote_code: bool = False  # run Python code that the checkpoint brings with it
     num_read_threads: int = 4  # experts read at once, and threads that share their bytes
     expert_hosts: int = 0  # other hosts, each with its share of the experts in its own memory
@@ -75,7 +78,7 @@ class OffloadConfig:
             raise ConfigError(f"history must be a file name, got {self.history!r}")
         if self.prefetch not in (None, False, True):
             raise ConfigError(f"prefetch must be None, True or False, got {self.prefetch!r}")
-        for name in ("early_router", "exact", "trust_remote_code"):
+        for name in ("early_router", "exact", "cuda_graph", "trust_remote_code"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):

@@ -37,7 +37,6 @@ from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
 from moe_infinity.checkpoint.tokenizer import load_tokenizer
 from moe_infinity.config import OffloadConfig
-from moe_infinity.cuda.graphed_step import GraphedStep
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.errors import (
@@ -115,11 +114,9 @@ class MoE:
             except BaseException:
                 self.engine.close()
                 raise
-            self._graphed = None
-            if self.engine.device_steps is not None:
-                self._graphed = GraphedStep(self.model, self.engine.device_steps)
-            self._norms = self._device.fused_norms(self.model)
             experts_backend.attach(self.model, plan.layers, self.engine, early_router)
+            self._fused = self._device.fused_modules(self.model)
+            self._graphed = self._device.graphed_step(self.model, self.engine)
             self._steps = StepReader(self.model, self.engine)
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
             if self.config.preload != "off":
@@ -253,8 +250,8 @@ class MoE:
 
     @property
     def has_cuda_graph(self) -> bool:
-        """Whether decode steps of the last request run as a CUDA graph: on a GPU, with
-        experts_implementation="fast" and a static cache, from its third decode step on.
+        """Whether the last step was a CUDA graph: on a GPU whose host memory has all experts, once
+        as many sequences have decoded together before.
         """
         return self._graphed is not None and self._graphed.has_graph
 
@@ -348,8 +345,8 @@ class MoE:
                 self._graphed.close()
             if self._small_batches is not None:
                 self._small_batches.close()
-            if self._norms is not None:
-                self._norms.close()
+            if self._fused is not None:
+                self._fused.close()
             self.engine.close()
             self._save_history()
 

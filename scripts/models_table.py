@@ -32,8 +32,8 @@ run from the same checkpoint with `exact=True` and as few expert slots as there 
 are when two experts of any one MoE layer change places.
 
 The last column: how decode steps run on a GPU without `exact=True`, as seen on a
-fake device and on torch's meta device, not on a GPU: *one graph*, with
-`cache_implementation="static"`; *kernel by kernel*, the device deciding; or *by the host*.
+fake device and on torch's meta device, not on a GPU: *one graph*;
+*kernel by kernel*, the device deciding; or *by the host*.
 
 {BEGIN}
 {END}

@@ -76,6 +76,7 @@ def _show(layer: Any, buffers: _Buffers) -> None:
 
 def _widened(x_BGNd: Tensor, capacity: int) -> Tensor:
     num_seqs, num_groups, num_tokens, width = x_BGNd.shape
-    wide = torch.empty(num_seqs, num_groups, capacity, width, dtype=x_BGNd.dtype, device="cpu")
+    shape = num_seqs, num_groups, capacity, width
+    wide = torch.empty(shape, dtype=x_BGNd.dtype, device=x_BGNd.device)
     wide[:, :, :num_tokens] = x_BGNd
     return wide

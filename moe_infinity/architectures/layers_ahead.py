@@ -132,11 +132,12 @@ class Angles:
         self._mask: Tensor | None = None
         self._numbers: Tensor | None = None
 
-    def of(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """[B or 1, 1, ...] -> float32 [B or 1, pairs]."""
+    def of(self, given: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
+        """[B or 1, 1, ...], or complex numbers -> float32 [B or 1, pairs]."""
         if given is not self._given:
+            parts = (given.real, given.imag) if isinstance(given, Tensor) else given
             cos, sin = (
-                angle[:, 0, : self._num_pairs].to(torch.float32).contiguous() for angle in given
+                angle[:, 0, : self._num_pairs].to(torch.float32).contiguous() for angle in parts
             )
             self._angles = cos, sin
             self._given = given

@@ -29,7 +29,6 @@ from moe_infinity.cli.options import (
     Model,
     ModelOptions,
     Seed,
-    StaticCache,
     Temperature,
     TopP,
     TrustRemoteCode,
@@ -62,7 +61,6 @@ def run(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
-    static_cache: StaticCache = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text.")
     ] = False,
@@ -81,9 +79,7 @@ def run(
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_model(model, **options) as moe:
         show_preload(moe)
-        stream = moe.stream(
-            text, **settings_of(max_new_tokens, temperature, top_p, seed, static_cache)
-        )
+        stream = moe.stream(text, **settings_of(max_new_tokens, temperature, top_p, seed))
         with profiling(moe) if profile else nullcontext() as split:
             for piece in stream:
                 if not as_json:
@@ -121,7 +117,6 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
-    static_cache: StaticCache = False,
     **options: Any,
 ) -> None:
     """Talk to a model or a server. An empty line or Ctrl-D ends the chat, Ctrl-C an answer."""
@@ -136,7 +131,7 @@ def chat(
         show_preload(moe)
         if moe.tokenizer.chat_template is None:
             raise MoEInfinityError(f"{model} has no chat template; use `moe-infinity run`")
-        settings = settings_of(max_new_tokens, temperature, top_p, seed, static_cache)
+        settings = settings_of(max_new_tokens, temperature, top_p, seed)
 
         def answer(messages: list[dict[str, str]]) -> Iterator[str]:
             inputs = moe.tokenizer.apply_chat_template(
@@ -251,7 +246,7 @@ def simulate(traces: Traces, as_json: AsJson = False, **options: Any) -> None:
 
 
 def settings_of(
-    max_new_tokens: int, temperature: float, top_p: float, seed: int | None, static_cache: bool
+    max_new_tokens: int, temperature: float, top_p: float, seed: int | None
 ) -> dict[str, Any]:
     """Arguments of generate(). Sets the random seeds if there is a seed."""
     if seed is not None:
@@ -261,8 +256,6 @@ def settings_of(
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         settings |= {"temperature": temperature, "top_p": top_p}
-    if static_cache:
-        settings["cache_implementation"] = "static"
     return settings
 
 

@@ -34,13 +34,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of
 Dtype = Annotated[
     str, typer.Option(help="Type of weights: auto (as stored), bfloat16, float16 or float32.")
 ]
-StaticCache = Annotated[
-    bool,
-    typer.Option(
-        "--static-cache",
-        help="Use a KV cache of fixed size. On a GPU a step is a CUDA graph only with this.",
-    ),
-]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that is part of the checkpoint."),
@@ -128,6 +121,10 @@ class ModelOptions:
             "cannot use them; grouped_mm, eager: as transformers' of that name, bit for bit.",
         ),
     ] = "auto"
+    cuda_graph: Annotated[
+        bool,
+        typer.Option("--graph/--no-graph", help="On a GPU: decode steps as CUDA graphs."),
+    ] = True
     expert_hosts: Annotated[
         int,
         typer.Option(

@@ -216,8 +216,8 @@ class DeviceSteps:
         self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
     ) -> Tensor:
         """[T, D] -> [T, D]: launch the routed experts of one MoE layer."""
-        num_tokens, top_k = top_k_index_TK.shape
         is_captured = self._state is StepState.CAPTURING
+        num_tokens, top_k = top_k_index_TK.shape
         self.poller.note_launch(moe_layer_idx, (num_tokens, top_k), is_captured=is_captured)
         self.top_k[moe_layer_idx] = top_k
         return self.layers.compute(moe_layer_idx, x_TD, top_k_index_TK, top_k_weights_TK)

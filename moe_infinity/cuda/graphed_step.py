@@ -1,52 +1,79 @@
-"""A whole decode step as one CUDA graph, under transformers' generate().
+"""The forward passes of a model on a GPU.
 
-    prompt, DynamicCache, gradients          the model's own forward
-    StaticCache, first steps of a request    the same, to compile kernels and warm up
-    StaticCache, later steps                 captured once, replayed with new inputs
+    prompt, another cache, gradients     the model's own forward
+    one token of each sequence           attention by our kernels
+        if the device decides            as a CUDA graph, one for each number of sequences
 
-GraphedStep replaces `model.forward`. The inputs of a graph are all tensors among the arguments.
-The other arguments and the cache are part of the graph: if they change, another one is captured.
+GraphedStep replaces `model.forward`. The inputs of a graph are all tensors among the arguments. The
+other arguments are part of it, and so are the addresses of recurrent states, which a layer changes
+in place: if they change, another one is captured.
 
-Private names of torch used here: `torch.utils._pytree`, and two of `torch._C` (`_leave_pool`).
+Private name of torch used here: `torch.utils._pytree`.
 """
 
 from __future__ import annotations
 
-import gc
+import copy
 import logging
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from transformers import PreTrainedModel, StaticCache
-from transformers.utils import ModelOutput
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import PreTrainedModel
 
-from moe_infinity.cuda.cache_state import can_capture, state_of
+from moe_infinity.cuda.attention import AttentionSwitch, attention_kernels, gives_the_same
+from moe_infinity.cuda.cached_step import CachedStep, CachedSteps
 from moe_infinity.cuda.device_steps import DeviceSteps
-from moe_infinity.cuda.static_windows import StaticWindows
-from moe_infinity.memory.cuda import CAPTURING
+from moe_infinity.cuda.graph import capture, copy_of, has_graphs, new_stream
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_STEPS = 2  # of a request, before it is captured
+WARM_UP_STEPS = 1  # of a kind, before it is captured: kernels are compiled in them
+MOST_GRAPHS = 32
 CACHE = "past_key_values"
+MASK = "attention_mask"
+POSITIONS = "position_ids"
+
+
+class _Graph:
+    """Steps of one kind: how often they ran, and their graph once there is one."""
+
+    def __init__(self) -> None:
+        self.num_eager = 0
+        self.inputs: list[Any] = []  # tensors that the graph reads, among constants
+        self.replay: Callable[[], Any] | None = None
+        self.cache: Any = None  # of the step that was captured, which is in what it gives
+        self.shapes: dict[int, tuple[int, int]] = {}  # of its MoE layers, see reports.py
 
 
 class GraphedStep:
-    """Runs the forward passes of one model, as graphs where that is possible."""
+    """Runs the forward passes of one model."""
 
-    def __init__(self, model: PreTrainedModel, steps: DeviceSteps) -> None:
-        """Replaces `model.forward` until close()."""
+    def __init__(
+        self, model: PreTrainedModel, steps: DeviceSteps | None, *, may_capture: bool = True
+    ) -> None:
+        """Replaces `model.forward` until close(). `steps`: None if the host decides in all. The
+        model is tried, so its experts have to answer.
+        """
         self._model = model
         self._steps = steps
         self._forward: Callable[..., Any] = model.forward
         self._stream = new_stream(model.device)
-        self._has_failed = False  # a capture has failed; none is tried again
-        self._forget()
+        self._may_capture = may_capture and has_graphs(model.device)
+        self._graphs: dict[Any, _Graph] = {}  # by what is constant in them, the newest last
+        self._is_graph = False
+        self._switch = AttentionSwitch(model)
+        self._cached: CachedSteps | None = None
+        kernels = attention_kernels(model.device)
+        if kernels is not None and POSITIONS in signature(self._forward).parameters:
+            self._cached = CachedSteps(model.device, kernels)
+            if not gives_the_same(model, self):
+                self._cached = None
 
         @wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -56,141 +83,93 @@ class GraphedStep:
 
     @property
     def has_graph(self) -> bool:
-        """Whether a graph was captured for the cache and the arguments of the last step."""
-        return self._graph is not None
-
-    def _forget(self) -> None:
-        self._cache: StaticCache | None = None
-        self._constants: list[Any] | None = None  # what the graph was captured with
-        self._inputs: list[Any] = []  # tensors that the graph reads, among values that are constant
-        self._graph: Callable[[], Any] | None = None
-        self._num_eager = 0
+        """Whether the last step was a graph."""
+        return self._is_graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get(CACHE)
-        may_be_captured = not args and can_capture(cache)
-        if cache is not self._cache or not self._steps.has_begun or not may_be_captured:
-            self._forget()  # before another cache takes memory, or a prompt continues in this one
-        if not self._steps.has_begun:
-            return self._forward(*args, **kwargs)
-        with self._steps.running():
-            return self._run(cache, kwargs) if may_be_captured else self._forward(*args, **kwargs)
-
-    def _run(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
-        """One step, as a graph if it was warmed up; of `kwargs` the cache is one."""
-        windows = StaticWindows(cache)
-        rest = {name: value for name, value in kwargs.items() if name != CACHE}
-        values, spec = tree_flatten(rest)  # a mask may be a dict, by type of layer
-        constants = [torch.is_inference_mode_enabled(), torch.is_grad_enabled(), spec]
-        constants += [(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values]
-        constants += state_of(cache)
-        if constants != self._constants:
-            self._forget()
-            self._cache = cache
-            self._constants = constants
-        may_capture = not self._has_failed and not torch.is_grad_enabled()
-        if self._graph is None and may_capture and self._num_eager >= WARM_UP_STEPS:
-            self._capture(windows, {CACHE: cache}, values, spec)
-        if self._graph is None:
-            self._num_eager += 1
-            return self._forward(**kwargs)
-        for place, value in zip(self._inputs, values, strict=True):
-            if isinstance(value, Tensor):
-                place.copy_(value)
-        out = copy_of(self._graph())
-        windows.advance()
+        self._is_graph = False
+        cached = None if args else self._cached_step(kwargs)
+        with self._running():
+            if cached is None:
+                return self._forward(*args, **kwargs)
+            with cached.under_way(), self._switch.to():
+                out = self._run(cached, kwargs | {MASK: None})
+        cached.take()
         return out
 
-    def _capture(
-        self, windows: StaticWindows, rest: dict[str, Any], values: list[Any], spec: TreeSpec
-    ) -> None:
-        windows.catch_up()
-        self._inputs = [copy_of(value) for value in values]
-        kwargs = rest | tree_unflatten(self._inputs, spec)
+    def _running(self) -> Any:
+        """While the device decides."""
+        is_begun = self._steps is not None and self._steps.has_begun
+        return self._steps.running() if self._steps and is_begun else nullcontext()
+
+    def _cached_step(self, kwargs: dict[str, Any]) -> CachedStep | None:
+        """Room in the cache for one token of each sequence; None if the step is not one that our
+        attention computes.
+        """
+        positions = kwargs.get(POSITIONS)
+        mask = kwargs.get(MASK)
+        if self._cached is None or torch.is_grad_enabled() or not isinstance(positions, Tensor):
+            return None
+        if positions.shape[-1] != 1 or not isinstance(mask, Tensor | None):
+            return None
+        num_seqs = positions.shape[-2]
+        if mask is not None and (mask.ndim != 2 or len(mask) != num_seqs):
+            return None
+        return self._cached.of(kwargs.get(CACHE), num_seqs, mask)
+
+    def _run(self, cached: CachedStep, kwargs: dict[str, Any]) -> Any:
+        """One step, as a graph if one like it has run before."""
+        if self._steps is None or not self._steps.is_running or not self._may_capture:
+            return self._forward(**kwargs)
+        rest = {name: value for name, value in kwargs.items() if name != CACHE}
+        values, spec = tree_flatten(rest)
+        constants = [(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values]
+        key = (torch.is_inference_mode_enabled(), spec, *constants, *cached.states)
+        graph = self._graphs.pop(key, None) or _Graph()
+        self._graphs[key] = graph
+        if len(self._graphs) > MOST_GRAPHS:
+            self._graphs.pop(next(iter(self._graphs)))
+        if graph.replay is None and graph.num_eager >= WARM_UP_STEPS:
+            graph.inputs = [copy_of(value) for value in values]
+            graph.cache = copy.copy(kwargs[CACHE])
+            graph.cache.layers = list(graph.cache.layers)
+            inputs = tree_unflatten(graph.inputs, spec) | {CACHE: graph.cache}
+            graph.replay = self._captured(cached, inputs)
+            graph.cache.layers.clear()  # else it would keep the memory of this request
+            graph.shapes = dict(self._steps.poller.shapes)
+        if graph.replay is None:
+            graph.num_eager += 1
+            return self._forward(**kwargs)
+        for place, value in zip(graph.inputs, values, strict=True):
+            if isinstance(value, Tensor):
+                place.copy_(value)
+        self._is_graph = True
+        self._steps.poller.shapes = dict(graph.shapes)
+        return copy_of(graph.replay(), graph.cache, kwargs[CACHE])
+
+    def _captured(self, cached: CachedStep, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        assert self._steps is not None
 
         def run() -> Any:
-            with windows.on_device():
+            with cached.without_lengths():
                 return self._forward(**kwargs)
 
         try:
             with self._steps.capturing():
-                self._graph = capture(self._stream, run)
+                return capture(self._stream, run)
         except Exception as error:
-            self._has_failed = True
+            self._may_capture = False
             # To end a failed capture raises once more, and that error says less.
             cause = error.__context__ or error
             logger.warning("no CUDA graph of a decode step, it runs kernel by kernel: %s", cause)
             logger.info("where its capture failed", exc_info=error)
+            return None
+
+    def forget(self) -> None:
+        """Drop the graphs: others are captured as steps come."""
+        self._graphs.clear()
 
     def close(self) -> None:
-        """Drop the graph, and give the model its own forward back."""
-        self._forget()
+        """Drop the graphs, and give the model its own forward back."""
+        self.forget()
         vars(self._model).pop("forward", None)
-
-
-def new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream on which one model is captured; None without a GPU.
-
-    Each model has its own of torch's 32 streams. When a graph is freed, torch 2.13 frees cuBLAS
-    memory of all graphs that were captured on its stream (torch's issue 193402).
-    """
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def capture(stream: torch.cuda.Stream | None, run: Callable[[], Any]) -> Callable[[], Any]:
-    """Capture the kernels that `run` launches. Returns a function that launches them again, with
-    the same memory for inputs and outputs, and returns what `run` returned.
-
-    Without a stream, as on a CPU, that function is `run` itself.
-    """
-    if stream is None:
-        return run
-    graph = torch.cuda.CUDAGraph()
-    pool = torch.cuda.graph_pool_handle()
-    with CAPTURING:
-        # A model that is collected waits for its device, in any thread, and that would end the
-        # capture: so nothing is collected meanwhile.
-        restore_gc = gc.enable if gc.isenabled() else gc.disable
-        try:
-            gc.disable()
-            with (
-                torch.cuda.device(stream.device),
-                # A capture that fails leaves its own stream current.
-                torch.cuda.stream(torch.cuda.current_stream(stream.device)),
-                # "thread_local": read threads may page-lock memory during the capture.
-                torch.cuda.graph(graph, pool, stream, "thread_local"),
-            ):
-                out = run()
-        except BaseException:
-            _leave_pool(stream.device, pool)
-            raise
-        finally:
-            restore_gc()
-
-    def replay() -> Any:
-        graph.replay()
-        return out
-
-    return replay
-
-
-def _leave_pool(device: torch.device, pool: Any) -> None:
-    """End a capture that CUDA has ended for torch too.
-
-    torch 2.11 goes on as if the capture were under way. Then no other capture can begin, no memory
-    be freed (which every new model does), and no random number be drawn.
-    """
-    with suppress(RuntimeError, AttributeError):  # torch has ended it, or a later torch has renamed
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)
-        generator = torch.cuda.default_generators[device.index]
-        generator.graphsafe_set_state(generator.clone_state())
-
-
-def copy_of(out: Any) -> Any:
-    """A copy of a model's output that the next replay does not overwrite."""
-    if isinstance(out, Tensor):
-        return out.clone()
-    if isinstance(out, ModelOutput):
-        return type(out)(**{name: copy_of(value) for name, value in out.items()})
-    return tuple(map(copy_of, out)) if isinstance(out, tuple) else out

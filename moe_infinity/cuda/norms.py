@@ -1,11 +1,11 @@
 """Norms of a model on a GPU, each in one kernel. Which modules are RMSNorms is found by trying: a
-module that gives the bits of the plain definition below is one, whatever its class is called.
+module that gives the bits of the plain definition is one, whatever its class is called.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
 
@@ -13,64 +13,40 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.kernels import has_triton_kernels
+from moe_infinity.kernels.cuda.norms_reference import FORMS, plain_rms_norm
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 NUM_TRIED_ROWS = 3
-# The normed row is rounded before it is multiplied by the weight, and after; or after alone; and
-# that after multiplying by 1 + weight.
-FORMS = ("rounded twice", "rounded once", "plus one")
 
 Norm = Callable[[Tensor, Tensor, float, str], Tensor]  # (x [..., D], weight [D], eps, form)
 
 
-def plain_rms_norm(x: Tensor, weight_D: Tensor, eps: float, form: str) -> Tensor:
-    """The definition. Source: what classes of transformers compute, e.g. Qwen3MoeRMSNorm,
-    GptOssRMSNorm and Qwen3NextRMSNorm.
-    """
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if form == "rounded twice":
-        return weight_D * normed.to(x.dtype)
-    weight = weight_D.float() + 1.0 if form == "plus one" else weight_D.float()
-    return (normed * weight).to(x.dtype)
+def fuse_norms(
+    model: nn.Module, device: torch.device
+) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """The RMSNorms of a model, each with its new forward method."""
+    found: dict[tuple[type, float | None], str | None] = {}
+    norm = _norm_for(device)
+    for module in model.modules():
+        if not _may_be_norm(module):
+            continue
+        kind = type(module), eps_of(module)
+        if kind not in found:
+            found[kind] = form_of(module)
+        form = found[kind]
+        if form is not None:
+            yield module, _forward(module, norm, kind[1] or 0.0, form)
 
 
-class FusedNorms:
-    """The RMSNorms of one model, until close()."""
+def _forward(module: Any, norm: Norm, eps: float, form: str) -> Callable[[Tensor], Tensor]:
+    stock: Callable[[Tensor], Tensor] = module.forward
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._modules: list[nn.Module] = []
-        self._device = device
-        found: dict[tuple[type, float | None], str | None] = {}
-        for module in model.modules():
-            kind = type(module), eps_of(module)
-            if not _may_be_norm(module):
-                continue
-            if kind not in found:
-                found[kind] = form_of(module)
-            form = found[kind]
-            if form is not None:
-                self._replace(module, kind[1] or 0.0, form)
+    def forward(hidden_states: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or hidden_states.dtype != module.weight.dtype:
+            return stock(hidden_states)
+        return norm(hidden_states, module.weight, eps, form)
 
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def _replace(self, module: Any, eps: float, form: str) -> None:
-        stock: Callable[[Tensor], Tensor] = module.forward
-        norm = _norm_for(self._device)
-
-        def forward(hidden_states: Tensor) -> Tensor:
-            if torch.is_grad_enabled() or hidden_states.dtype != module.weight.dtype:
-                return stock(hidden_states)
-            return norm(hidden_states, module.weight, eps, form)
-
-        vars(module)["forward"] = forward
-        self._modules.append(module)
-
-    def close(self) -> None:
-        """Give the modules their own forward back."""
-        for module in self._modules:
-            vars(module).pop("forward", None)
+    return forward
 
 
 def _norm_for(device: torch.device) -> Norm:

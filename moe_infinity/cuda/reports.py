@@ -48,7 +48,7 @@ class ReportPoller:
         self._table = table
         self._residency = bookkeeping.tiers[0].table
         # (T, K) of each MoE layer, as it was launched last.
-        self._shapes: dict[int, tuple[int, int]] = {}
+        self.shapes: dict[int, tuple[int, int]] = {}
         self._launched: set[int] = set()  # MoE layers, in this run of the step
         self._current: PolledStep | None = None  # has begun, and may be running
         self._previous: PolledStep | None = None  # has reports that were not applied
@@ -80,7 +80,7 @@ class ReportPoller:
 
         Raises UnsupportedModelError if the layer was already launched in this run.
         """
-        self._shapes[moe_layer_idx] = shape
+        self.shapes[moe_layer_idx] = shape
         if is_captured:
             return
         if moe_layer_idx in self._launched:
@@ -111,7 +111,7 @@ class ReportPoller:
         """
         current = self.current
         self.catch_up()
-        last_layer = max(self._shapes, default=-1) if self._may_evict else -1
+        last_layer = max(self.shapes, default=-1) if self._may_evict else -1
         until = time.monotonic() + POLL_TIMEOUT_S
         while current.last_read < last_layer and not self._table.is_over():
             if not self._apply_next():
@@ -143,7 +143,7 @@ class ReportPoller:
                 if slot_id >= 0:
                     self._residency.apply_load(key, slot_id)
         polled.reports.popleft()
-        index_TK = report.expert_P.reshape(-1, self._shapes[moe_layer_idx][1])
+        index_TK = report.expert_P.reshape(-1, self.shapes[moe_layer_idx][1])
         self._bookkeeping.note_layer(moe_layer_idx, index_TK, set(report.misses))
 
     def upload_scores(self, moe_layer_idx: int | None = None) -> None:
@@ -168,7 +168,7 @@ class ReportPoller:
         """Read what the device has reported by now. `is_over`: nothing more will be reported, so a
         layer without a report did not run.
         """
-        for moe_layer_idx, (num_tokens, top_k) in sorted(self._shapes.items()):
+        for moe_layer_idx, (num_tokens, top_k) in sorted(self.shapes.items()):
             if moe_layer_idx > polled.last_read:
                 report = self._table.read_report(moe_layer_idx, num_tokens * top_k)
                 if report is not None:

@@ -13,7 +13,8 @@ from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.packed_on_load import packed_on_load
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
-from moe_infinity.cuda.norms import FusedNorms
+from moe_infinity.cuda.fused_modules import FusedModules
+from moe_infinity.cuda.graphed_step import GraphedStep
 from moe_infinity.errors import ConfigError, OutOfMemory
 from moe_infinity.memory.cuda import CudaDevice, open_cuda_device
 from moe_infinity.memory.device import (
@@ -27,6 +28,7 @@ from moe_infinity.memory.host import format_bytes
 if TYPE_CHECKING:
     from moe_infinity.architectures.early_router import EarlyRouter
     from moe_infinity.architectures.small_batch import SmallBatchSteps
+    from moe_infinity.engine.engine import ExpertEngine
 
 
 def in_slots(plan: Plan, config: OffloadConfig) -> Plan:
@@ -76,11 +78,18 @@ class ComputeDevice:
         )
         return DeviceSlots(cuda_device, num_slots, slot_bytes)
 
-    def fused_norms(self, model: nn.Module) -> FusedNorms | None:
-        """Norms of one kernel on a GPU; None if results are to be exact."""
+    def fused_modules(self, model: nn.Module) -> FusedModules | None:
+        """Modules of few kernels on a GPU; None if results are to be exact."""
         if self.slots is None or self._config.is_exact:
             return None
-        return FusedNorms(model, self.device)
+        return FusedModules(model, self.device)
+
+    def graphed_step(self, model: Any, engine: ExpertEngine) -> GraphedStep | None:
+        """Decode steps on a GPU; None if results are to be exact."""
+        if self.slots is None or self._config.is_exact:
+            return None
+        with engine.without_experts():
+            return GraphedStep(model, engine.device_steps, may_capture=self._config.cuda_graph)
 
     def reads_packed(self, weight: WeightLayout) -> bool:
         """Whether dense weights that are stored so are multiplied with as they are."""
@@ -94,7 +103,7 @@ class ComputeDevice:
         self, model: Any, early_router: EarlyRouter | None
     ) -> SmallBatchSteps | None:
         """On a CPU, if the bits need not be those of transformers."""
-        if self._config.is_exact or self.device.type != "cpu":
+        if self._config.is_exact or self.slots is not None:
             return None
         from moe_infinity.architectures.small_batch import SmallBatchSteps  # imports numba
 

@@ -20,6 +20,7 @@ from threading import Event, RLock, Thread
 from weakref import WeakMethod
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls
@@ -31,7 +32,7 @@ from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
 from moe_infinity.engine.preloader import Preloader, start_turns
 from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.share import Share
-from moe_infinity.errors import Cancelled, ClosedError
+from moe_infinity.errors import Cancelled, ClosedError, UnsupportedModelError
 from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.hosts.head import ExpertHosts
 from moe_infinity.kernels.residents import Residents
@@ -212,6 +213,24 @@ class ExpertEngine:
         self._settle_interrupted()
         self._stop_if_cancelled()
         return self.recorder.step
+
+    @contextmanager
+    def without_experts(self) -> Iterator[None]:
+        """Inside, the experts of every layer give zeros, and nobody is told: for trials of what
+        surrounds them. Raises UnsupportedModelError where a block calls its experts one by one.
+        """
+
+        def zeros(moe_layer_idx: int, x_TD: Tensor, *_: Tensor) -> Tensor:
+            return torch.zeros_like(x_TD)
+
+        def refuse(*_: object) -> None:
+            raise UnsupportedModelError("a block that calls its experts one by one")
+
+        vars(self).update(moe_layer=zeros, answer_calls=refuse)
+        try:
+            yield
+        finally:
+            del vars(self)["moe_layer"], vars(self)["answer_calls"]
 
     def _stop_if_cancelled(self) -> None:
         """Of a prompt nobody waits for any more: raises Cancelled."""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.cli import app as cli
 from moe_infinity.cli.opening import open_model
-from tests.cuda.fast_device import on_device
+from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
 NUM_MOE_LAYERS = 3
@@ -72,25 +69,19 @@ def test_run_json_is_one_object_with_the_promised_keys(command, tiny_checkpoint,
     assert result["ttft_s"] > 0 < result["tpot_s"]
 
 
-@pytest.mark.parametrize("static", [{}, {"cache_implementation": "static"}], ids=str)
-def test_run_exact_gives_the_tokens_of_stock(command, tiny_checkpoint, stock_model, static):
-    arguments = ["--exact", "--json", *["--static-cache"] * len(static)]
-    outcome = command(*run_args(tiny_checkpoint, *arguments))
-    assert json.loads(outcome.out)["token_ids"] == continued(stock_model, **static)
+def test_run_exact_gives_the_tokens_of_stock(command, tiny_checkpoint, stock_model):
+    outcome = command(*run_args(tiny_checkpoint, "--exact", "--json"))
+    assert json.loads(outcome.out)["token_ids"] == continued(stock_model)
 
 
-def test_run_with_a_static_cache_gives_what_generate_gives_with_one(
-    command, tiny_checkpoint, resident_model
+@pytest.mark.parametrize("arguments", [[], ["--no-graph"]])
+def test_run_on_a_gpu_makes_graphs_unless_told_otherwise(
+    command, tiny_checkpoint, graphs, arguments
 ):
-    outcome = command(*run_args(tiny_checkpoint, "--static-cache", "--json"))
-    expected = continued(resident_model, cache_implementation="static")
-    assert json.loads(outcome.out)["token_ids"] == expected
-    with (
-        on_device(tiny_checkpoint, "100%", "100%") as moe,
-        mock.patch.object(cli, "open_model", return_value=nullcontext(moe)),
-    ):
-        assert command(*run_args(tiny_checkpoint, "--static-cache")).code == 0
-        assert moe.has_cuda_graph
+    with fake_device(FakeCudaDevice()):
+        options = "--device-memory", "100%", "--host-memory", "100%", "--preload", "wait"
+        assert command(*run_args(tiny_checkpoint, *arguments, *options)).code == 0
+    assert len(graphs) == (0 if arguments else 1)
 
 
 def test_run_json_reports_what_the_cache_did(command, tiny_checkpoint):

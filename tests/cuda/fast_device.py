@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
+from moe_infinity.cuda.fused_modules import FusedModules
+from moe_infinity.cuda.graphed_step import GraphedStep
 from moe_infinity.engine.compute import LayerComputer
+from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.kernels.cuda import reference as slot_reference
@@ -40,6 +43,11 @@ def on_device(checkpoint: Path, device_memory: str, host_memory: str, **more: An
 
 def compute_as_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models that are opened from now on do so, on a CPU, with slots for all experts."""
+
+    def attend_as_a_device_does(self: ComputeDevice, model: Any, engine: Any) -> GraphedStep:
+        with engine.without_experts():
+            return GraphedStep(model, None)
+
     init, moe_layer = LayerComputer.__init__, ExpertEngine.moe_layer
     mlps: dict[LayerComputer, SlotMlp | None] = {}
 
@@ -61,6 +69,12 @@ def compute_as_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
             addresses[expert_idx] = tier.slots.address_of(slot_id)
         return slot_moe(slot_reference, mlp, x, index, weights, addresses)
 
+    def fused(self: ComputeDevice, model: Any) -> FusedModules:
+        return FusedModules(model, self.device)
+
+    monkeypatch.setattr(ComputeDevice, "fused_modules", fused)
+    monkeypatch.setattr(ComputeDevice, "graphed_step", attend_as_a_device_does)
+    monkeypatch.setattr(ComputeDevice, "small_batch_steps", lambda *_: None)
     monkeypatch.setattr(LayerComputer, "__init__", with_mlp)
     monkeypatch.setattr(ExpertEngine, "moe_layer", computed)
 

@@ -17,15 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
-from transformers import PreTrainedModel, StaticCache
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from transformers import DynamicCache, PreTrainedModel
 
+from moe_infinity.cuda import graphed_step
+from moe_infinity.cuda.attention_modules import FusedAttention
+from moe_infinity.cuda.cached_step import AttentionKernels, CachedStep, Place
 from moe_infinity.cuda.device_steps import StepState
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.graphed_step import CACHE, GraphedStep
 from moe_infinity.cuda.slot_kernels import SlotKernels
-from moe_infinity.cuda.static_windows import StaticWindows
 from moe_infinity.engine.compute import LayerComputer
+from moe_infinity.kernels.cuda.heads import Heads
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
 from tests.cuda.fake_cuda import FakeCudaDevice
 
@@ -94,7 +97,7 @@ def tree_of_nowhere(values: list[Any], spec: TreeSpec) -> Any:
     return tree_unflatten(there, spec)
 
 
-def move(model: PreTrainedModel, cache: StaticCache) -> None:
+def move(model: PreTrainedModel, cache: DynamicCache) -> None:
     """All that a step reads but its inputs. For good: there is no way back."""
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -103,6 +106,10 @@ def move(model: PreTrainedModel, cache: StaticCache) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = nowhere(buffer)
+    fused = [getattr(vars(m).get("forward"), "__self__", None) for m in model.modules()]
+    ways = [each.way for each in fused if isinstance(each, FusedAttention)]
+    for held in map(vars, ways):  # weights of several modules as one
+        held.update({k: nowhere(v) for k, v in held.items() if isinstance(v, Tensor)})
     for layer in cache.layers:
         for held in (vars(layer), *(v for v in vars(layer).values() if isinstance(v, dict))):
             for name, value in held.items():
@@ -142,23 +149,57 @@ def sum_pairs(
 KERNELS = SlotKernels(resolve, fill, compute_pairs, sum_pairs)  # ours need memory to look into
 
 
+def attend(query_BHd: Tensor, key_BGd: Tensor, value_BGv: Tensor, *_: Any, **__: Any) -> Tensor:
+    return query_BHd.new_empty(*query_BHd.shape[:2], value_BGv.shape[-1])
+
+
+def attend_latent(query_BHr: Tensor, *_: Any, **__: Any) -> Tensor:
+    return query_BHr.new_empty(query_BHr.shape)
+
+
+def make_heads(
+    query_BC: Tensor, key_BC: Tensor, _: Any, __: Any, cos: Tensor, sin: Tensor, heads: Heads
+) -> tuple[Tensor, Tensor]:
+    num_seqs = len(query_BC)
+    query_BHd = query_BC.new_empty(num_seqs, heads.num_heads, heads.query_width)
+    return query_BHd, key_BC.new_empty(num_seqs, heads.num_groups, heads.key_width)
+
+
+ATTENTION_KERNELS = AttentionKernels(attend, attend_latent, make_heads)
+
+
 class Captured(BaseException):
     """A decode step at the moment of its capture, with what generate() calls it with."""
 
-    def __init__(
-        self, step: GraphedStep, windows: StaticWindows, rest: Any, values: Any, spec: Any
-    ) -> None:
-        self.model, self.windows = step._model, windows
-        self._forward, self._steps = step._forward, step._steps
-        self._kwargs = rest | tree_of_nowhere(values, spec)
-        move(self.model, rest[CACHE])
+    def __init__(self, step: GraphedStep, cached: CachedStep, kwargs: dict[str, Any]) -> None:
+        self.model, self._cached = step._model, cached
+        self._forward, self._steps, self._switch = step._forward, step._steps, step._switch
+        values, spec = tree_flatten({k: v for k, v in kwargs.items() if k != CACHE})
+        self._kwargs = {CACHE: kwargs[CACHE]} | tree_of_nowhere(values, spec)
+        move(self.model, kwargs[CACHE])
+        numbers = [nowhere(place.numbers) for place in cached._places]
+        cached._places = [Place(each, ATTENTION_KERNELS) for each in numbers]
+        assert self._steps is not None
         self._steps.layers.kernels = KERNELS
 
     def run(self) -> Tensor:
+        assert self._steps is not None
         self._steps._state = StepState.RUNNING
-        with self.windows.on_device():
+        with self._cached.under_way(), self._cached.without_lengths(), self._switch.to():
             logits: Tensor = as_captured(lambda: self._forward(**self._kwargs)).logits
         return logits
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Inside, the first step that would be captured raises Captured."""
+
+    def capture(step: GraphedStep, *args: Any) -> None:
+        raise Captured(step, *args)
+
+    graphs = mock.patch.object(graphed_step, "has_graphs", return_value=True)
+    with graphs, mock.patch.object(GraphedStep, "_captured", capture):
+        yield
 
 
 # What the host decides

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import StaticCache
+from transformers import DynamicCache
 
 from moe_infinity import MoE
 from moe_infinity.cuda import graphed_step
+from moe_infinity.cuda.attention import attention_kernels
+from moe_infinity.cuda.cached_step import AttentionKernels
 from moe_infinity.cuda.slot_kernels import SlotLayers
-from moe_infinity.engine.device import ComputeDevice
-from tests.cuda.fast_device import STATIC, on_device
+from moe_infinity.kernels.cuda.attention_reference import attend_latent
+from tests.cuda.fast_device import on_device
 from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
 
 aten: Any = torch.ops.aten
@@ -76,13 +78,8 @@ def run_again(func: Any, args: Any, kwargs: Any, outs: list[Tensor], fresh: list
             out.copy_(new)
 
 
-def no_kernels_for_a_cpu(self: ComputeDevice, model: Any, early_router: Any) -> None:
-    """They are none of torch's, which a recording notes."""
-
-
 def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a recording is compared with."""
-    monkeypatch.setattr(ComputeDevice, "small_batch_steps", no_kernels_for_a_cpu)
     monkeypatch.setattr(graphed_step, "WARM_UP_STEPS", 1 << 30)
 
 
@@ -118,7 +115,24 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
         recording[-1].calls.append(lambda: out_TD.copy_(compute(self, layer, x_TD, *args)))
         return out_TD
 
-    monkeypatch.setattr(ComputeDevice, "small_batch_steps", no_kernels_for_a_cpu)
+    def kernels_of_attention(device: torch.device) -> AttentionKernels:
+        plain = attention_kernels(device)
+        assert plain is not None
+        return AttentionKernels(
+            partial(attend, plain.attend), partial(attend, plain.attend_latent), plain.make_heads
+        )
+
+    def attend(plain: Callable[..., Tensor], query: Tensor, *args: Any, **more: Any) -> Tensor:
+        if not recording:
+            return plain(query, *args, **more)
+        value = args[1]  # of a latent: what is rotated
+        width = query.shape[-1] if plain is attend_latent else value.shape[-1]
+        out = query.new_empty(*query.shape[:-1], width)
+        recording[-1].calls.append(lambda: out.copy_(plain(query, *args, **more)))
+        return out
+
+    monkeypatch.setattr(graphed_step, "attention_kernels", kernels_of_attention)
+    monkeypatch.setattr(graphed_step, "has_graphs", lambda device: True)
     monkeypatch.setattr(graphed_step, "capture", capture)
     monkeypatch.setattr(SlotLayers, "compute", kernels_of_a_layer)
     return found
@@ -144,7 +158,7 @@ def without_and_with_graph(
 def logits(moe: MoE, ids: Tensor, mask: Tensor, num_tokens: int = 24, **more: Any) -> Tensor:
     out = moe.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False,
-        output_logits=True, return_dict_in_generate=True, **STATIC, **more,
+        output_logits=True, return_dict_in_generate=True, **more,
     )  # fmt: skip
     return torch.stack(out.logits)
 
@@ -159,17 +173,17 @@ def logits_without_graph(
             return {name: logits(moe, *prompt) for name, prompt in prompts.items()}
 
 
-def tokens_without_graph(folder: Path, **cache: Any) -> tuple[Tensor, Tensor]:
+def tokens_without_graph(folder: Path) -> tuple[Tensor, Tensor]:
     """Of the short and the long prompt, by the kernels that a recording has."""
     with pytest.MonkeyPatch.context() as patched:
         without_graphs(patched)
         with on_device(folder, "100%", "100%") as moe:
-            return greedy(moe, **cache), greedy(moe, LONG_PROMPT, **cache)
+            return greedy(moe), greedy(moe, LONG_PROMPT)
 
 
 def conversation(moe: MoE) -> list[Tensor]:
     """Logits of two turns with one cache; in the second prompt the window fills up."""
-    cache = StaticCache(config=moe.model.config, max_cache_len=80)
+    cache = DynamicCache(config=moe.model.config)
     ids, found = torch.empty(1, 0, dtype=torch.int64), []
     for more in (PROMPT[:, :4], LONG_PROMPT[:, :9]):
         ids = torch.cat([ids, more], dim=1)
@@ -186,6 +200,6 @@ def beams(moe: MoE) -> list[Tensor]:
     """They take turns in the cache, which then lies somewhere else."""
     ids: Tensor = moe.generate(
         input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=24,
-        do_sample=False, num_beams=3, **STATIC,
+        do_sample=False, num_beams=3,
     )  # fmt: skip
     return [ids]

@@ -152,7 +152,7 @@ def test_ctrl_c_after_a_graph_was_launched_leaves_nothing_where_it_wrote(
         for n in range(4, 14):
             stop.remaining = n
             with pytest.raises(KeyboardInterrupt):
-                greedy(moe, **STATIC)
+                greedy(moe)
             moe.check_invariants()
             assert_same_tokens(moe, expected, rounds=1)
     assert graphs

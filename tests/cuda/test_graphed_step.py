@@ -1,10 +1,10 @@
-"""When a decode step is captured, and what its graph depends on: without a GPU a
-capture runs all of it again."""
+"""When a decode step is captured, and what its graph depends on, with graphs that a CPU records."""
 
 from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -13,30 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import DynamicCache
 
+from moe_infinity.cuda import graph as graphs_of_cuda
 from moe_infinity.cuda import graphed_step
-from moe_infinity.cuda.cache_state import can_capture
 from moe_infinity.memory.cuda import CAPTURING, TorchCudaDevice
 from tests.cuda.fast_device import STATIC, on_device, tokens_of_a_cpu
-from tests.cuda.on_device import PROMPT, greedy
+from tests.cuda.on_device import PROMPT, assert_same_tokens, greedy
+from tests.cuda.recorded_graph import tokens_without_graph
 from tests.sweep.discover import architectures_in
-from tests.sweep.tiny import tiny_config
+from tests.sweep.tiny import tiny_model
 
 pytestmark = pytest.mark.arithmetic
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """Every capture; replaying it runs all of it again."""
-    found: list[Any] = []
-
-    def capture(stream: Any, run: Any) -> Any:
-        found.append(run)
-        return run
-
-    monkeypatch.setattr(graphed_step, "capture", capture)
-    return found
 
 
 @pytest.fixture
@@ -49,62 +37,82 @@ def cuda_stream(monkeypatch) -> Any:
     return SimpleNamespace(device=torch.device("cuda", 1))
 
 
-def test_a_request_is_captured_once_after_it_was_warmed_up(tiny_checkpoint, captures):
+def test_a_number_of_sequences_is_captured_once_for_all_requests(tiny_checkpoint, graphs):
+    expected = tokens_without_graph(tiny_checkpoint)
+    batch = torch.cat([PROMPT, PROMPT])
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        greedy(moe, num_tokens=2)  # one decode step
+        assert not graphs
+        for _ in range(2):  # whatever cache came before
+            assert_same_tokens(moe, expected)
+            assert moe.has_cuda_graph
+            assert len(graphs) == 1
+        two = greedy(moe, batch)
+        assert len(graphs) == 2
+        assert torch.equal(greedy(moe, batch), two)
+        assert_same_tokens(moe, expected)
+        assert len(graphs) == 2
+
+
+def test_a_graph_keeps_no_request_in_memory(tiny_checkpoint, graphs):
     with on_device(tiny_checkpoint, "100%", "100%") as moe:
-        greedy(moe, **STATIC, num_tokens=3)  # two decode steps
-        assert not captures
-        greedy(moe, **STATIC)
+        cache = DynamicCache(config=moe.model.config)
+        greedy(moe, past_key_values=cache)
+        assert graphs
+        keys = weakref.ref(cache.layers[0].keys)
+        del cache
+        gc.collect()
+        assert keys() is None
+
+
+def test_without_graphs_if_nobody_wants_them(tiny_checkpoint, graphs):
+    with on_device(tiny_checkpoint, "100%", "100%", cuda_graph=False) as moe:
         greedy(moe)
-        assert len(captures) == 1
-        greedy(moe, **STATIC)  # another cache
-        assert len(captures) == 2
+        assert not moe.has_cuda_graph
+    assert not graphs
 
 
-def test_a_capture_is_on_the_stream_of_its_model(tiny_checkpoint, monkeypatch):
+def test_another_cache_runs_kernel_by_kernel(tiny_checkpoint, graphs):
+    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+        greedy(moe, **STATIC)
+        assert not moe.has_cuda_graph
+        assert moe.report().decode.lookups
+    assert not graphs
+
+
+def test_a_capture_is_on_the_stream_of_its_model(tiny_checkpoint, graphs, monkeypatch):
     streams: list[object] = []
+    record: Any = vars(graphed_step)["capture"]
 
     def capture(stream: object, run: Any) -> Any:
         streams.append(stream)
-        return run
+        return record(None, run)
 
     stream = object()
     monkeypatch.setattr(graphed_step, "new_stream", lambda device: stream)
     monkeypatch.setattr(graphed_step, "capture", capture)
     with on_device(tiny_checkpoint, "100%", "100%") as moe:
-        greedy(moe, **STATIC)
+        greedy(moe)
         assert moe.has_cuda_graph
     assert streams == [stream]
 
 
-def test_other_arguments_are_another_graph(tiny_checkpoint, captures):
+def test_other_arguments_are_another_graph(tiny_checkpoint, graphs):
     with on_device(tiny_checkpoint, "100%", "100%") as moe:
         for more in ({}, {"output_hidden_states": True, "return_dict_in_generate": True}):
-            out = moe.generate(
-                input_ids=PROMPT, max_new_tokens=8, do_sample=False, **STATIC, **more
-            )
-        assert len(captures) == 2
+            out = moe.generate(input_ids=PROMPT, max_new_tokens=8, do_sample=False, **more)
+        assert len(graphs) == 2
         first, second = out.hidden_states[4][1], out.hidden_states[5][1]
         assert not torch.equal(first, second)  # not the same memory
 
 
-def test_a_mask_for_each_type_of_layer_is_copied_in_every_step(tmp_path, captures):
-    """transformers gives them in one argument; comparing two such arguments raised."""
-    (architecture,) = architectures_in("dots1")
-    config = tiny_config(architecture)
-    config.layer_types = ["full_attention"] * config.num_hidden_layers
-    architecture.model_class._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    expected = tokens_of_a_cpu(tmp_path, **STATIC)
-    with on_device(tmp_path, "50%", "100%") as moe:
-        assert torch.equal(greedy(moe, **STATIC), expected[0])
-    assert len(captures) == 1
-
-
-def test_a_cache_that_is_moved_between_its_layers_is_not_captured():
-    config = tiny_config(architectures_in("qwen3_moe")[0])
-    cache = StaticCache(config=config, max_cache_len=8)
-    assert can_capture(cache)
-    cache.offloading = True
-    assert not can_capture(cache)
+def test_a_model_that_asks_how_long_the_cache_is_is_not_captured(tmp_path, graphs, caplog):
+    """A graph would keep the answer."""
+    tiny_model(architectures_in("llama4")[-1]).save_pretrained(tmp_path)
+    with on_device(tmp_path, "100%", "100%") as moe:
+        greedy(moe)
+        assert not moe.has_cuda_graph
+    assert "no CUDA graph" in caplog.text
 
 
 def test_a_capture_that_fails_is_logged_once_and_changes_no_token(
@@ -116,11 +124,12 @@ def test_a_capture_that_fails_is_logged_once_and_changes_no_token(
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    expected = tokens_of_a_cpu(tiny_checkpoint, **STATIC)
+    expected = tokens_of_a_cpu(tiny_checkpoint)
+    monkeypatch.setattr(graphed_step, "has_graphs", lambda device: True)
     monkeypatch.setattr(graphed_step, "capture", capture)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         for _ in range(2):
-            assert torch.equal(greedy(moe, **STATIC), expected[0])
+            assert torch.equal(greedy(moe), expected[0])
     logged = [record for record in caplog.records if "no CUDA graph" in record.message]
     assert len(logged) == 1
     assert "not permitted when stream is capturing" in logged[0].message
@@ -178,7 +187,7 @@ def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch,
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: released.append(pool))
     with pytest.raises(RuntimeError, match="invalidated" if is_invalidated else "a size"):
-        graphed_step.capture(of_the_model, run)
+        graphs_of_cuda.capture(of_the_model, run)
     assert gc.isenabled()
     assert streams[-1] == "compute"
     assert pools == {"others"}
@@ -193,7 +202,7 @@ def test_ctrl_c_in_a_capture_is_not_lost_where_torch_has_other_names(cuda_stream
 
     monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
     with pytest.raises(KeyboardInterrupt):
-        graphed_step.capture(cuda_stream, run)
+        graphs_of_cuda.capture(cuda_stream, run)
 
 
 def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
@@ -207,7 +216,7 @@ def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
     others: list[Any] = [
         lambda: TorchCudaDevice(cuda_stream.device),
         cuda_device.synchronize,
-        lambda: graphed_step.capture(cuda_stream, lambda: seen.append("captured")),
+        lambda: graphs_of_cuda.capture(cuda_stream, lambda: seen.append("captured")),
     ]
 
     def run() -> None:
@@ -219,7 +228,7 @@ def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
         seen.append("begun before")
 
     threads = [threading.Thread(target=other) for other in others]
-    graphed_step.capture(cuda_stream, run)
+    graphs_of_cuda.capture(cuda_stream, run)
     for thread in threads:
         thread.join(10)
     assert seen[0] == "begun before"
@@ -244,7 +253,7 @@ def test_a_wait_for_a_device_does_not_wait_for_ever_for_a_capture(cuda_stream, m
 
 def test_a_graph_is_replayed_and_gives_what_the_capture_gave(cuda_stream):
     graph: Any = torch.cuda.CUDAGraph()  # there is one of them
-    replay = graphed_step.capture(cuda_stream, lambda: "logits")
+    replay = graphs_of_cuda.capture(cuda_stream, lambda: "logits")
     assert not graph.replay.called
     assert replay() == replay() == "logits"
     assert graph.replay.call_count == 2
@@ -253,7 +262,7 @@ def test_a_graph_is_replayed_and_gives_what_the_capture_gave(cuda_stream):
 def test_every_model_captures_on_a_stream_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: mock.Mock(device=device))
     device = torch.device("cuda", 1)
-    one, other = graphed_step.new_stream(device), graphed_step.new_stream(device)
+    one, other = graphs_of_cuda.new_stream(device), graphs_of_cuda.new_stream(device)
     assert one is not None
     assert one is not other
     assert one.device == device
@@ -264,7 +273,7 @@ def test_the_collector_is_as_before_after_a_capture(cuda_stream, collects):
     try:
         if not collects:
             gc.disable()
-        assert graphed_step.capture(cuda_stream, gc.isenabled)() is False  # within it
+        assert graphs_of_cuda.capture(cuda_stream, gc.isenabled)() is False  # within it
         assert gc.isenabled() is collects
     finally:
         gc.enable()

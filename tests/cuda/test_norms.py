@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from moe_infinity.cuda.norms import FORMS, FusedNorms, plain_rms_norm
+from moe_infinity.cuda.fused_modules import FusedModules
+from moe_infinity.cuda.norms import fuse_norms
 from moe_infinity.kernels import has_triton_kernels
+from moe_infinity.kernels.cuda.norms_reference import FORMS, plain_rms_norm
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
 
@@ -34,14 +36,22 @@ def test_rms_norms_are_found_and_keep_their_bits(folder, is_whole):
     rows = [torch.randn(2, 5, len(n.weight)).to(n.weight.dtype) for n in norms]
     with torch.no_grad():
         expected = [norm(x) for norm, x in zip(norms, rows, strict=True)]
-        fused = FusedNorms(model, CPU)
-        assert len(fused) == len(norms)
+        fused = dict(fuse_norms(model, CPU))
+        assert set(fused) == set(norms)
         assert bool(norms) == is_whole
-        assert all("forward" in vars(norm) for norm in norms)
-        found = [norm(x) for norm, x in zip(norms, rows, strict=True)]
+        found = [fused[norm](x) for norm, x in zip(norms, rows, strict=True)]
     assert all(map(torch.equal, found, expected))
+
+
+def test_modules_get_their_own_forward_back():
+    model = tiny.tiny_model(architectures_in("qwen3_moe")[0])
+    fused = FusedModules(model, CPU)
+    assert {type(module).__name__ for module in fused.modules} == {
+        "Qwen3MoeRMSNorm", "Qwen3MoeAttention"
+    }  # fmt: skip
+    assert all("forward" in vars(module) for module in fused.modules)
     fused.close()
-    assert not any("forward" in vars(norm) for norm in norms)
+    assert not any("forward" in vars(module) for module in fused.modules)
 
 
 class Capped(nn.Module):
@@ -57,12 +67,12 @@ class Capped(nn.Module):
 
 
 def test_what_computes_anything_else_is_left_alone():
-    assert len(FusedNorms(nn.Sequential(Capped(), nn.LayerNorm(8)), CPU)) == 0
+    assert not list(fuse_norms(nn.Sequential(Capped(), nn.LayerNorm(8)), CPU))
 
 
 def test_gradients_take_the_modules_own_code():
     model = tiny.tiny_model(architectures_in("qwen3_moe")[0])
-    FusedNorms(model, CPU)
+    FusedModules(model, CPU)
     x = torch.randn(1, len(model.model.norm.weight), dtype=model.dtype, requires_grad=True)
     model.model.norm(x).sum().backward()
     assert x.grad is not None

@@ -223,11 +223,11 @@ def test_a_graph_is_polled_until_its_last_layer(
     tiny_checkpoint, monkeypatch, num_looks, layers_a_look, num_counted
 ):
     """Reports that come faster than they are applied are applied later."""
-    expected = tokens_without_graph(tiny_checkpoint, **STATIC)
+    expected = tokens_without_graph(tiny_checkpoint)
     graphs = record_graphs(monkeypatch)
     with on_device(tiny_checkpoint, "30%", "100%") as moe:
         counted = keep_busy(monkeypatch, num_looks, layers_a_look=layers_a_look)
-        assert torch.equal(greedy(moe, **STATIC), expected[0])
+        assert torch.equal(greedy(moe), expected[0])
         assert len(graphs) == 1
         assert counted[WARM_UP_STEPS:] == (15 - WARM_UP_STEPS) * [(0, num_counted)]
         moe.check_invariants()  # applies the rest

@@ -4,6 +4,7 @@ refuse it, or wait for a copy that nobody asked for. Seen on a device that is no
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,10 +13,17 @@ import pytest
 import torch
 
 from moe_infinity import MoE
+from moe_infinity.cuda import graphed_step
 from moe_infinity.engine import compute
 from moe_infinity.engine.exact import ExactWork
 from tests.cuda.fake_cuda import fake_device
-from tests.cuda.no_device import KERNELS, NOWHERE, MetaCudaDevice, made_up_routing
+from tests.cuda.no_device import (
+    ATTENTION_KERNELS,
+    KERNELS,
+    NOWHERE,
+    MetaCudaDevice,
+    made_up_routing,
+)
 from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
@@ -31,10 +39,19 @@ def prompt_and_token(folder: Path, **options: Any) -> None:
     budgets = {"device_memory": "40%", "host_memory": "60%"}
     cuda_device = fake_device(MetaCudaDevice())
     kernels = mock.patch.object(compute, "slot_kernels", return_value=KERNELS)
-    with cuda_device, kernels, made_up_routing(), MoE(folder, **budgets, **options) as moe:
+    attention = mock.patch.multiple(
+        graphed_step,
+        attention_kernels=lambda device: ATTENTION_KERNELS,
+        gives_the_same=lambda model, step: True,  # there are no values to compare
+    )
+    with ExitStack() as doubles:
+        for double in (cuda_device, kernels, attention, made_up_routing()):
+            doubles.enter_context(double)
+        moe = doubles.enter_context(MoE(folder, **budgets, **options))
         ids = torch.zeros(1, 9, dtype=torch.int64, device=NOWHERE)
         out = moe.model(ids, use_cache=True)
-        out = moe.model(ids[:, :1], use_cache=True, past_key_values=out.past_key_values)
+        last = {"input_ids": ids[:, :1], "position_ids": ids[:, :1]}
+        out = moe.model(**last, use_cache=True, past_key_values=out.past_key_values)
         assert out.logits.device == NOWHERE
         assert moe.report().decode.lookups > 0
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoEInfinityError
-from moe_infinity.cuda.graphed_step import GraphedStep
 from moe_infinity.cuda.slot_kernels import SlotLayers
-from tests.cuda.fast_device import STATIC, on_device
-from tests.cuda.no_device import CannotBeCaptured, Captured
+from tests.cuda.fast_device import on_device
+from tests.cuda.no_device import CannotBeCaptured, Captured, capturing
 from tests.sweep import tiny
 from tests.sweep.discover import Architecture
 from tests.sweep.runners import outcome
@@ -35,20 +34,17 @@ def decode_step(architecture: Architecture, folder: Path) -> str:
 
 
 def _watched(folder: Path) -> str:
-    def capture(step: GraphedStep, *args: Any) -> None:
-        raise Captured(step, *args)
-
     with (
+        capturing(),
         on_device(folder, "100%", "100%") as moe,
         mock.patch.object(
             SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
         ) as rows,
-        mock.patch.object(GraphedStep, "_capture", capture),
         torch.no_grad(),
     ):
 
         def generate(**inputs: Any) -> Tensor:
-            tokens: Tensor = moe.generate(**inputs | {"max_new_tokens": NUM_TOKENS}, **STATIC)
+            tokens: Tensor = moe.generate(**inputs | {"max_new_tokens": NUM_TOKENS})
             return tokens
 
         try:
@@ -59,7 +55,4 @@ def _watched(folder: Path) -> str:
             except CannotBeCaptured:
                 return DEVICE
             return GRAPH
-        except (KeyError, TypeError):  # stock's static cache is not for this one
-            with torch.no_grad():
-                outcome(moe.model, moe.generate)
         return DEVICE if rows.called else HOST

@@ -1,4 +1,4 @@
-"""RMSNorm in one kernel, where modules launch eight. cuda/norms.py has its definition."""
+"""RMSNorm in one kernel, where modules launch eight. norms_reference.py has its definition."""
 
 from __future__ import annotations
 

@@ -25,17 +25,33 @@ from benchmarks.gpu_kernels import KINDS, Sizes, describe
 from moe_infinity.checkpoint.ggml import blocks_layout, row_bytes
 from moe_infinity.cuda import resolve as triton_resolve
 from moe_infinity.cuda.device_table import DeviceTable
-from moe_infinity.cuda.norms import FORMS
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cuda import experts as triton_experts
+from moe_infinity.kernels.cuda.attention import attend
+from moe_infinity.kernels.cuda.cached_layer import CachedLayer
+from moe_infinity.kernels.cuda.heads import Heads
+from moe_infinity.kernels.cuda.latent_attention import attend_latent
 from moe_infinity.kernels.cuda.norms import rms_norm
+from moe_infinity.kernels.cuda.norms_reference import FORMS
+from moe_infinity.kernels.cuda.rotary import make_heads
 from moe_infinity.kernels.cuda.slot_mlp import Matrix, SlotMlp
 from tests.kernels.cuda.compiled import AbsentGpu
 from tests.kernels.slot_moe import slot_moe
 
 FLUSHES = re.compile(r"\b(?:add|mul|fma)\.(?:\w+\.)*ftz\.(?:\w+\.)*f32")
 LABEL, INSTRUCTION = r"^(\.L_x_\d+):", r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*)"
+
+
+# Heads of queries and of the cache, columns of a key and of a value.
+ATTENTION: tuple[tuple[str, tuple[int, int], int, int], ...] = (
+    ("qwen3", (32, 4), 128, 128),
+    ("gpt-oss", (64, 8), 64, 64),
+    ("deepseek", (16, 16), 192, 128),
+    ("gemma", (8, 4), 256, 256),
+    ("latent", (16, 1), 576, 512),
+    ("phi", (32, 8), 96, 96),
+)
 
 
 class Compiler:
@@ -47,13 +63,17 @@ class Compiler:
 
     def launcher(self, kernel: Any, grid: Any) -> Callable[..., None]:
         def compile_only(*args: Any, **options: Any) -> None:
-            asm = kernel.run(*args, grid=grid, warmup=True, **options).asm
+            compiled = kernel.run(*args, grid=grid, warmup=True, **options)
+            asm = compiled.asm
             found = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", asm["ptx"])
             widths = Counter(str(int(count or 1) * int(bits)) for count, bits in found)
             told = {"loads": widths, "fuses": options.get("enable_fp_fusion")}
             told["loses_denormals"] = bool(FLUSHES.search(asm["ptx"]))
             told["multiplies_matrices"] = "mma" in asm["ptx"]
             told["loads_ahead"] = "cp.async" in asm["ptx"]
+            copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^,]*, [^,]*, (\w+)", asm["ptx"])
+            told["copied_bytes"] = sorted({int(size, 0) for size in copies})
+            told["shared_bytes"] = compiled.metadata.shared
             told["spills"] = bool(re.search(r"\.local\b", asm["ptx"]))
             name = kernel.fn.__name__.strip("_")
             if "TILE" in options:
@@ -116,6 +136,32 @@ def resolve(num_pairs: int) -> None:
     triton_resolve.fill(table, num_pairs)
 
 
+def attend_to(heads: tuple[int, int], width: int, value_width: int) -> None:
+    """Heads of queries and of the cache."""
+    num_heads, num_groups = heads
+    query = torch.zeros(2, num_heads, width).bfloat16()
+    key = torch.zeros(2, num_groups, width).bfloat16()
+    value = torch.zeros(2, num_groups, value_width).bfloat16()
+    cached = torch.zeros(len(CachedLayer._fields), dtype=torch.int64)
+    attend(query, key, value, cached, None, scale=0.1, window=None, softcap=None)
+
+
+def attend_to_latents() -> None:
+    """As DeepSeek-V3 has them, of 16 heads."""
+    query, rotated = torch.zeros(2, 16, 512).bfloat16(), torch.zeros(2, 16, 64).bfloat16()
+    latent, key = torch.zeros(2, 512).bfloat16(), torch.zeros(2, 64).bfloat16()
+    cached = torch.zeros(len(CachedLayer._fields), dtype=torch.int64)
+    attend_latent(query, rotated, latent, key, cached, scale=0.1)
+
+
+def turn(heads: Heads) -> None:
+    width = heads.num_heads * heads.query_width
+    columns = torch.zeros(2, width + heads.num_groups * heads.key_width).bfloat16()
+    norm = torch.zeros(heads.query_width).bfloat16() if heads.norm_form else None
+    angle = torch.zeros(2, heads.rotated // 2)
+    make_heads(columns, columns[:, width:], norm, norm, angle, angle, heads)
+
+
 def main() -> None:
     compiler = Compiler()
     driver.set_active(AbsentGpu(int(sys.argv[1])))
@@ -150,6 +196,14 @@ def main() -> None:
         resolve(num_pairs)
     for form in FORMS:
         rms_norm(torch.zeros(2, 2048).bfloat16(), torch.zeros(2048).bfloat16(), 1e-6, form)
+    for compiler.name, heads, width, value_width in ATTENTION:
+        attend_to(heads, width, value_width)
+    compiler.name = "deepseek-v3"
+    attend_to_latents()
+    usual = Heads(32, 4, 128, 128, 128, 0, 0, "halves", "rounded twice", 1e-6, 1e-6)
+    latent = Heads(16, 1, 192, 64, 64, 128, 0, "neighbours")
+    for compiler.name, shape in (("qwen3", usual), ("deepseek-v2", latent)):
+        turn(shape)
     for compiler.name, mlp in (known | more).items():
         for num_tokens in (1, 32, 2048):
             compute(mlp, num_tokens)

@@ -62,9 +62,9 @@ class Launcher:
             given = dict(zip(kernel.arg_names, args, strict=False)) | options
             kept = [given[name] for name in kernel.arg_names if kinds[name] != "constexpr"]
             tensors = [each for each in kept if isinstance(each, Tensor)]
-            sizes = {self._data_ptr(t): t.numel() * t.element_size() for t in tensors}
+            sizes = {self._data_ptr(t): bytes_of(t) for t in tensors}
             memories = [memory_at(*place) for place in (sizes | asked).items()]
-            numbers = [self._data_ptr(t) if isinstance(t, Tensor) else int(t) for t in kept]
+            numbers = [self._data_ptr(t) if isinstance(t, Tensor) else bits_of(t) for t in kept]
             ptx = self.change(compiled.asm["ptx"])
             for at in itertools.product(*map(range, grid)):
                 for memory in memories:
@@ -73,6 +73,19 @@ class Launcher:
                 program.run(ptx, [*numbers, 0, 0])  # and two scratch memories
 
         return run
+
+
+def bits_of(number: int | float) -> int:
+    """Kernels take floats in float32."""
+    if isinstance(number, float):
+        return int(np.float32(number).view(np.uint32))
+    return number
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """From its first number to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
 def memory_at(address: int, num_bytes: int) -> Memory:

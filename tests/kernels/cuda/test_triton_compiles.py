@@ -78,6 +78,18 @@ def test_tiles_are_products_of_matrices_whose_loads_are_begun_ahead(told):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_attention_copies_16_bytes_at_once_on_any_gpu(told):
+    """Where the cache allows it. 99 KiB is the least shared memory that a program may have."""
+    kernels = {name: kernel for name, kernel in told.items() if name.startswith("attend ")}
+    assert kernels
+    for name, kernel in kernels.items():
+        assert kernel["multiplies_matrices"], name
+        assert kernel["copied_bytes"] == [16], name
+        assert kernel["shared_bytes"] <= 99 << 10, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_no_version_of_triton_chooses_how_sums_are_rounded(told):
     assert {kernel["fuses"] for kernel in told.values()} == {True}
 
