@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.kernels.cuda.ptx_bf16 import of_bf16, to_bf16
 from tests.kernels.cuda.ptx_code import Instruction, code_of
 from tests.kernels.cuda.ptx_memory import Lanes, Memory
 from tests.kernels.cuda.ptx_warps import atomic_add, ballot, product, shuffle
@@ -214,10 +215,8 @@ class Program:
             self.matrices(one, is_on)
         elif name == "mma":
             product(self, one, is_on)
-        elif kind == "bf16" and name in ("mul", "fma"):
-            words = (self.get(each, np.uint16).astype(np.uint32) for each in one.operands[1:])
-            a, b, *more = ((word << 16).view(np.float32) for word in words)
-            self.put(one.operands[0], to_bf16((a * b + sum(more)).astype(np.float32)), is_on)
+        elif kind in ("bf16", "bf16x2") and name in ("add", "mul", "fma"):
+            self.put(one.operands[0], of_bf16(self, one), is_on)
         elif name == "atom":
             atomic_add(self, self.shared, one, is_on)
         elif name == "mov" and "{" in one.text:
@@ -261,13 +260,6 @@ class Program:
             return (self.get(one.operands[1], np.uint16).astype(np.uint32) << 16).view(np.float32)
         numbers = self.get(one.operands[1], DTYPES[source])
         return to_bf16(numbers) if to == "bf16" else numbers.astype(DTYPES[to])
-
-
-def to_bf16(numbers: Lanes) -> Lanes:
-    """To the nearest, ties to even."""
-    bits = numbers.view(np.uint32)
-    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(numbers), np.uint16(0x7FFF), rounded).astype(np.uint16)
 
 
 def numbers_of(program: Program, one: Instruction, dtype: Any) -> list[Lanes]:
@@ -373,9 +365,10 @@ def select(program: Program, one: Instruction, dtype: Any) -> Lanes:
     return np.where(program.get(one.operands[3], np.bool_), a, b)
 
 
-COMPARE = {
+COMPARE: dict[str, Callable[[Lanes, Lanes], Any]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal,
+    "ge": np.greater_equal, "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
 }  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., Lanes]] = {
     "mov": plain(lambda a: a),

@@ -47,6 +47,8 @@ ONE_WORD = [
     ("setp.lt.s32 %p1, -1, 0;\nselp.b32 %r2, 5, 6, %p1", 5),
     ("setp.lt.u32 %p1, -1, 0;\nselp.b32 %r2, 5, 6, %p1", 6),
     (f"setp.ltu.f32 %p1, {NAN}, {bits(1)};\nselp.b32 %r2, 5, 6, %p1", 5),
+    (f"setp.num.f32 %p1, {NAN}, {bits(1)};\nselp.b32 %r2, 5, 6, %p1", 6),
+    (f"setp.nan.f32 %p1, {NAN}, {bits(1)};\nselp.b32 %r2, 5, 6, %p1", 5),
     (f"fma.rn.f32 %r2, {bits(3)}, {bits(0.5)}, {bits(-1)}", 0x3F000000),
     ("mul.f32 %r2, 0f00000003, 0f4B800000", 0x01C00000),  # 3 * 2 ** -149, 2 ** 24 times
     ("mul.ftz.f32 %r2, 0f00000003, 0f4B800000", 0),
@@ -57,6 +59,8 @@ ONE_WORD = [
     ("mov.b32 %r2, {1, 2}", 0x00020001),
     ("cvt.rn.bf16.f32 %rs1, 0f3F808000;\ncvt.u32.u16 %r2, %rs1", 0x3F80),  # a tie, to even
     ("cvt.rn.bf16.f32 %rs1, 0f3F818000;\ncvt.u32.u16 %r2, %rs1", 0x3F82),
+    ("add.bf16 %rs1, 16256, 15232;\ncvt.u32.u16 %r2, %rs1", 0x3F80),  # 1 + 2 ** -8, the same
+    ("add.bf16x2 %r2, 0x3F803F80, 0x3B803C00", 0x3F803F81),
     (f"cvt.rn.f16x2.f32 %r2, {bits(2)}, {bits(1)}", 0x40003C00),
     ("add.s16x2 %r2, 0x0001FFFF, 0x00010001", 0x00020000),
     ("ld.param.b32 %r2, [f_param_0]", 11),

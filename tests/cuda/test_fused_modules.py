@@ -1,0 +1,152 @@
+"""Which modules compute in few kernels on a GPU, and that they give what their own code gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from moe_infinity.cuda.attention import AttentionSwitch, attention_kernels
+from moe_infinity.cuda.attention_modules import FusedAttention, fuse_attention, joined
+from moe_infinity.cuda.cached_step import CachedSteps
+from moe_infinity.cuda.fused_modules import FusedModules
+from moe_infinity.cuda.routers import MOST_TOKENS, find_router, fuse_routers
+from tests.sweep import tiny
+from tests.sweep.discover import architectures_in
+
+pytestmark = pytest.mark.arithmetic
+
+CPU = torch.device("cpu")
+# Those that are named in docs/gpu.md: the rule of scores, and what shares are.
+ROUTERS = {
+    "qwen2_moe": ("softmax", "as they are"),
+    "qwen3_moe": ("softmax", "as they are"),
+    "mixtral": ("softmax", "divided by their sum"),
+    "olmoe": ("softmax", "as they are"),
+    "gpt_oss": ("softmax", "divided by their sum"),  # of the chosen logits: the same
+    "deepseek_v2": ("softmax", "as they are"),
+    "deepseek_v3": ("sigmoid", "divided by their sum"),
+    "glm4_moe": ("sigmoid", "divided by their sum"),
+}
+
+
+def model_of(folder: str) -> Any:
+    torch.manual_seed(0)
+    model = tiny.tiny_model(architectures_in(folder)[0]).float()
+    for name, each in [*model.named_parameters(), *model.named_buffers()]:
+        if "norm" in name or "bias" in name or "sinks" in name:  # else ones and zeros
+            each.data = each.data + 0.1 * torch.randn_like(each.data)
+    return model
+
+
+@pytest.mark.parametrize("folder", ROUTERS)
+def test_routers_are_found_and_choose_as_their_own_code_does(folder):
+    model = model_of(folder)
+    fused = dict(fuse_routers(model, CPU))
+    assert fused
+    for router, forward in fused.items():
+        found = find_router(router)
+        assert found is not None
+        assert (found.choice.scores, found.choice.shares) == ROUTERS[folder]
+        num_experts, width = router.get_parameter("weight").shape
+        x_TD = torch.randn(17, width)
+        with torch.no_grad():
+            _, shares, index = forward(x_TD)
+            _, own_shares, own_index = router(x_TD)
+        spread = [
+            torch.zeros(17, num_experts).scatter_(1, i, s.float())
+            for i, s in ((index, shares), (own_index, own_shares))
+        ]
+        torch.testing.assert_close(*spread)
+
+
+class Jitters(nn.Module):
+    """It scales the third of what it has chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(x, self.weight)
+        shares, index = logits.softmax(-1).topk(3)
+        return logits, shares * torch.tensor([1.0, 1.0, 0.9]), index
+
+
+def test_a_router_with_a_rule_of_its_own_is_left_alone():
+    assert find_router(Jitters()) is None
+    assert not list(fuse_routers(nn.Sequential(Jitters(), nn.Linear(16, 8)), CPU))
+
+
+def test_prompts_and_gradients_take_the_routers_own_code():
+    (router, forward), *_ = fuse_routers(model_of("qwen3_moe"), CPU)
+    many = torch.randn(MOST_TOKENS + 1, router.get_parameter("weight").shape[1])
+    with torch.no_grad():
+        assert all(map(torch.equal, forward(many), router(many)))
+    assert forward(many[:2].requires_grad_())[1].requires_grad
+
+
+@pytest.mark.parametrize("folder", ROUTERS)
+@torch.no_grad()
+def test_attention_modules_are_found_and_give_what_their_own_code_gives(folder):
+    """A prompt of three tokens by their own code, then a step by either."""
+    model = model_of(folder)
+    fused = dict(fuse_attention(model))
+    attention = [layer.self_attn for layer in model.model.layers]
+    assert set(fused) == set(attention)
+    x_BTD = torch.randn(2, 4, model.config.hidden_size)
+    positions = torch.arange(4)[None].expand(2, -1)
+    angles = model.model.rotary_emb(x_BTD, positions)
+    parts = [
+        angles[:, part] if isinstance(angles, Tensor) else tuple(a[:, part] for a in angles)
+        for part in (slice(0, 3), slice(3, 4))
+    ]
+    kernels = attention_kernels(CPU)
+    assert kernels is not None
+    mask = torch.ones(3, 3).tril().log()[None, None]
+    for module, forward in fused.items():
+        found = []
+        for is_ours in (False, True):
+            cache = DynamicCache(config=model.config)
+            given: dict[str, Any] = {"past_key_values": cache}
+            for each in attention:  # every layer of the cache has something
+                each(x_BTD[:, :3], position_embeddings=parts[0], attention_mask=mask, **given)
+            given["position_embeddings"] = parts[1]
+            last = x_BTD[:, 3:]
+            if is_ours:
+                cached = CachedSteps(CPU, kernels).of(cache, 2, None)
+                assert cached is not None
+                with cached.under_way(), AttentionSwitch(model).to():
+                    found.append(forward(last, attention_mask=None, **given)[0])
+            else:
+                found.append(module(last, attention_mask=None, **given)[0])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_part_that_was_replaced_is_not_passed_over():
+    model = model_of("mixtral")
+    fused = FusedModules(model, CPU)
+    module = model.model.layers[0].self_attn
+    way = vars(module)["forward"].__self__
+    assert isinstance(way, FusedAttention)
+    assert way._is_as_found()
+    module.q_proj = nn.Linear(module.q_proj.in_features, module.q_proj.out_features)
+    assert not way._is_as_found()
+    fused.close()
+
+
+def test_joined_weights_are_those_of_the_layers():
+    one, other = nn.Linear(4, 3), nn.Linear(4, 2)
+    before = [one.weight.clone(), other.weight.clone()]
+    weight, bias = joined([one, other])
+    assert torch.equal(weight, torch.cat(before))
+    assert bias is not None
+    with torch.no_grad():
+        other.weight += 1
+    assert torch.equal(weight[3:], before[1] + 1)
+    assert torch.equal(bias, torch.cat([one.bias, other.bias]))
+    with pytest.raises(ValueError, match="only some have a bias"):
+        joined([one, nn.Linear(4, 2, bias=False)])
