@@ -1,6 +1,6 @@
 """Routers on a GPU in two kernels: the logits, and the choice among experts. Which modules are
 routers that kernels know is found by trying: on random tokens, in float32, a module has to choose
-what a Choice chooses, whatever its class is called.
+what a ExpertChoice chooses, whatever its class is called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_infinity.architectures.trials import for_trial, is_close
 from moe_infinity.kernels import has_triton_kernels
 from moe_infinity.kernels.cuda import routing_reference
-from moe_infinity.kernels.cuda.choice import GROUP_SCORES, SCORES, SHARES, Choice
+from moe_infinity.kernels.cuda.choice import GROUP_SCORES, SCORES, SHARES, ExpertChoice
 
 MOST_TOKENS = 64  # that kernels are used for
 TRIED_TOKENS = 32
@@ -31,13 +31,13 @@ class RouterKernels(NamedTuple):
     """Their signatures are those of kernels/cuda/routing.py."""
 
     router_logits: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    choose: Callable[[Tensor, Tensor | None, Choice], tuple[Tensor, Tensor]]
+    choose: Callable[[Tensor, Tensor | None, ExpertChoice], tuple[Tensor, Tensor]]
 
 
 class FoundRouter(NamedTuple):
     """How modules of one kind choose."""
 
-    choice: Choice
+    choice: ExpertChoice
     correction: str | None  # the name of what is added to scores for choosing
 
 
@@ -155,7 +155,7 @@ def _correction_of(module: nn.Module, num_experts: int) -> str | None:
 
 def _choices(
     module: nn.Module, top_k: int, num_experts: int, dtype: torch.dtype
-) -> Iterator[Choice]:
+) -> Iterator[ExpertChoice]:
     """All that could be meant."""
     num_groups = next((vars(module)[name] for name in GROUPS if vars(module).get(name)), 1)
     kept = next((vars(module)[name] for name in KEPT_GROUPS if vars(module).get(name)), 1)
@@ -163,7 +163,7 @@ def _choices(
     if num_groups > 1:
         groups = [(num_groups, kept, score) for score in GROUP_SCORES] + groups
     for (count, kept, group_score), scores, shares in product(groups, SCORES, SHARES):
-        choice = Choice(
+        choice = ExpertChoice(
             top_k=top_k,
             scores=scores,
             shares=shares,

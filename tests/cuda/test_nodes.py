@@ -17,7 +17,7 @@ from benchmarks.gpu_models import deepseek_v2_lite, qwen3
 from moe_infinity.cuda import norms, routers
 from moe_infinity.cuda.routers import RouterKernels
 from moe_infinity.kernels.cuda import norms_reference, routing_reference
-from moe_infinity.kernels.cuda.choice import Choice
+from moe_infinity.kernels.cuda.choice import ExpertChoice
 from tests.cuda.fast_device import on_device
 from tests.cuda.no_device import NOWHERE, Captured, capturing
 from tests.cuda.on_device import greedy
@@ -61,7 +61,7 @@ class Nodes(TorchDispatchMode):
         self.found["router"] += 1
         return x_BD.new_empty(len(x_BD), len(weight_ED), dtype=torch.float32)
 
-    def choose(self, logits_BE: Tensor, correction: Tensor | None, choice: Choice) -> Any:
+    def choose(self, logits_BE: Tensor, correction: Tensor | None, choice: ExpertChoice) -> Any:
         if logits_BE.device != NOWHERE:
             return routing_reference.choose(logits_BE, correction, choice)
         self.found["choice"] += 1

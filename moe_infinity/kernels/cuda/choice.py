@@ -24,7 +24,7 @@ TINY = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExpertChoice:
     """What a router does after its product, whatever its class is called."""
 
     top_k: int

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_infinity.kernels.cuda.choice import TINY, Choice
+from moe_infinity.kernels.cuda.choice import TINY, ExpertChoice
 
 # Of a program. With few rows there are many programs: a weight is read once for each block of
 # tokens, and one token should not wait for it.
@@ -60,7 +60,9 @@ def router_logits(x_BD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     return logits_BE
 
 
-def choose(logits_BE: Tensor, correction_E: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_BE: Tensor, correction_E: Tensor | None, choice: ExpertChoice
+) -> tuple[Tensor, Tensor]:
     """The experts of each token, int64 [B, K], and their shares, [B, K]. `logits_BE` is float32;
     all is contiguous, and on one device.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_infinity.kernels.cuda.choice import GROUP_SCORES, TINY, Choice
+from moe_infinity.kernels.cuda.choice import GROUP_SCORES, TINY, ExpertChoice
 
 
 def router_logits(x_BD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -17,7 +17,9 @@ def router_logits(x_BD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     return torch.nn.functional.linear(x_BD.float(), weight_ED.float(), bias_E)
 
 
-def choose(logits_BE: Tensor, correction_E: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_BE: Tensor, correction_E: Tensor | None, choice: ExpertChoice
+) -> tuple[Tensor, Tensor]:
     """The experts of each token, int64 [B, K], and their shares, [B, K]. `logits_BE` is float32.
 
     The largest is first, of equal ones the one with the lower index. NaN is larger than anything.
@@ -40,13 +42,13 @@ def choose(logits_BE: Tensor, correction_E: Tensor | None, choice: Choice) -> tu
     return index_BK, (shares_BK * choice.factor).to(choice.dtype)
 
 
-def _scores(logits_BE: Tensor, choice: Choice) -> Tensor:
+def _scores(logits_BE: Tensor, choice: ExpertChoice) -> Tensor:
     if choice.scores == "softmax":
         return logits_BE.softmax(1)
     return logits_BE.sigmoid() if choice.scores == "sigmoid" else logits_BE
 
 
-def _is_kept(ranked_BE: Tensor, choice: Choice) -> Tensor:
+def _is_kept(ranked_BE: Tensor, choice: ExpertChoice) -> Tensor:
     """[B, E]: whether an expert is of a kept group."""
     ranked_BGM = ranked_BE.unflatten(1, (choice.num_groups, -1))
     num_best = 1 + GROUP_SCORES.index(choice.group_score)

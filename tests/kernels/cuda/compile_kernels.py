@@ -30,7 +30,7 @@ from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cuda import experts as triton_experts
 from moe_infinity.kernels.cuda.attention import attend
 from moe_infinity.kernels.cuda.cached_layer import CachedLayer
-from moe_infinity.kernels.cuda.choice import SHARES, Choice
+from moe_infinity.kernels.cuda.choice import SHARES, ExpertChoice
 from moe_infinity.kernels.cuda.heads import Heads
 from moe_infinity.kernels.cuda.latent_attention import attend_latent
 from moe_infinity.kernels.cuda.norms import rms_norm
@@ -164,7 +164,7 @@ def turn(heads: Heads) -> None:
     make_heads(columns, columns[:, width:], norm, norm, angle, angle, heads)
 
 
-def route(choice: Choice, num_experts: int) -> None:
+def route(choice: ExpertChoice, num_experts: int) -> None:
     weight = torch.zeros(num_experts, 2048).bfloat16()
     logits = router_logits(torch.zeros(2, 2048).bfloat16(), weight)
     correction = torch.zeros(num_experts) if choice.scores == "sigmoid" else None
@@ -213,8 +213,8 @@ def main() -> None:
     latent = Heads(16, 1, 192, 64, 64, 128, 0, "neighbours")
     for compiler.name, shape in (("qwen3", usual), ("deepseek-v2", latent)):
         turn(shape)
-    of_groups = Choice(8, "sigmoid", SHARES[1], num_groups=8, kept_groups=4)
-    for compiler.name, choice in (("qwen3", Choice(8)), ("deepseek-v3", of_groups)):
+    of_groups = ExpertChoice(8, "sigmoid", SHARES[1], num_groups=8, kept_groups=4)
+    for compiler.name, choice in (("qwen3", ExpertChoice(8)), ("deepseek-v3", of_groups)):
         route(choice, 256)
     for compiler.name, mlp in (known | more).items():
         for num_tokens in (1, 32, 2048):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.kernels.cuda import routing_reference
-from moe_infinity.kernels.cuda.choice import GROUP_SCORES, SCORES, SHARES, Choice
+from moe_infinity.kernels.cuda.choice import GROUP_SCORES, SCORES, SHARES, ExpertChoice
 from tests.kernels.cuda.interpreted import round_as_gpus_do
 
 pytest.importorskip("triton", reason="needs triton")
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps
 TWO_BEST = GROUP_SCORES[1]
 BEFORE_SUM = SHARES[1]
-OF_DEEPSEEK_V3 = Choice(
+OF_DEEPSEEK_V3 = ExpertChoice(
     8, "sigmoid", BEFORE_SUM, factor=2.5, num_groups=8, kept_groups=4, group_score=TWO_BEST
 )
 
@@ -100,13 +100,15 @@ def test_programs_of_a_gpu_compute_the_same_logits(monkeypatch, num_tokens):
 # The choice
 
 
-def chosen(logits: Tensor, correction: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+def chosen(
+    logits: Tensor, correction: Tensor | None, choice: ExpertChoice
+) -> tuple[Tensor, Tensor]:
     correction = None if correction is None else correction.to(DEVICE)
     index, shares = routing.choose(logits.to(DEVICE), correction, choice)
     return index.cpu(), shares.cpu()
 
 
-def check(logits: Tensor, correction: Tensor | None, choice: Choice) -> None:
+def check(logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> None:
     index, shares = chosen(logits, correction, choice)
     expected_index, expected = routing_reference.choose(logits, correction, choice)
     assert torch.equal(index, expected_index)
@@ -131,7 +133,7 @@ def spread(num_tokens: int, num_experts: int) -> Tensor:
      (3, 128, 9), (32, 128, 8), (1, 256, 10), (3, 256, 3), (2, 160, 6), (2, 1, 1)],
 )  # fmt: skip
 def test_a_choice_is_its_definition(num_tokens, num_experts, top_k, scores, shares):
-    choice = Choice(top_k, scores, shares)
+    choice = ExpertChoice(top_k, scores, shares)
     logits = spread(num_tokens, num_experts)
     check(logits, None, choice)
     check(logits, 0.3 * torch.randn(num_experts), replace(choice, factor=1.7))
@@ -150,7 +152,7 @@ def test_groups_are_kept_by_their_scores(
 ):
     correction = 0.5 * torch.randn(num_experts) if is_corrected else None
     for scores in SCORES:
-        choice = Choice(
+        choice = ExpertChoice(
             top_k,
             scores,
             num_groups=num_groups,
@@ -160,7 +162,7 @@ def test_groups_are_kept_by_their_scores(
         check(torch.randn(3, num_experts), correction, choice)
 
 
-@pytest.mark.parametrize("choice", [Choice(3), replace(OF_DEEPSEEK_V3, top_k=3)], ids=str)
+@pytest.mark.parametrize("choice", [ExpertChoice(3), replace(OF_DEEPSEEK_V3, top_k=3)], ids=str)
 def test_of_equal_scores_the_lower_index_is_first(choice):
     for logits in (torch.zeros(2, 16), torch.tensor([0.0, -0.0]).repeat(2, 8)):
         index, shares = chosen(logits, None, choice)
@@ -174,7 +176,7 @@ def test_of_equal_scores_the_lower_index_is_first(choice):
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
 def test_no_logits_lead_beyond_the_experts(scores, num_groups, odd):
     kept = 2 if num_groups > 1 else 1
-    choice = Choice(5, scores, num_groups=num_groups, kept_groups=kept, group_score=TWO_BEST)
+    choice = ExpertChoice(5, scores, num_groups=num_groups, kept_groups=kept, group_score=TWO_BEST)
     logits = torch.randn(4, 12)
     logits[0, 7] = logits[1, 3] = logits[1, 4] = logits[2, 1:] = logits[3] = odd
     check(logits, None, choice)
@@ -184,7 +186,7 @@ def test_no_logits_lead_beyond_the_experts(scores, num_groups, odd):
     assert all(len(set(experts)) == 5 for experts in index.tolist())
 
 
-@pytest.mark.parametrize("choice", [Choice(4, shares=BEFORE_SUM), OF_DEEPSEEK_V3], ids=str)
+@pytest.mark.parametrize("choice", [ExpertChoice(4, shares=BEFORE_SUM), OF_DEEPSEEK_V3], ids=str)
 def test_a_choice_does_not_depend_on_how_many_tokens_there_are(choice):
     logits, correction = torch.randn(8, 64), 0.1 * torch.randn(64)
     index, shares = chosen(logits, correction, choice)
@@ -213,10 +215,10 @@ def test_every_part_of_a_choice_is_seen(changed):
 
 def test_sums_of_shares_are_not_divided_by_zero():
     logits = torch.full((1, 8), -200.0)
-    index, shares = chosen(logits, None, Choice(2, "sigmoid", BEFORE_SUM))
+    index, shares = chosen(logits, None, ExpertChoice(2, "sigmoid", BEFORE_SUM))
     assert index.tolist() == [[0, 1]]
     assert shares.tolist() == [[0.0, 0.0]]
-    check(logits, None, Choice(2, "sigmoid", BEFORE_SUM))
+    check(logits, None, ExpertChoice(2, "sigmoid", BEFORE_SUM))
 
 
 def test_a_choice_fits_what_it_can_be_made_among():
@@ -224,5 +226,5 @@ def test_a_choice_fits_what_it_can_be_made_among():
     assert not OF_DEEPSEEK_V3.fits(8)  # the two best of one
     assert not OF_DEEPSEEK_V3.fits(250)
     assert not replace(OF_DEEPSEEK_V3, top_k=9).fits(16)
-    assert not Choice(9).fits(8)
-    assert Choice(8).fits(8)
+    assert not ExpertChoice(9).fits(8)
+    assert ExpertChoice(8).fits(8)
