@@ -1,6 +1,6 @@
 """Routers on a GPU in two kernels: the logits, and the choice among experts. Which modules are
 routers that kernels know is found by trying: on random tokens, in float32, a module has to choose
-what a ExpertChoice chooses, whatever its class is called.
+what an ExpertChoice chooses, whatever its class is called.
 """
 
 from __future__ import annotations
