@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import torch
 from gpu_models import Shape, token_ids
-from gpu_routing import replaying
+from gpu_routing import forget_graphs, replaying
 from gpu_rows import (
     CAPS_GB,
     PROMPT,
@@ -38,32 +38,24 @@ from moe_infinity.cuda.reports import ReportPoller
 from moe_infinity.cuda.slot_kernels import SlotWork, slot_kernels
 
 FAST: dict[str, Any] = {"experts_implementation": "fast"}
-STATIC: dict[str, Any] = {"cache_implementation": "static"}
 
 
 def fast_correctness(check: Check, folder: Path) -> None:
     """With and without a graph the tokens of the run with all experts on the device and no graph,
-    whatever the budgets; and whether there was a graph. Each cache has its own tokens: with the
-    mask of a static one torch takes another attention, which rounds differently.
+    whatever the budgets; and whether there was a graph.
     """
-    ids, num = token_ids(256, 48), check.num_checked
-    no_graph = mock.patch.object(graphed_step, "WARM_UP_STEPS", 1 << 30)
-    with no_graph, check.model(folder, device_memory="100%", **FAST) as moe:
-        expected = [tokens_of(moe, ids, num, **cache) for cache in ({}, STATIC)]
-    equal = sum(a == b for a, b in zip(*expected, strict=True)) - ids.numel()
-    check.add("tokens equal with either cache", float(equal), f"of {num}", ceiling=float(num))
+    ids = token_ids(256, 48)
+    with check.model(folder, device_memory="100%", cuda_graph=False, **FAST) as moe:
+        expected = tokens_of(moe, ids, check.num_checked)
     for device_memory, host_memory in (("3%", "40%"), ("25%", "100%"), ("60%", "40%")):
-        for cache in ({}, STATIC):
-            budgets = {"device_memory": device_memory, "host_memory": host_memory}
-            with check.model(folder, **budgets, **FAST) as moe:
-                warm_every_expert(check, moe)
-                found = [tokens_of(moe, ids, check.num_checked, **cache) for _ in range(2)]
-                moe.check_invariants()
-                has_graph = moe.has_cuda_graph
-            same = found == [expected[bool(cache)]] * 2
-            check.add("same tokens", same, experts="fast", cache=str(cache), **budgets)
-            if cache:
-                check.add("captured", has_graph, **budgets)
+        budgets = {"device_memory": device_memory, "host_memory": host_memory}
+        with check.model(folder, **budgets, **FAST) as moe:
+            warm_every_expert(check, moe)
+            found = [tokens_of(moe, ids, check.num_checked) for _ in range(2)]
+            moe.check_invariants()
+            has_graph = moe.has_cuda_graph
+        check.add("same tokens", found == [expected] * 2, experts="fast", **budgets)
+        check.add("captured", has_graph, **budgets)
 
 
 class Clock:
@@ -90,7 +82,7 @@ def token_ms(check: Check, moe: MoE, shape: Shape, *, seed: int = 1) -> tuple[fl
     clock = Clock()
     ids = token_ids(shape.config.vocab_size, PROMPT, seed=seed)
     num_tokens = WARM_UP + TOKENS
-    options: dict[str, Any] = {"streamer": clock, "min_new_tokens": num_tokens, **STATIC}
+    options: dict[str, Any] = {"streamer": clock, "min_new_tokens": num_tokens}
     with replaying(moe, request_of(check, shape, seed), check.device):
         tokens = tokens_of(moe, ids, num_tokens, **options)
     return clock.token_ms, tokens
@@ -114,8 +106,10 @@ def known_pointers(moe: MoE) -> Iterator[None]:
         work.compute(address_LE[moe_layer_idx])
         return work.sum()
 
+    forget_graphs(moe)
     with mock.patch.object(layers, "compute", compute):
         yield
+    forget_graphs(moe)
 
 
 def not_polled() -> AbstractContextManager[Any]:

@@ -41,6 +41,12 @@ def recorded_requests(folder: Path, shape: Shape, num_tokens: int) -> Tensor | N
     return torch.from_numpy(np.stack(requests)).long() if requests else None
 
 
+def forget_graphs(moe: MoE) -> None:
+    """What is patched since they were captured is not in them."""
+    if moe._graphed is not None:
+        moe._graphed.forget()
+
+
 @contextmanager
 def replaying(moe: MoE, request_NLK: Tensor | None, device: str) -> Iterator[None]:
     """Within, one request: its tokens, as the model is called with them, go to these experts with
@@ -50,8 +56,7 @@ def replaying(moe: MoE, request_NLK: Tensor | None, device: str) -> Iterator[Non
     if request_NLK is None:
         yield
         return
-    if moe._graphed is not None:
-        moe._graphed.forget()  # graphs read where another request's experts were
+    forget_graphs(moe)  # they read where another request's experts were
     experts_LNK = request_NLK.transpose(0, 1).to(device)
     chosen_LTK = of_one_token_L1K = torch.empty_like(experts_LNK[:, :1])
     route: Callable[..., Tensor] = moe.engine.moe_layer
