@@ -31,9 +31,10 @@ EXPAND = "expand_kv"  # what modules with latents have: DeepSeek-V2 and those li
 TRIED_TOKENS = 6  # of a prompt; more if there is a window that they would not leave
 MOST_TRIED_TOKENS = 1024
 TRIED_STEPS = 2
-# Of the largest logit. What is not looked at, or is looked at in vain, changes more.
+# Of the logits' norm. What is not looked at, or is looked at in vain, changes more: by 0.11 and more
+# where a window is one token off. Rounding to 8 bits changed tiny random models by up to 0.04.
 TOLERANCES = {torch.float32: 1e-4}
-TOLERANCE = 0.03  # of numbers that are rounded to 8 or 11 bits
+TOLERANCE = 0.1  # of numbers that are rounded to 8 or 11 bits
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ def _has_passed(model: Any, step: Callable[..., Any]) -> bool:
         found = step(past_key_values=ours, **given).logits.float()
         wanted = model.forward(past_key_values=cache, **given).logits.float()
         tolerance = TOLERANCES.get(model.dtype, TOLERANCE)
-        if not bool((found - wanted).abs().max() <= tolerance * wanted.abs().max()):
+        if not bool((found - wanted).norm() <= tolerance * wanted.norm()):
             logger.info("the model's own attention is used in decode steps: others differ")
             return False
     return int(ours.get_seq_length()) == num_tokens + TRIED_STEPS
