@@ -31,8 +31,8 @@ EXPAND = "expand_kv"  # what modules with latents have: DeepSeek-V2 and those li
 TRIED_TOKENS = 6  # of a prompt; more if there is a window that they would not leave
 MOST_TRIED_TOKENS = 1024
 TRIED_STEPS = 2
-# Of the logits' norm. What is not looked at, or is looked at in vain, changes more: by 0.11 and more
-# where a window is one token off. Rounding to 8 bits changed tiny random models by up to 0.04.
+# Of the logits' norm. A key that is not looked at, or is looked at in vain, changes more: a window
+# that is one token off changes it by 0.11. Rounding changed tiny random models by up to 0.04.
 TOLERANCES = {torch.float32: 1e-4}
 TOLERANCE = 0.1  # of numbers that are rounded to 8 or 11 bits
 
