@@ -1,8 +1,11 @@
 """Decode steps that the device decides without asking the host.
 
-    begin      apply the reports of the step before; upload what the device has to know
-    compute    launch the kernels of every MoE layer: resolve, fill, experts (slot_kernels.py)
-    poll       apply the reports of the device, which does not wait for that (reports.py)
+    begin_step   apply the reports of the step before; upload what the device has to know
+    run_layer    launch the kernels of every MoE layer: resolve, fill, experts (slot_kernels.py)
+    finish_step  wait for the step, and apply its reports
+
+While a step runs, the host polls the device's reports, and the device does not wait for that
+(reports.py).
 
 The device decides once HOST holds all experts, page-locked: the engine fills it in the background
 (engine/preloader.py). Until then, and wherever HOST is smaller, the host decides, and so it does in
@@ -60,7 +63,9 @@ IN_A_STEP = {StepState.RUNNING, StepState.CAPTURING}
 
 
 class DeviceSteps:
-    """Used by one thread. For each step: begin(); if it returns True, running()."""
+    """Used by one thread. For each step: begin_step(); if it returns True, running() and inside it
+    run_layer() of every MoE layer; then finish_step().
+    """
 
     def __init__(
         self, bookkeeping: StepBookkeeping, mlps: Sequence[SlotMlp], *, is_required: bool
@@ -101,7 +106,7 @@ class DeviceSteps:
 
     # Between steps
 
-    def begin(self, step: Step) -> bool:
+    def begin_step(self, step: Step) -> bool:
         """Begin a forward pass. Returns False if the host decides in it."""
         self.reset()
         num_pairs = step.num_tokens * max(self.top_k.values(), default=MAX_PAIRS + 1)
@@ -136,7 +141,7 @@ class DeviceSteps:
             self._has_warned = True
         return False
 
-    def settle(self) -> bool:
+    def finish_step(self) -> bool:
         """Wait for the step under way and apply its reports. Returns False, and does nothing, if it
         was interrupted.
         """
@@ -152,12 +157,12 @@ class DeviceSteps:
     def conclude(self) -> None:
         """Wait for the step under way and apply its reports, or reset if it was interrupted."""
         self.reset()
-        self.settle()
+        self.finish_step()
 
     def _leave_to_host(self) -> None:
         """Wait, and let the host decide from now on."""
         if self._state is StepState.IDLE:
-            self.settle()
+            self.finish_step()
             self._forget()
 
     def _forget(self) -> None:
@@ -212,7 +217,7 @@ class DeviceSteps:
             if self._state is StepState.CAPTURING:
                 self._state = StepState.RUNNING
 
-    def compute(
+    def run_layer(
         self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
     ) -> Tensor:
         """[T, D] -> [T, D]: launch the routed experts of one MoE layer."""
@@ -225,6 +230,6 @@ class DeviceSteps:
     def check_invariants(self) -> None:
         """Assert that, with all reports applied, host and device agree on the residency table."""
         if self._state is StepState.IDLE:
-            self.settle()
+            self.finish_step()
             self.table.check_invariants()
             assert self.table.resident_slots() == self._residency.resident_slots()

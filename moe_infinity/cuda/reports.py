@@ -10,8 +10,7 @@ the next step runs.
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,16 +23,19 @@ POLL_TIMEOUT_S = 10.0  # then the remaining reports are applied later
 POLL_INTERVAL_S = 20e-6  # a fraction of the time that an MoE layer with a miss takes
 
 
-@dataclass(slots=True)
-class PolledStep:
+class PolledStep(NamedTuple):
     """A step that the device decides, as far as the host has read and applied its reports."""
 
     step: Step
     has_begun: bool = False  # in the bookkeeping
     is_read: bool = False  # all its reports were read
     # MoE layers and their reports, read and not yet applied, in order.
-    reports: deque[tuple[int, LayerReport]] = field(default_factory=deque)
+    reports: tuple[tuple[int, LayerReport], ...] = ()
     last_read: int = -1  # MoE layer
+
+    def without_first(self) -> PolledStep:
+        """Its first report is being applied."""
+        return self._replace(reports=self.reports[1:])
 
 
 class ReportPoller:
@@ -62,7 +64,7 @@ class ReportPoller:
     def begin_step(self, step: Step) -> None:
         """Begin a step. Reads all reports of the previous one, which it will overwrite."""
         if self._previous is not None:
-            self._read_all(self._previous)
+            self._read_previous()
         self._current = PolledStep(step)
 
     @property
@@ -100,7 +102,7 @@ class ReportPoller:
         if not current.has_begun:
             self.apply_rest()
             self._bookkeeping.note_begin(current.step)
-            current.has_begun = True
+            self._current = current._replace(has_begun=True)
             self.upload_scores()
 
     def poll_reports(self) -> None:
@@ -109,11 +111,10 @@ class ReportPoller:
         All of the step was launched. The device is still busy with the last layer when this
         returns, so it does not have to wait for what the caller launches next.
         """
-        current = self.current
         self.catch_up()
         last_layer = max(self.shapes, default=-1) if self._may_evict else -1
         until = time.monotonic() + POLL_TIMEOUT_S
-        while current.last_read < last_layer and not self._table.is_over():
+        while self.current.last_read < last_layer and not self._table.is_over():
             if not self._apply_next():
                 time.sleep(POLL_INTERVAL_S)
             if time.monotonic() > until:
@@ -125,9 +126,13 @@ class ReportPoller:
         `is_residency_known=False`: only count them, as slots were emptied meanwhile.
         """
         if self._previous is not None:
-            self._read_all(self._previous)
+            self._read_previous()
             while self._previous.reports:
-                self.apply_report(self._previous, is_residency_known=is_residency_known)
+                moe_layer_idx, report = self._previous.reports[0]
+                if is_residency_known:
+                    self._enter(report)
+                self._previous = self._previous.without_first()  # an interruption counts it once
+                self._count(moe_layer_idx, report)
             self._previous = None
 
     def drop_steps(self) -> None:
@@ -135,14 +140,14 @@ class ReportPoller:
         self._current = None
         self._previous = None
 
-    def apply_report(self, polled: PolledStep, *, is_residency_known: bool = True) -> None:
-        """Enter the next report in the residency table and count its layer."""
-        moe_layer_idx, report = polled.reports[0]
-        if is_residency_known:
-            for key, slot_id in report.misses.items():
-                if slot_id >= 0:
-                    self._residency.apply_load(key, slot_id)
-        polled.reports.popleft()
+    def _enter(self, report: LayerReport) -> None:
+        """The loads of one layer, in the residency table."""
+        for key, slot_id in report.misses.items():
+            if slot_id >= 0:
+                self._residency.apply_load(key, slot_id)
+
+    def _count(self, moe_layer_idx: int, report: LayerReport) -> None:
+        """One layer, in the bookkeeping."""
         index_TK = report.expert_P.reshape(-1, self.shapes[moe_layer_idx][1])
         self._bookkeeping.note_layer(moe_layer_idx, index_TK, set(report.misses))
 
@@ -164,38 +169,42 @@ class ReportPoller:
     def _may_evict(self) -> bool:
         return self._residency.num_slots < self._bookkeeping.total_experts
 
-    def _read_new(self, polled: PolledStep, *, is_over: bool) -> None:
-        """Read what the device has reported by now. `is_over`: nothing more will be reported, so a
-        layer without a report did not run.
+    def _read_new(self, polled: PolledStep, *, is_over: bool) -> PolledStep:
+        """The step with what the device has reported by now. `is_over`: nothing more will be
+        reported, so a layer without a report did not run.
         """
+        reports = list(polled.reports)
+        last_read = polled.last_read
         for moe_layer_idx, (num_tokens, top_k) in sorted(self.shapes.items()):
-            if moe_layer_idx > polled.last_read:
+            if moe_layer_idx > last_read:
                 report = self._table.read_report(moe_layer_idx, num_tokens * top_k)
                 if report is not None:
-                    polled.reports.append((moe_layer_idx, report))
-                    polled.last_read = moe_layer_idx
+                    reports.append((moe_layer_idx, report))
+                    last_read = moe_layer_idx
                 elif not is_over:
-                    return
+                    break
+        return polled._replace(reports=tuple(reports), last_read=last_read)
 
-    def _read_all(self, polled: PolledStep) -> None:
-        """Read all reports of a step that was launched, and clear them for the next step.
+    def _read_previous(self) -> None:
+        """Read all reports of the previous step, and clear them for the next one.
 
         Waits for the step; not if the caller has read its token, as the device is done with it.
         """
-        if not polled.is_read:
+        assert self._previous is not None
+        if not self._previous.is_read:
             self._table.wait()
-            self._read_new(polled, is_over=True)
-            polled.is_read = True
+            self._previous = self._read_new(self._previous, is_over=True)._replace(is_read=True)
             self._table.begin_step()
 
     def _apply_next(self) -> bool:
         """Apply the next report, if there is one, and upload new scores of its layer's experts."""
-        current = self.current
         self.catch_up()
-        self._read_new(current, is_over=False)
-        if not current.reports:
+        self._current = self._read_new(self.current, is_over=False)
+        if not self._current.reports:
             return False
-        moe_layer_idx = current.reports[0][0]
-        self.apply_report(current)
+        moe_layer_idx, report = self._current.reports[0]
+        self._enter(report)
+        self._current = self._current.without_first()  # an interruption counts it once
+        self._count(moe_layer_idx, report)
         self.upload_scores(moe_layer_idx)
         return True

@@ -96,7 +96,7 @@ class ExpertEngine:
     def _begin_step(self, step: Step) -> None:
         if self.device_steps is not None:
             self._settle_interrupted()
-            if self.device_steps.begin(step):
+            if self.device_steps.begin_step(step):
                 return
         self.path.begin_step()
         if self.hosts is not None:
@@ -124,7 +124,7 @@ class ExpertEngine:
         """
         if self.device_steps is not None:
             if self.device_steps.is_running:
-                return self.device_steps.compute(
+                return self.device_steps.run_layer(
                     moe_layer_idx, x_TD, top_k_index_TK, top_k_weights_TK
                 )
             self.device_steps.top_k[moe_layer_idx] = top_k_index_TK.shape[1]
@@ -247,13 +247,13 @@ class ExpertEngine:
 
     def leave_step(self) -> None:
         """The last pass did not end. Without all of its MoE layers it is not recorded."""
-        if self.device_steps is None or self.device_steps.settle():
+        if self.device_steps is None or self.device_steps.finish_step():
             self.recorder.drop_incomplete_step()  # else done when the device's step is reset
 
     def settle(self) -> None:
         """Wait for a step that the device decides, and apply its reports."""
         if self.device_steps is not None:
-            self.device_steps.settle()
+            self.device_steps.finish_step()
 
     def conclude(self) -> None:
         """As `settle`, and reset that step if it was interrupted."""

@@ -106,7 +106,7 @@ PLACES = [
     (resolve_reference, "_take_slot"), (DeviceTable, "begin_step"),
     (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "read_report"),
     (DeviceTable, "upload_residency"), (DeviceTable, "upload_scores"),
-    (ReportPoller, "_read_new"), (ReportPoller, "apply_report"),
+    (ReportPoller, "_read_new"), (ReportPoller, "_enter"), (ReportPoller, "_count"),
     (Lru, "scores_after"),
     (ResidencyTable, "apply_load"), (ResidencyTable, "leaving_scores"),
     (ResidencyTable, "note_use"),

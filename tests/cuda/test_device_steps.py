@@ -163,7 +163,7 @@ def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
         greedy(moe)
         greedy(moe, LONG_PROMPT, **STATIC)
         by_device = counted(moe)
-    monkeypatch.setattr(DeviceSteps, "begin", lambda self, step: False)
+    monkeypatch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
     compute_as_the_device_does(monkeypatch)
     with on_device(tiny_checkpoint, "100%", "100%", policy=policy) as moe:
         greedy(moe)
@@ -218,13 +218,13 @@ def test_a_recording_has_every_token(tiny_checkpoint):
 def test_the_device_decides_once_host_has_all_experts(tiny_checkpoint, monkeypatch):
     """In the background, and whatever the host has decided before."""
     decided: list[bool] = []
-    begin = DeviceSteps.begin
+    begin = DeviceSteps.begin_step
 
     def watched(self: DeviceSteps, step: Any) -> bool:
         decided.append(begin(self, step))
         return decided[-1]
 
-    monkeypatch.setattr(DeviceSteps, "begin", watched)
+    monkeypatch.setattr(DeviceSteps, "begin_step", watched)
     options = {"device_memory": "30%", "host_memory": "100%", "preload": "idle", **FAST}
     expected = tokens_of_a_cpu(tiny_checkpoint)
     with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, options) as moe:

@@ -50,7 +50,7 @@ def test_text_is_decided_by_the_device_and_images_are_not_counted(
 ):
     """Against the reference path with the same arithmetic, so with the same routing."""
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceSteps, "begin", lambda self, step: False)
+        patch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
         compute_as_the_device_does(patch)
         with on_device(folder, "100%", "100%") as by_host:
             if after_an_image:

@@ -45,9 +45,9 @@ def report_if(monkeypatch: pytest.MonkeyPatch, is_reported: Callable[[int], bool
             else None
         )
 
-    def reading_new(self: ReportPoller, polled: Any, *, is_over: bool) -> None:
+    def reading_new(self: ReportPoller, polled: Any, *, is_over: bool) -> Any:
         is_done[0] = is_over
-        read_new(self, polled, is_over=is_over)
+        return read_new(self, polled, is_over=is_over)
 
     monkeypatch.setattr(DeviceTable, "read_report", reading_one)
     monkeypatch.setattr(ReportPoller, "_read_new", reading_new)
@@ -76,7 +76,7 @@ def test_misses_are_those_of_scores_after_the_applied_reports(
     tiny_checkpoint, monkeypatch, device_memory, lag
 ):
     models: list[Modelled] = []
-    begin = DeviceSteps.begin
+    begin = DeviceSteps.begin_step
 
     def begin_and_look(self: DeviceSteps, step: Any) -> bool:
         is_ours = begin(self, step)
@@ -84,14 +84,14 @@ def test_misses_are_those_of_scores_after_the_applied_reports(
             models.append(Modelled(self._bookkeeping.tiers[0], lag))
         return is_ours
 
-    monkeypatch.setattr(DeviceSteps, "begin", begin_and_look)
-    compute, at = DeviceSteps.compute, [0]
+    monkeypatch.setattr(DeviceSteps, "begin_step", begin_and_look)
+    compute, at = DeviceSteps.run_layer, [0]
 
     def computing(self: DeviceSteps, moe_layer_idx: int, *args: Any) -> Any:
         at[0] = moe_layer_idx
         return compute(self, moe_layer_idx, *args)
 
-    monkeypatch.setattr(DeviceSteps, "compute", computing)
+    monkeypatch.setattr(DeviceSteps, "run_layer", computing)
     report_if(monkeypatch, lambda moe_layer_idx: moe_layer_idx < at[0] - lag)
     with on_device(tiny_checkpoint, device_memory, "100%", policy="lru") as moe:
         moe.model(torch.arange(100)[None])
@@ -182,16 +182,17 @@ def keep_busy(
     when it was launched, and when polling ended.
     """
     looks, num_counted, counted = [0], [0], list[tuple[int, int]]()
-    poll_reports, compute = ReportPoller.poll_reports, DeviceSteps.compute
-    begin_step, apply_report = ReportPoller.begin_step, ReportPoller.apply_report
+    poll_reports, run_layer = ReportPoller.poll_reports, DeviceSteps.run_layer
+    begin_step, apply_next = ReportPoller.begin_step, ReportPoller._apply_next
 
     def begin(poller: ReportPoller, step: Any) -> None:
         begin_step(poller, step)
         num_counted[0] = 0
 
-    def apply(poller: ReportPoller, polled: Any, **more: Any) -> None:
-        apply_report(poller, polled, **more)
-        num_counted[0] += polled is poller._current
+    def apply(poller: ReportPoller) -> bool:
+        is_applied = apply_next(poller)
+        num_counted[0] += is_applied
+        return is_applied
 
     def is_over(table: DeviceTable) -> bool:
         looks[0] += 1
@@ -199,7 +200,7 @@ def keep_busy(
 
     def computing(steps: DeviceSteps, *args: Any) -> Any:
         looks[0] = NUM_LAYERS
-        return compute(steps, *args)
+        return run_layer(steps, *args)
 
     def poll_and_note(poller: ReportPoller) -> None:
         looks[0] = 0
@@ -210,8 +211,8 @@ def keep_busy(
     monkeypatch.setattr(DeviceTable, "is_over", is_over)
     monkeypatch.setattr(ReportPoller, "poll_reports", poll_and_note)
     monkeypatch.setattr(ReportPoller, "begin_step", begin)
-    monkeypatch.setattr(ReportPoller, "apply_report", apply)
-    monkeypatch.setattr(DeviceSteps, "compute", computing)
+    monkeypatch.setattr(ReportPoller, "_apply_next", apply)
+    monkeypatch.setattr(DeviceSteps, "run_layer", computing)
     report_if(monkeypatch, lambda moe_layer_idx: moe_layer_idx < looks[0] * layers_a_look)
     return counted
 
