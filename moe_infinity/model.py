@@ -68,12 +68,15 @@ class MoE:
         self,
         checkpoint: str | Path,
         config: OffloadConfig | dict[str, Any] | str | Path | None = None,
+        *,
+        on_bytes: Callable[[int, int], None] = lambda done, total: None,
         **options: Any,
     ) -> None:
         """Load a checkpoint folder, hub id or GGUF file; reads headers and dense weights only.
 
         `config`: an OffloadConfig, a dict (the older MoE-Infinity's is understood) or a JSON file
-        with one; `options` are OffloadConfig fields and come on top. Raises ConfigError,
+        with one; `options` are OffloadConfig fields and come on top. `on_bytes` gets bytes of dense
+        weights that were read, and of all, from several threads. Raises ConfigError,
         CheckpointError, UnsupportedModelError.
         """
         self.checkpoint = str(checkpoint)
@@ -93,6 +96,7 @@ class MoE:
                     device=self._device.device,
                     prepare=self._device.prepare,
                     reads_packed=self._device.reads_packed,
+                    on_bytes=on_bytes,
                 )
             self.model: Any = loaded.model
             self.model.save_pretrained = self._refuse_saving
