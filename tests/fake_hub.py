@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Thread
-from typing import Any, NamedTuple
+from threading import Event, Lock, Thread
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub.constants
@@ -52,6 +52,7 @@ class Faults:
 
     cut_at: int | None = None  # bytes of a file's answer after which its connection ends
     num_cuts: int | None = None  # how often that happens; None: always
+    resumes: Event | None = None  # what such an answer waits for, instead of ending
     status: int | None = None  # of every answer, e.g. 500
     delay_s: float = 0.0  # before each chunk of a file, 64 KiB
     gated: set[str] = field(default_factory=set)  # repos that want a token
@@ -248,16 +249,19 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_bytes(hub.faults, repo.folder / name, first, end)
 
     def _send_bytes(self, faults: Faults, file: Path, first: int, end: int) -> None:
-        last = end
-        if faults.cuts():
-            assert faults.cut_at is not None
-            last = min(end, first + faults.cut_at)
+        cut_at = min(end, first + (faults.cut_at or 0)) if faults.cuts() else end
         with file.open("rb") as opened:
             opened.seek(first)
-            while (left := last - opened.tell()) > 0:
-                time.sleep(faults.delay_s)
-                self.wfile.write(opened.read(min(CHUNK, left)))
-        self.close_connection = last < end
+            self._send_until(opened, cut_at, faults.delay_s)
+            if cut_at < end and faults.resumes is not None:
+                faults.resumes.wait(60)
+                self._send_until(opened, end, faults.delay_s)
+            self.close_connection = opened.tell() < end
+
+    def _send_until(self, opened: BinaryIO, last: int, delay_s: float) -> None:
+        while (left := last - opened.tell()) > 0:
+            time.sleep(delay_s)
+            self.wfile.write(opened.read(min(CHUNK, left)))
 
     def _asked(self, size: int) -> tuple[int, int]:
         """The first byte and the one after the last."""
