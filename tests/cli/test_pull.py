@@ -46,6 +46,8 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands with stdin and stderr of a terminal; what is typed is `stdin` of the command."""
     monkeypatch.setattr(io, "StringIO", Keyboard)
     monkeypatch.setattr(terminal.stderr, "_force_terminal", True)
+    monkeypatch.setattr(terminal.stderr, "is_interactive", True)
+    monkeypatch.setenv("TERM", "xterm")
 
 
 def test_pull_downloads_and_prints_the_command_that_runs_it(command, hub, tmp_path):
