@@ -4,6 +4,7 @@ what to change.
     MoEInfinityError
     ├── ConfigError            an option or a budget the user can correct  (also a ValueError)
     ├── CheckpointError        a file that is missing, truncated or lying  (also an OSError)
+    ├── DownloadError          a hub that does not give, a disk that does not take (an OSError)
     ├── UnsupportedModelError  a model this library cannot serve           (also a ValueError)
     ├── TraceError             a trace that cannot be written or read      (also an OSError)
     ├── LoadTimeout            an expert did not arrive in bounded time    (also a TimeoutError)
@@ -25,6 +26,10 @@ class ConfigError(MoEInfinityError, ValueError):
 
 class CheckpointError(MoEInfinityError, OSError):
     """A checkpoint file is missing, truncated, unreadable, or not what its header says."""
+
+
+class DownloadError(MoEInfinityError, OSError):
+    """A model was not downloaded, or not all of it. What came is kept for the next try."""
 
 
 class UnsupportedModelError(MoEInfinityError, ValueError):

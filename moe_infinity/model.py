@@ -68,32 +68,23 @@ class MoE:
         self,
         checkpoint: str | Path,
         config: OffloadConfig | dict[str, Any] | str | Path | None = None,
+        *,
+        on_bytes: Callable[[int, int], None] = lambda done, total: None,
         **options: Any,
     ) -> None:
         """Load a checkpoint folder, hub id or GGUF file; reads headers and dense weights only.
 
         `config`: an OffloadConfig, a dict (the older MoE-Infinity's is understood) or a JSON file
-        with one; `options` are OffloadConfig fields and come on top. Raises ConfigError,
-        CheckpointError, UnsupportedModelError.
+        with one; `options` are OffloadConfig fields and come on top. Threads tell `on_bytes` how
+        many bytes were read, of how many. Raises ConfigError, CheckpointError or
+        UnsupportedModelError.
         """
         self.checkpoint = str(checkpoint)
         self.config = config_of(config, options)
         check_policy(self.config)
         with torch.inference_mode(False):  # what is made inside of it cannot be changed outside
             self._device = ComputeDevice(self.config)
-            experts_backend.register()
-            with self._device.explaining():
-                loaded = load_without_experts(
-                    self.checkpoint,
-                    config_from=self.config.config_from,
-                    dtype=self.config.dtype,
-                    experts_implementation=experts_backend.BACKEND,
-                    trust_remote_code=self.config.trust_remote_code,
-                    num_read_threads=self.config.num_read_threads,
-                    device=self._device.device,
-                    prepare=self._device.prepare,
-                    reads_packed=self._device.reads_packed,
-                )
+            loaded = self._load(on_bytes)
             self.model: Any = loaded.model
             self.model.save_pretrained = self._refuse_saving
             self._lock = threading.RLock()
@@ -121,6 +112,22 @@ class MoE:
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
             if self.config.preload != "off":
                 self.engine.start_preloading()
+
+    def _load(self, on_bytes: Callable[[int, int], None]) -> LoadedModel:
+        experts_backend.register()
+        with self._device.explaining():
+            return load_without_experts(
+                self.checkpoint,
+                config_from=self.config.config_from,
+                dtype=self.config.dtype,
+                experts_implementation=experts_backend.BACKEND,
+                trust_remote_code=self.config.trust_remote_code,
+                num_read_threads=self.config.num_read_threads,
+                device=self._device.device,
+                prepare=self._device.prepare,
+                reads_packed=self._device.reads_packed,
+                on_bytes=on_bytes,
+            )
 
     def _build_engine(self, loaded: LoadedModel, early_router: EarlyRouter | None) -> ExpertEngine:
         return build_with_hosts(

@@ -50,10 +50,10 @@ def record_trace(
     output: Path,
     *,
     max_new_tokens: int,
-    on_prompt: Callable[[], None] = lambda: None,
+    on_prompt: Callable[[int, int], None] = lambda done, total: None,
 ) -> Written:
-    """Generate greedily from each prompt and write the routing of all tokens to `output`. Raises
-    TraceError.
+    """Generate greedily from each prompt and write the routing of all tokens to `output`.
+    `on_prompt` gets how many prompts are done, and of how many. Raises TraceError.
     """
     folder = output.absolute().parent  # what is wrong is said before an hour of generating
     if not folder.is_dir():
@@ -61,10 +61,10 @@ def record_trace(
     if output.is_dir() or not os.access(folder, os.W_OK):
         raise TraceError(f"{output}: no file can be written there")
     with moe.recording() as finish:
-        for prompt in prompts:
+        for num_done, prompt in enumerate(prompts):
+            on_prompt(num_done, len(prompts))
             inputs = moe.tokenizer(prompt, return_tensors="pt")
             moe.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-            on_prompt()
         sequences = finish()
     save_trace(output, sequences, num_experts=moe.num_experts)
     return Written(len(sequences), sum(len(s.token_ids_T) for s in sequences))

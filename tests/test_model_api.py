@@ -16,6 +16,7 @@ import transformers
 from transformers import BatchEncoding
 
 from moe_infinity import ClosedError, ConfigError, MoE, OffloadConfig
+from moe_infinity.inspection import inspect_checkpoint
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
 NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
@@ -312,3 +313,12 @@ def test_every_documented_way_to_configure_gives_the_same_config(tiny_checkpoint
     for config, options in ways:
         with MoE(str(tiny_checkpoint), config, **options) as moe:
             assert moe.config == expected
+
+
+def test_loading_tells_bytes_of_dense_weights_read_and_of_all(tiny_checkpoint):
+    seen: list[tuple[int, int]] = []
+    with MoE(tiny_checkpoint, host_memory="25%", on_bytes=lambda *now: seen.append(now)):
+        dense_bytes = inspect_checkpoint(str(tiny_checkpoint)).dense_bytes
+    assert len(seen) > 1
+    assert {total for _, total in seen} == {dense_bytes}
+    assert max(seen) == (dense_bytes, dense_bytes)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_infinity.checkpoint.extents import StoredTensor
+from moe_infinity.checkpoint.file_names import gguf_models, gguf_parts
 from moe_infinity.checkpoint.gguf_header import read_gguf_header
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
-PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.weight")
 NO_MODELS = {
@@ -64,17 +64,13 @@ def find_gguf(checkpoint: str) -> Path | None:
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    found = sorted(path.glob("*.gguf"))
-    models = [f for f in found if not _is_later_part(f) and not f.name.startswith("mmproj")]
+    found = sorted(file.name for file in path.glob("*.gguf"))
+    models = gguf_models(found)
     if len(models) > 1:
-        names = ", ".join(file.name for file in models[:4])
+        names = ", ".join(models[:4])
         raise CheckpointError(f"{path}: several GGUF files, name one of them: {names}")
-    return models[0] if models else next(iter(found), None)
-
-
-def _is_later_part(file: Path) -> bool:
-    match = PART.fullmatch(file.name)
-    return match is not None and int(match[2]) != 1
+    name = next(iter([*models, *found]), None)
+    return None if name is None else path / name
 
 
 def read_gguf(path: Path) -> GgufModel:
@@ -110,18 +106,14 @@ def read_gguf(path: Path) -> GgufModel:
 def _parts_of(path: Path) -> list[Path]:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
-    match = PART.fullmatch(path.name)
-    if match is None:
-        return [path]
-    count = int(match[3])
-    if not 0 < int(match[2]) <= count:
-        raise CheckpointError(f"{path}: no part of {count} is called so")
-    there = {file.name for file in path.parent.glob("*.gguf")}
-    names = [f"{match[1]}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    names = gguf_parts(path.name)
+    if path.name not in names:
+        raise CheckpointError(f"{path}: no part of {len(names)} is called so")
+    there = {path.name, *(file.name for file in path.parent.glob("*.gguf"))}
     missing = [name for name in names if name not in there]
     if missing:
         raise CheckpointError(
-            f"{path.parent}: {len(missing)} of {count} parts are missing: "
+            f"{path.parent}: {len(missing)} of {len(names)} parts are missing: "
             f"{', '.join(missing[:3])}\nhint: download them, too"
         )
     return [path.parent / name for name in names]

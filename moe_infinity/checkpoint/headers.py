@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_infinity.checkpoint.extents import StoredTensor
+from moe_infinity.checkpoint.file_names import INDEX, WHOLE, shards_of
 from moe_infinity.checkpoint.pickled import read_pickled
 from moe_infinity.checkpoint.safetensors_header import read_safetensors
 from moe_infinity.errors import CheckpointError
@@ -45,9 +45,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """The files with the weights of a checkpoint folder, safetensors or else PyTorch's. Raises
     CheckpointError if there are none or a shard is missing.
     """
-    for name in ("model.safetensors", "pytorch_model.bin"):  # the order in which transformers looks
+    for name in WHOLE:
         single = folder / name
-        index = folder / f"{name}.index.json"
+        index = folder / INDEX.format(name)
         if single.is_file():
             return [single]
         if index.exists():
@@ -59,17 +59,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _shards(folder: Path, index: Path) -> list[Path]:
-    try:
-        content = json.loads(index.read_text("utf-8"))
-        names = sorted(set(content["weight_map"].values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: not an index of shards: {error!r}") from error
-    if not names or "metadata" not in content:  # without which transformers does not take it
-        raise CheckpointError(f"{index}: not an index of shards: no names or no metadata")
-    for name in names:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{index}: names {name}, a file outside of the folder")
+    names = shards_of(index)
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{folder}: {len(missing)} of {len(names)} shards are missing: "

@@ -57,11 +57,16 @@ class StoredSlice:
     """
 
     def __init__(
-        self, weight: StoredTensor | PackedTensor, reader: Reader, dtype: torch.dtype
+        self,
+        weight: StoredTensor | PackedTensor,
+        reader: Reader,
+        dtype: torch.dtype,
+        on_read: Callable[[], None],
     ) -> None:
         self._weight = weight
         self._reader = reader
         self._dtype = dtype  # of what is unpacked
+        self._on_read = on_read
 
     def __getitem__(self, index: Any) -> Tensor:
         weight = self._weight
@@ -78,6 +83,7 @@ class StoredSlice:
     def _read(self, tensor: StoredTensor) -> Tensor:
         raw = uint8_memory(tensor.extent.num_bytes)
         self._reader.read_into(tensor.extent, raw.numpy().data)
+        self._on_read()
         stored = raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)
         return stored if tensor.undo is None else tensor.undo(stored)
 
@@ -101,19 +107,21 @@ def load_without_experts(
     device: torch.device,
     prepare: Callable[[Plan, int], Plan],
     reads_packed: Callable[[WeightLayout], bool],
+    on_bytes: Callable[[int, int], None],
 ) -> LoadedModel:
     """The model of a folder, hub id or GGUF file with dense weights on `device` and experts on
     disk. `config_from`: a folder or hub id with the config of a GGUF file.
 
     Before dense weights are read, `prepare` is called with the plan and the bytes that they will
     take in memory. The plan that it returns is used. Packed dense weights that kernels read stay as
-    they are; `reads_packed` says which do. Raises UnsupportedModelError, CheckpointError.
+    they are; `reads_packed` says which do. `on_bytes` gets bytes of dense weights that were read,
+    and of all, from several threads. Raises UnsupportedModelError, CheckpointError.
     """
     kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
     if kind.gguf is None and Path(checkpoint).is_dir():
         checkpoint_files(Path(checkpoint))  # names a missing shard better than transformers does
     reader = Reader(num_threads=num_read_threads)
-    hook = _LoadHook(kind, reader, prepare, reads_packed)
+    hook = _LoadHook(kind, reader, prepare, reads_packed, on_bytes)
     try:
         model, info = hook.offloading_class().from_pretrained(
             checkpoint if kind.gguf is None else None,
@@ -128,6 +136,7 @@ def load_without_experts(
         _refuse_made_up_weights(checkpoint, info)
         for dense in hook.packed:
             dense.put_into(model, reader)
+            hook.note_read()
         if device != CPU:
             model.to(device)
     except (SafetensorError, UnpicklingError) as error:  # it opened a broken file before we could
@@ -150,6 +159,7 @@ class _LoadHook:
         reader: Reader,
         prepare: Callable[[Plan, int], Plan],
         reads_packed: Callable[[WeightLayout], bool],
+        on_bytes: Callable[[int, int], None],
     ) -> None:
         self.plan: Plan | None = None
         self.packed: list[PackedDense] = []  # to be loaded after the rest
@@ -157,6 +167,12 @@ class _LoadHook:
         self._reader = reader
         self._prepare = prepare
         self._reads_packed = reads_packed
+        self._on_bytes = on_bytes
+
+    def note_read(self) -> None:
+        """Tell how many bytes of dense weights were read so far."""
+        assert self.plan is not None
+        self._on_bytes(self._reader.bytes_read, self.plan.dense_bytes)
 
     def offloading_class(self) -> Any:
         """The stock class with a load hook that leaves experts and packed linear layers on disk."""
@@ -193,7 +209,7 @@ class _LoadHook:
         dense_bytes = sum(param.nbytes for param in model.parameters())
         self.plan = self._prepare(plan, dense_bytes + sum(one.num_bytes for one in self.packed))
         return {
-            name: StoredSlice(weight, self._reader, dtype)
+            name: StoredSlice(weight, self._reader, dtype, self.note_read)
             for name, weight in self.plan.dense.items()
             if name not in later
         }

@@ -1,4 +1,5 @@
-"""The command line: run | chat | serve | cluster | inspect | pack | trace | simulate.
+"""The command line: run | chat | serve | cluster | pull | inspect | pack | trace |
+simulate.
 
 Answers go to stdout, progress and logs to stderr. Exit codes: 0 done, 1 an error of ours, 2 wrong
 usage, 130 Ctrl-C.
@@ -17,7 +18,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import Progress
 
 from moe_infinity.cli.clusters import cluster
 from moe_infinity.cli.opening import open_model, show_preload
@@ -32,8 +32,11 @@ from moe_infinity.cli.options import (
     Temperature,
     TopP,
     TrustRemoteCode,
+    Yes,
     with_options_of,
 )
+from moe_infinity.cli.progress import byte_bar, count_bar
+from moe_infinity.cli.pulling import ensure_here, pull
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
 from moe_infinity.cli.simulating import ReplayOptions, ReplicaOptions, Traces, simulated
 from moe_infinity.cli.terminal import stderr, talk, write
@@ -71,13 +74,14 @@ def run(
         bool,
         typer.Option("--profile", help="Print the time of each part of a decode step to stderr."),
     ] = False,
+    yes: Yes = False,
     **options: Any,
 ) -> None:
     """Continue a prompt."""
     from moe_infinity.profiling import profiling
 
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    with open_model(model, **options) as moe:
+    with open_model(model, yes=yes, **options) as moe:
         show_preload(moe)
         stream = moe.stream(text, **settings_of(max_new_tokens, temperature, top_p, seed))
         with profiling(moe) if profile else nullcontext() as split:
@@ -117,6 +121,7 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
+    yes: Yes = False,
     **options: Any,
 ) -> None:
     """Talk to a model or a server. An empty line or Ctrl-D ends the chat, Ctrl-C an answer."""
@@ -127,7 +132,7 @@ def chat(
         chat_with_server(url, api_key, max_new_tokens, temperature, top_p, seed)
         return
     assert model is not None
-    with open_model(model, **options) as moe:
+    with open_model(model, yes=yes, **options) as moe:
         show_preload(moe)
         if moe.tokenizer.chat_template is None:
             raise MoEInfinityError(f"{model} has no chat template; use `moe-infinity run`")
@@ -143,6 +148,7 @@ def chat(
 
 
 app.command()(serve)
+app.command()(pull)
 app.add_typer(cluster, name="cluster")
 
 
@@ -152,6 +158,7 @@ def inspect(
     config_from: ConfigFrom = None,
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Show layers, experts and bytes of a checkpoint, and how many experts budgets hold.
@@ -160,6 +167,7 @@ def inspect(
     """
     from moe_infinity.inspection import inspect_checkpoint
 
+    ensure_here(model, yes=yes)
     summary = inspect_checkpoint(
         model, config_from=config_from, dtype=dtype, trust_remote_code=trust_remote_code
     )
@@ -178,6 +186,7 @@ def pack(
         str, typer.Option(help="search (smaller error) or nearest (faster).")
     ] = "search",
     trust_remote_code: TrustRemoteCode = False,
+    yes: Yes = False,
 ) -> None:
     """Write a checkpoint with its experts in fewer bits.
 
@@ -185,16 +194,16 @@ def pack(
     """
     from moe_infinity.quantize import pack_checkpoint
 
-    with Progress(console=stderr, transient=True) as progress:
-        task = progress.add_task("packing", total=None)
+    here = ensure_here(model, yes=yes)
+    with byte_bar("packing") as on_bytes:
         report = pack_checkpoint(
-            model,
+            here,
             output,
             experts=experts,
             group_size=group_size,
             rounding=rounding,
             trust_remote_code=trust_remote_code,
-            on_bytes=lambda done, total: progress.update(task, completed=done, total=total),
+            on_bytes=on_bytes,
         )
     write(f"{report}\n")
 
@@ -211,23 +220,16 @@ def trace(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use only the first prompts, at most this many.")
     ] = None,
+    yes: Yes = False,
     **options: Any,
 ) -> None:
     """Record the experts that each token of prompts and outputs was routed to."""
     from moe_infinity.tracing import read_prompts, record_trace
 
     texts = read_prompts(prompts)[:limit]
-    with (
-        open_model(model, **options) as moe,
-        Progress(console=stderr, transient=True) as progress,
-    ):
-        task = progress.add_task("tracing", total=len(texts))
+    with open_model(model, yes=yes, **options) as moe, count_bar("tracing") as on_prompt:
         written = record_trace(
-            moe,
-            texts,
-            output,
-            max_new_tokens=max_new_tokens,
-            on_prompt=lambda: progress.advance(task),
+            moe, texts, output, max_new_tokens=max_new_tokens, on_prompt=on_prompt
         )
     stderr.print(
         f"{output}: {written.sequences} sequences, {written.tokens} tokens", highlight=False

@@ -38,6 +38,9 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that is part of the checkpoint."),
 ]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Download a model that is not here without asking.")
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
 Temperature = Annotated[
     float, typer.Option(min=0.0, help="0 takes the likeliest token; above 0 samples.")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from moe_infinity.cli.opening import open_model
-from moe_infinity.cli.options import Model, ModelOptions, with_options_of
+from moe_infinity.cli.opening import checkpoint_for, open_model
+from moe_infinity.cli.options import Model, ModelOptions, Yes, with_options_of
 from moe_infinity.cli.terminal import talk
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.config import ServeConfig
@@ -41,20 +42,23 @@ class ServedReplicas:
 
 
 @with_options_of(ServeConfig, ServedReplicas, ModelOptions)
-def serve(model: Model, **options: Any) -> None:
+def serve(model: Model, yes: Yes = False, **options: Any) -> None:
     """Serve a model to several users with OpenAI's and Anthropic's HTTP APIs, and a page at /."""
     require_extra()
     from moe_infinity.server.serve import bound_sockets, serve_model
 
     config = ServeConfig(**{field.name: options.pop(field.name) for field in fields(ServeConfig)})
     replicas, router = (options.pop(field.name) for field in fields(ServedReplicas))
+    if config.served_name is None and not Path(model).exists():
+        config = replace(config, served_name=model)  # a hub id, whatever folder it is in
     if replicas is not None:
         require_extra(["ray"], "cluster")
         from moe_infinity.cluster.serving import serve_replicas
 
-        serve_replicas(model, config, options, replicas=replicas, router=router)
+        here = checkpoint_for(model, yes=yes, cluster=options["cluster"])
+        serve_replicas(here, config, options, replicas=replicas, router=router)
         return
-    with bound_sockets(config) as sockets, open_model(model, **options) as moe:
+    with bound_sockets(config) as sockets, open_model(model, yes=yes, **options) as moe:
         serve_model(moe, config, sockets)
 
 

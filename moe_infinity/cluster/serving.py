@@ -51,7 +51,7 @@ def serve_replicas(
     """Serve until SIGTERM or Ctrl-C, and then finish the answers under way. Raises ConfigError."""
     config.keys()  # a file that cannot be read is an error here, not in each replica
     if Path(checkpoint).exists():
-        checkpoint = str(Path(checkpoint).resolve())  # replicas have another working folder
+        checkpoint = str(Path(checkpoint).absolute())  # replicas have another working folder
     if config.host not in LOOPBACK and not config.keys():
         logger.warning("anyone who reaches %s can use this model: no API key", config.host)
     cluster = model["cluster"]

@@ -81,7 +81,7 @@ def _start(
     if placement.is_one_machine and not config.is_exact:
         num_threads = max(torch.get_num_threads() // num_shares, 1)
     setup: dict[str, Any] = {
-        "checkpoint": str(Path(checkpoint).resolve()) if Path(checkpoint).exists() else checkpoint,
+        "checkpoint": str(Path(checkpoint).absolute()) if Path(checkpoint).exists() else checkpoint,
         "options": {"device": "cpu", **{name: options[name] for name in OF_A_HOST}},
         "num_shares": num_shares,
         "num_threads": num_threads,
