@@ -28,6 +28,7 @@ from moe_infinity.cli.options import (
     MaxNewTokens,
     Model,
     ModelOptions,
+    ReportHtml,
     Seed,
     Temperature,
     TopP,
@@ -38,9 +39,16 @@ from moe_infinity.cli.options import (
 from moe_infinity.cli.progress import byte_bar, count_bar
 from moe_infinity.cli.pulling import ensure_here, pull
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
-from moe_infinity.cli.simulating import ReplayOptions, ReplicaOptions, Traces, simulated
+from moe_infinity.cli.simulating import (
+    ReplayOptions,
+    ReplicaOptions,
+    SimulationOptions,
+    Traces,
+    simulated,
+)
 from moe_infinity.cli.terminal import stderr, talk, write
 from moe_infinity.errors import MoEInfinityError
+from moe_infinity.pictures.figures import check_picture
 
 OF_TRACE = (
     "device", "device_memory", "host_memory", "config_from", "dtype", "exact", "trust_remote_code",
@@ -75,21 +83,28 @@ def run(
         typer.Option("--profile", help="Print the time of each part of a decode step to stderr."),
     ] = False,
     yes: Yes = False,
+    report_html: ReportHtml = None,
     **options: Any,
 ) -> None:
     """Continue a prompt."""
-    from moe_infinity.profiling import profiling
+    from moe_infinity.cli.reporting import watching, write_report
+    from moe_infinity.pictures.run_page import check_page
 
+    if report_html is not None:
+        check_page(report_html)
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_model(model, yes=yes, **options) as moe:
         show_preload(moe)
-        stream = moe.stream(text, **settings_of(max_new_tokens, temperature, top_p, seed))
-        with profiling(moe) if profile else nullcontext() as split:
+        settings = settings_of(max_new_tokens, temperature, top_p, seed)
+        stream = moe.stream(text, **settings)
+        with watching(moe) if profile or report_html is not None else nullcontext() as watched:
             for piece in stream:
                 if not as_json:
                     write(piece)
-        if split is not None:
-            stderr.print("\n" + str(split), soft_wrap=True, highlight=False)
+        if profile and watched is not None:
+            stderr.print("\n" + str(watched.profile), soft_wrap=True, highlight=False)
+        if report_html is not None and watched is not None:
+            write_report(report_html, moe, text, stream, watched, settings)
         if as_json:
             write(json.dumps(result_of(stream, moe), ensure_ascii=False) + "\n")
             return
@@ -216,6 +231,13 @@ def trace(
         Path, typer.Option(help="JSON lines, each with a 'prompt'.", exists=True, dir_okay=False)
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The .npz to write.")],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw what was activated: a file .svg or .png. Needs the extra plot.",
+            dir_okay=False,
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = 64,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use only the first prompts, at most this many.")
@@ -226,6 +248,8 @@ def trace(
     """Record the experts that each token of prompts and outputs was routed to."""
     from moe_infinity.tracing import read_prompts, record_trace
 
+    if plot is not None:
+        check_picture(plot)
     texts = read_prompts(prompts)[:limit]
     with open_model(model, yes=yes, **options) as moe, count_bar("tracing") as on_prompt:
         written = record_trace(
@@ -234,10 +258,15 @@ def trace(
     stderr.print(
         f"{output}: {written.sequences} sequences, {written.tokens} tokens", highlight=False
     )
+    if plot is not None:
+        from moe_infinity.pictures.activation import draw_activation
+        from moe_infinity.predict.tracefile import load_trace
+
+        draw_activation(load_trace(output), plot, name=Path(model).name)
 
 
 @app.command()
-@with_options_of(ReplayOptions, ReplicaOptions)
+@with_options_of(ReplayOptions, ReplicaOptions, SimulationOptions)
 def simulate(traces: Traces, as_json: AsJson = False, **options: Any) -> None:
     """Replay recorded routing with other policies and capacities, on one machine or on several.
     Needs no model.
