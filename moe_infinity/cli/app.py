@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from threading import Timer, main_thread
+from threading import Timer
 from typing import Annotated, Any
 
 import typer
@@ -38,6 +38,7 @@ from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
 from moe_infinity.cli.simulating import ReplayOptions, ReplicaOptions, Traces, simulated
 from moe_infinity.cli.terminal import stderr, talk, write
 from moe_infinity.errors import MoEInfinityError
+from moe_infinity.system.processes import interrupt_main
 
 OF_TRACE = (
     "device", "device_memory", "host_memory", "config_from", "dtype", "exact", "trust_remote_code",
@@ -276,7 +277,7 @@ def _press_again(dropped: Any) -> None:
     The packages that we import run thousands of them.
     """
     if dropped.exc_type is KeyboardInterrupt:
-        Timer(0.01, signal.pthread_kill, (main_thread().ident, signal.SIGINT)).start()
+        Timer(0.01, interrupt_main).start()
     else:
         sys.__unraisablehook__(dropped)
 

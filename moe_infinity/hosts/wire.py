@@ -27,6 +27,7 @@ from torch import Tensor
 
 from moe_infinity.errors import HostLost
 from moe_infinity.experts import DTYPE_BYTES
+from moe_infinity.system.processes import socket_timeout
 
 LENGTHS = struct.Struct("!II")
 MOST_BYTES = 1 << 30  # of a head or a body
@@ -84,9 +85,7 @@ class Wire:
         """No single read or write may take longer from now on. 0: it may."""
         limits = ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s))
         for name, seconds in limits:
-            whole = int(seconds)
-            value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-            self._socket.setsockopt(socket.SOL_SOCKET, name, value)
+            self._socket.setsockopt(socket.SOL_SOCKET, name, socket_timeout(seconds))
 
     def send(self, message: WireMessage) -> None:
         """Raises HostLost."""
