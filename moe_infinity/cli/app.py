@@ -1,4 +1,4 @@
-"""The command line: run | chat | serve | cluster | inspect | pack | trace | simulate.
+"""The command line: run | chat | serve | cluster | inspect | pack | trace | simulate | doctor.
 
 Answers go to stdout, progress and logs to stderr. Exit codes: 0 done, 1 an error of ours, 2 wrong
 usage, 130 Ctrl-C.
@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from moe_infinity.cli.clusters import cluster
+from moe_infinity.cli.doctor import doctor
 from moe_infinity.cli.opening import open_model, show_preload
 from moe_infinity.cli.options import (
     AsJson,
@@ -144,6 +145,7 @@ def chat(
 
 
 app.command()(serve)
+app.command()(doctor)
 app.add_typer(cluster, name="cluster")
 
 
