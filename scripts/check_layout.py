@@ -66,6 +66,7 @@ ALLOWED = {
 # Who may import a folder beside itself.
 IMPORTED_BY = {
     "cli": Rule(("entrypoints",), "the library works without its command line"),
+    "doctor": Rule(("cli",), "what looks at a machine is not what runs on it"),
     "server": Rule(
         ("cli", "cluster", "entrypoints"), "the library works without its server's packages"
     ),

@@ -12,7 +12,6 @@ unbounded.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import struct
 from collections.abc import Mapping
@@ -155,7 +154,7 @@ class Wire:
 
 
 def _greet(connected: socket.socket, key: bytes, *, is_caller: bool) -> None:
-    connection = Connection(os.dup(connected.fileno()))
+    connection = Connection(connected.dup().detach())  # a handle of its own
     with connection:
         turns = (answer_challenge, deliver_challenge)
         for turn in turns if is_caller else turns[::-1]:

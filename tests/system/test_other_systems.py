@@ -245,7 +245,7 @@ def test_no_other_module_asks_which_system_runs_it():
     asked = re.compile(
         r"sys\.platform|os\.name\b|platform\.system|os\.(preadv?|pwritev?|sched_\w+|posix_\w+"
         r"|sysconf|fork|uname|O_\w+)\b|^\s*(import|from) (fcntl|mmap|resource|msvcrt)\b"
-        r"|/proc/|/sys/"
+        r"|[\"']/(proc|sys)/"
     )
     found = [
         f"{path.relative_to(ROOT)}:{number}"
