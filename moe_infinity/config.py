@@ -23,7 +23,7 @@ EXACT_IMPLEMENTATIONS = ("grouped_mm", "eager")
 EXPERTS_IMPLEMENTATIONS = ("auto", "fast", *EXACT_IMPLEMENTATIONS)
 EXPERT_DTYPES = ("int4", "int8", "fp8")
 PRELOADS = ("off", "idle", "wait")
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 MOST_HOSTS = 64
 MOST_SILENCE_S = 3600
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -37,7 +37,7 @@ class OffloadConfig:
 
     # For expert slots: bytes, "8GiB", "25%" of all experts; None: what is free.
     host_memory: int | str | None = None
-    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto": a GPU if there is one
+    device: str = "auto"  # "cpu", "cuda", "cuda:1", "mps"; "auto": a CUDA GPU if there is one
     # For expert slots on the GPU, as host_memory; None: most of what is free beside dense weights.
     device_memory: int | str | None = None
     policy: str = "activation-aware"  # which expert leaves first, one of cache.policies.POLICIES
@@ -83,15 +83,21 @@ class OffloadConfig:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
             raise ConfigError(
-                f"unknown device {self.device!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:1'"
+                f"unknown device {self.device!r}, expected 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'"
             )
         if self.exact and self.experts_implementation == "fast":
             raise ConfigError("exact is for the bits of transformers, which 'fast' does not give")
         for size in (self.host_memory, self.device_memory):
             if size is not None:
                 parse_size(size, whole_bytes=0)
-        if self.device == "cpu" and self.device_memory is not None:
-            raise ConfigError("device_memory is for a GPU; with device='cpu' use host_memory")
+        if self.device in ("cpu", "mps") and self.device_memory is not None:
+            raise ConfigError(
+                f"device_memory is for a CUDA GPU; with device={self.device!r} use host_memory"
+            )
+        if self.device == "mps" and self.experts_implementation == "fast":
+            raise ConfigError("experts_implementation='fast': none of our kernels runs on mps")
+        if self.device == "mps" and self.expert_hosts:
+            raise ConfigError("expert_hosts: experts compute on CPUs there, so use device='cpu'")
         if type(self.expert_hosts) is not int or not 0 <= self.expert_hosts <= MOST_HOSTS:
             raise ConfigError(
                 f"expert_hosts must be a whole number from 0 to {MOST_HOSTS}, "

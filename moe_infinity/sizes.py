@@ -23,3 +23,12 @@ def parse_size(value: int | str, *, whole_bytes: int) -> int:
             "expected bytes (8000000000), a unit ('8GiB', '500MB') or '25%'"
         )
     return int(float(sized[1]) * UNITS[sized[2].upper()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

@@ -42,7 +42,7 @@ MADE_BY_TORCH = (
     "randn", "randperm", "scalar_tensor", "tensor", "zeros",
 )  # fmt: skip
 OF_INTS = ("arange", "randint", "randperm")  # in int64 by themselves
-NO_TORCH = ("cache", "predict", "simulator")  # bookkeeping that runs on any laptop
+NO_TORCH = ("cache", "predict", "simulator", "system")  # bookkeeping that runs on any laptop
 MARKER = re.compile(r"\b(TODO|FIXME|XXX)\b")
 
 
@@ -54,9 +54,10 @@ class Rule(NamedTuple):
 # What a folder may import of the package beside itself.
 ALLOWED = {
     "kernels": Rule(
-        ("experts", "errors", "checkpoint.layout", "checkpoint.ggml"),
+        ("experts", "errors", "system", "checkpoint.layout", "checkpoint.ggml"),
         "arithmetic is tested without an engine",
     ),
+    "system": Rule((), "what differs between operating systems is below everything else"),
     "cache": Rule(("experts", "errors"), "who is evicted is decided on what the caller passes"),
     "predict": Rule(
         ("cache", "config", "experts", "errors", "output"),
@@ -66,6 +67,7 @@ ALLOWED = {
 # Who may import a folder beside itself.
 IMPORTED_BY = {
     "cli": Rule(("entrypoints",), "the library works without its command line"),
+    "doctor": Rule(("cli",), "what looks at a machine is not what runs on it"),
     "server": Rule(
         ("cli", "cluster", "entrypoints"), "the library works without its server's packages"
     ),

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint import expert_loader, layer_recipes, mapped_file
+from moe_infinity.checkpoint import expert_loader, layer_recipes
 from moe_infinity.checkpoint.extents import Extent
 from moe_infinity.checkpoint.mapped_file import MappedFile
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.mapped import MappedSlots
+from moe_infinity.system import linux
 from tests.closeness import logits_of_steps
 from tests.gguf_files import WIDE, build
 from tools.convert_to_gguf import convert
@@ -129,7 +130,7 @@ def test_without_such_a_system_call_experts_are_copied(tiny_checkpoint, code, mo
         ctypes.set_errno(code)
         return -1
 
-    monkeypatch.setattr(mapped_file.LIBC, "madvise", refused)
+    monkeypatch.setattr(linux.libc(), "madvise", refused)
     assert not computed(tiny_checkpoint)[1]
 
 
@@ -170,7 +171,7 @@ def test_a_failing_disk_is_an_error(tmp_path, monkeypatch):
         return -1
 
     with monkeypatch.context() as patch:
-        patch.setattr(mapped_file.LIBC, "madvise", failing)
+        patch.setattr(linux.libc(), "madvise", failing)
         with pytest.raises(CheckpointError, match="Input/output error"):
             reader.read_into(extent, place)
     reader.read_into(extent, reader.mapped(extent))
@@ -191,7 +192,7 @@ def test_an_interrupted_call_is_made_again(tmp_path, monkeypatch):
         ctypes.set_errno(codes.pop())
         return -1
 
-    monkeypatch.setattr(mapped_file.LIBC, "madvise", interrupted)
+    monkeypatch.setattr(linux.libc(), "madvise", interrupted)
     mapped.populate(0, 5)
     assert not codes
     assert mapped.bytes.tobytes() == b"12345"

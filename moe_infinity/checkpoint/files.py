@@ -5,20 +5,19 @@ the page cache has already is copied from there, and stays there.
 from __future__ import annotations
 
 import errno
-import os
-import sys
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
 
 from moe_infinity.checkpoint.chunks import BLOCK_BYTES, BounceBuffer, Chunk
-from moe_infinity.checkpoint.page_cache import is_cached
+from moe_infinity.system import features
+from moe_infinity.system.files import REFUSALS, PositionalFile, open_past_cache, open_to_read
+from moe_infinity.system.linux import is_cached
 
 # What a machine has room for anyway stays in the page cache. Reads through it cost 0.5-1.7 s of CPU
 # time per GB when they miss, those past it 0.1 in place and 0.2-0.3 by way of a bounce buffer.
 SMALL_FILE_BYTES = 64 << 20
-REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # how a file system says that it has no O_DIRECT
-UNASKABLE = (*REFUSALS, errno.ENOSYS, errno.EPERM)  # or cannot say what is cached, or may not
+UNASKABLE = (*REFUSALS, errno.ENOSYS, errno.EPERM)  # cannot say what is cached, or may not
 
 
 class OpenFile:
@@ -27,19 +26,16 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         opened = ExitStack()
         weakref.finalize(self, opened.close)
-        self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        opened.callback(os.close, self._cached)
-        self._is_small = os.fstat(self._cached).st_size < SMALL_FILE_BYTES
-        self._direct: int | None = None
+        self._cached = open_to_read(path)
+        opened.callback(self._cached.close)
+        self._is_small = self._cached.num_bytes < SMALL_FILE_BYTES
+        self._direct: PositionalFile | None = None
         self._is_refused = False
-        self._may_ask = True  # what is cached
-        if sys.platform == "linux" and not self._is_small:
-            try:
-                self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-                opened.callback(os.close, self._direct)
-            except OSError as error:
-                if error.errno not in REFUSALS:
-                    raise
+        self._may_ask = features.found().page_cache  # what is cached
+        if not self._is_small:
+            self._direct = open_past_cache(path)
+        if self._direct is not None:
+            opened.callback(self._direct.close)
 
     def read_if_cached(self, chunk: Chunk) -> bool:
         """Copy the chunk from the page cache if all of it is there. Reads nothing from the disk.
@@ -50,10 +46,9 @@ class OpenFile:
         if not self._may_ask or self._direct is None or self._is_refused:
             return False
         try:
-            if not is_cached(self._cached, chunk.offset, chunk.num_bytes):
+            if not is_cached(self._cached.descriptor, chunk.offset, chunk.num_bytes):
                 return False
-            count = os.preadv(self._cached, chunk.parts, chunk.offset, os.RWF_NOWAIT)
-            return count == chunk.num_bytes
+            return self._cached.read_from_memory(chunk.parts, chunk.offset) == chunk.num_bytes
         except BlockingIOError:  # evicted meanwhile
             return False
         except OSError as error:
@@ -69,9 +64,9 @@ class OpenFile:
         skip = chunk.offset % BLOCK_BYTES
         try:
             if chunk.is_aligned:
-                return os.preadv(self._direct, chunk.parts, chunk.offset)
+                return self._direct.read(chunk.parts, chunk.offset)
             wanted = -(-(skip + chunk.num_bytes) // BLOCK_BYTES) * BLOCK_BYTES
-            count = os.preadv(self._direct, [buffer.first(wanted)], chunk.offset - skip)
+            count = self._direct.read([buffer.first(wanted)], chunk.offset - skip)
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise
@@ -81,7 +76,11 @@ class OpenFile:
 
     def read_cached(self, chunk: Chunk, done: int) -> int:
         """Bytes read of those after the first `done`; 0 at the end of the file."""
-        count = os.preadv(self._cached, [next(chunk.parts_from(done))], chunk.offset + done)
-        if sys.platform == "linux" and not self._is_small:  # leave others their part of the cache
-            os.posix_fadvise(self._cached, chunk.offset, chunk.num_bytes, os.POSIX_FADV_DONTNEED)
+        count = self._cached.read([next(chunk.parts_from(done))], chunk.offset + done)
+        if not self._is_small:  # leave others their part of the cache
+            self.forget(chunk)
         return count
+
+    def forget(self, chunk: Chunk) -> None:
+        """Let the page cache drop these bytes."""
+        self._cached.forget(chunk.offset, chunk.num_bytes)

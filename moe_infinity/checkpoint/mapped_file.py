@@ -1,24 +1,14 @@
-"""A file of a checkpoint as memory that the page cache backs. Linux 5.14 or newer."""
+"""A file of a checkpoint as memory that the page cache backs, on systems that do this safely."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
-import sys
 from pathlib import Path
 
 from moe_infinity.checkpoint.chunks import Chunk
 from moe_infinity.memory.pages import address_of
-
-MADV_POPULATE_READ = 22  # makes pages present, and reports a failing disk instead of a SIGBUS
-MAP_NORESERVE = 0x4000  # nothing is written here: the system need not set memory aside
-AGAIN = (errno.EINTR, errno.EAGAIN)
-MOST_TRIES = 1000
-LIBC = ctypes.CDLL(None, use_errno=True)
-if sys.platform == "linux":
-    LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+from moe_infinity.system.memory import make_present, map_file
 
 
 class MappedFile:
@@ -28,13 +18,8 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if sys.platform != "linux":
-            raise OSError(errno.EOPNOTSUPP, "files are mapped on Linux only")
-        flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-        with path.open("rb") as file:  # writable for torch, which has no read-only tensors
-            memory = mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
         self._path = path
-        self.bytes = memoryview(memory)
+        self.bytes = memoryview(map_file(path))
         self._address = address_of(self.bytes)
 
     def has(self, chunk: Chunk) -> bool:
@@ -45,15 +30,11 @@ class MappedFile:
         """Make these bytes present, for any thread. Raises OSError, ENODATA if the file has become
         shorter.
         """
-        skip = offset % mmap.PAGESIZE
-        at = self._address + offset - skip
-        length = num_bytes + skip
-        for _ in range(MOST_TRIES):
-            if LIBC.madvise(at, length, MADV_POPULATE_READ) == 0:
-                return
-            if (code := ctypes.get_errno()) not in AGAIN:
-                break
-        if code == errno.EFAULT:  # for all that would be a SIGBUS
-            is_short = os.stat(self._path).st_size < offset + num_bytes
-            code = errno.ENODATA if is_short else errno.EIO
-        raise OSError(code, os.strerror(code))
+        try:
+            make_present(self._address + offset, num_bytes)
+        except OSError as error:
+            code = error.errno or errno.EIO
+            if code == errno.EFAULT:  # for all that would be a bus error
+                is_short = os.stat(self._path).st_size < offset + num_bytes
+                code = errno.ENODATA if is_short else errno.EIO
+            raise OSError(code, os.strerror(code)) from error

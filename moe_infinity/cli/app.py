@@ -1,5 +1,5 @@
-"""The command line: run | chat | serve | cluster | pull | inspect | pack | trace |
-simulate.
+"""The command line: plan | doctor | pull | run | chat | serve | cluster | inspect | bench | pack |
+trace | simulate.
 
 Answers go to stdout, progress and logs to stderr. Exit codes: 0 done, 1 an error of ours, 2 wrong
 usage, 130 Ctrl-C.
@@ -13,13 +13,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from threading import Timer, main_thread
+from threading import Timer
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from moe_infinity.cli.clusters import cluster
+from moe_infinity.cli.doctor import doctor
 from moe_infinity.cli.opening import open_model, show_preload
 from moe_infinity.cli.options import (
     AsJson,
@@ -49,6 +50,7 @@ from moe_infinity.cli.simulating import (
 from moe_infinity.cli.terminal import stderr, talk, write
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.pictures.figures import check_picture
+from moe_infinity.system.processes import interrupt_main
 
 OF_TRACE = (
     "device", "device_memory", "host_memory", "config_from", "dtype", "exact", "trust_remote_code",
@@ -164,6 +166,7 @@ def chat(
 
 app.command()(serve)
 app.command()(pull)
+app.command()(doctor)
 app.add_typer(cluster, name="cluster")
 
 
@@ -307,7 +310,7 @@ def _press_again(dropped: Any) -> None:
     The packages that we import run thousands of them.
     """
     if dropped.exc_type is KeyboardInterrupt:
-        Timer(0.01, signal.pthread_kill, (main_thread().ident, signal.SIGINT)).start()
+        Timer(0.01, interrupt_main).start()
     else:
         sys.__unraisablehook__(dropped)
 

@@ -71,7 +71,9 @@ class ModelOptions:
 
     device: Annotated[
         str,
-        typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:1."),
+        typer.Option(
+            help="Where to compute: auto (a CUDA GPU if there is one), cpu, cuda, cuda:1 or mps."
+        ),
     ] = "auto"
     device_memory: Annotated[
         str | None,

@@ -6,7 +6,6 @@ model, and one of them is killed while it answers. Every answer has the tokens o
 
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
@@ -116,7 +116,7 @@ def _replicas(model: str, alone: list[str], say: Say) -> bool:
         with ThreadPoolExecutor(len(PROMPTS)) as threads:
             answers = [threads.submit(ask, prompt) for prompt in PROMPTS * 4]
             time.sleep(0.2)
-            os.kill(pid, signal.SIGKILL)
+            psutil.Process(pid).kill()
             second = [answer.result() for answer in answers]
         say(f"  one killed while 16 requests were there; same text: {second == alone * 4}")
     serve.shutdown()

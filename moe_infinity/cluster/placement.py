@@ -5,7 +5,6 @@ a call of an actor takes ten times as long.
 """
 
 import logging
-import os
 from typing import Any
 
 import ray
@@ -33,8 +32,9 @@ class ExpertHostActor:
         from moe_infinity.errors import HostLost
         from moe_infinity.hosts.expert_host import serve
         from moe_infinity.hosts.wire import Wire
+        from moe_infinity.system.machine import num_cores
 
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray has limited them to one
+        torch.set_num_threads(num_cores())  # Ray has limited them to one
         try:
             serve(Wire.call(address, key), share_idx)
         except HostLost:

@@ -136,6 +136,7 @@ def _layer_path(
             tier.slots,
             is_exact=config.is_exact,
             is_eager=config.experts_implementation == "eager",
+            copies_experts=config.device == "mps",
         )
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     ]

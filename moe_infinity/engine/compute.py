@@ -9,8 +9,8 @@ All begin a piece of work from a routing, run experts as they arrive, and sum th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -83,18 +83,20 @@ class LayerComputer:
         *,
         is_exact: bool,  # with the bits of transformers
         is_eager: bool,  # those of its eager implementation; a class may know only one
+        copies_experts: bool = False,  # to where their rows are, each time they compute
     ) -> None:
         if layer.adapter.is_eager is not None:
             is_eager = layer.adapter.is_eager
         self._slots = slots
         self._exact = ExactBackend(
-            recipes.computing(layer.compute),
+            recipes.computing(_copying(layer.compute) if copies_experts else layer.compute),
             slots.views(recipes.layout).__getitem__,
             is_eager=is_eager,
             weighs_input=layer.adapter.weighs_input,
         )
-        self._fused = None if is_exact else self._fused_backend(layer, recipes)
-        self._in_slots = None if is_exact else self._slot_backend(layer, recipes)
+        uses_kernels = not is_exact and not copies_experts
+        self._fused = self._fused_backend(layer, recipes) if uses_kernels else None
+        self._in_slots = self._slot_backend(layer, recipes) if uses_kernels else None
         self._is_packed = recipes.is_packed
         self._num_experts = layer.num_experts
         read, other = ("read by kernels", "unpacked") if recipes.is_packed else ("fast", "exact")
@@ -165,6 +167,16 @@ class LayerComputer:
     def run(self, work: Work, keys: Sequence[ExpertKey], slot_ids: Mapping[ExpertKey, int]) -> None:
         """Do the part of the work that these experts have."""
         work.run([key.expert_idx for key in keys], [slot_ids[key] for key in keys])
+
+
+def _copying(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`compute`, for rows on another device than the weights of the expert."""
+
+    def compute_there(weights: Mapping[str, Tensor], x_RD: Tensor, *args: Any) -> Tensor:
+        there = {name: weight.to(x_RD.device) for name, weight in weights.items()}
+        return compute(there, x_RD, *args)
+
+    return compute_there
 
 
 class CallsWork:

@@ -1,4 +1,6 @@
-"""Where a model computes: the CPU, or a device with slots for experts beside its dense weights."""
+"""Where a model computes: the CPU, a device with slots for experts beside its dense weights, or any
+other device of torch, to which experts are copied as they compute.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ class ComputeDevice:
             raise ConfigError(
                 "device_memory needs a CUDA device, torch finds none\nhint: use host_memory"
             )
-        self.device = torch.device("cpu") if self._cuda_device is None else self._cuda_device.device
+        self.device = torch.device("cpu")
+        if self._cuda_device is not None:
+            self.device = self._cuda_device.device
+        elif config.device == "mps":
+            self.device = _mps()
         self.slots: DeviceSlots | None = None  # of a GPU, once the plan is known
 
     def prepare(self, plan: Plan, dense_bytes: int) -> Plan:
@@ -103,7 +109,7 @@ class ComputeDevice:
         self, model: Any, early_router: EarlyRouter | None
     ) -> SmallBatchSteps | None:
         """On a CPU, if the bits need not be those of transformers."""
-        if self._config.is_exact or self.slots is not None:
+        if self._config.is_exact or self.device.type != "cpu":
             return None
         from moe_infinity.architectures.small_batch import SmallBatchSteps  # imports numba
 
@@ -129,3 +135,13 @@ class ComputeDevice:
                 "hint: lower device_memory, or give shorter prompts, fewer sequences, or "
                 f"prefill_chunk_size ({error})"
             ) from error
+
+
+def _mps() -> torch.device:
+    """The GPU of a Mac. Raises ConfigError if torch cannot use one."""
+    if not torch.backends.mps.is_available():
+        raise ConfigError(
+            f"device 'mps' asked for, torch {torch.__version__} finds none\n"
+            "hint: device='cpu'; mps needs a Mac with Apple silicon and macOS 14 or newer"
+        )
+    return torch.device("mps")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -30,6 +29,7 @@ from moe_infinity.hosts.ownership import digest_of, owners
 from moe_infinity.hosts.steps import LayerRouting, RowsRequest
 from moe_infinity.hosts.wire import Wire, WireMessage
 from moe_infinity.inspection import local_folder
+from moe_infinity.system.machine import keep_to_cores
 
 READ_S = 600.0  # for the head, which computes its own share first, to read an answer
 SIGN_S = 0.5  # between two signs of life while a request takes long
@@ -160,7 +160,7 @@ def main() -> None:
     share_idx = told["share_idx"]
     logging.basicConfig(format=f"expert host {share_idx}: %(message)s")
     if told["cores"]:
-        os.sched_setaffinity(0, told["cores"])  # before slots are allocated: first touch
+        keep_to_cores(told["cores"])  # before slots are allocated: first touch
     try:
         serve(Wire.call((told["host"], told["port"]), bytes.fromhex(told["key"])), share_idx)
     except HostLost as error:

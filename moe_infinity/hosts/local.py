@@ -6,9 +6,10 @@ import json
 import logging
 import subprocess
 import sys
-from pathlib import Path
 
-NODES = Path("/sys/devices/system/node")
+from moe_infinity.system.machine import numa_nodes
+from moe_infinity.system.processes import without_ctrl_c
+
 END_S = 5.0  # for a process to end by itself, once its head is gone
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ class LocalProcesses:
             "cores": self._nodes[share_idx % len(self._nodes)] if len(self._nodes) > 1 else [],
         }
         try:
-            # A session of its own: Ctrl-C is the head's to handle.
-            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, start_new_session=True)
+            # Ctrl-C is the head's to handle.
+            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, **without_ctrl_c())
             self.processes[share_idx] = process
             assert process.stdin is not None
             with process.stdin:
@@ -64,25 +65,3 @@ class LocalProcesses:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def numa_nodes() -> list[list[int]]:
-    """The cores of each NUMA node; one list of none if nothing is known of nodes."""
-    found = []
-    for folder in sorted(NODES.glob("node[0-9]*")):
-        try:
-            cores = _cores((folder / "cpulist").read_text().strip())
-        except (OSError, ValueError):
-            continue
-        if cores:
-            found.append(cores)
-    return found or [[]]
-
-
-def _cores(text: str) -> list[int]:
-    """Of "0-3,8"."""
-    cores: list[int] = []
-    for part in text.split(",") if text else []:
-        first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
-    return cores

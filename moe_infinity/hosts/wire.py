@@ -12,7 +12,6 @@ unbounded.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import struct
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from moe_infinity.errors import HostLost
 from moe_infinity.experts import DTYPE_BYTES
+from moe_infinity.system.processes import socket_timeout
 
 LENGTHS = struct.Struct("!II")
 MOST_BYTES = 1 << 30  # of a head or a body
@@ -84,9 +84,7 @@ class Wire:
         """No single read or write may take longer from now on. 0: it may."""
         limits = ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s))
         for name, seconds in limits:
-            whole = int(seconds)
-            value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-            self._socket.setsockopt(socket.SOL_SOCKET, name, value)
+            self._socket.setsockopt(socket.SOL_SOCKET, name, socket_timeout(seconds))
 
     def send(self, message: WireMessage) -> None:
         """Raises HostLost."""
@@ -156,7 +154,7 @@ class Wire:
 
 
 def _greet(connected: socket.socket, key: bytes, *, is_caller: bool) -> None:
-    connection = Connection(os.dup(connected.fileno()))
+    connection = Connection(connected.dup().detach())  # a handle of its own
     with connection:
         turns = (answer_challenge, deliver_challenge)
         for turn in turns if is_caller else turns[::-1]:

@@ -85,11 +85,12 @@ class CudaDevice(Protocol):
 
 
 def open_cuda_device(device: str) -> CudaDevice | None:
-    """The device that "cuda", "cuda:1" or "auto" names, or None if experts compute on the CPU.
+    """The device that "cuda", "cuda:1" or "auto" names, or None if
+    slots for experts are in host memory.
 
     Raises ConfigError if the named device is not there.
     """
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    if device in ("cpu", "mps") or (device == "auto" and not torch.cuda.is_available()):
         return None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = torch.device("cuda" if device == "auto" else device).index or 0

@@ -14,6 +14,7 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, ExpertLayout
 from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
 from moe_infinity.memory.pages import huge_pages
+from moe_infinity.sizes import format_bytes as format_bytes
 from moe_infinity.sizes import parse_size
 
 # The share that experts get of what is free once the dense weights are loaded, unless host_memory
@@ -129,12 +130,3 @@ def num_host_slots(host_memory: int | str | None, *, slot_bytes: int, num_expert
             f"{format_bytes(everything)}"
         )
     return min(budget // slot_bytes, num_experts)
-
-
-def format_bytes(num_bytes: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"

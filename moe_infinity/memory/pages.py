@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
-import sys
-from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+from moe_infinity.system.memory import zeroed_memory
 
 # Reading from disk into huge pages takes the operating system 0.01-0.05 s of CPU time per GB, into
 # small ones 0.04-0.11: it has fewer pages to look up and fewer segments to hand to the device.
@@ -20,11 +19,7 @@ def huge_pages(num_bytes: int) -> memoryview:
 
     Raises OSError, OverflowError or ValueError if there is not enough memory.
     """
-    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if sys.platform == "linux":
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = memoryview(memory)  # keeps the mapping alive
+    whole = memoryview(zeroed_memory(num_bytes + HUGE_PAGE_BYTES))  # keeps the mapping alive
     start = -address_of(whole) % HUGE_PAGE_BYTES
     return whole[start : start + num_bytes]
 

@@ -11,13 +11,12 @@ it was interrupted. Nothing has its final name before it is on the disk. No torc
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -26,10 +25,18 @@ from typing import Any
 from moe_infinity.checkpoint.extents import STORED_DTYPES
 from moe_infinity.errors import CheckpointError, ConfigError
 from moe_infinity.memory.host import format_bytes
+from moe_infinity.system.files import (
+    PositionalFile,
+    create,
+    locked,
+    rename_folder,
+    sync_names,
+)
 
 PAGE_BYTES = 4096
 CHECKSUMS = "SHA256SUMS"  # for `sha256sum -c`
 HASHED_BYTES = 1 << 20  # at a time
+LOCK = ".lock"  # in the folder that is being written
 
 TensorBytes = tuple[str, int, Any]  # name of a tensor, offset in it (bytes), what to write there
 
@@ -156,10 +163,10 @@ class ShardJob:
         """
         with _saying_what_to_do(self.partial):
             if not self._begin():
-                with _locked(self.partial):
+                with _alone(self.partial):
                     self._write_all()
-                os.replace(self.partial, self.folder)
-                _sync(self.folder.parent)
+                rename_folder(self.partial, self.folder)
+                sync_names(self.folder.parent)
             self.progress_file.unlink()
         return [self.records[shard.name]["notes"] for shard in self.shards]
 
@@ -243,51 +250,34 @@ class ShardJob:
         path = self.partial / shard.name
         total = sum(each.num_bytes for each in self.shards)
         written = sum(record["num_bytes"] for record in self.records.values())
-        with _replacing(path) as descriptor:
-            os.ftruncate(descriptor, shard.num_bytes)  # paddings are zeros
-            _write_at(descriptor, shard.header, 0)
+        with _replacing(path) as file:
+            os.ftruncate(file.descriptor, shard.num_bytes)  # paddings are zeros
+            file.write(memoryview(shard.header), 0)
             for unit in shard.units:
                 for name, offset, data in unit.produce():
-                    _write_at(descriptor, data, shard.places[name] + offset)
+                    file.write(memoryview(data).cast("B"), shard.places[name] + offset)
                 written += unit.num_bytes
                 self.on_bytes(written, total)
         return _sha256(path)
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[int]:
-    """A descriptor to write a file that gets its name once it is on the disk."""
+def _replacing(path: Path) -> Iterator[PositionalFile]:
+    """To write a file that gets its name once it is on the disk."""
     temporary = path.with_name(path.name + ".partial")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    file = create(temporary)
     try:
-        yield descriptor
-        os.fsync(descriptor)
+        yield file
+        os.fsync(file.descriptor)
     finally:
-        os.close(descriptor)
+        file.close()
     os.replace(temporary, path)
-    _sync(path.parent)
+    sync_names(path.parent)
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    with _replacing(path) as descriptor:
-        _write_at(descriptor, data, 0)
-
-
-def _write_at(descriptor: int, data: Any, offset: int) -> None:
-    view = memoryview(data).cast("B")
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view = view[written:]
-        offset = offset + written
-
-
-def _sync(folder: Path) -> None:
-    """Names, too, must reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with _replacing(path) as file:
+        file.write(memoryview(data), 0)
 
 
 def _sha256(path: Path) -> str:
@@ -299,16 +289,15 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _alone(folder: Path) -> Iterator[None]:
     """Raises ConfigError if another process is at it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder / LOCK))
+        except BlockingIOError as error:
+            raise ConfigError(f"{folder}: another process is writing it") from error
         yield
-    except BlockingIOError as error:
-        raise ConfigError(f"{folder}: another process is writing it") from error
-    finally:
-        os.close(descriptor)
+    (folder / LOCK).unlink(missing_ok=True)
 
 
 @contextmanager

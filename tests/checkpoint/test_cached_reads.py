@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_infinity.checkpoint import files, page_cache
+from moe_infinity.checkpoint import files
 from moe_infinity.checkpoint.extents import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.memory.host import HostSlots
+from moe_infinity.system import linux
 from tests.checkpoint.test_page_cache import cached_bytes
 
 pytestmark = [
@@ -38,7 +39,7 @@ def file(tmp_path) -> Path:
     drop(path, 0, 0)
     with path.open("rb") as opened:
         try:
-            page_cache.is_cached(opened.fileno(), 0, 1)
+            linux.is_cached(opened.fileno(), 0, 1)
         except OSError as error:
             pytest.skip(f"this kernel does not say what is cached: {error}")
     if cached_bytes(path):
@@ -63,7 +64,7 @@ class Disk:
         self.cached = self.read = self.asked = 0
         self.refusal: int | None = None  # to say what is cached
         self._preadv = os.preadv
-        self._is_cached = page_cache.is_cached
+        self._is_cached = linux.is_cached
         monkeypatch.setattr(os, "preadv", self._count)
         monkeypatch.setattr(files, "is_cached", self._ask)
 

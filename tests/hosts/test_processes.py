@@ -19,7 +19,8 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.hosts import head, opening
-from moe_infinity.hosts.local import LocalProcesses, numa_nodes
+from moe_infinity.hosts.local import LocalProcesses
+from moe_infinity.system.machine import numa_nodes
 from tests.gguf_files import build
 
 IDS = torch.arange(3, 27).view(2, 12)

@@ -7,6 +7,8 @@ import os
 import pytest
 
 from moe_infinity.memory import machine
+from moe_infinity.system import control_groups
+from moe_infinity.system import machine as system_machine
 
 GIB = 1 << 30
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -14,10 +16,10 @@ PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 @pytest.fixture
 def proc(tmp_path, monkeypatch):
-    """proc({name: text}) -> a machine whose /proc and control group hold only these files."""
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own groups")
+    """proc({name: text}) -> a machine whose control group holds only these files."""
+    monkeypatch.setattr(control_groups, "CGROUP", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN_GROUPS", tmp_path / "own groups")
+    monkeypatch.setattr(system_machine, "available_bytes", lambda: PHYSICAL)
 
     def write(files: dict[str, str]) -> None:
         for name, text in files.items():
@@ -72,8 +74,9 @@ def test_a_group_that_a_container_does_not_see_is_passed_over(proc):
     assert machine.machine_memory_bytes() == min(GIB, PHYSICAL)
 
 
-def test_available_is_what_the_kernel_estimates(proc):
-    proc({"meminfo": "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    4096 kB\n"})
+def test_available_is_what_the_system_estimates(proc, monkeypatch):
+    proc({})
+    monkeypatch.setattr(system_machine, "available_bytes", lambda: 4096 * 1024)
     assert machine.available_memory_bytes() == 4096 * 1024
 
 

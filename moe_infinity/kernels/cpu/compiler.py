@@ -109,7 +109,7 @@ def _kept(folder: Path, compile_: Any, function: Any, signature: Any, **options:
 @cache
 def cache_folder() -> Path | None:
     """Where compiled kernels are kept; None if nothing can be written there."""
-    folder = platformdirs.user_cache_path("moe-infinity") / "kernels" / _version()
+    folder = place_of_kernels()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "last-use").touch()
@@ -118,6 +118,11 @@ def cache_folder() -> Path | None:
         _warn(folder, error)
         return None
     return folder
+
+
+def place_of_kernels() -> Path:
+    """The folder for what this state of the package compiles on this processor."""
+    return platformdirs.user_cache_path("moe-infinity") / "kernels" / _version()
 
 
 def _version() -> str:

@@ -36,9 +36,9 @@ from moe_infinity.kernels.cpu.steps import (
     arrangement_for,
     loop_for,
 )
-from moe_infinity.kernels.cpu.team import yield_address
 from moe_infinity.kernels.cpu.vectors import LANES
 from moe_infinity.kernels.cpu.work import BIASES
+from moe_infinity.system.processes import yield_address
 
 Weight = Tensor | PackedWeight
 

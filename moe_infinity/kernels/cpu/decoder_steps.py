@@ -31,11 +31,12 @@ from moe_infinity.kernels.cpu.experts import SPARE_BYTES
 from moe_infinity.kernels.cpu.in_turn import COUNTERS, Turn, Turns, in_turn
 from moe_infinity.kernels.cpu.routed import JOB_AT, RoutedCall, begin_routed, end_routed
 from moe_infinity.kernels.cpu.steps import KernelArguments
-from moe_infinity.kernels.cpu.team import LINE, yield_address
+from moe_infinity.kernels.cpu.team import LINE
 from moe_infinity.kernels.cpu.threads import num_threads
 from moe_infinity.kernels.cpu.vectors import LANES
 from moe_infinity.kernels.cpu.work import BIASES, OF_EXPERTS, KernelJob, experts
 from moe_infinity.kernels.residents import Residents
+from moe_infinity.system.processes import yield_address
 
 TURNS = 4  # of a layer with experts: attention, begin, experts, end
 MORE_TOKENS = 1024  # that scores get room for at once

@@ -10,7 +10,6 @@ microsecond, without Python. To wake it for every call of a decode step would ta
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import threading
@@ -26,6 +25,7 @@ from numba.extending import intrinsic
 
 from moe_infinity.kernels.cpu.compiler import machine_code
 from moe_infinity.kernels.cpu.vectors import I64, int_at
+from moe_infinity.system.processes import yield_address
 
 LINE = 8  # int64s that share a cache line
 # Where things are in the memory of a team, each in a line of its own.
@@ -196,13 +196,6 @@ class Team:
 @machine_code(types.void(types.int64))
 def _woken(team: int) -> None:
     fetch_add(team + 8 * ASLEEP, -1)
-
-
-@cache
-def yield_address() -> int:
-    """Address of the system's function that yields a core to other threads; 0: there is none."""
-    function = getattr(ctypes.CDLL(None), "sched_yield", None) if os.name == "posix" else None
-    return (ctypes.cast(function, ctypes.c_void_p).value or 0) if function is not None else 0
 
 
 def run(function: int, address: int, num_threads: int) -> None:

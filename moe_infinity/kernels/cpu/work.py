@@ -22,7 +22,7 @@ from moe_infinity.kernels.cpu import team
 from moe_infinity.kernels.cpu.activations import activate_lanes
 from moe_infinity.kernels.cpu.compiler import c_function, machine_code, reader_of
 from moe_infinity.kernels.cpu.steps import Arrangement, arrange
-from moe_infinity.kernels.cpu.team import LINE, fetch_add, wait_for, yield_address
+from moe_infinity.kernels.cpu.team import LINE, fetch_add, wait_for
 from moe_infinity.kernels.cpu.vectors import (
     I64,
     LANES,
@@ -34,6 +34,7 @@ from moe_infinity.kernels.cpu.vectors import (
     put_float,
     put_half,
 )
+from moe_infinity.system.processes import yield_address
 
 BIASES = ("float32", "bfloat16", "float16")
 NO_BIAS = -1
