@@ -37,6 +37,7 @@ from moe_infinity.cli.options import (
     Yes,
     with_options_of,
 )
+from moe_infinity.cli.plan import plan
 from moe_infinity.cli.progress import byte_bar, count_bar
 from moe_infinity.cli.pulling import ensure_here, pull
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
@@ -167,6 +168,7 @@ def chat(
 app.command()(serve)
 app.command()(pull)
 app.command()(doctor)
+app.command()(plan)
 app.add_typer(cluster, name="cluster")
 
 
