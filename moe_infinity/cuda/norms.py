@@ -1,5 +1,6 @@
-"""Norms of a model on a GPU, each in one kernel, with the sum before it. Which modules are RMSNorms is found by trying: a
-module that gives the bits of the plain definition is one, whatever its class is called.
+"""Norms of a model on a GPU, each in one kernel, with the sum before it. Which modules are RMSNorms
+is found by trying: a module that gives the bits of the plain definition is one, whatever its class
+is called.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class _Ahead(NamedTuple):
     version: int  # of the contents of x
     normed: Tensor
 
+    def is_for(self, x: Tensor) -> bool:
+        return self.x is x and self.version == x._version
+
 
 class FusedNorm:
     """In place of the forward method of one RMSNorm."""
@@ -50,14 +54,11 @@ class FusedNorm:
         """As the stock method."""
         ahead = self._ahead
         self._ahead = None
-        if ahead is not None and ahead.x is hidden_states:
-            if ahead.version == hidden_states._version:
-                return ahead.normed
+        if ahead is not None and ahead.is_for(hidden_states):
+            return ahead.normed
         if not self._is_for_kernels(hidden_states):
             return self._stock(hidden_states)
-        return self._kernels.rms_norm(
-            hidden_states, self.module.weight, self._eps, self._form
-        )
+        return self._kernels.rms_norm(hidden_states, self.module.weight, self._eps, self._form)
 
     def add(self, x: Tensor, *added: Tensor) -> Tensor:
         """The sum, with which the module is called next: what it will give is computed, too. A

@@ -156,7 +156,13 @@ def attend(query_BHd: Tensor, key_BGd: Tensor, value_BGv: Tensor, *_: Any, **__:
 
 
 def attend_latent(
-    query_BHr: Tensor, _: Tensor, __: Tensor, ___: Tensor, expand_Hvr: Tensor, *____: Any, **more: Any
+    query_BHr: Tensor,
+    _: Tensor,
+    __: Tensor,
+    ___: Tensor,
+    expand_Hvr: Tensor,
+    *____: Any,
+    **more: Any,
 ) -> Tensor:
     return query_BHr.new_empty(*query_BHr.shape[:2], expand_Hvr.shape[1])
 

@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -117,9 +116,7 @@ def nodes_of_a_step(config: Any, folder: Path, num_seqs: int = 1) -> Counter[str
 
 def of_a_layer(count: Callable[[Any, Path], Counter[str]], config_of: Any, folder: Path) -> Any:
     """Of each kind, given how many whole models take."""
-    few, more = (
-        count(config_of(layers, is_tiny=True), folder / str(layers)) for layers in (2, 4)
-    )
+    few, more = (count(config_of(layers, is_tiny=True), folder / str(layers)) for layers in (2, 4))
     return Counter({kind: (more[kind] - few[kind]) // 2 for kind in more})
 
 

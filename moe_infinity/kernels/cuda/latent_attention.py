@@ -2,8 +2,8 @@
 whose cache has a latent and a rotated key for each token, the same for all heads. A latent is key
 and value at once, and is read once for both.
 
-    attend_latent    [split, tile of heads]       of some chunks of tokens: sum of weights times latents
-    expand           [head, block of columns]     the sums of all splits, times what expands a latent
+    attend_latent  [split, tile of heads]     of some chunks of tokens: sum of weights times latents
+    expand         [head, block of columns]   the sums of all splits, times what expands a latent
 
 Splits are those of attention.py.
 
