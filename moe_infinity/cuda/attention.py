@@ -83,17 +83,21 @@ def _attend_latent(
     width = module.qk_nope_head_dim
     expand_Hor = module.kv_b_proj.weight.view(query_BHd.shape[1], -1, latent_B1r.shape[2])
     query_HBr = query_BHd[..., :width].transpose(0, 1) @ expand_Hor[:, :width]
-    out_BHr = place.kernels.attend_latent(
-        query_HBr.transpose(0, 1), query_BHd[..., width:], latent_B1r[:, 0], rotated_B1p[:, 0],
-        place.numbers, scale=scale,
-    )  # fmt: skip
-    out_HBv: Tensor = out_BHr.transpose(0, 1) @ expand_Hor[:, width:].transpose(1, 2)
-    return out_HBv.transpose(0, 1)
+    out_BHv: Tensor = place.kernels.attend_latent(
+        query_HBr.transpose(0, 1),
+        query_BHd[..., width:],
+        latent_B1r[:, 0],
+        rotated_B1p[:, 0],
+        expand_Hor[:, width:],
+        place.numbers,
+        scale=scale,
+    )
+    return out_BHv
 
 
 def attention_kernels(device: torch.device) -> AttentionKernels | None:
-    """Triton's for a GPU, the plain reference for host memory; None if there are none."""
-    if device.type == "cpu":
+    """Triton's for a GPU, else the plain reference; None for a GPU without triton."""
+    if device.type != "cuda":
         from moe_infinity.kernels.cuda import attention_reference as plain
         from moe_infinity.kernels.cuda import rotary_reference
 

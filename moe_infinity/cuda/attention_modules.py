@@ -8,6 +8,7 @@ what it hands to attention is compared with what the kernels would hand over.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -16,22 +17,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from moe_infinity.architectures.layers_ahead import Angles
 from moe_infinity.architectures.trials import in_float32, is_close
-from moe_infinity.cuda.attention import EXPAND, AttentionSwitch, attend_cached
-from moe_infinity.cuda.cached_step import NAME, Place
+from moe_infinity.cuda.attention import EXPAND, AttentionSwitch, attention_kernels
+from moe_infinity.cuda.joined_weights import joined
 from moe_infinity.cuda.norms import eps_of, form_of
 from moe_infinity.kernels.cuda.heads import PAIRS, Heads
 from moe_infinity.kernels.cuda.rotary_reference import make_heads
 
 PRODUCTS = ("q_proj", "k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
+LATENT_NORM = "kv_a_layernorm"
 TRIED = "moe_infinity_trial"  # the name of an attention that only notes what it is given
-TRIED_POSITION = 5
+TRIED_POSITIONS = (5, 9)
 STRENGTHS = (1, 8)  # of numbers in a trial: what limits large ones is seen
 SETTINGS = ("scaling", "sliding_window", "s_aux", "softcap")  # what a module may tell attention
+# Arguments of a module that it does not hand on.
+OF_MODULE = ("position_embeddings", "past_key_values", "attention_mask")
+EAGER = "eager_attention_forward"  # beside the class of a module
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +44,7 @@ MakeHeads = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Handed(NamedTuple):
-    """What a module hands to attention for a token of each sequence: [B, heads, width] each."""
+    """What a module hands to attention for each token: [B, heads, width]."""
 
     query: Tensor
     key: Tensor
@@ -69,21 +74,23 @@ class _Latent:
     """Queries, and a latent in place of keys and values: DeepSeek-V2 and those like it."""
 
     def __init__(self, module: Any, heads: Heads) -> None:
+        self._is_query_latent = getattr(module, "q_a_proj", None) is not None
+        first = module.q_a_proj if self._is_query_latent else module.q_proj
+        self.weight, self.bias = joined([first, module.kv_a_proj_with_mqa])
+        self._stop = first.out_features
         self._module = module
         self._heads = heads
 
     def make(self, x_BD: Tensor, angles: tuple[Tensor, Tensor], make_heads: MakeHeads) -> Handed:
         module = self._module
-        if getattr(module, "q_a_proj", None) is not None:
-            query_BC = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x_BD)))
-        else:
-            query_BC = module.q_proj(x_BD)
-        compressed_BC = module.kv_a_proj_with_mqa(x_BD)
-        rank = module.kv_lora_rank
-        latent_Br = module.kv_a_layernorm(compressed_BC[:, :rank])
-        given = query_BC, compressed_BC[:, rank:], None, None
-        query_BHd, key_B1p = make_heads(*given, *angles, self._heads)
-        return Handed(query_BHd, latent_Br[:, None], key_B1p)
+        columns_BC = linear(x_BD, self.weight, self.bias)
+        query_BC = columns_BC[:, : self._stop]
+        if self._is_query_latent:
+            query_BC = module.q_b_proj(module.q_a_layernorm(query_BC))
+        given = query_BC, columns_BC[:, self._stop :], None, module.kv_a_layernorm.weight
+        query_BHd, key_B1C = make_heads(*given, *angles, self._heads)
+        rank = self._heads.normed_key
+        return Handed(query_BHd, key_B1C[..., :rank], key_B1C[..., rank:])
 
 
 class Found(NamedTuple):
@@ -97,31 +104,45 @@ class Found(NamedTuple):
 class FusedAttention:
     """In place of the forward method of one attention module."""
 
-    def __init__(self, module: Any, found: Found, angles: Angles) -> None:
+    def __init__(self, module: Any, found: Found, angles: Angles, make_heads: MakeHeads) -> None:
         self._module = module
         self._stock: Callable[..., Any] = module.forward
         self._found = found
+        self._make_heads = make_heads
         self.way = _way_of(module, found.heads)
         self._angles = angles
         self._children = dict(module.named_children())
+        self._eager = vars(sys.modules[type(module).__module__]).get(EAGER)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the stock method."""
-        place = None if args else self._place(kwargs.get("past_key_values"))
-        angles = kwargs.get("position_embeddings")
-        if place is None or angles is None or not self._is_as_found():
+        given = kwargs.get("position_embeddings")
+        attend = self._attention()
+        is_watched = torch.is_grad_enabled() or not self._is_as_found()
+        if args or given is None or attend is None or is_watched:
             return self._stock(hidden_states, *args, **kwargs)
-        handed = self.way.make(
-            hidden_states[:, 0], self._angles.of(angles), place.kernels.make_heads
-        )
-        query, key, value = (x[:, :, None] for x in handed)
-        setattr(key, NAME, place)
-        settings = dict(self._found.settings)
+        module = self._module
+        shape = hidden_states.shape[:2]
+        angles = self._angles.of(given, shape.numel())
+        handed = self.way.make(hidden_states.flatten(0, 1), angles, self._make_heads)
+        query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in handed)
+        cache = kwargs.get("past_key_values")
+        if cache is not None:
+            key, value = cache.update(key, value, module.layer_idx)
+        if hasattr(module, EXPAND):
+            key, value = module.expand_kv(key, value)
+        settings = self._found.settings | {k: v for k, v in kwargs.items() if k not in OF_MODULE}
         if self._found.sinks is not None:
-            settings["s_aux"] = self._module.get_parameter(self._found.sinks)
-        out, _ = attend_cached(self._module, query, key, value, None, **settings)
-        last = self._module.o_proj
-        return linear(out.flatten(2), last.weight, last.bias), None
+            settings["s_aux"] = module.get_parameter(self._found.sinks)
+        mask = kwargs.get("attention_mask")
+        out, weights = attend(module, query, key, value, mask, dropout=0.0, **settings)
+        return module.o_proj(out.flatten(2)), weights
+
+    def _attention(self) -> Callable[..., Any] | None:
+        """What the model calls, which is ours in decode steps."""
+        name = self._module.config._attn_implementation
+        found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get_interface(name, self._eager)
+        return found
 
     def _is_as_found(self) -> bool:
         """Whether nobody has replaced a part, or watches one."""
@@ -131,15 +152,14 @@ class FusedAttention:
             for name, own in self._children.items()
         )
 
-    def _place(self, cache: Any) -> Place | None:
-        """Of its layer, in a decode step over a cache that kernels know."""
-        layers = getattr(cache, "layers", ())
-        index = self._module.layer_idx
-        return vars(layers[index]).get(NAME) if index < len(layers) else None
 
-
-def fuse_attention(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+def fuse_attention(
+    model: nn.Module, device: torch.device
+) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     """The attention modules that kernels can compute, each with its new forward method."""
+    kernels = attention_kernels(device)
+    if kernels is None:
+        return
     rotations = [m for m in model.modules() if hasattr(m, "inv_freq") and not list(m.children())]
     known: dict[Any, Found | None] = {}
     angles: dict[int, Angles] = {}
@@ -153,26 +173,7 @@ def fuse_attention(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., 
         if found is not None:
             num_pairs = found.heads.rotated // 2
             of_step = angles.setdefault(num_pairs, Angles(num_pairs))
-            yield module, FusedAttention(module, found, of_step).forward
-
-
-def joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """The weights of several layers as one, and so their biases. Each layer's own becomes a part of
-    it. Raises ValueError if only some have a bias.
-    """
-    biases = [each.bias for each in linears if each.bias is not None]
-    if len(biases) not in (0, len(linears)):
-        raise ValueError("only some have a bias")
-    sizes = [each.out_features for each in linears]
-    with torch.no_grad():
-        weight = torch.cat(tuple(each.weight for each in linears))
-        bias = torch.cat(tuple(biases)) if biases else None
-    for each, part in zip(linears, weight.split(sizes), strict=True):
-        each.weight.data = part
-    if bias is not None:
-        for each, part in zip(linears, bias.split(sizes), strict=True):
-            each.bias.data = part
-    return weight, bias
+            yield module, FusedAttention(module, found, of_step, kernels.make_heads).forward
 
 
 def _way_of(module: Any, heads: Heads) -> _Usual | _Latent:
@@ -207,22 +208,23 @@ def _find(module: nn.Module, rotations: Sequence[nn.Module]) -> Found | None:
 
 
 class _Trial:
-    """A module's own code on one random token."""
+    """A module's own code on two random tokens."""
 
     def __init__(self, module: nn.Module, rotation: nn.Module, strength: float) -> None:
         self._module = in_float32(module).cpu()
         self._stock = module
         make = torch.Generator().manual_seed(4)
         width = next(p.shape[1] for p in self._module.parameters() if p.dim() == 2)
-        x_1D = torch.randn(1, width, generator=make, dtype=torch.float32, device="cpu")
-        self._x_1D = strength * x_1D
-        positions = torch.full((1, 1), TRIED_POSITION, dtype=torch.long, device="cpu")
-        angles = in_float32(rotation).cpu()(self._x_1D[None], positions)
+        shape = len(TRIED_POSITIONS), width
+        x_TD = torch.randn(shape, generator=make, dtype=torch.float32, device="cpu")
+        self._x_TD = strength * x_TD
+        positions = torch.tensor([TRIED_POSITIONS], dtype=torch.long, device="cpu")
+        angles = in_float32(rotation).cpu()(self._x_TD[None], positions)
         self._angles = angles
         self._given: Tensor
         with self._noting():
             out, *_ = self._module(
-                self._x_1D[None],
+                self._x_TD[None],
                 position_embeddings=angles,
                 attention_mask=None,
                 past_key_values=None,
@@ -240,7 +242,9 @@ class _Trial:
     def _note(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **more: Any
     ) -> Any:
-        self.handed = Handed(query[:, :, 0], key[:, :, 0], value[:, :, 0])
+        self.handed = Handed(*(x[0].transpose(0, 1) for x in (query, key, value)))
+        if more.keys() - {*SETTINGS, "dropout"}:
+            raise ValueError(f"attention is told {sorted(more)}")
         self.settings = {name: more[name] for name in SETTINGS if more.get(name) is not None}
         own = dict(module.named_parameters(recurse=False))
         s_aux = self.settings.pop("s_aux", None)
@@ -249,41 +253,42 @@ class _Trial:
             raise ValueError("sinks that are no parameter")
         wide = module.o_proj.in_features // query.shape[1]
         make = torch.Generator().manual_seed(5)
-        shape = 1, 1, query.shape[1], wide
+        shape = 1, query.shape[2], query.shape[1], wide
         self._given = torch.randn(shape, generator=make, dtype=torch.float32, device="cpu")
         return self._given, None
 
     def candidates(self) -> Iterator[Heads]:
         query, key, _ = self.handed
         is_latent = hasattr(self._module, EXPAND)
-        if is_latent:
-            key = self.handed.value
-        norm: dict[str, Any] = {}
-        if not is_latent and hasattr(self._module, HEAD_NORMS[0]):
-            own = [getattr(self._stock, name) for name in HEAD_NORMS]
+        rank = key.shape[2] if is_latent else 0
+        width = self.handed.value.shape[2] if is_latent else key.shape[2]
+        names = [LATENT_NORM] if is_latent else HEAD_NORMS
+        norm: dict[str, Any] = {"normed_key": rank}
+        if hasattr(self._module, names[0]):
+            own = [getattr(self._stock, name) for name in names]
             forms = {form_of(each) for each in own}
             if len(forms) > 1 or None in forms:
                 raise ValueError("norms that kernels do not know")
             eps = [eps_of(each) for each in own]
-            norm = {"norm_form": forms.pop(), "query_eps": eps[0], "key_eps": eps[1]}
-            norm["norms_all"] = len(own[0].weight) != query.shape[2]
+            norm |= {"norm_form": forms.pop(), "query_eps": eps[0], "key_eps": eps[-1]}
+            norm["norms_all"] = not is_latent and len(own[0].weight) != query.shape[2]
         cos = self._angles.real if isinstance(self._angles, Tensor) else self._angles[0]
         for rotated, pairs in product((cos.shape[-1], 2 * cos.shape[-1]), PAIRS):
-            if rotated <= key.shape[2]:
+            if rotated <= width:
                 yield Heads(
                     num_heads=query.shape[1],
                     num_groups=key.shape[1],
                     query_width=query.shape[2],
-                    key_width=key.shape[2],
+                    key_width=rank + width,
                     rotated=rotated,
                     first_rotated=query.shape[2] - rotated if is_latent else 0,
-                    first_rotated_key=0,
+                    first_rotated_key=rank,
                     pairs=pairs,
                     **norm,
                 )
 
     def passes(self, heads: Heads) -> bool:
         """Whether our way hands over the same."""
-        angles = Angles(heads.rotated // 2).of(self._angles)
-        found = _way_of(self._module, heads).make(self._x_1D, angles, make_heads)
+        angles = Angles(heads.rotated // 2).of(self._angles, len(self._x_TD))
+        found = _way_of(self._module, heads).make(self._x_TD, angles, make_heads)
         return all(map(is_close, found, self.handed))

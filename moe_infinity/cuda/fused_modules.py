@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from moe_infinity.cuda.attention_modules import fuse_attention
-from moe_infinity.cuda.norms import fuse_norms
+from moe_infinity.cuda.decoder_layers import fuse_layers
+from moe_infinity.cuda.mlps import fuse_mlps
+from moe_infinity.cuda.norms import find_norms
 from moe_infinity.cuda.routers import fuse_routers
 
 
@@ -14,10 +16,13 @@ class FusedModules:
     """They have other forward methods, until close()."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
+        norms = find_norms(model, device)
         found = [
-            *fuse_norms(model, device),
-            *fuse_attention(model),
+            *((module, norm.forward) for module, norm in norms.items()),
+            *fuse_attention(model, device),
             *fuse_routers(model, device),
+            *fuse_mlps(model, device),
+            *fuse_layers(model, norms),
         ]
         self.modules = [module for module, _ in found]
         for module, forward in found:

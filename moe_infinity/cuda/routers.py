@@ -19,7 +19,6 @@ from moe_infinity.kernels import has_triton_kernels
 from moe_infinity.kernels.cuda import routing_reference
 from moe_infinity.kernels.cuda.choice import GROUP_SCORES, SCORES, SHARES, ExpertChoice
 
-MOST_TOKENS = 64  # that kernels are used for
 TRIED_TOKENS = 32
 GROUPS = ("num_group", "n_group", "num_expert_groups")  # attributes: into how many groups,
 KEPT_GROUPS = ("topk_group", "top_k_group")  # and how many of them are kept
@@ -75,7 +74,7 @@ def _forward(module: Any, found: FoundRouter, kernels: RouterKernels) -> Callabl
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         weight = module.weight
         x_TD = hidden_states.reshape(-1, weight.shape[1])
-        if torch.is_grad_enabled() or len(x_TD) > MOST_TOKENS or args or kwargs:
+        if torch.is_grad_enabled() or args or kwargs:
             return stock(hidden_states, *args, **kwargs)
         logits_TE = kernels.router_logits(x_TD, weight, getattr(module, "bias", None))
         correction = None if found.correction is None else getattr(module, found.correction)

@@ -26,9 +26,10 @@ from moe_infinity.cuda.cached_step import AttentionKernels, CachedStep, Place
 from moe_infinity.cuda.device_steps import StepState
 from moe_infinity.cuda.device_table import DeviceTable
 from moe_infinity.cuda.graphed_step import CACHE, GraphedStep
+from moe_infinity.cuda.mlps import FusedMlp
 from moe_infinity.cuda.slot_kernels import SlotKernels
 from moe_infinity.engine.compute import LayerComputer
-from moe_infinity.kernels.cuda.heads import Heads
+from moe_infinity.kernels.cuda import rotary_reference
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
 from tests.cuda.fake_cuda import FakeCudaDevice
 
@@ -108,7 +109,8 @@ def move(model: PreTrainedModel, cache: DynamicCache) -> None:
                 module._buffers[name] = nowhere(buffer)
     fused = [getattr(vars(m).get("forward"), "__self__", None) for m in model.modules()]
     ways = [each.way for each in fused if isinstance(each, FusedAttention)]
-    for held in map(vars, ways):  # weights of several modules as one
+    joined = [*ways, *(each for each in fused if isinstance(each, FusedMlp))]
+    for held in map(vars, joined):  # weights of several modules as one
         held.update({k: nowhere(v) for k, v in held.items() if isinstance(v, Tensor)})
     for layer in cache.layers:
         for held in (vars(layer), *(v for v in vars(layer).values() if isinstance(v, dict))):
@@ -153,19 +155,19 @@ def attend(query_BHd: Tensor, key_BGd: Tensor, value_BGv: Tensor, *_: Any, **__:
     return query_BHd.new_empty(*query_BHd.shape[:2], value_BGv.shape[-1])
 
 
-def attend_latent(query_BHr: Tensor, *_: Any, **__: Any) -> Tensor:
-    return query_BHr.new_empty(query_BHr.shape)
+def attend_latent(
+    query_BHr: Tensor,
+    _: Tensor,
+    __: Tensor,
+    ___: Tensor,
+    expand_Hvr: Tensor,
+    *____: Any,
+    **more: Any,
+) -> Tensor:
+    return query_BHr.new_empty(*query_BHr.shape[:2], expand_Hvr.shape[1])
 
 
-def make_heads(
-    query_BC: Tensor, key_BC: Tensor, _: Any, __: Any, cos: Tensor, sin: Tensor, heads: Heads
-) -> tuple[Tensor, Tensor]:
-    num_seqs = len(query_BC)
-    query_BHd = query_BC.new_empty(num_seqs, heads.num_heads, heads.query_width)
-    return query_BHd, key_BC.new_empty(num_seqs, heads.num_groups, heads.key_width)
-
-
-ATTENTION_KERNELS = AttentionKernels(attend, attend_latent, make_heads)
+ATTENTION_KERNELS = AttentionKernels(attend, attend_latent, rotary_reference.make_heads)
 
 
 class Captured(BaseException):

@@ -125,8 +125,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     def attend(plain: Callable[..., Tensor], query: Tensor, *args: Any, **more: Any) -> Tensor:
         if not recording:
             return plain(query, *args, **more)
-        value = args[1]  # of a latent: what is rotated
-        width = query.shape[-1] if plain is attend_latent else value.shape[-1]
+        width = args[3].shape[1] if plain is attend_latent else args[1].shape[-1]
         out = query.new_empty(*query.shape[:-1], width)
         recording[-1].calls.append(lambda: out.copy_(plain(query, *args, **more)))
         return out

@@ -1,10 +1,12 @@
-"""How many kernels a captured decode step launches for a layer, on a device that is nowhere."""
+"""How many kernels the host launches for a layer: in a captured decode step, on a device that is
+nowhere, and in a prompt.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,20 +14,26 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.gpu_models import deepseek_v2_lite, qwen3
-from moe_infinity.cuda import norms, routers
+from moe_infinity.cuda import attention_modules, mlps, norms, routers
+from moe_infinity.cuda.cached_step import AttentionKernels
+from moe_infinity.cuda.norms import NormKernels
 from moe_infinity.cuda.routers import RouterKernels
 from moe_infinity.experts import Phase, Step
-from moe_infinity.kernels.cuda import norms_reference, routing_reference
-from moe_infinity.kernels.cuda.choice import ExpertChoice
+from moe_infinity.kernels.cuda import (
+    norms_reference,
+    reference,
+    rotary_reference,
+    routing_reference,
+)
+from tests.cuda import no_device
 from tests.cuda.fast_device import on_device
-from tests.cuda.no_device import NOWHERE, Captured, capturing
-from tests.cuda.on_device import greedy
+from tests.cuda.no_device import Captured, capturing
+from tests.cuda.on_device import PROMPT, greedy
 from tests.cuda.recorded_graph import Recorder
 
 # They launch nothing: they allocate, or look at a tensor in another way.
@@ -33,11 +41,9 @@ WITHOUT_KERNEL = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
     "aten::_unsafe_view", "aten::detach", "aten::lift_fresh", "aten::_reshape_alias",
 }  # fmt: skip
-PLAIN_NORM = norms_reference.plain_rms_norm
 OF_EXPERTS = 5  # resolve, fill, up, down, sum
-OF_ATTENTION = 3  # heads; splits of the tokens, and what puts them together
 # For a layer. As the modules' own code launches them there are 68 and 62; wanted are 16 and 18.
-MOST_NODES = {"qwen3": (qwen3, 16), "deepseek-v2-lite": (deepseek_v2_lite, 26)}
+MOST_NODES = {"qwen3": (qwen3, 14), "deepseek-v2-lite": (deepseek_v2_lite, 18)}
 
 
 class Nodes(TorchDispatchMode):
@@ -55,57 +61,83 @@ class Nodes(TorchDispatchMode):
             self.found[name] += 1
         return func(*args, **kwargs or {})
 
-    def norm(self, x: Tensor, *args: Any) -> Tensor:
-        if x.device != NOWHERE:  # before the step that is counted
-            return PLAIN_NORM(x, *args)
-        self.found["norm"] += 1
-        return x.new_empty(x.shape)
+    def counted(self, name: str, compute: Callable[..., Any], launches: int = 1) -> Any:
+        """It counts as so many, whatever it does here."""
 
-    def counted_norm(self, x: Tensor, *args: Any) -> Tensor:
-        """By a CPU."""
-        before = Counter(self.found)
-        out = PLAIN_NORM(x, *args)
-        self.found = before + Counter(norm=1)
-        return out
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = Counter(self.found)
+            out = compute(*args, **kwargs)
+            self.found = before + Counter({name: launches})
+            return out
 
-    def router_logits(self, x_BD: Tensor, weight_ED: Tensor, bias: Tensor | None = None) -> Tensor:
-        if x_BD.device != NOWHERE:
-            return routing_reference.router_logits(x_BD, weight_ED, bias)
-        self.found["router"] += 1
-        return x_BD.new_empty(len(x_BD), len(weight_ED), dtype=torch.float32)
+        return run
 
-    def choose(self, logits_BE: Tensor, correction: Tensor | None, choice: ExpertChoice) -> Any:
-        if logits_BE.device != NOWHERE:
-            return routing_reference.choose(logits_BE, correction, choice)
-        self.found["choice"] += 1
-        shape = len(logits_BE), choice.top_k
-        shares_BK = logits_BE.new_empty(shape, dtype=choice.dtype)
-        return logits_BE.new_empty(shape, dtype=torch.int64), shares_BK
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Inside, models that are opened have kernels that are counted."""
+        counted = self.counted
+        of_norms = NormKernels(
+            counted("norm", norms_reference.plain_rms_norm),
+            counted("sum and norm", norms_reference.plain_add_rms_norm),
+        )
+        of_routers = RouterKernels(
+            counted("router", routing_reference.router_logits),
+            counted("choice", routing_reference.choose),
+        )
+        of_attention = AttentionKernels(  # splits of the tokens, and what puts them together
+            counted("attention", no_device.attend, 2),
+            counted("attention", no_device.attend_latent, 2),
+            counted("heads", rotary_reference.make_heads),
+        )
+        given = [
+            (norms, "norm_kernels", of_norms),
+            (routers, "router_kernels", of_routers),
+            (attention_modules, "attention_kernels", of_attention),
+            (mlps, "gated_kernel", counted("activation", reference.gated)),
+        ]
+        with ExitStack() as patched:
+            for module, name, kernels in given:
+                patched.enter_context(mock.patch.object(module, name, return_value=kernels))
+            patched.enter_context(mock.patch.object(no_device, "ATTENTION_KERNELS", of_attention))
+            yield
 
 
-def nodes_of_a_step(config: Any, folder: Path) -> Counter[str]:
+def nodes_of_a_step(config: Any, folder: Path, num_seqs: int = 1) -> Counter[str]:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     nodes = Nodes()
-    patched = mock.patch.object(norms, "plain_rms_norm", nodes.norm)
-    kernels = RouterKernels(nodes.router_logits, nodes.choose)
-    choosing = mock.patch.object(routers, "router_kernels", return_value=kernels)
-    with patched, choosing, capturing(), on_device(folder, "100%", "100%") as moe:
+    with nodes.kernels(), capturing(), on_device(folder, "100%", "100%") as moe:
         with pytest.raises(Captured) as captured:
-            greedy(moe, num_tokens=4)
+            greedy(moe, PROMPT.expand(num_seqs, -1), num_tokens=4)
+        nodes.found.clear()
         with torch.no_grad(), nodes:
             captured.value.run()
     return nodes.found
 
 
+def of_a_layer(count: Callable[[Any, Path], Counter[str]], config_of: Any, folder: Path) -> Any:
+    """Of each kind, given how many whole models take."""
+    few, more = (count(config_of(layers, is_tiny=True), folder / str(layers)) for layers in (2, 4))
+    return Counter({kind: (more[kind] - few[kind]) // 2 for kind in more})
+
+
 @pytest.mark.parametrize("name", MOST_NODES)
 def test_a_layer_takes_no_more_kernels_than_before(name, tmp_path):
     config_of, most = MOST_NODES[name]
-    few, more = (
-        nodes_of_a_step(config_of(layers, is_tiny=True), tmp_path / str(layers))
-        for layers in (2, 4)
-    )
-    of_a_layer = Counter({kind: (more[kind] - few[kind]) // 2 for kind in more})
-    assert of_a_layer.total() + OF_EXPERTS + OF_ATTENTION <= most, +of_a_layer
+    found = of_a_layer(nodes_of_a_step, config_of, tmp_path)
+    assert found.total() + OF_EXPERTS <= most, +found
+
+
+@pytest.mark.parametrize("num_seqs", [8, 9, 16, 32])
+@pytest.mark.parametrize("name", MOST_NODES)
+def test_a_layer_takes_one_kernel_more_for_any_number_of_sequences(name, num_seqs, tmp_path):
+    """What sorts pairs by expert."""
+    config_of, most = MOST_NODES[name]
+
+    def count(config: Any, folder: Path) -> Counter[str]:
+        return nodes_of_a_step(config, folder, num_seqs)
+
+    found = of_a_layer(count, config_of, tmp_path)
+    assert found.total() + OF_EXPERTS + 1 <= most + 1, +found
 
 
 def host_operations(config: Any, folder: Path, graphs: list[Recorder]) -> Counter[str]:
@@ -143,45 +175,39 @@ def test_a_step_in_a_graph_takes_the_same_few_copies_for_any_number_of_layers(tm
     assert few.total() <= 6, few
 
 
-# Wanted are 25: positions and routers of prompts are computed by the modules' own code.
-MOST_OF_A_PROMPT = {"qwen3": 35, "deepseek-v2-lite": 39}
+MOST_OF_A_PROMPT = {"qwen3": 15, "deepseek-v2-lite": 22}  # wanted are 25
 OF_MANY_ROWS = 5  # plan, up, down, sum of experts; the copy of the routing, which the host awaits
 
 
 def of_a_prompt(config: Any, folder: Path) -> Counter[str]:
-    """Of 128 tokens, without experts. Attention by torch is one operation."""
+    """Without experts. Attention by torch is one operation."""
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     nodes = Nodes()
-    patched = mock.patch.object(norms, "_norm_for", return_value=nodes.counted_norm)
-    with patched, on_device(folder, "100%", "100%") as moe, moe.engine.without_experts():
-        ids = torch.ones(1, 128, dtype=torch.int64)
+    with (
+        nodes.kernels(),
+        on_device(folder, "100%", "100%") as moe,
+        moe.engine.without_experts(),
+    ):
+        ids = torch.ones(1, 2048, dtype=torch.int64)
         nodes.found.clear()  # of trials
-        with torch.no_grad(), nodes, attention_is_one(nodes):
+        attend = nodes.counted("attention", functional.scaled_dot_product_attention)
+        counting = mock.patch.object(functional, "scaled_dot_product_attention", attend)
+        with torch.no_grad(), nodes, counting:
             moe.model.forward(input_ids=ids, use_cache=True)
     return nodes.found
 
 
-@contextmanager
-def attention_is_one(nodes: Nodes) -> Iterator[None]:
-    attend = functional.scaled_dot_product_attention
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        before = Counter(nodes.found)
-        out = attend(*args, **kwargs)
-        nodes.found = before + Counter(attention=1)
-        return out
-
-    with mock.patch.object(functional, "scaled_dot_product_attention", counted):
-        yield
-
-
+@pytest.mark.parametrize("num_experts", [8, 256])
 @pytest.mark.parametrize("name", MOST_NODES)
-def test_a_layer_of_a_prompt_takes_few_operations(name, tmp_path):
+def test_a_layer_of_a_prompt_takes_few_operations(name, num_experts, tmp_path):
     config_of, _ = MOST_NODES[name]
-    few, more = (
-        of_a_prompt(config_of(layers, is_tiny=True), tmp_path / str(layers)) for layers in (2, 4)
-    )
-    of_a_layer = Counter({kind: (more[kind] - few[kind]) // 2 for kind in more})
-    assert of_a_layer["attention"] == 1
-    del of_a_layer["aten::zeros_like"]  # in place of experts
-    assert of_a_layer.total() + OF_MANY_ROWS <= MOST_OF_A_PROMPT[name], +of_a_layer
+
+    def with_experts(layers: int, *, is_tiny: bool) -> Any:
+        config = config_of(layers, is_tiny=is_tiny)
+        config.num_experts = config.n_routed_experts = num_experts
+        return config
+
+    found = of_a_layer(of_a_prompt, with_experts, tmp_path)
+    assert found["attention"] == 1
+    del found["aten::zeros_like"]  # in place of experts
+    assert found.total() + OF_MANY_ROWS <= MOST_OF_A_PROMPT[name], +found

@@ -12,13 +12,12 @@ _NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def mlp_hidden(gate, up, MLP: tl.constexpr):
+def mlp_hidden(gate, up, ACTIVATION: tl.constexpr):
     """Of any shape, in float32. Without a gate `up` is not looked at."""
-    ACTIVATION: tl.constexpr = MLP.activation
     if ACTIVATION.limit < _NO_LIMIT:
         gate = tl.minimum(gate, ACTIVATION.limit, propagate_nan=_NAN)
     hidden = activated(gate, tl.constexpr(ACTIVATION.function), ACTIVATION.alpha)
-    if MLP.up is not None:
+    if ACTIVATION.is_gated:
         if ACTIVATION.limit < _NO_LIMIT:
             up = tl.clamp(up, -ACTIVATION.limit, ACTIVATION.limit, propagate_nan=_NAN)
         hidden *= up + ACTIVATION.shift

@@ -133,20 +133,6 @@ def attend(
         enable_fp_fusion=True,
     )
     out_BHv = query_BHd.new_empty(num_seqs, num_heads, value_width)
-    combine(sum_BHSv, highest_BHS, total_BHS, sinks_H, out_BHv, shape)
-    return out_BHv
-
-
-def combine(
-    sum_BHSv: Tensor,
-    highest_BHS: Tensor,
-    total_BHS: Tensor,
-    sinks_H: Tensor | None,
-    out_BHv: Tensor,
-    shape: AttentionShape,
-) -> None:
-    """Put the splits together, into `out_BHv`."""
-    num_seqs, num_heads, value_width = out_BHv.shape
     columns = min(COLUMNS, shape.value_columns)
     _combine[(num_seqs * num_heads, triton.cdiv(value_width, columns))](
         sum_BHSv,
@@ -160,6 +146,7 @@ def combine(
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
+    return out_BHv
 
 
 @triton.jit(do_not_specialize=["cached", "scale", "window", "softcap"])
@@ -377,10 +364,20 @@ def _combine(
     row = tl.program_id(0).to(tl.int64)
     column_v = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column_v = column_v < SHAPE.value_width
+    at_S, share_S = shares_of(highest_RS, total_RS, sinks_H, row, HEADS, SHAPE)
+    at_Sv = at_S[:, None] * SHAPE.value_width + column_v[None, :]
+    is_there_Sv = (share_S != 0.0)[:, None] & is_column_v[None, :]
+    sum_Sv = tl.load(sum_RSv + at_Sv, mask=is_there_Sv, other=0.0)
+    out_v = tl.sum(share_S[:, None] * sum_Sv, 0).to(out_Rv.dtype.element_ty)
+    tl.store(out_Rv + row * SHAPE.value_width + column_v, out_v, mask=is_column_v)
+
+
+@triton.jit
+def shares_of(highest_RS, total_RS, sinks_H, row, HEADS: tl.constexpr, SHAPE: tl.constexpr):
+    """Of a head of a sequence: where its splits are, and what their sums are multiplied with."""
     at_S = row * SHAPE.splits + tl.arange(0, SHAPE.splits)
     total_S = tl.load(total_RS + at_S)
-    is_there_S = total_S != 0.0
-    highest_S = tl.load(highest_RS + at_S, mask=is_there_S, other=float("-inf"))
+    highest_S = tl.load(highest_RS + at_S, mask=total_S != 0.0, other=float("-inf"))
     highest = tl.max(highest_S, 0)
     if sinks_H is not None:
         sink = tl.load(sinks_H + row % HEADS).to(tl.float32)
@@ -389,9 +386,4 @@ def _combine(
     total = tl.sum(share_S * total_S, 0)
     if sinks_H is not None:
         total += tl.exp(sink - highest)
-    at_Sv = at_S[:, None] * SHAPE.value_width + column_v[None, :]
-    is_there_Sv = is_there_S[:, None] & is_column_v[None, :]
-    sum_Sv = tl.load(sum_RSv + at_Sv, mask=is_there_Sv, other=0.0)
-    out_v = tl.sum(share_S[:, None] * sum_Sv, 0) / total
-    out_v = out_v.to(out_Rv.dtype.element_ty)
-    tl.store(out_Rv + row * SHAPE.value_width + column_v, out_v, mask=is_column_v)
+    return at_S, share_S / total

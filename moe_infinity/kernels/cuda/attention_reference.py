@@ -77,6 +77,7 @@ def attend_latent(
     rotated_BHp: Tensor,
     latent_Br: Tensor,
     key_Bp: Tensor,
+    expand_Hvr: Tensor,
     cached: Tensor,
     *,
     scale: float,
@@ -95,4 +96,5 @@ def attend_latent(
     weight_BHN = score_BHN.masked_fill(~is_seen_BN[:, None], -torch.inf).softmax(-1)
     # What is not looked at may be anything.
     seen_BNr = latents_BNr.float().masked_fill(~is_seen_BN[:, :, None], 0.0)
-    return (weight_BHN @ seen_BNr).to(query_BHr.dtype)
+    out_BHr = (weight_BHN @ seen_BNr).to(query_BHr.dtype)
+    return torch.einsum("bhr,hvr->bhv", out_BHr.float(), expand_Hvr.float()).to(query_BHr.dtype)

@@ -101,7 +101,7 @@ def sum_pairs(
     num_tokens, top_k = index_TK.shape
     width = out_PD.shape[1]
     sum_TD = torch.empty(num_tokens, width, dtype=dtype, device=out_PD.device)
-    _sum[(triton.cdiv(width, SUM_BLOCK), num_tokens)](
+    _sum[(num_tokens, triton.cdiv(width, SUM_BLOCK))](
         out_PD,
         index_TK,
         weights_TK,
@@ -148,7 +148,7 @@ def _up(
     up_R = gate_R
     if UP is not None:
         up_R = weight * tl.sum(up_RN, 1) + load_bias(slot, is_there, valid_R, UP)
-    hidden_R = mlp_hidden(gate_R, up_R, MLP)
+    hidden_R = mlp_hidden(gate_R, up_R, MLP.activation)
     tl.store(hidden_PF + pair * GATE.num_rows + row_R, hidden_R, mask=row_R < GATE.num_rows)
 
 
@@ -198,8 +198,8 @@ def _sum(
     IS_WEIGHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    token = tl.program_id(1).to(tl.int64)
-    column_D = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    column_D = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     sum_D = tl.zeros((BLOCK,), tl.float32)
     for k in range(TOP_K):
         pair = token * TOP_K + k

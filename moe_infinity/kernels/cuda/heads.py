@@ -24,7 +24,8 @@ class Heads(NamedTuple):
     first_rotated: int  # column of a query
     first_rotated_key: int  # column of a key
     pairs: str
-    norm_form: str | None = None  # one of cuda/norms.py's FORMS; None: no norm
+    norm_form: str | None = None  # one of norms_reference.py's FORMS, of those that have a weight
     query_eps: float = 0.0
     key_eps: float = 0.0
     norms_all: bool = False  # all heads of a token together, not each on its own
+    normed_key: int = 0  # so many columns of a key have a norm, the first ones; 0: all

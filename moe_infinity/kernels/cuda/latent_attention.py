@@ -2,7 +2,10 @@
 whose cache has a latent and a rotated key for each token, the same for all heads. A latent is key
 and value at once, and is read once for both.
 
-Splits and what puts them together are those of attention.py.
+    attend_latent  [split, tile of heads]     of some chunks of tokens: sum of weights times latents
+    expand         [head, block of columns]   the sums of all splits, times what expands a latent
+
+Splits are those of attention.py.
 
 Legend: as in attention.py, and r columns of a latent, p of a rotated key.
 """
@@ -24,7 +27,6 @@ from moe_infinity.kernels.cuda.attention import (
     AttentionShape,
     add_chunk,
     append,
-    combine,
     heads_of,
     load_rows,
     mask_of,
@@ -32,10 +34,14 @@ from moe_infinity.kernels.cuda.attention import (
     places_of,
     product,
     rows_at,
+    shares_of,
 )
 from moe_infinity.kernels.cuda.slot_mlp import LOAD_BYTES
 
 _LOAD_BYTES = tl.constexpr(LOAD_BYTES)
+
+COLUMNS = 32  # of values, that a program of expand makes
+RANK_BLOCK = 64  # columns of latents that it sums together
 
 
 def shape_of_latents(num_heads: int, latent_Br: Tensor, key_Bp: Tensor) -> AttentionShape:
@@ -66,13 +72,15 @@ def attend_latent(
     rotated_BHp: Tensor,
     latent_Br: Tensor,
     key_Bp: Tensor,
+    expand_Hvr: Tensor,
     cached: Tensor,
     *,
     scale: float,
 ) -> Tensor:
-    """[B, H, r] in the dtype of the query. `cached` is a CachedLayer in int64: its keys are latents
+    """[B, H, v] in the dtype of the query. `cached` is a CachedLayer in int64: its keys are latents
     [B, 1, N, r], its values rotated keys [B, 1, N, p], and the new ones are written to them, as the
-    last token. Rows are contiguous, and of one dtype, as the cache is.
+    last token. Rows are contiguous, and of one dtype, as the cache is. The sum of latents is
+    rounded before it is expanded.
     """
     num_seqs, num_heads, rank = query_BHr.shape
     given = query_BHr, rotated_BHp, latent_Br, key_Bp
@@ -99,9 +107,61 @@ def attend_latent(
         num_stages=STAGES,
         enable_fp_fusion=True,
     )
-    out_BHr = torch.empty(num_seqs, num_heads, rank, dtype=query_BHr.dtype, device=device)
-    combine(sum_BHSr, highest_BHS, total_BHS, None, out_BHr, shape)
-    return out_BHr
+    num_values = expand_Hvr.shape[1]
+    out_BHv = torch.empty(num_seqs, num_heads, num_values, dtype=query_BHr.dtype, device=device)
+    assert expand_Hvr.stride(2) == 1, expand_Hvr.stride()
+    _expand[(num_seqs * num_heads, triton.cdiv(num_values, COLUMNS))](
+        sum_BHSr,
+        highest_BHS,
+        total_BHS,
+        expand_Hvr,
+        out_BHv,
+        *expand_Hvr.stride()[:2],
+        num_values,
+        HEADS=num_heads,
+        SHAPE=shape,
+        COLUMNS=COLUMNS,
+        BLOCK=min(RANK_BLOCK, shape.columns),
+        num_warps=WARPS,
+        enable_fp_fusion=True,
+    )
+    return out_BHv
+
+
+@triton.jit(do_not_specialize=["num_values"])
+def _expand(
+    sum_RSr,
+    highest_RS,
+    total_RS,
+    expand_Hvr,
+    out_Rv,
+    expand_head,
+    expand_row,
+    num_values,
+    HEADS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """R is a head of a sequence."""
+    DTYPE: tl.constexpr = out_Rv.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column_v = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column_v = column_v < num_values
+    at_S, share_S = shares_of(highest_RS, total_RS, None, row, HEADS, SHAPE)
+    expand_v1 = (expand_Hvr + row % HEADS * expand_head + column_v * expand_row)[:, None]
+    out_v = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, SHAPE.width, BLOCK):
+        rank_r = first + tl.arange(0, BLOCK)
+        is_rank_r = rank_r < SHAPE.width
+        at_Sr = at_S[:, None] * SHAPE.width + rank_r[None, :]
+        is_there_Sr = (share_S != 0.0)[:, None] & is_rank_r[None, :]
+        sum_Sr = tl.load(sum_RSr + at_Sr, mask=is_there_Sr, other=0.0)
+        latent_r = tl.sum(share_S[:, None] * sum_Sr, 0).to(DTYPE).to(tl.float32)
+        is_there_vr = is_column_v[:, None] & is_rank_r[None, :]
+        expand_vr = tl.load(expand_v1 + rank_r[None, :], mask=is_there_vr, other=0.0)
+        out_v += tl.sum(expand_vr.to(tl.float32) * latent_r[None, :], 1)
+    tl.store(out_Rv + row * num_values + column_v, out_v.to(DTYPE), mask=is_column_v)
 
 
 @triton.jit(do_not_specialize=["cached", "scale"])

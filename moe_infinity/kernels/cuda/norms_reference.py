@@ -20,3 +20,11 @@ def plain_rms_norm(x: Tensor, weight_D: Tensor, eps: float, form: str) -> Tensor
         return weight_D * normed.to(x.dtype)
     weight = weight_D.float() + 1.0 if form == "plus one" else weight_D.float()
     return (normed * weight).to(x.dtype)
+
+
+def plain_add_rms_norm(
+    x: Tensor, added: tuple[Tensor, ...], weight_D: Tensor, eps: float, form: str
+) -> tuple[Tensor, Tensor]:
+    """The sum of x and the sum of the others, and its norm. Every sum is rounded."""
+    total = x + sum(added[1:], added[0])
+    return total, plain_rms_norm(total, weight_D, eps, form)

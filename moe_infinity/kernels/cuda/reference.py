@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.layout import SCALES, view_of
+from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cuda.slot_mlp import Matrix, SlotMlp
 
 
@@ -60,6 +61,12 @@ def sum_pairs(
                 weight = 1.0 if mlp.weighs_input else weights_TK[t, k].float()
                 sum_TD[t] += weight * out_PD[t * len(index_K) + k]
     return sum_TD.to(dtype)
+
+
+def gated(gate_up_TC: Tensor, activation: Activation) -> Tensor:
+    """See kernels/cuda/gated.py."""
+    gate_TF, up_TF = gate_up_TC.float().chunk(2, -1)
+    return activation(gate_TF, up_TF).to(gate_up_TC.dtype)
 
 
 def _bias(matrix: Matrix, slot: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Queries and keys of one new token of each sequence, made of products in one kernel: norms of
-heads and rotary positions. kernels/cuda/rotary_reference.py has the definition.
+"""Queries and keys of tokens, made of products in one kernel: norms of heads and rotary positions.
+kernels/cuda/rotary_reference.py has the definition.
 
-Legend: B sequences, H heads of queries, G of keys, d columns of a head, C columns of a row, R pairs
-of columns that are rotated together.
+Legend: B tokens, H heads of queries, G of keys, d columns of a head, C columns of a row, R pairs of
+columns that are rotated together.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def make_heads(
 ) -> tuple[Tensor, Tensor]:
     """[B, H, d] and [B, G, d] in the dtype of the rows, whose first columns are the heads' side by
     side; rows may be parts of longer ones. Norms have a weight for each column of a head, or of all
-    heads. Cosines and sines are float32; with one row they are those of every sequence.
+    heads; without one there is none. Cosines and sines are float32; with one row they are those of
+    every token.
     """
-    num_seqs = len(query_BC)
+    num_tokens = len(query_BC)
     assert query_BC.stride(1) == key_BC.stride(1) == 1, (query_BC.stride(), key_BC.stride())
     assert cos_BR.dtype == sin_BR.dtype == torch.float32, cos_BR.dtype
     assert cos_BR.shape[1] == sin_BR.shape[1] == heads.rotated // 2, cos_BR.shape
-    query_BHd = query_BC.new_empty(num_seqs, heads.num_heads, heads.query_width)
-    key_BGd = query_BC.new_empty(num_seqs, heads.num_groups, heads.key_width)
-    _make_heads[(heads.num_heads + heads.num_groups, num_seqs)](
+    query_BHd = query_BC.new_empty(num_tokens, heads.num_heads, heads.query_width)
+    key_BGd = query_BC.new_empty(num_tokens, heads.num_groups, heads.key_width)
+    _make_heads[(num_tokens, heads.num_heads + heads.num_groups)](
         query_BC,
         key_BC,
         query_norm,
@@ -71,22 +72,23 @@ def _make_heads(
     key_eps,
     HEADS: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    seq = tl.program_id(1).to(tl.int64)
-    cos_R = cos_BR + seq * angle_row
-    sin_R = sin_BR + seq * angle_row
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    cos_R = cos_BR + token * angle_row
+    sin_R = sin_BR + token * angle_row
     if head < HEADS.num_heads:
-        out = query_BHd + (seq * HEADS.num_heads + head) * HEADS.query_width
+        out = query_BHd + (token * HEADS.num_heads + head) * HEADS.query_width
         _make_head(
-            query_BC + seq * query_row, head, query_norm, cos_R, sin_R, out, query_eps,
-            HEADS.num_heads, HEADS.query_width, HEADS.first_rotated, HEADS,
+            query_BC + token * query_row, head, query_norm, cos_R, sin_R, out, query_eps,
+            HEADS.num_heads, HEADS.query_width, HEADS.first_rotated, HEADS.query_width, HEADS,
         )  # fmt: skip
     else:
         head -= HEADS.num_heads
-        out = key_BGd + (seq * HEADS.num_groups + head) * HEADS.key_width
+        NORMED: tl.constexpr = HEADS.normed_key if HEADS.normed_key > 0 else HEADS.key_width
+        out = key_BGd + (token * HEADS.num_groups + head) * HEADS.key_width
         _make_head(
-            key_BC + seq * key_row, head, key_norm, cos_R, sin_R, out, key_eps,
-            HEADS.num_groups, HEADS.key_width, HEADS.first_rotated_key, HEADS,
+            key_BC + token * key_row, head, key_norm, cos_R, sin_R, out, key_eps,
+            HEADS.num_groups, HEADS.key_width, HEADS.first_rotated_key, NORMED, HEADS,
         )  # fmt: skip
 
 
@@ -102,6 +104,7 @@ def _make_head(
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
+    NORMED: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Each column is loaded with the one it is rotated with."""
@@ -127,10 +130,10 @@ def _make_head(
     twin_D = tl.where(is_rotated_D, FIRST + tl.where(is_first_D, other_D, one_D), column_D)
 
     scale = 1.0
-    if HEADS.norm_form is not None:
-        scale = _scale(row, head, eps, COUNT, WIDTH, HEADS)
-    x_D = _column(row, head, norm, own_D, is_column_D, scale, WIDTH, HEADS)
-    twin_x_D = _column(row, head, norm, twin_D, is_column_D, scale, WIDTH, HEADS)
+    if norm is not None:
+        scale = _scale(row, head, eps, COUNT, WIDTH, NORMED, HEADS)
+    x_D = _column(row, head, norm, own_D, is_column_D, scale, WIDTH, NORMED, HEADS)
+    twin_x_D = _column(row, head, norm, twin_D, is_column_D, scale, WIDTH, NORMED, HEADS)
     cos_D = tl.load(cos_R + pair_D, mask=is_rotated_D, other=1.0)
     sin_D = tl.load(sin_R + pair_D, mask=is_rotated_D, other=0.0)
     turned_D = x_D * cos_D + tl.where(is_first_D, -twin_x_D, twin_x_D) * sin_D
@@ -139,9 +142,17 @@ def _make_head(
 
 
 @triton.jit
-def _scale(row, head, eps, COUNT: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr):
+def _scale(
+    row,
+    head,
+    eps,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORMED: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     """What the norm multiplies with, in float32."""
-    ALL: tl.constexpr = COUNT * WIDTH if HEADS.norms_all else WIDTH
+    ALL: tl.constexpr = COUNT * WIDTH if HEADS.norms_all else NORMED
     BLOCK: tl.constexpr = triton.next_power_of_2(ALL)
     column_D = tl.arange(0, BLOCK)
     first = row
@@ -153,20 +164,30 @@ def _scale(row, head, eps, COUNT: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.c
 
 @triton.jit
 def _column(
-    row, head, norm, column_D, is_column_D, scale, WIDTH: tl.constexpr, HEADS: tl.constexpr
+    row,
+    head,
+    norm,
+    column_D,
+    is_column_D,
+    scale,
+    WIDTH: tl.constexpr,
+    NORMED: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """Columns of a head, in float32, rounded as its norm rounds."""
     x_D = tl.load(row + head * WIDTH + column_D, mask=is_column_D, other=0.0)
     wide_D = x_D.to(tl.float32)
-    if HEADS.norm_form is not None:
+    if norm is not None:
+        is_normed_D = column_D < NORMED
         at_D = column_D
         if HEADS.norms_all:
             at_D += head * WIDTH
-        weight_D = tl.load(norm + at_D, mask=is_column_D, other=0.0).to(tl.float32)
-        wide_D *= scale
+        weight_D = tl.load(norm + at_D, mask=is_column_D & is_normed_D, other=0.0).to(tl.float32)
+        normed_D = wide_D * scale
         if HEADS.norm_form == "rounded twice":
-            wide_D = wide_D.to(x_D.dtype).to(tl.float32)
+            normed_D = normed_D.to(x_D.dtype).to(tl.float32)
         if HEADS.norm_form == "plus one":
             weight_D += 1.0
-        wide_D = (wide_D * weight_D).to(x_D.dtype).to(tl.float32)
+        normed_D = (normed_D * weight_D).to(x_D.dtype).to(tl.float32)
+        wide_D = tl.where(is_normed_D, normed_D, wide_D)
     return wide_D

@@ -1,6 +1,6 @@
 """The reference of rotary.py, in plain PyTorch.
 
-Legend: B sequences, H heads, d columns of a head, R pairs of columns that are rotated together.
+Legend: B tokens, H heads, d columns of a head, R pairs of columns that are rotated together.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ def make_heads(
     angles = cos_BR[:, None], sin_BR[:, None]
     widths = heads.query_width, heads.key_width
     firsts = heads.first_rotated, heads.first_rotated_key
+    normed = heads.query_width, heads.normed_key or heads.key_width
     made = []
-    for x_BC, count, width, first, norm, eps in zip(
+    for x_BC, count, width, first, stop, norm, eps in zip(
         (query_BC, key_BC),
         (heads.num_heads, heads.num_groups),
         widths,
         firsts,
+        normed,
         (query_norm, key_norm),
         (heads.query_eps, heads.key_eps),
         strict=True,
     ):
         x = x_BC[:, : count * width]
         if heads.norm_form is not None and norm is not None:
-            rows = x if heads.norms_all else x.unflatten(1, (count, width))
-            x = plain_rms_norm(rows, norm, eps, heads.norm_form).flatten(1)
+            rows = x if heads.norms_all else x.unflatten(1, (count, width))[..., :stop]
+            out = plain_rms_norm(rows, norm, eps, heads.norm_form)
+            if stop < width:
+                out = torch.cat([out, x.unflatten(1, (count, width))[..., stop:]], -1)
+            x = out.flatten(1)
         made.append(_rotated(x.unflatten(1, (count, width)), *angles, first, heads))
     return made[0], made[1]
 

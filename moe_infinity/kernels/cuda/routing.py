@@ -4,7 +4,8 @@ routing_reference.py has the definitions.
     router_logits    [block of experts, block of tokens]    products of rows of x and of the weight
     choose           [token]                                the largest scores, one after the other
 
-Both compute a token in one way, however many tokens there are.
+Logits of up to MOST_TOKENS tokens are computed in one way, however many there are; those of more
+are products of matrices.
 
 A score is compared as an int32 that has its order: NaN is the largest, and two numbers below all
 others stand for experts that do not exist or are chosen, and for those of groups that are not kept.
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_infinity.kernels.cuda.attention import product
 from moe_infinity.kernels.cuda.choice import TINY, ExpertChoice
 
 # Of a program. With few rows there are many programs: a weight is read once for each block of
@@ -28,6 +30,13 @@ ROWS = 2
 TOKENS = 4
 COLUMNS = 2048
 LOGIT_WARPS = 8
+MOST_TOKENS = 64
+# Of a product of matrices: tokens and experts of a program, columns of a block, and blocks whose
+# loads are under way.
+TILE = 32
+TILE_COLUMNS = 64
+TILE_WARPS = 4
+STAGES = 3
 
 _TINY = tl.constexpr(TINY)
 _NAN_ORDER = tl.constexpr(0x7FFFFFFF)
@@ -43,10 +52,22 @@ def router_logits(x_BD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     given = x_BD, weight_ED, bias_E
     assert all(t.is_contiguous() for t in given if t is not None), x_BD.stride()
     logits_BE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=x_BD.device)
+    if num_tokens > MOST_TOKENS:
+        _router_tile[(triton.cdiv(num_tokens, TILE), triton.cdiv(num_experts, TILE))](
+            *given,
+            logits_BE,
+            num_tokens,
+            NUM_EXPERTS=num_experts,
+            WIDTH=width,
+            TILE=TILE,
+            COLUMNS=TILE_COLUMNS,
+            num_warps=TILE_WARPS,
+            num_stages=STAGES,
+            enable_fp_fusion=True,
+        )
+        return logits_BE
     _router_logits[(triton.cdiv(num_experts, ROWS), triton.cdiv(num_tokens, TOKENS))](
-        x_BD,
-        weight_ED,
-        bias_E,
+        *given,
         logits_BE,
         num_tokens,
         NUM_EXPERTS=num_experts,
@@ -134,6 +155,47 @@ def _router_logits(
         logits_TR += tl.load(bias_E + row_1R, mask=is_row_1R, other=0.0).to(tl.float32)
     is_there_TR = is_token_T1 & is_row_1R
     tl.store(logits_BE + token_T1 * NUM_EXPERTS + row_1R, logits_TR, mask=is_there_TR)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _router_tile(
+    x_BD,
+    weight_ED,
+    bias_E,
+    logits_BE,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Both are multiplied in their dtype if it is one, else in float32."""
+    token_T = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    row_R = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_token_T = token_T < num_tokens
+    is_row_R = row_R < NUM_EXPERTS
+    logits_TR = tl.zeros((TILE, TILE), tl.float32)
+    for first in range(0, WIDTH, COLUMNS):
+        column_C = first + tl.arange(0, COLUMNS)
+        is_column_C = column_C < WIDTH
+        x_TC = tl.load(
+            x_BD + token_T[:, None] * WIDTH + column_C[None, :],
+            mask=is_token_T[:, None] & is_column_C[None, :],
+            other=0.0,
+        )
+        weight_RC = tl.load(
+            weight_ED + row_R[:, None] * WIDTH + column_C[None, :],
+            mask=is_row_R[:, None] & is_column_C[None, :],
+            other=0.0,
+        )
+        if x_TC.dtype != weight_RC.dtype:
+            x_TC = x_TC.to(tl.float32)
+            weight_RC = weight_RC.to(tl.float32)
+        logits_TR = product(x_TC, tl.trans(weight_RC), logits_TR)
+    if bias_E is not None:
+        logits_TR += tl.load(bias_E + row_R, mask=is_row_R, other=0.0).to(tl.float32)[None, :]
+    at_TR = token_T[:, None] * NUM_EXPERTS + row_R[None, :]
+    tl.store(logits_BE + at_TR, logits_TR, mask=is_token_T[:, None] & is_row_R[None, :])
 
 
 @triton.jit

@@ -33,7 +33,7 @@ def choose(
         is_kept_BE = _is_kept(ranked_BE, choice)
         kept_first_BE = _descending(is_kept_BE.gather(1, order_BE).byte())
         order_BE = order_BE.gather(1, kept_first_BE)
-    index_BK = order_BE[:, : choice.top_k]
+    index_BK = order_BE[:, : choice.top_k].contiguous()
     shares_BK = scores_BE.gather(1, index_BK)
     if choice.shares == "softmax":
         shares_BK = shares_BK.softmax(1)

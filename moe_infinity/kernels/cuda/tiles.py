@@ -185,7 +185,7 @@ def _up_tile(
     gate_MR += load_bias(slot, True, valid_R, GATE)[None, :]
     if UP is not None:
         up_MR += load_bias(slot, True, valid_R, UP)[None, :]
-    hidden_MR = mlp_hidden(gate_MR, up_MR, MLP).to(hidden_PF.dtype.element_ty)
+    hidden_MR = mlp_hidden(gate_MR, up_MR, MLP.activation).to(hidden_PF.dtype.element_ty)
     _store(hidden_PF, hidden_MR, pair_M, is_row_M, row_R, GATE)
 
 

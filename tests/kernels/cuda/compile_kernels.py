@@ -30,9 +30,10 @@ from moe_infinity.kernels.cuda import experts as triton_experts
 from moe_infinity.kernels.cuda.attention import attend
 from moe_infinity.kernels.cuda.cached_layer import CachedLayer
 from moe_infinity.kernels.cuda.choice import SHARES, ExpertChoice
+from moe_infinity.kernels.cuda.gated import gated
 from moe_infinity.kernels.cuda.heads import Heads
 from moe_infinity.kernels.cuda.latent_attention import attend_latent
-from moe_infinity.kernels.cuda.norms import rms_norm
+from moe_infinity.kernels.cuda.norms import add_rms_norm, rms_norm
 from moe_infinity.kernels.cuda.norms_reference import FORMS
 from moe_infinity.kernels.cuda.rotary import make_heads
 from moe_infinity.kernels.cuda.routing import choose, router_logits
@@ -153,20 +154,23 @@ def attend_to_latents() -> None:
     query, rotated = torch.zeros(2, 16, 512).bfloat16(), torch.zeros(2, 16, 64).bfloat16()
     latent, key = torch.zeros(2, 512).bfloat16(), torch.zeros(2, 64).bfloat16()
     cached = torch.zeros(len(CachedLayer._fields), dtype=torch.int64)
-    attend_latent(query, rotated, latent, key, cached, scale=0.1)
+    expand = torch.zeros(16, 128, 512).bfloat16()
+    attend_latent(query, rotated, latent, key, expand, cached, scale=0.1)
 
 
 def turn(heads: Heads) -> None:
     width = heads.num_heads * heads.query_width
     columns = torch.zeros(2, width + heads.num_groups * heads.key_width).bfloat16()
-    norm = torch.zeros(heads.query_width).bfloat16() if heads.norm_form else None
+    norm = torch.zeros(heads.normed_key or heads.query_width).bfloat16()
     angle = torch.zeros(2, heads.rotated // 2)
-    make_heads(columns, columns[:, width:], norm, norm, angle, angle, heads)
+    query_norm = None if heads.normed_key else norm
+    make_heads(columns, columns[:, width:], query_norm, norm, angle, angle, heads)
 
 
 def route(choice: ExpertChoice, num_experts: int) -> None:
     weight = torch.zeros(num_experts, 2048).bfloat16()
-    logits = router_logits(torch.zeros(2, 2048).bfloat16(), weight)
+    for num_tokens in (2048, 2):
+        logits = router_logits(torch.zeros(num_tokens, 2048).bfloat16(), weight)
     correction = torch.zeros(num_experts) if choice.scores == "sigmoid" else None
     choose(logits, correction, choice)
 
@@ -204,13 +208,20 @@ def main() -> None:
     for num_pairs in (8, 64, 128):
         resolve(num_pairs)
     for form in FORMS:
-        rms_norm(torch.zeros(2, 2048).bfloat16(), torch.zeros(2048).bfloat16(), 1e-6, form)
+        x, weight = torch.zeros(2, 2048).bfloat16(), torch.zeros(2048).bfloat16()
+        rms_norm(x, weight, 1e-6, form)
+        compiler.name = "of a sum"
+        add_rms_norm(x, (x, x), weight, 1e-6, form)
+        compiler.name = ""
+    gated(torch.zeros(2, 2816).bfloat16(), Activation())
     for compiler.name, heads, width, value_width in ATTENTION:
         attend_to(heads, width, value_width)
     compiler.name = "deepseek-v3"
     attend_to_latents()
     usual = Heads(32, 4, 128, 128, 128, 0, 0, "halves", "rounded twice", 1e-6, 1e-6)
-    latent = Heads(16, 1, 192, 64, 64, 128, 0, "neighbours")
+    latent = Heads(
+        16, 1, 192, 576, 64, 128, 512, "neighbours", "rounded twice", 1e-6, 1e-6, normed_key=512
+    )
     for compiler.name, shape in (("qwen3", usual), ("deepseek-v2", latent)):
         turn(shape)
     of_groups = ExpertChoice(8, "sigmoid", SHARES[1], num_groups=8, kept_groups=4)

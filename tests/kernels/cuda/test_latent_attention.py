@@ -23,7 +23,8 @@ CASES: dict[str, dict[str, Any]] = {
     "first token": {"num_tokens": 1},
     "two sequences, one padded": {"num_tokens": 70, "padding": (0, 66)},
     "more than one tile of heads": {"num_tokens": 33, "num_heads": 20},
-    "odd widths": {"num_tokens": 40, "rank": 24, "width": 6},
+    "odd widths": {"num_tokens": 40, "rank": 24, "width": 6, "num_values": 5},
+    "two blocks of a latent": {"num_tokens": 20, "rank": 80},
     "all splits": {"num_tokens": 300, "padding": (3, 0, 299)},
 }
 DTYPES = [torch.float32, torch.bfloat16]
@@ -47,6 +48,7 @@ class LatentCase:
         num_heads: int = 4,
         rank: int = 32,
         width: int = 16,
+        num_values: int = 40,
         padding: tuple[int, ...] = (),
         room: int = 5,
         offset: int = 0,
@@ -61,6 +63,7 @@ class LatentCase:
             draw(num_seqs, num_heads, rank), draw(num_seqs, num_heads, width),
             draw(num_seqs, rank), draw(num_seqs, width),
         )  # fmt: skip
+        self.expand_Hvr = draw(num_heads, num_values + 3, rank)[:, 3:]
         self.rows = draw(num_seqs, num_tokens, rank), draw(num_seqs, num_tokens, width)
         self.num_tokens = num_tokens
         self.room = num_tokens + room
@@ -94,7 +97,7 @@ class LatentCase:
             mask=mask_BN.data_ptr(),
             mask_seq=self.num_tokens,
         )
-        given = [tensor.to(DEVICE) for tensor in self.given]
+        given = [tensor.to(DEVICE) for tensor in (*self.given, self.expand_Hvr)]
         out: Tensor = attend_latent(*given, torch.tensor(cached, device=DEVICE), scale=self.scale)
         for memory, rows, last in zip(memories, self.rows, self.given[2:], strict=True):
             expected = self.memory(rows, last)
@@ -142,9 +145,8 @@ def test_the_reference_is_attention_of_expanded_keys_and_values():
     _, rotated_1Hp, latent_1r, key_1p = case.given
     query_1Hr = torch.einsum("bhn,hnr->bhr", query_1Hn, keys_Hnr)
     case.given = query_1Hr, rotated_1Hp, latent_1r, key_1p
-    found = torch.einsum(
-        "bhr,hvr->bhv", case.compute(attention_reference.attend_latent), values_Hvr
-    )
+    case.expand_Hvr = values_Hvr
+    found = case.compute(attention_reference.attend_latent)
     latents_Nr = torch.cat([case.rows[0][0, :-1], latent_1r])
     rotated_Np = torch.cat([case.rows[1][0, :-1], key_1p])
     key_HNn = torch.einsum("nr,hkr->hnk", latents_Nr, keys_Hnr)

@@ -1,4 +1,4 @@
-"""Queries and keys of a new token: the kernel against its reference."""
+"""Queries and keys of tokens: the kernel against its reference."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ CASES = {
     ),
     **{form: NORMED._replace(norm_form=form) for form in FORMS},
     "norm of all heads": NORMED._replace(norms_all=True),
+    "norm of a latent": NORMED._replace(
+        query_width=24,
+        num_groups=1,
+        key_width=28,
+        rotated=8,
+        first_rotated=16,
+        first_rotated_key=20,
+        normed_key=20,
+    ),
 }
 
 
@@ -47,6 +56,8 @@ def given(heads: Heads, dtype: torch.dtype, num_seqs: int, num_angles: int) -> A
     if heads.norm_form is not None:
         wide = (queries, keys) if heads.norms_all else (heads.query_width, heads.key_width)
         norms = [draw(width).to(dtype).to(DEVICE) for width in wide]
+        if heads.normed_key:
+            norms = [None, draw(heads.normed_key).to(dtype).to(DEVICE)]
     angle = draw(num_angles, heads.rotated // 2).to(DEVICE)
     return [columns_BC, columns_BC[:, queries:], *norms, angle.cos(), angle.sin(), heads]
 

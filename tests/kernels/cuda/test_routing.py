@@ -64,7 +64,7 @@ def error_of_logits(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "width"),
-    [(1, 8, 64), (3, 60, 100), (32, 64, 33), (1, 256, 40), (5, 128, 300), (1, 1, 1)],
+    [(1, 8, 64), (3, 60, 100), (32, 64, 33), (1, 256, 40), (5, 128, 300), (1, 1, 1), (70, 60, 100)],
 )
 def test_logits_are_their_definition(monkeypatch, num_tokens, num_experts, width, x_dtype, dtype):
     monkeypatch.setattr(routing, "COLUMNS", 128)
@@ -82,6 +82,7 @@ def test_logits_are_their_definition(monkeypatch, num_tokens, num_experts, width
 
 
 def test_logits_of_a_token_do_not_depend_on_how_many_there_are():
+    """Below a limit."""
     x, weight = torch.randn(32, 200).bfloat16(), torch.randn(16, 200).bfloat16()
     together = logits_of(x, weight)
     for first, last in ((0, 1), (1, 2), (3, 9), (31, 32), (0, 16)):
