@@ -69,6 +69,7 @@ IMPORTED_BY = {
         ("cli", "cluster", "entrypoints"), "the library works without its server's packages"
     ),
     "cluster": Rule(("cli", "hosts"), "the library works without Ray"),
+    "bench": Rule(("cli",), "the library works without measuring itself"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: run | chat | serve | cluster | inspect | pack | trace | simulate.
+"""The command line: run | chat | serve | cluster | inspect | pack | trace | simulate | bench.
 
 Answers go to stdout, progress and logs to stderr. Exit codes: 0 done, 1 an error of ours, 2 wrong
 usage, 130 Ctrl-C.
@@ -19,6 +19,7 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
+from moe_infinity.cli.benching import bench
 from moe_infinity.cli.clusters import cluster
 from moe_infinity.cli.opening import open_model, show_preload
 from moe_infinity.cli.options import (
@@ -143,6 +144,7 @@ def chat(
 
 
 app.command()(serve)
+app.command()(bench)
 app.add_typer(cluster, name="cluster")
 
 
