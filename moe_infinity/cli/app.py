@@ -23,6 +23,7 @@ from moe_infinity.cli.benching import bench
 from moe_infinity.cli.clusters import cluster
 from moe_infinity.cli.opening import open_model, show_preload
 from moe_infinity.cli.options import (
+    MODEL_HELP,
     AsJson,
     ConfigFrom,
     Dtype,
@@ -33,6 +34,7 @@ from moe_infinity.cli.options import (
     Temperature,
     TopP,
     TrustRemoteCode,
+    checkpoint_named,
     with_options_of,
 )
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
@@ -47,8 +49,26 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Run Mixture-of-Experts models that do not fit in memory.",
 )
+
+
+def show_version(is_asked: bool) -> None:
+    """Print the version and end, if that is asked for."""
+    if is_asked:
+        from moe_infinity import __version__
+
+        write(f"moe-infinity {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Run Mixture-of-Experts models that do not fit in memory."""
 
 
 @app.command()
@@ -101,7 +121,7 @@ def chat(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(help="Checkpoint folder, hub id or GGUF file.", metavar="[MODEL]"),
+        typer.Argument(help=MODEL_HELP, metavar="[MODEL]", callback=checkpoint_named),
     ] = None,
     url: Annotated[
         str | None, typer.Option(help="Talk to this server instead of loading MODEL.")
