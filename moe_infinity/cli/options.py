@@ -41,9 +41,7 @@ def checkpoint_named(model: str | None) -> str | None:
 
 
 MODEL_HELP = "Checkpoint folder, hub id or GGUF file; demo is the bundled model."
-Model = Annotated[
-    str, typer.Argument(help=MODEL_HELP, metavar="MODEL", callback=checkpoint_named)
-]
+Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL", callback=checkpoint_named)]
 ConfigFrom = Annotated[
     str | None,
     typer.Option(
