@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rounding test-cluster test-compiled check bench format clean
+.PHONY: help demo test test-all test-rounding test-cluster test-compiled check bench dist format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,13 @@ check: $(INSTALLED) ## format, lint, types, layout: changes nothing
 
 bench: $(INSTALLED) ## benchmarks that need no argument
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+dist: $(INSTALLED) ## what is published, in dist/, and a look at it and at the Dockerfile
+	$(PIP) install --no-build-isolation -e '.[release]' -c constraints.txt
+	rm -rf dist
+	$(BIN)/python scripts/build_dist.py dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/hadolint Dockerfile
 
 format: $(INSTALLED) ## rewrite the code in the house format
 	$(BIN)/python -m ruff format .

@@ -2,7 +2,7 @@
 
 Texts are token ids, so nobody samples: a prompt is fed at once, the tokens after it one by one.
 Only the standard library is imported before the runner is known. So the interpreter that has
-llama_cpp needs neither torch nor this package.
+llama_cpp needs no torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-CONTEXT = 4096  # tokens that llama.cpp has room for, of all sequences together
-LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
-BATCH, MICRO_BATCH = 2048, 512  # llama.cpp's defaults: tokens of a call, of a pass
+# Where llama_cpp is installed, this package may not be.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from moe_infinity.bench.llama_process import LlamaCpp
 
 
 class Prompt(NamedTuple):
@@ -98,76 +99,14 @@ class Ours:
         self._moe.close()
 
 
-def say_errors(level: int, text: bytes, _: object) -> None:
-    """What llama.cpp logs, but for what it does without fault."""
-    if level == LOG_ERROR:
-        print(text.decode(), end="", file=sys.stderr)
-
-
-class LlamaCpp:
-    """llama.cpp with its own defaults: the file mapped, flash attention where it helps."""
-
+class Theirs(LlamaCpp):
     package = "llama_cpp"
-
-    def __init__(self, gguf: str, threads: int, repack: bool) -> None:
-        import llama_cpp
-
-        self._api, self._threads = llama_cpp, threads
-        self._log = llama_cpp.llama_log_callback(say_errors)  # kept as long as it may be called
-        llama_cpp.llama_log_set(self._log, None)
-        llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = repack
-        self._model = llama_cpp.llama_model_load_from_file(gguf.encode(), params)
-        if not self._model:
-            raise SystemExit(f"llama.cpp cannot load {gguf}")
-        self._contexts: dict[int, Any] = {}  # by number of sequences
-        self.begin(1)
-
-    def begin(self, num_sequences: int) -> None:
-        if num_sequences not in self._contexts:
-            self._contexts[num_sequences] = self._new_context(num_sequences)
-        self._context, self._length = self._contexts[num_sequences], 0
-        memory = self._api.llama_get_memory(self._context)
-        self._api.llama_memory_clear(memory, True)
-
-    def _new_context(self, num_sequences: int) -> Any:
-        params = self._api.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = CONTEXT, num_sequences
-        params.n_batch, params.n_ubatch = BATCH, MICRO_BATCH
-        params.n_threads = params.n_threads_batch = self._threads
-        return self._api.llama_init_from_model(self._model, params)
-
-    def feed(self, ids_BT: list[list[int]]) -> None:
-        batch = self._api.llama_batch_init(sum(map(len, ids_BT)), 0, 1)
-        for sequence, ids_T in enumerate(ids_BT):
-            for offset, token_id in enumerate(ids_T, start=1):
-                at = batch.n_tokens
-                batch.token[at], batch.pos[at] = token_id, self._length + offset - 1
-                batch.n_seq_id[at], batch.seq_id[at][0] = 1, sequence
-                batch.logits[at] = offset == len(ids_T)
-                batch.n_tokens = at + 1
-        status = self._api.llama_decode(self._context, batch)
-        self._api.llama_get_logits(self._context)  # waits until they are there
-        self._api.llama_batch_free(batch)
-        if status:
-            raise SystemExit(f"llama_decode gives status {status}")
-        self._length += len(ids_BT[0])
 
     def num_activated(self) -> int | None:
         return None
 
-    def about(self) -> str:
-        built_for = self._api.llama_print_system_info().decode().strip(" |")
-        return f"llama-cpp-python {self._api.__version__}, {self._threads} threads; {built_for}"
 
-    def close(self) -> None:
-        for context in self._contexts.values():
-            self._api.llama_free(context)
-        self._api.llama_model_free(self._model)
-
-
-RUNNERS: dict[str, type[Ours] | type[LlamaCpp]] = {"ours": Ours, "llama.cpp": LlamaCpp}
+RUNNERS: dict[str, type[Ours] | type[Theirs]] = {"ours": Ours, "llama.cpp": Theirs}
 
 
 def bytes_from_disk() -> int:

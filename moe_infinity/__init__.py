@@ -23,7 +23,6 @@ from moe_infinity.errors import (
 if TYPE_CHECKING:
     from moe_infinity.model import MoE
 
-__version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ClosedError",
@@ -45,4 +44,8 @@ def __getattr__(name: str) -> Any:
         from moe_infinity.model import MoE
 
         return MoE
+    if name == "__version__":  # pyproject.toml has it
+        from importlib.metadata import version
+
+        return version("moe-infinity")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

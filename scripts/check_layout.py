@@ -73,6 +73,7 @@ IMPORTED_BY = {
     ),
     "cluster": Rule(("cli", "hosts"), "the library works without Ray"),
     "pictures": Rule(("cli",), "the library works without what draws"),
+    "bench": Rule(("cli",), "the library works without measuring itself"),
 }
 
 

@@ -19,10 +19,12 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from moe_infinity.cli.benching import bench
 from moe_infinity.cli.clusters import cluster
 from moe_infinity.cli.doctor import doctor
 from moe_infinity.cli.opening import open_model, show_preload
 from moe_infinity.cli.options import (
+    MODEL_HELP,
     AsJson,
     ConfigFrom,
     Dtype,
@@ -35,6 +37,7 @@ from moe_infinity.cli.options import (
     TopP,
     TrustRemoteCode,
     Yes,
+    checkpoint_named,
     with_options_of,
 )
 from moe_infinity.cli.plan import plan
@@ -60,8 +63,26 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Run Mixture-of-Experts models that do not fit in memory.",
 )
+
+
+def show_version(is_asked: bool) -> None:
+    """Print the version and end, if that is asked for."""
+    if is_asked:
+        from moe_infinity import __version__
+
+        write(f"moe-infinity {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Run Mixture-of-Experts models that do not fit in memory."""
 
 
 @app.command()
@@ -122,7 +143,7 @@ def chat(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(help="Checkpoint folder, hub id or GGUF file.", metavar="[MODEL]"),
+        typer.Argument(help=MODEL_HELP, metavar="[MODEL]", callback=checkpoint_named),
     ] = None,
     url: Annotated[
         str | None, typer.Option(help="Talk to this server instead of loading MODEL.")
@@ -169,6 +190,7 @@ app.command()(serve)
 app.command()(pull)
 app.command()(doctor)
 app.command()(plan)
+app.command()(bench)
 app.add_typer(cluster, name="cluster")
 
 

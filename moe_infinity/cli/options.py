@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from importlib.util import find_spec
 from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,10 @@ from typing import Annotated
 import typer
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
+from moe_infinity.errors import ConfigError
+
+DEMO = "demo"
+DEMO_PACKAGE = "moe_infinity_demo"  # of the extra demo
 
 
 def above_zero(value: float) -> float:
@@ -20,9 +25,23 @@ def above_zero(value: float) -> float:
     return value
 
 
-Model = Annotated[
-    str, typer.Argument(help="Checkpoint folder, hub id or GGUF file.", metavar="MODEL")
-]
+def checkpoint_named(model: str | None) -> str | None:
+    """A MODEL as it was given, or where the bundled model is installed if that is "demo". Raises
+    ConfigError if it is not, and there is no such folder either.
+    """
+    if model != DEMO or Path(DEMO).exists():
+        return model
+    package = find_spec(DEMO_PACKAGE)
+    if package is None or not package.submodule_search_locations:
+        raise ConfigError(
+            "the bundled model is not installed\n"
+            "hint: pip install 'moe-infinity[demo]', or in a clone of the repository models/demo"
+        )
+    return next(iter(package.submodule_search_locations))
+
+
+MODEL_HELP = "Checkpoint folder, hub id or GGUF file; demo is the bundled model."
+Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL", callback=checkpoint_named)]
 ConfigFrom = Annotated[
     str | None,
     typer.Option(

@@ -240,43 +240,13 @@ def test_a_process_of_ours_measures_every_prompt(modules):
     assert batch["decode"]["tok_per_s"] > 0
 
 
-class FakeLlama(SimpleNamespace):
-    """llama_cpp's functions that the runner calls, noting the batches."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[tuple[int, ...]]] = []
-        names = (
-            "llama_log_callback", "llama_log_set", "llama_backend_init", "llama_get_memory",
-            "llama_memory_clear", "llama_get_logits", "llama_batch_free", "llama_free",
-            "llama_model_free",
-        )  # fmt: skip
-        for name in names:
-            setattr(self, name, lambda *args: None)
-        self.llama_model_default_params = self.llama_context_default_params = SimpleNamespace
-        self.llama_model_load_from_file = self.llama_init_from_model = lambda *args: "loaded"
-        self.__version__ = "0"
-        self.llama_print_system_info = lambda: b"CPU : AVX2 = 1 | "
-
-    def llama_batch_init(self, num_tokens: int, *_: int) -> SimpleNamespace:
-        zeros: dict[str, Any] = {
-            name: [0] * num_tokens for name in ("token", "pos", "n_seq_id", "logits")
-        }
-        return SimpleNamespace(n_tokens=0, seq_id=[[0] for _ in range(num_tokens)], **zeros)
-
-    def llama_decode(self, context: str, batch: SimpleNamespace) -> int:
-        sequences = [sequence for (sequence,) in batch.seq_id]
-        told = zip(batch.token, batch.pos, sequences, batch.logits, strict=True)
-        assert batch.n_tokens == len(batch.token)
-        self.batches.append(list(told))
-        return 0
-
-
 def test_llama_cpp_gets_every_sequence_at_its_own_positions(modules, monkeypatch):
-    fake = FakeLlama()
-    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "fake_llama"))
+    monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
+    fake = importlib.import_module("llama_cpp")
     options = {"gguf": "model.gguf", "threads": 2, "repack": True}
     found = modules.peers_cell.run_cell("llama.cpp", options, [[2, 2, 1]], list(range(6)))
-    prompt, step = fake.batches
+    prompt, step = fake.BATCHES
     assert prompt == [(0, 0, 0, False), (1, 1, 0, True), (3, 0, 1, False), (4, 1, 1, True)]
     assert step == [(2, 2, 0, True), (5, 2, 1, True)]
     assert found["about"] == "llama-cpp-python 0, 2 threads; CPU : AVX2 = 1"
