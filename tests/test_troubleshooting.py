@@ -110,7 +110,9 @@ def test_every_explained_message_is_raised(error):
 
 
 def test_every_class_of_errors_has_a_section():
-    named = {line[3:].partition(":")[0] for line in PAGE.read_text().splitlines() if line[:3] == "## "}
+    named = {
+        line[3:].partition(":")[0] for line in PAGE.read_text().splitlines() if line[:3] == "## "
+    }
     assert named >= {name for name in own_errors().values() if name != "Cancelled"}
 
 
