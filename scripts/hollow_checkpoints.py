@@ -1,10 +1,10 @@
-"""Checkpoints as they are published, with names, shapes and dtypes of all tensors and no weights.
+"""Checkpoints as they are published: names, shapes and dtypes of all tensors, and no weights.
 
-    configs of the hub -> name, shape and dtype of every tensor -> one safetensors file full of holes
+    configs of the hub -> name, shape and dtype of every tensor -> a safetensors file full of holes
 
-`moe-infinity inspect` and `plan` read headers only, so they say of such a folder what they say of the
-real one. It takes a few megabytes of disk. The configs are those of the models' `config.json` on the
-hub, without what changes no size.
+`moe-infinity inspect` and `plan` read headers only, so they say of such a folder what they say of
+the real one. It takes a few megabytes of disk. The configs are those of the models' `config.json`
+on the hub, without what changes no size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ GPT_OSS: dict[str, Any] = {
     "quantization_config": {
         "quant_method": "mxfp4",
         "modules_to_not_convert": [
-            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+            "lm_head",
         ],
     },
 }  # fmt: skip

@@ -1,7 +1,8 @@
 """What mkdocs.yml asks for beside Markdown: `mkdocs build` calls the functions named on_...
 
-- Files outside of docs/ that a page links to (CHANGELOG.md, examples) are part of the site, and links
-  to them lead there. So the pages read well on GitHub and on the site.
+- Files outside of docs/ that a page links to (CHANGELOG.md, examples) are part of the site, and
+  links to them lead there. A link that shows the name of a page shows its title on the site. So the
+  pages read well on GitHub and on the site.
 - The page of the command line is made from the commands themselves.
 - A page that would load anything from another host is an error.
 """
@@ -20,7 +21,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md")  # navigation has them, whoever links to them
-LINK = re.compile(r"(?P<before>\]\()(?P<path>[^)\s#:]+)(?P<rest>[^)\s]*\))")
+LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
+TITLE = re.compile(r"^# (.*)$", re.MULTILINE)
 COMMANDS = "<!-- commands -->"
 FROM_ELSEWHERE = re.compile(r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//")
 
@@ -44,7 +46,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         if files.get_file_from_path(name) is None:
             files.append(File.generated(config, name, abs_src_path=str(path)))
         if path.suffix == ".md":
-            targets = (path.parent / found["path"] for found in LINK.finditer(path.read_text()))
+            targets = (
+                path.parent / found["path"]
+                for found in LINK.finditer(path.read_text(encoding="utf-8"))
+            )
             found = {Path(posixpath.normpath(target)) for target in targets}
             waiting += sorted(
                 path
@@ -71,10 +76,19 @@ def on_page_markdown(markdown: str, *, page: Page, **kwargs: Any) -> str:
         if not path.is_file():
             return link[0]  # mkdocs says what is wrong with it
         start = posixpath.dirname(page.file.src_uri) or "."
-        return link["before"] + posixpath.relpath(site_name(path), start) + link["rest"]
+        target = posixpath.relpath(site_name(path), start) + (link["anchor"] or "")
+        return f"[{shown(link['text'], path)}]({target})"
 
     text = LINK.sub(on_site, markdown)
     return text.replace(COMMANDS, commands()) if COMMANDS in text else text
+
+
+def shown(text: str, path: Path) -> str:
+    """The text of a link: where it is the name of a page, the page's title."""
+    if not text.endswith(".md"):
+        return text
+    title = TITLE.search(path.read_text(encoding="utf-8"))
+    return title[1] if title else text
 
 
 def commands() -> str:
