@@ -11,6 +11,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ def text_of(node: ast.expr) -> str:
     return VALUE
 
 
+@cache
 def own_errors() -> dict[str, str]:
     """Every class of errors.py under its name, and every subclass under its parent's."""
     known = {name: name for name in vars(moe_infinity.errors) if name[0].isupper()}
