@@ -81,7 +81,7 @@ def substituted(words: list[str], gguf: Path) -> list[str]:
         given.append("25%" if name in SIZES_OF and SIZE.fullmatch(word) else word)
     if command == "run" and "--max-new-tokens" not in given:
         given += ["--max-new-tokens", "4"]
-    if command == "plan" and "--machine" not in given:
+    if command == "doctor" or (command == "plan" and "--machine" not in given):
         given.append("--quick")
     return given
 
