@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rounding test-cluster test-compiled check bench dist format clean
+.PHONY: help demo test test-all test-rounding test-cluster test-compiled check docs bench dist format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,11 @@ check: $(INSTALLED) ## format, lint, types, layout: changes nothing
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/python scripts/check_layout.py
+
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(INSTALLED) ## the documentation site in build/site; a broken link is an error
+	$(PIP) install -e '.[docs]' -c constraints.txt
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(INSTALLED) ## benchmarks that need no argument
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done

@@ -60,9 +60,10 @@ from peers_plan import (
 )
 from peers_report import markdown, plot, ratios, update_page
 
-from moe_infinity.bench.rates import memory_rate, products_rate
+from moe_infinity.bench.rates import products_rate
 from moe_infinity.inspection import inspect_checkpoint
 from moe_infinity.memory.machine import machine_memory_bytes
+from moe_infinity.planning.rates import memory_rate
 from moe_infinity.sizes import parse_size
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
