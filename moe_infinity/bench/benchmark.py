@@ -21,7 +21,7 @@ from moe_infinity.checkpoint.kind import find_kind
 from moe_infinity.checkpoint.tokenizer import load_tokenizer
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError, UnsupportedModelError
-from moe_infinity.inspection import Summary, inspect_checkpoint, local_folder
+from moe_infinity.inspection import Summary, inspect_checkpoint
 from moe_infinity.model import MoE
 
 
@@ -78,7 +78,7 @@ def run_bench(
         device=options["device"],
     )
     rates = measure_rates(
-        Path(model) if Path(model).exists() else Path(local_folder(model)),
+        Path(model),
         bytes_per_expert=summary.stored_bytes_per_expert,
         num_threads=machine["threads"],
     )

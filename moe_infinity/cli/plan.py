@@ -47,7 +47,7 @@ def plan(
 
     told = parse_machine(machine) if machine is not None else None  # before anything slow
     from moe_infinity.planning.page import page
-    from moe_infinity.planning.planner import Workload, make_plan, measured_machine
+    from moe_infinity.planning.planner import PlannedRun, make_plan, measured_machine
     from moe_infinity.planning.sizes import sizes_of
     from moe_infinity.planning.speed import Constants
 
@@ -55,6 +55,6 @@ def plan(
         sizes = sizes_of(model)
     with stderr.status("measuring this machine"):
         found = told or measured_machine(sizes, measures_disk=not quick)
-    workload = Workload(host_memory=host_memory, trace=trace)
+    workload = PlannedRun(host_memory=host_memory, trace=trace)
     made = make_plan(sizes, found, workload, Constants())
     write((json.dumps(made.as_dict()) if as_json else page(made)) + "\n")

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class PlannedRun:
     """What is to be run: one sequence."""
 
     prompt: int = 512  # tokens
@@ -59,7 +59,7 @@ class RunPlan:
 
     sizes: ModelSizes
     machine: PlanMachine
-    workload: Workload
+    workload: PlannedRun
     outlook: Outlook
     variants: tuple[Variant, ...]
     constants: Constants
@@ -122,7 +122,7 @@ FEWER = 0.9  # a variant is shown if it takes less than this share of the bytes
 
 
 def make_plan(
-    sizes: ModelSizes, machine: PlanMachine, workload: Workload, constants: Constants
+    sizes: ModelSizes, machine: PlanMachine, workload: PlannedRun, constants: Constants
 ) -> RunPlan:
     """Raises ConfigError, TraceError."""
     outlook = partial(_outlook, machine=machine, workload=workload, constants=constants)
@@ -164,7 +164,7 @@ def packed_sizes(sizes: ModelSizes) -> list[tuple[str, ModelSizes]]:
 def _outlook(
     sizes: ModelSizes,
     machine: PlanMachine,
-    workload: Workload,
+    workload: PlannedRun,
     constants: Constants,
 ) -> Outlook:
     fitted = fit(sizes, machine, context=workload.context, host_memory=workload.host_memory)

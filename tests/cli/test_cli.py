@@ -46,7 +46,7 @@ def run_args(folder: Path, *more: object) -> list[object]:
 
 
 def test_no_collection_looks_through_what_was_loaded_while_a_command_runs(tiny_checkpoint):
-    with open_model(str(tiny_checkpoint), host_memory="25%"):
+    with open_model(str(tiny_checkpoint), yes=False, host_memory="25%"):
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
 

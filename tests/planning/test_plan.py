@@ -11,7 +11,7 @@ from moe_infinity.errors import CheckpointError
 from moe_infinity.planning import planner
 from moe_infinity.planning.machine import parse_machine
 from moe_infinity.planning.page import UNPROVEN, page
-from moe_infinity.planning.planner import Workload, make_plan, packed_sizes
+from moe_infinity.planning.planner import PlannedRun, make_plan, packed_sizes
 from moe_infinity.planning.sizes import sizes_of
 from moe_infinity.planning.speed import Constants
 from tests.planning.published import MODELS, hollow
@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 def planned(sizes, machine=TOLD, **workload):
-    return make_plan(sizes, parse_machine(machine), Workload(**workload), Constants())
+    return make_plan(sizes, parse_machine(machine), PlannedRun(**workload), Constants())
 
 
 @pytest.fixture(scope="session")
@@ -134,7 +134,7 @@ def test_a_page_names_what_was_assumed_and_the_source_of_the_hit_rate(published)
 
 
 def test_terms_on_the_page_add_up_to_the_time(sizes, machine):
-    plan = make_plan(sizes, machine, Workload(), Constants())
+    plan = make_plan(sizes, machine, PlannedRun(), Constants())
     decode = plan.outlook.speed.decode.as_dict()
     total = sum(term["seconds"] for term in decode["after_each_other"])
     total += max(sum(term["seconds"] for term in lane) for lane in decode["at_once"])
@@ -153,13 +153,13 @@ def test_a_model_that_does_not_fit_has_no_command_and_its_variants_are_shown(pub
 
 def test_a_model_of_the_hub_is_downloaded_first(sizes, machine):
     remote = replace(sizes, place=None)
-    plan = make_plan(remote, machine, Workload(host_memory="2GB"), Constants())
+    plan = make_plan(remote, machine, PlannedRun(host_memory="2GB"), Constants())
     assert plan.commands[0] == "hf download some/model"
     assert plan.commands[1].endswith("--host-memory 2GB")
 
 
 def test_a_budget_lowered_for_the_context_is_in_the_command(sizes, machine):
-    plan = make_plan(sizes, machine, Workload(context=3_000_000), Constants())
+    plan = make_plan(sizes, machine, PlannedRun(context=3_000_000), Constants())
     assert plan.outlook.fit.host_memory == 5 * 10**9 - 10**9 - sizes.kv.of(3_000_000)
     assert plan.commands[-1].endswith("--host-memory 953MiB")
 
