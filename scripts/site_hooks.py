@@ -99,7 +99,7 @@ def commands() -> str:
     from moe_infinity.cli.app import app
 
     command = typer.main.get_command(app)
-    context = command.make_context("moe-infinity", [], resilient_parsing=True)
+    context = typer.Context(command, info_name="moe-infinity")
     text = typer.cli.get_docs_for_click(obj=command, ctx=context, name="moe-infinity")
     return text.partition("\n## ")[1].lstrip() + text.partition("\n## ")[2]
 

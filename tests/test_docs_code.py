@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import typer.core
 import typer.main
 
 from moe_infinity.cli import app as cli
@@ -108,8 +109,10 @@ def run_words(words, command, gguf, ran) -> None:
 def parse(arguments: list[str]) -> None:
     """Raises click.UsageError for an unknown command or option."""
     group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
     context = group.make_context("moe-infinity", list(arguments), resilient_parsing=False)
     name, subcommand, rest = group.resolve_command(context, list(arguments))
+    assert subcommand is not None  # else it has raised
     subcommand.make_context(name, rest, parent=context)
 
 
