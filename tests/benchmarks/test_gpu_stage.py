@@ -1,6 +1,4 @@
-"""What holds benchmarks/gpu_check.py together: stages that die or do not end, and the routing of
-recorded requests.
-"""
+"""What holds benchmarks/gpu_check.py together: stages that die, do not end, or find no time."""
 
 from __future__ import annotations
 
@@ -8,19 +6,15 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-
-from tests.cuda.fast_device import CACHES, on_device
-from tests.cuda.recorded_graph import record_graphs
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NUM_TOKENS = 6 + 8
 
 
 @pytest.fixture
@@ -30,172 +24,152 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def check(modules, tmp_path):
-    return modules("gpu_stage").Check(tmp_path, tmp_path, is_fake=True, minutes=1)
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "time.jsonl"
 
 
-def rows_of(check: Any, folder: Path) -> dict[str, Any]:
-    """As they are written; without how long stages took."""
-    told = json.loads((folder / "gpu_check.json").read_text())
-    kind = {"is_fake": True, "whole": None}
-    tokens = check.found.resident_tokens
-    assert told == {"kind": kind, "resident_tokens": tokens, "rows": check.rows}
-    return {f"{r['stage']}: {r['name']}": r["value"] for r in check.rows if r["unit"] != "s"}
+@pytest.fixture
+def check(modules, file):
+    return modules("gpu_stage").Check(file, is_fake=True, minutes=1)
 
 
-def test_a_stage_that_is_killed_or_fails_is_a_row_and_the_next_one_runs(check, tmp_path):
+def values(check: Any) -> dict[str, Any]:
+    """Without when stages began, and how long they took."""
+    kept = [r for r in check.rows() if r["name"] != "begun" and r["unit"] != "s"]
+    return {f"{row['stage']}: {row['name']}": row["value"] for row in kept}
+
+
+def test_a_stage_that_is_killed_or_fails_is_a_row_and_the_next_one_runs(check):
     def killed():
         check.add("seen before", 1.0)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def failing():
-        check.found.resident_tokens["a shape"] = [1, 2]
         raise ValueError("not today")
-
-    def following():
-        check.add("known before", str(check.found))
 
     check.stage("first", 1, killed)
     check.stage("second", 1, failing)
-    check.stage("third", 1, following)
-    assert rows_of(check, tmp_path) == {
+    check.stage("third", 1, lambda: check.add("known before", str(check.value("seen before"))))
+    assert values(check) == {
         "first: seen before": 1.0,
-        "first: stage": "failed: its process ended with -9",
-        "second: stage": "failed: ValueError: not today",
-        "third: known before": "Found(h2d_gbps=None, resident_tokens={'a shape': [1, 2]})",
+        "first: ended": "failed: its process ended with -9",
+        "second: ended": "failed: ValueError: not today",
+        "third: known before": "1.0",
     }
 
 
-def test_a_run_goes_on_with_what_an_earlier_one_has_not_done(check, modules, tmp_path):
+def test_a_run_goes_on_with_what_an_earlier_one_has_not_done(check, modules, file):
     def failing():
         check.add("seen", 1.0)
         raise ValueError("not today")
 
     def measuring():
-        check.found.resident_tokens["a shape"] = [1, 2]
         check.add("seen", 2.0)
 
-    check.stage("link", 1, measuring)
-    check.stage("first", 1, failing)
-    check.stage("second", 1, measuring)
-    check.stage("third", 61, measuring)
-    check.stage("a shape: write", 1, measuring)
-    earlier = tmp_path / "earlier.json"
-    (tmp_path / "gpu_check.json").rename(earlier)
-    Check, out = modules("gpu_stage").Check, tmp_path / "out"
-    with pytest.raises(SystemExit, match="another kind of run"):
-        Check(out, tmp_path, is_fake=True, minutes=1, whole="a shape", resumed=earlier)
-    without_time = Check(out, tmp_path, is_fake=True, minutes=0, resumed=earlier)
+    names = "machine", "first", "second", "third", "write a shape"
+    for name in names:
+        run = failing if name == "first" else measuring
+        check.stage(name, 61 if name == "third" else 1, run)
+    Check = modules("gpu_stage").Check
+    without_time = Check(file, is_fake=True, minutes=0, is_resumed=True)
     without_time.stage("first", 1, measuring)
-    assert without_time.rows == check.rows
-    resumed = Check(out, tmp_path, is_fake=True, minutes=1, resumed=earlier)
-    assert resumed.found.resident_tokens == {"a shape": [1, 2]}
-    for name in ("link", "first", "second", "third", "a shape: write"):
+    assert without_time.rows() == check.rows()
+    resumed = Check(file, is_fake=True, minutes=1, is_resumed=True)
+    for name in names:
         resumed.stage(name, 1, lambda: resumed.add("seen", 3.0))
-    assert rows_of(resumed, out) == {
-        "second: seen": 2.0, "link: seen": 3.0, "first: seen": 3.0, "third: seen": 3.0,
-        "a shape: write: seen": 3.0,
+    assert values(resumed) == {
+        "second: seen": 2.0, "machine: seen": 3.0, "first: seen": 3.0, "third: seen": 3.0,
+        "write a shape: seen": 3.0,
     }  # fmt: skip
 
 
-def test_a_stage_that_does_not_end_is_left(check, modules, tmp_path, monkeypatch):
-    monkeypatch.setattr(modules("gpu_stage"), "FAKE_LIMIT_S", 0.3)
-    told = tmp_path / "pid"
+def test_rows_of_an_earlier_run_are_not_overwritten(check, modules, file):
+    with pytest.raises(SystemExit, match="--resume goes on with it"):
+        modules("gpu_stage").Check(file, is_fake=True)
+
+
+def test_a_stage_that_does_not_end_is_left_with_all_that_it_has_started(modules, file, tmp_path):
+    check = modules("gpu_stage").Check(file, is_fake=True, minutes=0.03)
+    told = tmp_path / "pids"
 
     def endless():
-        check.add("seen before", True)
-        told.write_text(str(os.getpid()))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen(["sleep", "60"])
+        told.write_text(f"{os.getpid()} {child.pid}")
+        check.add("seen before", True)
         time.sleep(60)
 
-    check.stage("endless", 1, endless)
-    check.stage("next", 1, lambda: check.add("seen after", True))
-    assert rows_of(check, tmp_path) == {
+    check.stage("endless", 0, endless)
+    assert values(check) == {
         "endless: seen before": True,
-        "endless: stage": "failed: not over after 0 s",
-        "next: seen after": True,
+        "endless: ended": "failed: it took too long",
     }
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(told.read_text()), 0)
+    for pid in told.read_text().split():
+        stat = Path(f"/proc/{pid}/stat")  # a killed child may wait for its parent's parent
+        assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] in "ZX"
 
 
-def test_a_stage_whose_own_child_lives_on_is_seen_to_die(check, modules, tmp_path, monkeypatch):
-    monkeypatch.setattr(modules("gpu_stage"), "FAKE_LIMIT_S", 10.0)
-    told = tmp_path / "pid"
+def test_a_stage_ends_once_nobody_waits_for_it(check, monkeypatch):
+    def orphan():
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        check.add("seen", True)
 
-    def killed():
-        if child := os.fork():
-            told.write_text(str(child))
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
-        os._exit(0)
-
-    check.stage("first", 1, killed)
-    os.kill(int(told.read_text()), signal.SIGKILL)
-    assert rows_of(check, tmp_path) == {"first: stage": "failed: its process ended with -9"}
+    check.stage("first", 1, orphan)
+    assert values(check) == {"first: ended": "failed: its process ended with 1"}
 
 
-def test_what_cannot_be_written_fails_its_stage_and_a_full_disk_none(check, tmp_path, monkeypatch):
+def test_a_stage_without_time_is_left_out(check):
+    check.stage("long", 61, lambda: check.add("seen", True))
+    assert values(check) == {"long: ended": "left out: no time"}
+
+
+def test_what_cannot_be_written_fails_its_stage_and_a_full_disk_none(check, file, monkeypatch):
     check.stage("first", 1, lambda: check.add("seen", np.float32(1)))
-    assert rows_of(check, tmp_path)["first: stage"].startswith("failed: TypeError")
-    before = (tmp_path / "gpu_check.json").read_text()
+    assert values(check)["first: ended"].startswith("failed: TypeError")
+    with file.open("a") as opened:
+        opened.write('{"stage": "first", "na')  # as much as a full disk took
+    open_file = Path.open
 
-    def full(file: Path, text: str) -> None:
-        file.write_bytes(text.encode()[:100])
-        raise OSError(28, "No space left on device")
+    def full(self: Path, mode: str = "r", *args: Any, **more: Any) -> Any:
+        if "a" in mode:
+            raise OSError(28, "No space left on device")
+        return open_file(self, mode, *args, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", full)
+        patched.setattr(Path, "open", full)
         check.stage("second", 1, lambda: check.add("seen", 1.0))
-    assert (tmp_path / "gpu_check.json").read_text() == before
     check.stage("third", 1, lambda: check.add("seen", 2.0))
-    assert {"second: seen", "third: seen"} <= rows_of(check, tmp_path).keys()
+    assert values(check)["third: seen"] == 2.0
 
 
-def test_a_stage_without_time_is_left_out(check, tmp_path):
-    check.stage("long", 61, lambda: check.add("seen", True))
-    assert rows_of(check, tmp_path) == {"long: stage": "left out: no time"}
+def test_a_figure_is_given_as_a_share_of_what_bounds_it(check, modules, file):
+    Bound = modules("gpu_stage").Bound
+    check.add("link", 50.0, "GB/s")
+    check.add("token", 4.0, "ms", check.takes(1e8, by="link"))
+    check.add("rate", 20.0, "GB/s", Bound("link", 50.0))
+    rows = [json.loads(line) for line in file.read_text().split("\n")[1:]]
+    assert [(r["bound_by"], r["bound"], r.get("of_bound")) for r in rows] == [
+        ("nothing", None, None), ("link", 2.0, 0.5), ("link", 50.0, 0.4),
+    ]  # fmt: skip
 
 
-def recorded(folder: Path, num_moe_layers: int, lengths: list[int], repeated: int) -> np.ndarray:
-    """A trace of eight experts, two for a token."""
-    random = np.random.default_rng(0)
-    shape = sum(lengths), num_moe_layers, 8
-    experts = np.argsort(random.random(shape), axis=2)[:, :, :2].astype(np.uint8)
-    folder.mkdir()
-    np.savez(folder / "experts.npz", experts=experts, offsets=np.cumsum([0, *lengths]))
-    lines = [json.dumps({"has_repetition": i == repeated}) for i in range(len(lengths))]
-    (folder / "sequences.jsonl").write_text("\n".join(lines))
-    return experts
+def test_a_checkpoint_is_there_as_long_as_a_stage_needs_it(check, modules):
+    gpu_models, Stage = modules("gpu_models"), modules("gpu_stage").Stage
+    shape = gpu_models.Shape("qwen3", gpu_models.qwen3, 2, 48, 58.0, is_tiny=True)
 
+    def seen(check: Any, folder: Path, shape: Any) -> None:
+        sizes = gpu_models.sizes_of(folder)
+        files = [file.stat().st_size for file in folder.glob("*.safetensors")]
+        check.add("bytes", sum(sizes.values()) / sum(files))
+        check.add("folder", str(folder))
 
-def test_requests_that_are_long_enough_and_do_not_repeat_are_cut(modules, tmp_path):
-    experts = recorded(tmp_path / "of a model", 5, [9, 20, 30, 14], repeated=1)
-    shape = modules("gpu_models").Shape("x", 5, 3, 1.0, None, trace="of a model")
-    requests = modules("gpu_routing").recorded_requests(tmp_path, shape, NUM_TOKENS)
-    expected = np.stack([experts[29:43, [0, 2, 4]], experts[59:, [0, 2, 4]]])
-    assert np.array_equal(requests.numpy(), expected)
-    without = modules("gpu_models").Shape("x", 5, 3, 1.0, None)
-    assert modules("gpu_routing").recorded_requests(tmp_path, without, NUM_TOKENS) is None
+    def gone(check: Any) -> None:
+        check.add("gone", not Path(check.value("folder")).exists())
 
-
-@pytest.mark.parametrize("host_memory", ["40%", "100%"])
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_request_goes_where_the_recorded_one_went(
-    tiny_checkpoint, modules, tmp_path, monkeypatch, cache, host_memory
-):
-    """Also by a graph, and in steps that are lost."""
-    record_graphs(monkeypatch)
-    experts = recorded(tmp_path / "of a model", 3, [NUM_TOKENS, NUM_TOKENS], repeated=-1)
-    requests = torch.from_numpy(experts).long().view(2, NUM_TOKENS, 3, 2)
-    prompt = torch.arange(5, 11)[None]
-    with on_device(tiny_checkpoint, "30%", host_memory) as moe:
-        for request in requests:
-            with modules("gpu_routing").replaying(moe, request, "cpu"), moe.recording() as finish:
-                moe.generate(prompt, max_new_tokens=9, do_sample=False, **cache)
-            (trace,) = finish()
-            found = trace.experts_TLK
-            assert np.array_equal(found, request.numpy())
-        with moe.recording() as finish:
-            moe.generate(prompt, max_new_tokens=9, do_sample=False, **cache)
-        assert not np.array_equal(finish()[0].experts_TLK, found)
+    check.run(
+        [Stage("first", 1, seen, shape), Stage("second", 1, seen, shape), Stage("third", 1, gone)]
+    )
+    found = values(check)
+    assert found["first: folder"] == found["second: folder"]
+    assert found["third: gone"] is True
+    assert 0.95 < found["first: bytes"] < 1  # and headers

@@ -21,7 +21,6 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu_kernels import KINDS, Sizes, describe
 from moe_infinity.checkpoint.ggml import blocks_layout, row_bytes
 from moe_infinity.cuda import resolve as triton_resolve
 from moe_infinity.cuda.device_table import DeviceTable
@@ -39,6 +38,7 @@ from moe_infinity.kernels.cuda.rotary import make_heads
 from moe_infinity.kernels.cuda.routing import choose, router_logits
 from moe_infinity.kernels.cuda.slot_mlp import Matrix, SlotMlp
 from tests.kernels.cuda.compiled import AbsentGpu
+from tests.kernels.cuda.usual_experts import KINDS, mlp_of
 from tests.kernels.slot_moe import slot_moe
 
 FLUSHES = re.compile(r"\b(?:add|mul|fma)\.(?:\w+\.)*ftz\.(?:\w+\.)*f32")
@@ -175,7 +175,7 @@ def main() -> None:
     compiler = Compiler()
     driver.set_active(AbsentGpu(int(sys.argv[1])))
     JITFunction.__getitem__ = lambda kernel, grid: compiler.launcher(kernel, grid)
-    known = {kind: describe(Sizes(kind=kind))[0] for kind in KINDS}
+    known = {kind: mlp_of(kind) for kind in KINDS}
     more = {name: replace(known["bf16"], activation=Activation(name)) for name in FUNCTIONS}
     limited = Activation("silu", alpha=1.702, shift=1.0, limit=7.0)
     more["limited"] = replace(known["bf16"], activation=limited)
