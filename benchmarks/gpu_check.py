@@ -24,7 +24,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CARRIED = ROOT / "runs" / "carried"
@@ -37,7 +36,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONP
 
 import torch  # noqa: E402
 from gpu_plans import PLANS  # noqa: E402
-from gpu_stage import ENDED, FORK, Check  # noqa: E402
+from gpu_stage import FORK, Check  # noqa: E402
 from gpu_traces import carry  # noqa: E402
 
 
@@ -47,24 +46,6 @@ def has_gpu() -> bool:
     process.start()
     process.join()
     return process.exitcode == 0
-
-
-def table_of(rows: list[dict[str, Any]]) -> str:
-    """What was measured, beside its bound."""
-    told = ("model", "layers", "way", "batch", "prompt", "hit_rate")
-    lines = [f"{'':34}{'measured':>10} {'':8}{'bound':>9}{'share':>6}  by, of"]
-    for row in rows:
-        if not isinstance(row["value"], float) or row["name"] == ENDED:
-            continue
-        bound, share = row["bound"], row.get("of_bound")
-        conditions = ", ".join(str(row[name]) for name in told if row.get(name) is not None)
-        lines.append(
-            f"{row['name'][:33]:34}{row['value']:>10.4g} {row['unit']:8}"
-            f"{'' if bound is None else format(bound, '.4g'):>9}"
-            f"{'' if share is None else format(share, '.0%'):>6}  {row['bound_by']}; {conditions}"
-        )
-    right = [row["value"] for row in rows if isinstance(row["value"], bool)]
-    return "\n".join([*lines, f"right: {right.count(True)} of {len(right)}"])
 
 
 def main() -> None:
@@ -91,7 +72,6 @@ def main() -> None:
     )  # fmt: skip
     check.run(PLANS[args.command](args.carried, is_fake=args.fake))
     rows = check.rows()
-    print(table_of(rows))
     is_wrong = [row for row in rows if row["value"] is False]
     is_failed = [row for row in rows if str(row["value"]).startswith("failed")]
     print(json.dumps({"rows": len(rows), "wrong": is_wrong, "failed": is_failed}))

@@ -11,6 +11,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 from gpu_models import Shape, sizes_of, token_ids
-from gpu_stage import LINK, MEMORY, PRODUCT, Bound, Check
+from gpu_stage import LINK, LOCKING, MEMORY, PRODUCT, Bound, Check
 from gpu_traces import Replay, requests_of
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -136,7 +137,9 @@ def measure(
     started = time.perf_counter()
     with check.model(folder, is_filled=not is_cold, **options) as moe:
         told: dict[str, Any] = {"model": shape.name, "layers": shape.layers, "way": way}
-        check.add("open", time.perf_counter() - started, "s", **told)
+        opened_ms = 1e3 * (time.perf_counter() - started)
+        locked = check.takes(moe.report().tiers[1].capacity_bytes, by=LOCKING)
+        check.add("open", opened_ms, "ms", locked, **told)
         if not is_cold:
             warm_up(check, moe)
         replay = Replay(moe, None if carried is None else requests_of(carried, shape))
@@ -180,6 +183,11 @@ def compare(check: Check, tokens: str, told: dict[str, Any]) -> None:
         check.add("same tokens", tokens == expected, **told)
 
 
+def kind_of(kernel: str) -> str:
+    kinds = (kind for kind, parts in KINDS.items() if any(part in kernel for part in parts))
+    return next(kinds, "others")
+
+
 def add_kernels(
     check: Check, moe: MoE, folder: Path, ids: Tensor, share: float, told: dict[str, Any]
 ) -> None:
@@ -190,8 +198,7 @@ def add_kernels(
     us_by_kind, us_by_name = defaultdict[str, list[float]](list), defaultdict[str, float](float)
     for event in profiler.events() or ():
         if event.device_type == getattr(DeviceType, kind):
-            kinds = (kind for kind, parts in KINDS.items() if any(p in event.name for p in parts))
-            for name in (next(kinds, "others"), "all"):
+            for name in (kind_of(event.name), "all"):
                 us_by_kind[name].append(event.time_range.elapsed_us())
             us_by_name[event.name[:60]] += event.time_range.elapsed_us() / PROFILED
     experts, rest = share * sizes_of(folder)["experts"], sizes_of(folder)["rest"]
@@ -210,6 +217,10 @@ def measure_stock(
     """transformers alone, with these options of generate(); with a share of the experts on the GPU
     by accelerate.
     """
+    told = {"model": shape.name, "layers": shape.layers, "way": way, "batch": 1}
+    if share < 1.0 and (check.is_fake or find_spec("accelerate") is None):
+        check.add("token", "left out: needs accelerate and a GPU", **told)
+        return
     sizes = sizes_of(folder)
     loading: dict[str, Any] = {}
     if share < 1.0:
@@ -225,7 +236,6 @@ def measure_stock(
         clock = Clock(check)
         generate(model, ids, check.num_tokens, clock, **options)
     used = Used(1, shape.active_share, (1 - share) * sizes["experts"], share)
-    told = {"model": shape.name, "layers": shape.layers, "way": way, "batch": 1}
     check.add("token", clock.token_ms, "ms", bound_of(check, folder, shape, used), **told)
 
 

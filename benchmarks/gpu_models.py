@@ -99,6 +99,10 @@ class Shape:
     is_tiny: bool = False
 
     @property
+    def folder(self) -> str:
+        return f"{self.name}-{self.layers}"
+
+    @property
     def num_bytes(self) -> int:
         return int(self.total_gb * 1e9 * self.layers / self.full_layers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def slopes(check: Check) -> None:
         if row["name"] == "token" and row["batch"] == 1:
             found.setdefault(row["way"], []).append(row)
     for way, rows in found.items():
-        few, *_, many = sorted(rows, key=lambda row: row["layers"]) * 2
+        few, many = (end(rows, key=itemgetter("layers")) for end in (min, max))
         num_more = many["layers"] - few["layers"]
         if num_more == 0:
             continue

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ ENDED = "ended"  # the last one: seconds, or why there are none
 REPEATED = ("machine", "write ", "a layer")  # stages that every run repeats, as they begin
 LINK, MEMORY, PRODUCT, LOCKING = "link", "device memory", "matrix product", "page-locking"
 END_S = 30.0  # of a process that is over or was killed: what it page-locked takes a while
-SCRATCH = Path("/dev/shm")  # where there is room for it: writing to disk takes minutes
+# Where there is room first, for checkpoints: writing to disk takes minutes.
+SCRATCH = Path("/dev/shm"), Path(tempfile.gettempdir())
 WRITTEN_GBPS = 1.0  # of a checkpoint, at least
 
 
@@ -112,14 +114,15 @@ class Check:
             raise SystemExit("whoever waited for this stage has gone")
         row: dict[str, Any] = {"stage": self._stage, "name": name, "value": value, "unit": unit}
         if isinstance(value, float):
-            row |= {"bound": bound and bound.value, "bound_by": bound.by if bound else "nothing"}
+            row |= {"bound": bound and bound.value, "bound_by": bound.by if bound else "itself"}
             if bound is not None and value > 0:
                 is_time = unit in ("ms", "us", "s")
                 row["of_bound"] = bound.value / value if is_time else value / bound.value
         row |= conditions
         row = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
         line = "\n" + json.dumps(row)  # what a full disk has cut stays a line of its own
-        print("  ".join(f"{key}={row[key]}" for key in list(row)[1:]), flush=True)
+        told = [f"{key}={row[key]}" for key in [*row][4:] if row[key] is not None]
+        print(f"{name:32}{row['value']!s:>12} {unit:8}", *told, flush=True)
         try:
             with self._file.open("a") as file:
                 file.write(line)
@@ -134,31 +137,38 @@ class Check:
 
     def run(self, stages: Sequence[Stage]) -> None:
         """One after the other, with the checkpoints that they need, as long as they need them."""
+        name = f"gpu_check-{zlib.crc32(bytes(self._file.resolve())):08x}"
+        places = [place for place in SCRATCH if place.is_dir()]
+        for place in places:
+            shutil.rmtree(place / name, ignore_errors=True)  # of a run that was killed
         shapes = {stage.shape for stage in stages if stage.shape is not None}
-        free = shutil.disk_usage(SCRATCH).free if SCRATCH.is_dir() else 0
-        has_room = free > 1.2 * sum(shape.num_bytes for shape in shapes)
-        with tempfile.TemporaryDirectory(dir=SCRATCH if has_room else None) as scratch:
+        needed = 1.2 * sum(shape.num_bytes for shape in shapes)
+        has_room = (place for place in places if shutil.disk_usage(place).free > needed)
+        scratch = next(has_room, places[-1]) / name
+        try:
             for at, stage in enumerate(stages):
-                if stage.name in self._done:
-                    continue
-                if stage.shape is None:
-                    self.stage(stage.name, stage.needs_s, partial(stage.run, self))
-                    continue
-                folder = Path(scratch, f"{stage.shape.name}-{stage.shape.layers}")
-                self._run_with(folder, stage, stage.shape)
-                later = stages[at + 1 :]
-                if not any(s.shape == stage.shape and s.name not in self._done for s in later):
-                    shutil.rmtree(folder, ignore_errors=True)
+                self._run_with_checkpoint(stage, scratch)
+                later = {s.shape for s in stages[at + 1 :] if s.name not in self._done}
+                if stage.shape is not None and stage.shape not in later:
+                    shutil.rmtree(scratch / stage.shape.folder, ignore_errors=True)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
-    def _run_with(self, folder: Path, stage: Stage, shape: Shape) -> None:
+    def _run_with_checkpoint(self, stage: Stage, scratch: Path) -> None:
+        if stage.name in self._done:
+            return
+        if stage.shape is None:
+            self.stage(stage.name, stage.needs_s, partial(stage.run, self))
+            return
+        shape, folder = stage.shape, scratch / stage.shape.folder
         if not folder.is_dir():
             needs_s = 0.0 if shape.is_tiny else 5 + shape.num_bytes / WRITTEN_GBPS / 1e9
             writing = partial(write_checkpoint, folder, shape.config, self.device)
             self.stage(f"write {folder.name}", needs_s, writing)
-        if not folder.is_dir():
+        if folder.is_dir():
+            self.stage(stage.name, stage.needs_s, partial(stage.run, self, folder, shape))
+        else:
             self._leave_out(stage.name, "no checkpoint was written")
-            return
-        self.stage(stage.name, stage.needs_s, partial(stage.run, self, folder, shape))
 
     def stage(self, name: str, needs_s: float, run: Callable[[], None]) -> None:
         """Run a stage unless it is done or would take too long."""
@@ -175,8 +185,9 @@ class Check:
         process.start()
         process.join(left_s if self.is_fake else min(left_s, 30 + 3 * needs_s))
         is_over = not process.is_alive()
+        assert process.pid is not None
         with suppress(ProcessLookupError):  # and with it what it has started
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join(END_S)
         if self.value(ENDED, stage=name) is None:

@@ -149,7 +149,7 @@ def test_a_figure_is_given_as_a_share_of_what_bounds_it(check, modules, file):
     check.add("rate", 20.0, "GB/s", Bound("link", 50.0))
     rows = [json.loads(line) for line in file.read_text().split("\n")[1:]]
     assert [(r["bound_by"], r["bound"], r.get("of_bound")) for r in rows] == [
-        ("nothing", None, None), ("link", 2.0, 0.5), ("link", 50.0, 0.4),
+        ("itself", None, None), ("link", 2.0, 0.5), ("link", 50.0, 0.4),
     ]  # fmt: skip
 
 
@@ -173,3 +173,26 @@ def test_a_checkpoint_is_there_as_long_as_a_stage_needs_it(check, modules):
     assert found["first: folder"] == found["second: folder"]
     assert found["third: gone"] is True
     assert 0.95 < found["first: bytes"] < 1  # and headers
+
+
+def test_two_depths_tell_what_a_layer_takes_and_what_is_beside_them(check, modules):
+    Bound = modules("gpu_stage").Bound
+    for layers, ms in ((24, 7.0), (8, 3.0)):
+        bound = Bound("device memory", layers / 16)
+        check.add("token", ms, "ms", bound, way="graph", batch=1, layers=layers)
+    check.add("token", 9.0, "ms", Bound("device memory", 1.0), way="other", batch=1, layers=24)
+    modules("gpu_plans").slopes(check)
+    found = {row["name"]: (row["value"], row["bound"]) for row in check.rows()[3:]}
+    assert found == {
+        "a layer": (0.25, 0.0625),
+        "token, by these, of no layers": (1.0, 0.0),
+        "token, by these, of 48 layers": (13.0, 3.0),
+    }
+
+
+def test_kernels_of_a_kind_are_found_by_their_names(modules):
+    kind_of = modules("gpu_measure").kind_of
+    assert kind_of("_resolve") == "find and copy experts"
+    assert kind_of("_up_tile") == "experts"
+    assert kind_of("nvjet_tst_64x8_64x16_4x1_v_bz_TNT") == "matrix products"
+    assert kind_of("vectorized_elementwise_kernel") == "others"
