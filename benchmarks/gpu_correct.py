@@ -31,7 +31,7 @@ def machine(check: Check) -> None:
     name = "fake" if check.is_fake else torch.cuda.get_device_name()
     check.add("GPU", name, cpus=os.cpu_count(), **versions)
     size = 1 << 20 if check.is_fake else 1 << 30
-    source = torch.empty(size, dtype=torch.uint8, device=check.device)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=check.device)
     read_s = check.seconds(source.view(torch.int64).sum)
     check.add(MEMORY, size / read_s / 1e9, "GB/s")
     width = 256 if check.is_fake else 8192
@@ -47,8 +47,9 @@ def link(check: Check, num_bytes: int) -> None:
         device = TorchCudaDevice(torch.device("cuda", 0))
     host = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8)
     started = time.perf_counter()
-    check.add("pages can be locked", device.page_lock(host))
+    is_locked = device.page_lock(host)
     check.add(LOCKING, num_bytes / (time.perf_counter() - started) / 1e9, "GB/s")
+    check.add("pages can be locked", is_locked)
     destination = device.empty(num_bytes)
     copy = device.copy(host, destination, device.mark())
     check.add("a copy does not stop the CPU", not copy.query())
@@ -102,7 +103,7 @@ def same_tokens(check: Check, folder: Path, shape: Shape) -> None:
     """With and without a graph the tokens of the run with all experts on the device and no graph,
     whatever the budgets, a step of one sequence or of several.
     """
-    num_tokens = 24 if check.is_fake else 48  # after a prompt of 48: a window of 64 fills up
+    num_tokens = 6 if check.is_fake else 48  # after a prompt of 48: a window of 64 fills up
     prompts = [token_ids(256, batch, 48) for batch in (1, 3)]
 
     def tokens_of(moe: MoE) -> list[str]:
@@ -115,8 +116,10 @@ def same_tokens(check: Check, folder: Path, shape: Shape) -> None:
         with check.model(folder, **budgets) as moe:
             found = [tokens_of(moe) for _ in range(2)]
             moe.check_invariants()
-            captured = str(moe.has_cuda_graph)
-        check.add("same tokens", found == [expected] * 2, captured=captured, **budgets)
+            has_graph = moe.has_cuda_graph
+        check.add("same tokens", found == [expected] * 2, **budgets)
+        may_have = host_memory == "100%" and not check.is_fake
+        check.add("a graph, if host memory has all", has_graph == may_have, **budgets)
 
 
 def near_exact(check: Check, folder: Path, shape: Shape) -> None:

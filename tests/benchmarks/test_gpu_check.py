@@ -53,7 +53,7 @@ def test_correct_checks_tests_tokens_and_logits(tmp_path):
     rows = rows_of(tmp_path, "correct")
     right = [(row["stage"], row["value"]) for row in rows if isinstance(row["value"], bool)]
     assert all(value for _, value in right)
-    assert len([stage for stage, _ in right if stage.startswith("tokens of tiny")]) == 3 * 4
+    assert len([stage for stage, _ in right if stage.startswith("tokens of tiny")]) == 3 * 4 * 2
     assert len([stage for stage, _ in right if stage.startswith("logits of")]) == 3 * 2
     assert len([stage for stage, _ in right if stage.startswith("tests of")]) == 3
     assert {"link", "page-locking", "kernels read locked pages at"} <= {r["name"] for r in rows}
