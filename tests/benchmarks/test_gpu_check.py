@@ -90,10 +90,9 @@ def test_offloaded_is_killed_and_goes_on_with_recorded_requests(tmp_path):
     before = read(file)
     rows = rows_of(tmp_path, "offloaded", "--resume")
     assert rows[: len(before)] == before
-    stages = [row["stage"] for row in rows if row["name"] == "ended"]
-    assert len(stages) == len(set(stages)) + stages.count("machine") - 1 + sum(
-        stages.count(name) - 1 for name in set(stages) if name.startswith("write ")
-    )
+    ended = [row["stage"] for row in rows if row["name"] == "ended"]
+    again = {stage for stage in ended if ended.count(stage) > 1}
+    assert again == {"machine", "write deepseek-v2-lite-3"}
     same = [row["value"] for row in rows if row["name"] == "same tokens"]
     assert all(same)
     assert len(same) == 3 * 3 + 2 + 2 + 1  # 8 GB, 12 GB, 24 GB
@@ -102,4 +101,4 @@ def test_offloaded_is_killed_and_goes_on_with_recorded_requests(tmp_path):
         ("deepseek-v2-lite", "recorded"), ("gpt-oss-20b", "recorded"),
     }  # fmt: skip
     served = [row["batch"] for row in rows if row["name"] == "token" and row["way"] == "server"]
-    assert served == [1, 8, 16]
+    assert served == [1, 3]
