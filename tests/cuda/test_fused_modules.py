@@ -152,8 +152,8 @@ def test_joined_weights_are_those_of_the_layers():
     assert torch.equal(weight, torch.cat(before))
     assert bias is not None
     with torch.no_grad():
-        other.weight += 1
-        one.bias += 1
+        other.weight.add_(1)
+        one.bias.add_(1)
     assert torch.equal(weight[3:], before[1] + 1)
     assert torch.equal(bias, torch.cat([one.bias, torch.zeros(2)]))
     assert other.bias is None
