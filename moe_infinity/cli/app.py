@@ -35,7 +35,13 @@ from moe_infinity.cli.options import (
     with_options_of,
 )
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
-from moe_infinity.cli.simulating import ReplayOptions, ReplicaOptions, Traces, simulated
+from moe_infinity.cli.simulating import (
+    ReplayOptions,
+    ReplicaOptions,
+    SimulationOptions,
+    Traces,
+    simulated,
+)
 from moe_infinity.cli.terminal import stderr, talk, write
 from moe_infinity.errors import MoEInfinityError
 
@@ -235,7 +241,7 @@ def trace(
 
 
 @app.command()
-@with_options_of(ReplayOptions, ReplicaOptions)
+@with_options_of(ReplayOptions, ReplicaOptions, SimulationOptions)
 def simulate(traces: Traces, as_json: AsJson = False, **options: Any) -> None:
     """Replay recorded routing with other policies and capacities, on one machine or on several.
     Needs no model.

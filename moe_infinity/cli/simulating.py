@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.progress import Progress
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.cli.options import above_zero
+from moe_infinity.cli.terminal import stderr
 from moe_infinity.predict.features import FACTORS
 from moe_infinity.simulator.baselines import SIMULATED_POLICIES
+from moe_infinity.simulator.processes import usable_cores
 from moe_infinity.simulator.routers import ROUTERS
+
+if TYPE_CHECKING:
+    from moe_infinity.simulator.cluster import ClusterExperiment
+    from moe_infinity.simulator.laboratory import Experiment
 
 POLICIES = "lru,lfu,request-lfu,moe-infinity-v3,activation-aware"
 
@@ -107,30 +115,70 @@ class ReplicaOptions:
     ] = None
 
 
-def simulated(files: Sequence[Path], options: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Rows, and a table of them for people. Raises ConfigError, TraceError."""
-    from moe_infinity.simulator import cluster, laboratory
+@dataclass(kw_only=True)
+class SimulationOptions:
+    """How a simulation runs, and what it draws."""
 
-    common = {
-        "capacities": options["capacity"],
-        "bandwidth": options["bandwidth"],
-        "expert_bytes": options["expert_bytes"],
-        "layer_us": options["compute_us"],
-        "warmup": options["warmup"],
-        "seed": options["seed"],
-    }
-    if options["replicas"] is None:
-        alone = laboratory.Experiment.from_text(
-            policies=options["policy"] or POLICIES,
-            prefetch=options["prefetch"],
-            draw=options["draw"],
-            users=options["users"],
-            without=options["without"],
-            **common,
-        )
-        rows = [row for file in files for row in laboratory.run_experiment(file, alone)]
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes that replay at once; fewer need less memory. Default: the cores that "
+            "this one may use.",
+            show_default=False,
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw hit rates over capacities: a file .svg or .png. Needs the extra plot.",
+            dir_okay=False,
+        ),
+    ] = None
+
+
+def simulated(files: Sequence[Path], options: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Rows, and a table of them for people. Raises ConfigError, TraceError, OutputError."""
+    from moe_infinity.simulator import cluster, laboratory  # not needed by other commands
+
+    with simulation_progress() as on_work:
+        jobs = options["jobs"] or usable_cores()
+        if options["replicas"] is not None:
+            together = cluster_experiment_of(options)
+            rows = cluster.run_cluster(files, together, jobs=jobs, on_requests=on_work)
+            return rows, cluster.table_of(rows)
+        alone = experiment_of(options)
+        rows = laboratory.run_experiment(files, alone, jobs=jobs, on_steps=on_work)
         return rows, laboratory.table_of(rows)
-    together = cluster.ClusterExperiment.from_text(
+
+
+@contextmanager
+def simulation_progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, with the time that is left."""
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("simulating", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def experiment_of(options: Mapping[str, Any]) -> Experiment:
+    """On one machine. Raises ConfigError."""
+    from moe_infinity.simulator.laboratory import Experiment
+
+    return Experiment.from_text(
+        policies=options["policy"] or POLICIES,
+        prefetch=options["prefetch"],
+        draw=options["draw"],
+        users=options["users"],
+        without=options["without"],
+        **common_of(options),
+    )
+
+
+def cluster_experiment_of(options: Mapping[str, Any]) -> ClusterExperiment:
+    """On several. Raises ConfigError."""
+    from moe_infinity.simulator.cluster import ClusterExperiment
+
+    return ClusterExperiment.from_text(
         policies=options["policy"] or ACTIVATION_AWARE,
         replicas=options["replicas"],
         routers=options["router"],
@@ -139,7 +187,17 @@ def simulated(files: Sequence[Path], options: dict[str, Any]) -> tuple[list[dict
         num_places=options["users"],
         num_requests=options["draw"],
         num_tokens=options["tokens"],
-        **common,
+        **common_of(options),
     )
-    rows = [row for file in files for row in cluster.run_cluster(file, together)]
-    return rows, cluster.table_of(rows)
+
+
+def common_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What experiments on one machine and on several have in common."""
+    return {
+        "capacities": options["capacity"],
+        "bandwidth": options["bandwidth"],
+        "expert_bytes": options["expert_bytes"],
+        "layer_us": options["compute_us"],
+        "warmup": options["warmup"],
+        "seed": options["seed"],
+    }

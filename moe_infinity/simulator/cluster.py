@@ -6,17 +6,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +20,7 @@ from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.laboratory import hardware_of, num_slots_of, some_of
+from moe_infinity.simulator.processes import OnWork, run_all
 from moe_infinity.simulator.replay import Setup
 from moe_infinity.simulator.replica import Replica, SimulatedRequest
 from moe_infinity.simulator.routers import ROUTERS, ReplicaRouter
@@ -153,16 +149,24 @@ def arrival_times(experiment: ClusterExperiment, num: int, num_replicas: int) ->
     return [(time_s - times[0]) / span_s * mean_gap_s * num for time_s in times]
 
 
+class ClusterCell(NamedTuple):
+    """What one row is about."""
+
+    policy: str
+    capacity: str
+    num_replicas: int
+    router: str
+
+
 def run_cell(
     experiment: ClusterExperiment,
     recorded: Sequence[Recorded],
     num_experts: int,
-    policy: str,
-    capacity: str,
-    num_replicas: int,
-    router_name: str,
+    cell: ClusterCell,
+    on_work: OnWork = lambda work: None,
 ) -> dict[str, Any]:
-    """One row of a table."""
+    """One row of a table. A unit of work is a request."""
+    policy, capacity, num_replicas, router_name = cell
     num_layers = recorded[0].sequence.experts_TLK.shape[1]
     setup = Setup(
         policy=policy,
@@ -191,6 +195,7 @@ def run_cell(
                 replica.cell.forget_counts()
         _advance(replicas, router, request.arrival_s)
         replicas[router.choose(request, replicas)].submit(request)
+        on_work(1)
     _advance(replicas, router, np.inf)
     return {
         "policy": policy,
@@ -228,10 +233,43 @@ def _measured(replicas: Sequence[Replica], requests: Sequence[SimulatedRequest])
     }
 
 
-def run_cluster(path: Path, experiment: ClusterExperiment) -> Iterator[dict[str, Any]]:
-    """One row per policy, capacity, number of replicas and router. As many are computed at once as
-    there are cores. Raises TraceError, ConfigError.
+def run_cluster(
+    paths: Sequence[Path],
+    experiment: ClusterExperiment,
+    *,
+    jobs: int = 1,
+    on_requests: Callable[[int, int], None] = lambda done, total: None,
+) -> list[dict[str, Any]]:
+    """One row per trace, policy, capacity, number of replicas and router, whatever the number of
+    processes that `jobs` allows. `on_requests` gets how many requests of rows are done, and how
+    many there are. Raises TraceError, ConfigError.
     """
+    cells = [
+        ClusterCell(*cell)
+        for cell in product(
+            experiment.policies, experiment.capacities, experiment.replicas, experiment.routers
+        )
+    ]
+    recordings = [_recorded_of(path, experiment) for path in paths]
+    total = len(cells) * sum(len(recorded) for recorded, _ in recordings)
+    done = 0
+
+    def on_work(work: int) -> None:
+        nonlocal done
+        done += work
+        on_requests(done, total)
+
+    on_requests(0, total)
+    rows = []
+    for path, (recorded, num_experts) in zip(paths, recordings, strict=True):
+        run = partial(run_cell, experiment, recorded, num_experts)
+        of_path = run_all(run, cells, jobs=jobs, on_work=on_work)
+        rows += [{"trace": str(path), **row} for row in of_path]
+    return rows
+
+
+def _recorded_of(path: Path, experiment: ClusterExperiment) -> tuple[list[Recorded], int]:
+    """The requests that arrive, in order, and experts per layer."""
     trace = load_trace(path)
     if not any(len(sequence.steps_T) for sequence in trace.sequences):
         raise TraceError(f"{path}: no tokens in it")
@@ -244,30 +282,9 @@ def run_cluster(path: Path, experiment: ClusterExperiment) -> Iterator[dict[str,
         recorded = recorded[: experiment.num_requests]
     if experiment.warmup >= len(recorded):
         raise ConfigError(f"{path}: a warm-up of {experiment.warmup} leaves no request to count")
-    recorded = [
-        replace(each, sequence=each.sequence.first(experiment.num_tokens)) for each in recorded
-    ]
-    run = partial(run_cell, experiment, recorded, trace.num_experts)
-    context = get_context("spawn")
-    with ProcessPoolExecutor(mp_context=context, initializer=_end_with_parent) as processes:
-        cells = product(
-            experiment.policies, experiment.capacities, experiment.replicas, experiment.routers
-        )
-        rows = [processes.submit(run, *cell) for cell in cells]
-        for row in rows:
-            yield {"trace": str(path), **row.result()}
-
-
-def _end_with_parent() -> None:
-    """A process of the pool would outlive a parent that is killed."""
-    parent = parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
+    num_tokens = experiment.num_tokens
+    cut = [replace(each, sequence=each.sequence.first(num_tokens)) for each in recorded]
+    return cut, trace.num_experts
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:

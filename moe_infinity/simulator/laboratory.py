@@ -6,22 +6,23 @@ least, the larger of computing it and of loading what even Belady misses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_infinity.cache.counters import PhaseCounters
+from moe_infinity.cache.counters import Counters, PrefetchCounters
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Phase
 from moe_infinity.predict.features import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.hardware import Hardware
-from moe_infinity.simulator.replay import BELADY, CLAIRVOYANT, OMNISCIENT, Cell, Setup, replay
+from moe_infinity.simulator.processes import OnWork, run_all
+from moe_infinity.simulator.replay import BELADY, CLAIRVOYANT, OMNISCIENT, Setup, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
 from moe_infinity.sizes import parse_size
 
@@ -39,6 +40,12 @@ class Experiment:
     seed: int = 0
     users: int = 1
     without: Sequence[str] = ()  # factors the predictor leaves out
+
+    @property
+    def all_policies(self) -> list[str]:
+        """Those asked for, each once, and those that nothing can beat."""
+        references = (BELADY, CLAIRVOYANT) if self.prefetch else (BELADY,)
+        return list(dict.fromkeys((*self.policies, *references)))
 
     @classmethod
     def from_text(
@@ -115,8 +122,75 @@ def drawn(sequences: Sequence[SequenceTrace], num: int | None, seed: int) -> lis
     return interleave([sequences[i] for i in chosen], 1)
 
 
-def run_experiment(path: Path, experiment: Experiment) -> Iterator[dict[str, Any]]:
-    """One row per policy, capacity and phase. Raises TraceError, ConfigError."""
+class Recording(NamedTuple):
+    """The requests of a trace that are replayed."""
+
+    path: Path
+    sequences: list[SequenceTrace]
+    num_experts: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.sequences[0].experts_TLK.shape[1]
+
+    @property
+    def total_experts(self) -> int:
+        return self.num_layers * self.num_experts
+
+    @property
+    def num_steps(self) -> int:
+        return len(np.unique(np.concatenate([each.steps_T for each in self.sequences])))
+
+
+class Part(NamedTuple):
+    """What one process replays at once: a policy at some capacities."""
+
+    recording: Recording
+    policy: str
+    capacities: Sequence[str]
+
+
+class Outcome(NamedTuple):
+    """What a cell has counted."""
+
+    num_slots: int
+    counters: Counters
+    prefetches: PrefetchCounters
+    evictions: int
+
+
+def run_experiment(
+    paths: Sequence[Path],
+    experiment: Experiment,
+    *,
+    jobs: int = 1,
+    on_steps: Callable[[int, int], None] = lambda done, total: None,
+) -> list[dict[str, Any]]:
+    """One row per trace, policy, capacity and phase, whatever the number of processes that `jobs`
+    allows. `on_steps` gets how many steps of cells are done, and how many there are. Raises
+    TraceError, ConfigError.
+    """
+    recordings = [_recording_of(path, experiment) for path in paths]
+    parts = _parts_of(recordings, experiment, jobs)
+    total = sum(len(part.capacities) * part.recording.num_steps for part in parts)
+    done = 0
+
+    def on_work(work: int) -> None:
+        nonlocal done
+        done += work
+        on_steps(done, total)
+
+    on_steps(0, total)
+    found = run_all(partial(_run_part, experiment), parts, jobs=jobs, on_work=on_work)
+    outcomes = {
+        (part.recording.path, part.policy, capacity): outcome
+        for part, of_part in zip(parts, found, strict=True)
+        for capacity, outcome in zip(part.capacities, of_part, strict=True)
+    }
+    return [row for recording in recordings for row in _rows_of(recording, outcomes, experiment)]
+
+
+def _recording_of(path: Path, experiment: Experiment) -> Recording:
     trace = load_trace(path)
     whole = [sequence for sequence in trace.sequences if len(sequence.steps_T)]
     if not whole or not whole[0].experts_TLK.shape[1]:
@@ -126,51 +200,88 @@ def run_experiment(path: Path, experiment: Experiment) -> Iterator[dict[str, Any
         sequences = interleave(sequences, experiment.users)
     if experiment.warmup >= len(sequences):
         raise ConfigError(f"{path}: a warm-up of {experiment.warmup} leaves no request to count")
-    num_layers = sequences[0].experts_TLK.shape[1]
-    total = num_layers * trace.num_experts
-    references = (BELADY, CLAIRVOYANT) if experiment.prefetch else (BELADY,)
+    recording = Recording(path, sequences, trace.num_experts)
+    for capacity in experiment.capacities:
+        num_slots_of(capacity, recording.total_experts)  # a mistake is said before the long work
+    return recording
+
+
+def _parts_of(recordings: Sequence[Recording], experiment: Experiment, jobs: int) -> list[Part]:
+    """A policy is one part, as its capacities share what it learns. With more jobs than that makes
+    parts, every capacity is one.
+    """
+    policies = experiment.all_policies
+    capacities = list(dict.fromkeys(experiment.capacities))
+    together = [capacities]
+    if jobs > len(recordings) * len(policies):
+        together = [[capacity] for capacity in capacities]
+    return [
+        Part(recording, policy, some)
+        for recording in recordings
+        for policy in policies
+        for some in together
+    ]
+
+
+def _run_part(experiment: Experiment, part: Part, on_work: OnWork) -> list[Outcome]:
+    """Of each capacity."""
+    recording = part.recording
     setups = [
         Setup(
-            policy=policy,
-            num_slots=num_slots_of(capacity, total),
-            prefetch=experiment.prefetch and policy != BELADY,
+            policy=part.policy,
+            num_slots=num_slots_of(capacity, recording.total_experts),
+            prefetch=experiment.prefetch and part.policy != BELADY,
             hardware=experiment.hardware,
         )
-        for policy in dict.fromkeys((*experiment.policies, *references))
-        for capacity in experiment.capacities
+        for capacity in part.capacities
     ]
     cells = replay(
-        steps_of(sequences),
+        steps_of(recording.sequences),
         setups,
-        num_layers=num_layers,
-        num_experts=trace.num_experts,
+        num_layers=recording.num_layers,
+        num_experts=recording.num_experts,
         warmup=experiment.warmup,
         without=experiment.without,
+        on_step=lambda: on_work(len(setups)),
     )
-    best = {cell.setup.num_slots: cell for cell in cells if cell.setup.policy == BELADY}
-    for cell, capacity in zip(cells, cycle(experiment.capacities)):
-        for phase in Phase:
-            if cell.counters.of(phase).steps:
-                reference = best[cell.setup.num_slots].counters.of(phase)
-                yield {
-                    "trace": str(path),
-                    "policy": cell.setup.policy,
-                    "capacity": capacity,
-                    "users": experiment.users,
-                    "phase": phase.value,
-                    **_measured(cell, phase, num_layers, reference),
-                }
+    return [
+        Outcome(cell.setup.num_slots, cell.counters, cell.table.prefetches, cell.table.evictions)
+        for cell in cells
+    ]
+
+
+def _rows_of(
+    recording: Recording,
+    outcomes: Mapping[tuple[Path, str, str], Outcome],
+    experiment: Experiment,
+) -> Iterator[dict[str, Any]]:
+    for policy in experiment.all_policies:
+        for capacity in experiment.capacities:
+            outcome = outcomes[recording.path, policy, capacity]
+            best = outcomes[recording.path, BELADY, capacity]
+            for phase in Phase:
+                if outcome.counters.of(phase).steps:
+                    yield {
+                        "trace": str(recording.path),
+                        "policy": policy,
+                        "capacity": capacity,
+                        "users": experiment.users,
+                        "phase": phase.value,
+                        **_measured(
+                            outcome, phase, recording.num_layers, experiment.hardware, best
+                        ),
+                    }
 
 
 def _measured(
-    cell: Cell, phase: Phase, num_layers: int, reference: PhaseCounters
+    outcome: Outcome, phase: Phase, num_layers: int, hardware: Hardware, best: Outcome
 ) -> dict[str, Any]:
-    counters = cell.counters.of(phase)
-    hardware = cell.setup.hardware
-    prefetches = cell.table.prefetches
+    counters = outcome.counters.of(phase)
+    reference = best.counters.of(phase)
+    prefetches = outcome.prefetches
     compute_s = num_layers * hardware.layer_s
     row: dict[str, Any] = {
-        "num_slots": cell.setup.num_slots,
+        "num_slots": outcome.num_slots,
         "tokens": counters.tokens,
         "steps": counters.steps,
         "hits": counters.hits,
@@ -178,7 +289,7 @@ def _measured(
         "misses": counters.misses,
         "hit_rate": counters.hit_rate,
         "belady_hit_rate": reference.hit_rate,
-        "evictions": cell.table.evictions,
+        "evictions": outcome.evictions,
         "stall_s_per_token": counters.stall_s / counters.tokens,
         "tpot_s": compute_s + counters.stall_s / counters.steps,
         "floor_tpot_s": max(compute_s, reference.misses * hardware.load_s / counters.steps),

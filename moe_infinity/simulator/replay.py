@@ -7,7 +7,7 @@ learn depends on the routing alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,9 +148,11 @@ def replay(
     num_experts: int,
     warmup: int = 0,
     without: Sequence[str] = (),
+    on_step: Callable[[], None] = lambda: None,
 ) -> list[Cell]:
     """Run the steps through every setup; what the first `warmup` requests did is not counted."""
-    steps = list(steps)
+    if any(setup.policy in OMNISCIENT for setup in setups):
+        steps = list(steps)  # others never look back, nor ahead
     predictor = None
     if any(setup.policy == ACTIVATION_AWARE for setup in setups):
         predictor = Predictor(num_layers, num_experts, without=without)
@@ -165,6 +167,7 @@ def replay(
             for cell in cells:
                 cell.forget_counts()
         machine.run(recorded.step, recorded.experts_LTK)
+        on_step()
     return cells
 
 
@@ -177,7 +180,7 @@ def keys_of(num_layers: int, num_experts: int) -> list[list[ExpertKey]]:
 
 
 def _policies(
-    steps: Sequence[RecordedStep],
+    steps: Iterable[RecordedStep],
     setups: Sequence[Setup],
     predictor: Predictor | None,
     *,

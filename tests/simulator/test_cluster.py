@@ -16,6 +16,7 @@ from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Phase
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace, save_trace
 from moe_infinity.simulator.cluster import (
+    ClusterCell,
     ClusterExperiment,
     Recorded,
     arrival_times,
@@ -140,7 +141,9 @@ def test_requests_of_one_kind_go_to_one_replica_and_hit_more(name):
         recorded.append(sequence(cells, num_prompt=2, token_ids=ids))
     file_of = [Recorded(s, s.token_ids_T[:2].tolist()) for s in recorded]
     rows = {
-        router: run_cell(experiment(capacities=["9"]), file_of, EXPERTS, "lru", "9", 2, router)
+        router: run_cell(
+            experiment(capacities=["9"]), file_of, EXPERTS, ClusterCell("lru", "9", 2, router)
+        )
         for router in ("round-robin", name)
     }
     assert rows[name]["hit_rate"] > rows["round-robin"]["hit_rate"] + 0.1
@@ -188,7 +191,7 @@ def trace(tmp_path: Path) -> Path:
 
 def test_every_cell_is_a_row(trace):
     wanted = experiment(routers=["hash", "eam"], replicas=[1, 2], warmup=2, num_tokens=4)
-    rows = list(run_cluster(trace, wanted))
+    rows = run_cluster([trace], wanted)
     assert [(row["replicas"], row["router"]) for row in rows] == [
         (1, "hash"), (1, "eam"), (2, "hash"), (2, "eam"),
     ]  # fmt: skip
@@ -216,7 +219,17 @@ def test_the_command_prints_a_table_and_names_mistakes(command, trace):
 
 @pytest.mark.slow
 def test_processes_end_with_a_command_that_is_killed(trace):
-    command = [sys.executable, "-m", "moe_infinity.cli", "simulate", str(trace), "--replicas", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "moe_infinity.cli",
+        "simulate",
+        str(trace),
+        "--replicas",
+        "1",
+        "--jobs",
+        "2",
+    ]
     command += ["--router", ",".join(["eam"] * 200), "--capacity", "50%"]
     with subprocess.Popen(command, start_new_session=True) as it:
         children = Path(f"/proc/{it.pid}/task/{it.pid}/children")

@@ -47,7 +47,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def rows_of(path: Path, *args: str, **others: Any) -> list[dict[str, Any]]:
-    return list(run_experiment(path, experiment(*args, **others)))
+    return run_experiment([path], experiment(*args, **others))
 
 
 # Capacities

@@ -24,7 +24,7 @@ def hit_rates() -> dict[str, float]:
         policies=",".join((ACTIVATION_AWARE, *BASELINES)), capacities="20%",
         bandwidth="1.2GB/s", expert_bytes="13MB", layer_us=1000.0, draw=3, warmup=1,
     )  # fmt: skip
-    return {layer["policy"]: layer["hit_rate"] for layer in run_experiment(file, experiment)}
+    return {layer["policy"]: layer["hit_rate"] for layer in run_experiment([file], experiment)}
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
