@@ -6,6 +6,7 @@ what to change.
     ├── CheckpointError        a file that is missing, truncated or lying  (also an OSError)
     ├── UnsupportedModelError  a model this library cannot serve           (also a ValueError)
     ├── TraceError             a trace that cannot be written or read      (also an OSError)
+    ├── OutputError            a picture or page that cannot be written    (also an OSError)
     ├── LoadTimeout            an expert did not arrive in bounded time    (also a TimeoutError)
     ├── HostLost               another host is gone, silent or not ours   (also a ConnectionError)
     ├── OutOfMemory            the device has no room for a cache or for activations (a MemoryError)
@@ -33,6 +34,10 @@ class UnsupportedModelError(MoEInfinityError, ValueError):
 
 class TraceError(MoEInfinityError, OSError):
     """A trace could not be written or read; no partial file is left behind."""
+
+
+class OutputError(MoEInfinityError, OSError):
+    """A picture or a page could not be written; no partial file is left behind."""
 
 
 class LoadTimeout(MoEInfinityError, TimeoutError):

@@ -5,13 +5,13 @@ model wrote.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from moe_infinity.errors import TraceError
 from moe_infinity.model import MoE
+from moe_infinity.output import why_unwritable
 from moe_infinity.predict.tracefile import save_trace
 
 
@@ -55,11 +55,8 @@ def record_trace(
     """Generate greedily from each prompt and write the routing of all tokens to `output`. Raises
     TraceError.
     """
-    folder = output.absolute().parent  # what is wrong is said before an hour of generating
-    if not folder.is_dir():
-        raise TraceError(f"{output}: the folder {folder} does not exist")
-    if output.is_dir() or not os.access(folder, os.W_OK):
-        raise TraceError(f"{output}: no file can be written there")
+    if reason := why_unwritable(output):  # said before an hour of generating
+        raise TraceError(f"{output}: {reason}")
     with moe.recording() as finish:
         for prompt in prompts:
             inputs = moe.tokenizer(prompt, return_tensors="pt")

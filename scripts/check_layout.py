@@ -59,7 +59,8 @@ ALLOWED = {
     ),
     "cache": Rule(("experts", "errors"), "who is evicted is decided on what the caller passes"),
     "predict": Rule(
-        ("cache", "config", "experts", "errors"), "a prediction needs the routing and no model"
+        ("cache", "config", "experts", "errors", "output"),
+        "a prediction needs the routing and no model",
     ),
 }
 # Who may import a folder beside itself.
@@ -69,6 +70,7 @@ IMPORTED_BY = {
         ("cli", "cluster", "entrypoints"), "the library works without its server's packages"
     ),
     "cluster": Rule(("cli", "hosts"), "the library works without Ray"),
+    "pictures": Rule(("cli",), "the library works without what draws"),
 }
 
 

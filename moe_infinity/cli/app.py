@@ -28,6 +28,7 @@ from moe_infinity.cli.options import (
     MaxNewTokens,
     Model,
     ModelOptions,
+    ReportHtml,
     Seed,
     Temperature,
     TopP,
@@ -44,6 +45,7 @@ from moe_infinity.cli.simulating import (
 )
 from moe_infinity.cli.terminal import stderr, talk, write
 from moe_infinity.errors import MoEInfinityError
+from moe_infinity.pictures.figures import check_picture
 
 OF_TRACE = (
     "device", "device_memory", "host_memory", "config_from", "dtype", "exact", "trust_remote_code",
@@ -77,21 +79,27 @@ def run(
         bool,
         typer.Option("--profile", help="Print the time of each part of a decode step to stderr."),
     ] = False,
+    report_html: ReportHtml = None,
     **options: Any,
 ) -> None:
     """Continue a prompt."""
-    from moe_infinity.profiling import profiling
+    from moe_infinity.cli.reporting import check_page, watching, write_report
 
+    if report_html is not None:
+        check_page(report_html)
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_model(model, **options) as moe:
         show_preload(moe)
-        stream = moe.stream(text, **settings_of(max_new_tokens, temperature, top_p, seed))
-        with profiling(moe) if profile else nullcontext() as split:
+        settings = settings_of(max_new_tokens, temperature, top_p, seed)
+        stream = moe.stream(text, **settings)
+        with watching(moe) if profile or report_html is not None else nullcontext() as watched:
             for piece in stream:
                 if not as_json:
                     write(piece)
-        if split is not None:
-            stderr.print("\n" + str(split), soft_wrap=True, highlight=False)
+        if profile and watched is not None:
+            stderr.print("\n" + str(watched.profile), soft_wrap=True, highlight=False)
+        if report_html is not None and watched is not None:
+            write_report(report_html, moe, text, stream, watched, settings)
         if as_json:
             write(json.dumps(result_of(stream, moe), ensure_ascii=False) + "\n")
             return
@@ -213,6 +221,13 @@ def trace(
         Path, typer.Option(help="JSON lines, each with a 'prompt'.", exists=True, dir_okay=False)
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The .npz to write.")],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw what was activated: a file .svg or .png. Needs the extra plot.",
+            dir_okay=False,
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = 64,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use only the first prompts, at most this many.")
@@ -222,6 +237,8 @@ def trace(
     """Record the experts that each token of prompts and outputs was routed to."""
     from moe_infinity.tracing import read_prompts, record_trace
 
+    if plot is not None:
+        check_picture(plot)
     texts = read_prompts(prompts)[:limit]
     with (
         open_model(model, **options) as moe,
@@ -238,6 +255,11 @@ def trace(
     stderr.print(
         f"{output}: {written.sequences} sequences, {written.tokens} tokens", highlight=False
     )
+    if plot is not None:
+        from moe_infinity.pictures.activation import draw_activation
+        from moe_infinity.predict.tracefile import load_trace
+
+        draw_activation(load_trace(output), plot, name=Path(model).name)
 
 
 @app.command()

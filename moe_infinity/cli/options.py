@@ -50,6 +50,15 @@ TopP = Annotated[
         help="Sample from the likeliest tokens whose probabilities sum to this, above 0.",
     ),
 ]
+ReportHtml = Annotated[
+    Path | None,
+    typer.Option(
+        "--report-html",
+        help="Write a page about the run: experts that were activated, hits and misses over time, "
+        "where the time went.",
+        dir_okay=False,
+    ),
+]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed for sampling.")]
 
 

@@ -14,6 +14,8 @@ from rich.progress import Progress
 from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.cli.options import above_zero
 from moe_infinity.cli.terminal import stderr
+from moe_infinity.errors import ConfigError
+from moe_infinity.pictures.figures import check_picture
 from moe_infinity.predict.features import FACTORS
 from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.processes import usable_cores
@@ -139,8 +141,15 @@ class SimulationOptions:
 
 def simulated(files: Sequence[Path], options: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """Rows, and a table of them for people. Raises ConfigError, TraceError, OutputError."""
-    from moe_infinity.simulator import cluster, laboratory  # not needed by other commands
+    # Not needed by other commands.
+    from moe_infinity.pictures.hit_rates import draw_hit_rates
+    from moe_infinity.simulator import cluster, laboratory
 
+    plot = options["plot"]
+    if plot is not None:
+        if options["replicas"] is not None:
+            raise ConfigError("--plot draws one machine: leave out --plot or --replicas")
+        check_picture(plot)
     with simulation_progress() as on_work:
         jobs = options["jobs"] or usable_cores()
         if options["replicas"] is not None:
@@ -149,7 +158,9 @@ def simulated(files: Sequence[Path], options: dict[str, Any]) -> tuple[list[dict
             return rows, cluster.table_of(rows)
         alone = experiment_of(options)
         rows = laboratory.run_experiment(files, alone, jobs=jobs, on_steps=on_work)
-        return rows, laboratory.table_of(rows)
+    if plot is not None:
+        draw_hit_rates(rows, plot)
+    return rows, laboratory.table_of(rows)
 
 
 @contextmanager

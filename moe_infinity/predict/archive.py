@@ -1,14 +1,10 @@
-"""Arrays in one .npz file that is complete or does not exist: it is written beside its name and
-renamed.
-"""
+"""Arrays in one .npz file that is complete or does not exist."""
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
+from moe_infinity.output import whole_file
 
 # What numpy and zipfile raise at files that are no archive of arrays; RuntimeError when encrypted,
 # MemoryError when an array claims to be larger than anything.
@@ -26,20 +23,13 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], *, what: str) -> None:
     """Write `arrays`, a "trace" or whatever they are, to `path`. Raises TraceError, and leaves
     neither a partial file nor a changed old one.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with whole_file(path) as file:
             np.savez_compressed(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
     except OSError as error:
         raise TraceError(
             f"{path}: the {what} could not be written: {error.strerror or error}"
         ) from error
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def read_arrays(path: Path, *, expected: set[str]) -> dict[str, NDArray[Any]]:
