@@ -83,7 +83,8 @@ def run(
     **options: Any,
 ) -> None:
     """Continue a prompt."""
-    from moe_infinity.cli.reporting import check_page, watching, write_report
+    from moe_infinity.cli.reporting import watching, write_report
+    from moe_infinity.pictures.run_page import check_page
 
     if report_html is not None:
         check_page(report_html)

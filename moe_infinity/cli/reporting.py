@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 from moe_infinity import __version__
 from moe_infinity.cache.counters import Counters
 from moe_infinity.model import MoE
-from moe_infinity.pictures.run_page import FinishedRun, check_page, write_page
+from moe_infinity.pictures.run_page import FinishedRun, write_page
 from moe_infinity.profiling import Profile, profiling
 from moe_infinity.step_counts import counting_steps, decode_steps_of
 from moe_infinity.streaming import TextStream
-
-__all__ = ["check_page", "watching", "write_report"]
 
 
 class Watched(NamedTuple):

@@ -49,8 +49,9 @@ def levels_of(counts_LE: NDArray[Any]) -> tuple[NDArray[np.int64], list[int]]:
     smaller where counts are: most experts serve few tokens.
     """
     most = max(int(counts_LE.max()), 1)
-    levels_LE = np.ceil(LEVELS * np.sqrt(counts_LE / most)).astype(np.int64)
-    return levels_LE, [int(most * (level / LEVELS) ** 2) for level in range(1, LEVELS + 1)]
+    bounds = [int(most * (level / LEVELS) ** 2) for level in range(1, LEVELS + 1)]
+    levels_LE = np.where(counts_LE > 0, 1 + np.searchsorted(bounds, counts_LE), 0)
+    return levels_LE, bounds
 
 
 def state_paths(states_LE: NDArray[np.int8]) -> list[StatePath]:
