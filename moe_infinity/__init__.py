@@ -15,6 +15,7 @@ from moe_infinity.errors import (
     MoEInfinityError,
     OutOfMemory,
     OutOfSlots,
+    OutputError,
     TraceError,
     UnsupportedModelError,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "OffloadConfig",
     "OutOfMemory",
     "OutOfSlots",
+    "OutputError",
     "TraceError",
     "UnsupportedModelError",
 ]

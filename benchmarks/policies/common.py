@@ -13,12 +13,15 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_infinity.experts import ExpertKey
+from moe_infinity.pictures import figures
+from moe_infinity.pictures.figures import COLOURS, legend, line
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
@@ -28,25 +31,12 @@ from moe_infinity.simulator.laboratory import num_slots_of
 from moe_infinity.simulator.replay import Cell, Setup, distinct, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
 
+__all__ = ["COLOURS", "legend", "line"]  # for the experiments, beside what is defined here
+
 TRACES = {"gpt-oss": "gpt-oss-20b_decode", "deepseek": "deepseek-v2-lite_esft"}
 TITLES = {"gpt-oss": "gpt-oss-20b", "deepseek": "DeepSeek-V2-Lite", "demo": "demo model"}
 NUM_REPORT = 120  # requests of the report part, and of the development part
 UNIT = Hardware(bytes_per_s=1.0, expert_bytes=1, layer_s=1.0)  # where only hits are asked for
-
-# Okabe and Ito's palette, told apart by colour-blind readers; a policy has one colour everywhere.
-COLOURS = {
-    "activation-aware": "#D55E00",
-    "lru": "#0072B2",
-    "lfu": "#56B4E9",
-    "request-lfu": "#009E73",
-    "neighbor": "#7F7F7F",
-    "per-layer-lru": "#CC79A7",
-    "counts": "#F0E442",
-    "moe-infinity-v3": "#E69F00",
-    "belady": "#000000",
-    "clairvoyant": "#882255",
-}
-MARKERS = dict(zip(COLOURS, "osv^xDP*..", strict=True))
 
 
 def parser(doc: str | None, *, requests: int, full: int | None = NUM_REPORT) -> Any:
@@ -155,51 +145,15 @@ def finish(question: str, rows: Sequence[dict[str, Any]], **others: Any) -> None
 
 def figure(num_panels: int, *, height: float = 3.2) -> Any:
     """Panels side by side: (figure, list of axes); None and a message without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("svg")
-        from matplotlib import pyplot
-    except ImportError:
+    if find_spec("matplotlib") is None:
         print("no figure: matplotlib is not installed", file=sys.stderr)
         return None
-    pyplot.rcParams.update({"font.size": 9, "svg.hashsalt": "policies", "axes.grid": True})
-    pyplot.rcParams.update(
-        {"svg.fonttype": "none", "grid.alpha": 0.3, "axes.axisbelow": True, "figure.dpi": 100}
-    )
-    width = 4.2 * num_panels
-    drawn, axes = pyplot.subplots(
-        1, num_panels, figsize=(width, height), squeeze=False, layout="constrained"
-    )
-    return drawn, list(axes[0])
+    return figures.figure(num_panels, height=height)
 
 
 def save(drawn: Any, file: Path) -> None:
-    """Without the date, so that the same numbers give the same file."""
-    drawn.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    figures.save(drawn, file)
     print(f"figure: {file}")
-
-
-def legend(drawn: Any, axes: Any, *, columns: int = 5) -> None:
-    """Below all panels, so that it covers no line."""
-    handles, labels = axes.get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
-
-
-def line(axes: Any, policy: str, x: Sequence[Any], y: Sequence[float], **others: Any) -> None:
-    """One policy's line, in its colour."""
-    style = "--" if policy in ("belady", "clairvoyant") else "-"
-    axes.plot(
-        x,
-        y,
-        style,
-        color=COLOURS[policy],
-        marker=MARKERS[policy],
-        markersize=4,
-        linewidth=1.3,
-        label=others.pop("label", policy),
-        **others,
-    )
 
 
 def by_request(

@@ -84,7 +84,6 @@ def page_of(run: FinishedRun) -> str:
         maps=maps,
         num_layers=num_layers,
         num_experts=num_experts,
-        num_levels=LEVELS,
         states=state_paths(run.states_LE),
         bars=_bars_of(run.steps),
         parts=_parts_of(run),
@@ -112,7 +111,6 @@ def _summary_of(run: FinishedRun) -> dict[str, str]:
 
 def _map_of(counts_LE: Ints, phase: Phase) -> dict[str, Any]:
     """What the page shows of one matrix."""
-    layers_tokens = int(counts_LE.sum())
     levels_LE, bounds = levels_of(counts_LE)
     in_order = np.argsort(-counts_LE, axis=None, kind="stable")[:MOST_LISTED]
     most = [divmod(int(cell), counts_LE.shape[1]) for cell in in_order]
@@ -120,7 +118,6 @@ def _map_of(counts_LE: Ints, phase: Phase) -> dict[str, Any]:
     return {
         "phase": phase.value,
         "counts": counts_LE.tolist(),
-        "total": layers_tokens,
         "paths": [path_of(levels_LE == level) for level in range(1, LEVELS + 1)],
         "bounds": bounds,
         "used": int((counts_LE > 0).sum()),
@@ -130,21 +127,21 @@ def _map_of(counts_LE: Ints, phase: Phase) -> dict[str, Any]:
     }
 
 
-def _bars_of(steps: Sequence[PhaseCounters]) -> list[dict[str, Any]]:
-    """Of some steps each, as many in each bar."""
+def _bars_of(steps: Sequence[PhaseCounters]) -> list[dict[str, str]]:
+    """As many steps in each bar; shares of lookups in percent."""
     width = max(-(-len(steps) // MOST_BARS), 1)
     bars = []
     for first in range(0, len(steps), width):
         some = steps[first : first + width]
         lookups = max(sum(step.lookups for step in some), 1)
+        last = first + len(some)
         bars.append(
             {
-                "first": first + 1,
-                "last": first + len(some),
-                "hits": round(100 * sum(step.hits for step in some) / lookups, 2),
-                "late": round(100 * sum(step.late_hits for step in some) / lookups, 2),
-                "misses": round(100 * sum(step.misses for step in some) / lookups, 2),
-                "stall_ms": round(1e3 * sum(step.stall_s for step in some) / len(some), 2),
+                "steps": f"{first + 1} to {last}" if len(some) > 1 else f"{last}",
+                "hits": f"{100 * sum(step.hits for step in some) / lookups:.1f}",
+                "late": f"{100 * sum(step.late_hits for step in some) / lookups:.1f}",
+                "misses": f"{100 * sum(step.misses for step in some) / lookups:.1f}",
+                "stall_ms": f"{1e3 * sum(step.stall_s for step in some) / len(some):.2f}",
             }
         )
     return bars

@@ -116,7 +116,7 @@ def test_numbers_are_those_of_the_run():
         "<dt>hit rate when decoding</dt><dd>75.0%</dd>",
         "3 of 4 experts were used; 1 of them (25.0% of all) served half",  # the prompt
         "<td>0</td><td>0</td><td>4</td>",  # layer, expert, tokens
-        "step 2: 75.0 % hits, 25.0 % late hits, 0.0 % misses; waited 500.0 ms a step",
+        "step 2: 75.0 % hits, 25.0 % late hits, 0.0 % misses; waited 500.00 ms",
         '<td>experts</td><td class="bar" aria-hidden="true"><i style="width: 75.00%"></i></td>'
         "<td>150.00</td><td>75.0 %</td>",
         "<td>host</td><td>3</td><td>4</td><td>2.0 KiB</td>",
