@@ -15,7 +15,7 @@ from moe_infinity.pictures.figures import figure, save, shown, title
 from moe_infinity.predict.affinity import matrix_of
 from moe_infinity.predict.tracefile import Trace
 
-Floats = NDArray[np.floating[Any]]
+Numbers = NDArray[Any]
 
 
 def draw_activation(trace: Trace, path: Path, *, name: str) -> None:
@@ -36,14 +36,14 @@ def draw_activation(trace: Trace, path: Path, *, name: str) -> None:
     save(drawn, path)
 
 
-def _draw_map(drawn: Any, axes: Any, percent_LE: Floats) -> None:
+def _draw_map(drawn: Any, axes: Any, percent_LE: Numbers) -> None:
     image = axes.imshow(percent_LE, aspect="auto", interpolation="nearest", vmin=0, cmap="viridis")
     axes.grid(visible=False)
     axes.set(xlabel="expert", ylabel="MoE layer")
     drawn.colorbar(image, ax=axes, label="tokens that it served, %")
 
 
-def _draw_concentration(axes: Any, counts_RLE: Floats) -> None:
+def _draw_concentration(axes: Any, counts_RLE: Numbers) -> None:
     total_LE = counts_RLE.sum(axis=0)
     share_of_experts = 100 * np.arange(total_LE.size + 1) / total_LE.size
     curves = np.stack([covered(counts_LE) for counts_LE in counts_RLE])
@@ -60,11 +60,11 @@ def _draw_concentration(axes: Any, counts_RLE: Floats) -> None:
     axes.legend(loc="lower right", fontsize=8)
 
 
-def covered(counts_LE: Floats) -> Floats:
+def covered(counts_LE: Numbers) -> Numbers:
     """[L x E + 1]: the percentage of all activations that the n experts used most served, for n
     from none to all.
     """
     in_order = np.sort(counts_LE, axis=None)[::-1].astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(in_order)])
-    shares: Floats = 100 * sums / max(sums[-1], 1.0)
+    shares: Numbers = 100 * sums / max(sums[-1], 1.0)
     return shares

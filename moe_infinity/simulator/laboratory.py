@@ -131,7 +131,7 @@ class Recording(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        return self.sequences[0].experts_TLK.shape[1]
+        return int(self.sequences[0].experts_TLK.shape[1])
 
     @property
     def total_experts(self) -> int:
@@ -142,7 +142,7 @@ class Recording(NamedTuple):
         return len(np.unique(np.concatenate([each.steps_T for each in self.sequences])))
 
 
-class Part(NamedTuple):
+class PolicyReplay(NamedTuple):
     """What one process replays at once: a policy at some capacities."""
 
     recording: Recording
@@ -206,7 +206,9 @@ def _recording_of(path: Path, experiment: Experiment) -> Recording:
     return recording
 
 
-def _parts_of(recordings: Sequence[Recording], experiment: Experiment, jobs: int) -> list[Part]:
+def _parts_of(
+    recordings: Sequence[Recording], experiment: Experiment, jobs: int
+) -> list[PolicyReplay]:
     """A policy is one part, as its capacities share what it learns. With more jobs than that makes
     parts, every capacity is one.
     """
@@ -216,14 +218,14 @@ def _parts_of(recordings: Sequence[Recording], experiment: Experiment, jobs: int
     if jobs > len(recordings) * len(policies):
         together = [[capacity] for capacity in capacities]
     return [
-        Part(recording, policy, some)
+        PolicyReplay(recording, policy, some)
         for recording in recordings
         for policy in policies
         for some in together
     ]
 
 
-def _run_part(experiment: Experiment, part: Part, on_work: OnWork) -> list[Outcome]:
+def _run_part(experiment: Experiment, part: PolicyReplay, on_work: OnWork) -> list[Outcome]:
     """Of each capacity."""
     recording = part.recording
     setups = [
