@@ -310,8 +310,9 @@ class ResidencyTable:
         if num_slots <= 0:
             return []
         of_all = self._policy.scores()
-        # take() needs a sixth of the time of an index of two arrays. Free slots get any score.
-        scores = of_all.take(self._layer_of_slot * of_all.shape[1] + self._expert_of_slot)
+        # take() needs a sixth of the time of an index of two arrays. A free slot gets any score.
+        cells = self._layer_of_slot * of_all.shape[1] + self._expert_of_slot
+        scores = of_all.take(cells, mode="clip")
         if np.count_nonzero(self._transient):
             evictable = self._evictable()
             order = np.lexsort((scores, ~self._transient, ~evictable))

@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
@@ -84,17 +84,18 @@ def _workers(function: Function[Any, Any], num: int) -> Iterator[list[_Worker]]:
         for _ in range(num):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)
+            workers.append(_Worker(process, ours))
             with _ctrl_c_later():  # else it interrupts their imports, with a traceback each
                 process.start()
-            workers.append(_Worker(process, ours))
             theirs.close()
         for worker in workers:  # all are starting: what is large is not waited for one by one
             worker.send(function)
         yield workers
     finally:
-        for worker in workers:
+        started = [worker for worker in workers if worker.process.pid is not None]
+        for worker in started:
             worker.process.kill()
-        for worker in workers:
+        for worker in started:
             worker.process.join(END_TIMEOUT_S)
             worker.connection.close()
 
@@ -105,6 +106,7 @@ def _ctrl_c_later() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
+    resource_tracker.ensure_running()  # the first start does it otherwise, and unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -58,6 +58,13 @@ def test_a_census_counts_resident_loading_and_absent_apart(table):
     assert table.census([A, B, C, D, E]) == (1, 1, 3)
 
 
+def test_slots_are_free_or_have_an_expert_that_is_resident_or_loading(table):
+    load(table, A)
+    table.begin_load(B, Phase.DECODE)
+    assert (table.num_free, table.num_resident, table.num_loading) == (table.num_slots - 2, 1, 1)
+    assert table.slots_of([B, A]) == [table.slot_of(B), table.slot_of(A)]
+
+
 def test_only_a_load_that_began_can_finish_or_be_cancelled(table):
     load(table, A)
     for mistake in (lambda: table.begin_load(A, DECODE), lambda: table.finish_load(A)):

@@ -108,6 +108,16 @@ def test_tokens_may_be_told_apart_by_the_sequence_each_belongs_to(recorder):
     np.testing.assert_array_equal(second.prefill, naive_eam(experts[[0, 1, 3]]))
 
 
+def test_the_routing_of_a_step_is_known_once_all_layers_ran(recorder):
+    step = prefill_of([0, 1, 1])
+    recorder.begin_step(step)
+    assert recorder.routing() is None
+    experts_TLK = run(recorder, step)
+    found = recorder.routing()
+    assert found is not None
+    assert (found == experts_TLK[1:]).all(), "padding is left out"
+
+
 def test_prefill_and_decode_are_counted_apart(recorder):
     prompt = run(recorder, prefill_of([1, 1, 1, 1]))
     steps = [run(recorder, decode_of(1), seed=seed) for seed in (1, 2, 3)]

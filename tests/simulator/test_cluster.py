@@ -182,6 +182,26 @@ def test_arrivals_have_the_rate_that_was_asked_for(tmp_path):
         arrival_times(of_file, 4, 1)
 
 
+def test_arrivals_that_are_all_at_once_are_refused(tmp_path):
+    file = tmp_path / "arrivals.csv"
+    file.write_text("arrival_s\n3\n3\n")
+    with pytest.raises(TraceError, match="all requests arrive at once"):
+        arrival_times(experiment(arrivals=file), 2, 1)
+
+
+def test_a_trace_without_tokens_is_refused(tmp_path):
+    file = tmp_path / "empty.npz"
+    np.savez(file, experts=np.zeros((0, LAYERS, 1), np.uint8), offsets=[0])
+    with pytest.raises(TraceError, match="no tokens in it"):
+        run_cluster([file], experiment())
+
+
+def test_so_many_requests_are_drawn(trace):
+    seen: list[tuple[int, int]] = []
+    run_cluster([trace], experiment(num_requests=2), on_requests=lambda *at: seen.append(at))
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.npz"

@@ -183,20 +183,22 @@ def children_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def interrupt(it: subprocess.Popen[Any]) -> tuple[list[str], float]:
-    """Ctrl-C as a terminal sends it, to all processes, once two replay."""
+def interrupt(it: subprocess.Popen[Any], seconds: float) -> tuple[list[str], float]:
+    """Ctrl-C as a terminal sends it, to all processes, so long after there are two."""
     give_up_at = time.monotonic() + 60
     while len(pids := children_of(it.pid)) < 2:
         assert it.poll() is None
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
-    time.sleep(0.5)
+    time.sleep(seconds)
     os.killpg(it.pid, signal.SIGINT)
     return pids, time.monotonic()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_ctrl_c_ends_all_processes_soon_and_without_a_word(tmp_path):
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 1.0])
+def test_ctrl_c_ends_all_processes_soon_and_without_a_word(tmp_path, seconds):
+    """While they start, import and replay."""
     path = tmp_path / "long.npz"
     save_trace(path, one_after_the_other([(3, 4000)]), num_experts=6)
     command = [sys.executable, "-m", "moe_infinity.cli", "simulate", str(path), "--jobs", "2"]
@@ -204,7 +206,7 @@ def test_ctrl_c_ends_all_processes_soon_and_without_a_word(tmp_path):
     with subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as it:
-        pids, pressed_at = interrupt(it)
+        pids, pressed_at = interrupt(it, seconds)
         out, err = it.communicate(timeout=60)
     assert (it.returncode, out, err) == (130, b"", b"")
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
