@@ -81,25 +81,36 @@ class Compiler:
             name = kernel.fn.__name__.strip("_")
             if "TILE" in options:
                 name += f" {options['TILE']}"
+            told["threads"] = 32 * compiled.metadata.num_warps
             if (mlp := options.get("MLP")) is not None:
                 matrix = mlp.gate if name.startswith("up") else mlp.down
                 tile = options["ROWS"] * options["CHUNKS"] * matrix.chunk
                 tile *= 1 + (matrix is mlp.gate and mlp.up is not None)
-                num_values = tile / (32 * options["num_warps"])
-                told["instructions"] = instructions(asm["cubin"]) / num_values
+                told["instructions"] = longest_loop(asm["cubin"]) / (tile / told["threads"])
+            else:
+                loops, num_instructions = instructions(asm["cubin"])
+                products = [len(loop) for loop in loops if "HMMA" in loop]
+                told["instructions"] = min(products, default=num_instructions)
             self.told[f"{name} {self.name}".strip()] = told
 
         return compile_only
 
 
-def instructions(cubin: bytes) -> int:
-    """In the longest loop; in all where there is none."""
+def longest_loop(cubin: bytes) -> int:
+    """Its instructions; all where there is none."""
+    loops, num_instructions = instructions(cubin)
+    longest = max(map(len, loops), default=0)
+    return longest if longest > 1 else num_instructions
+
+
+def instructions(cubin: bytes) -> tuple[list[list[str]], int]:
+    """Those of each loop, and how many there are in all."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    names, labels, loops = list[str](), dict[str, int](), list[int]()
+    names, labels, loops = list[str](), dict[str, int](), list[list[str]]()
     for line in code.splitlines():
         if label := re.match(LABEL, line):
             labels[label[1]] = len(names)
@@ -107,9 +118,8 @@ def instructions(cubin: bytes) -> int:
             names.append(one[1])
             target = re.search(r"\.L_x_\d+", one[2])
             if one[1] == "BRA" and target and (first := labels.get(target[0])) is not None:
-                loops.append(len(names) - first)
-    longest = max(loops, default=0)
-    return longest if longest > 1 else len(names) - names.count("NOP")
+                loops.append(names[first:])
+    return loops, len(names) - names.count("NOP")
 
 
 def with_weight(matrix: Matrix, **changed: Any) -> Matrix:

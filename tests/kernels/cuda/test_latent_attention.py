@@ -132,6 +132,7 @@ def test_a_sequence_gets_the_same_bits_alone():
         alone = LatentCase(num_tokens=70)
         alone.given = tuple(tensor[one] for tensor in case.given)  # type: ignore[assignment]
         alone.rows = case.rows[0][one], case.rows[1][one]
+        alone.expand_Hvr = case.expand_Hvr
         alone.mask_BN = case.mask_BN[one]
         assert torch.equal(alone.compute(latent_attention.attend_latent)[0], found[seq])
 
