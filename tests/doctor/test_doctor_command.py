@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def test_a_folder_that_cannot_be_written_is_not_tried(monkeypatch, tmp_path):
     def refuse(*args: object, **options: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(examination.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
     assert ["not tried" in line.found for line in examination._tried(tmp_path)] == [True, True]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moe_infinity.system import control_groups, machine
@@ -56,7 +57,7 @@ def test_a_path_is_on_the_innermost_mount(monkeypatch):
         Partition("server:/x", "/data", "nfs4", "rw,noexec"),
         Partition("/dev/b", "/data/fast", "xfs", "rw"),
     ]
-    monkeypatch.setattr(machine.psutil, "disk_partitions", lambda all: mounts)
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
     found = machine.mount_of(Path("/data/models/not/there"))
     assert found == ("server:/x", "nfs4", ("rw", "noexec"))
     assert machine.mount_of(Path("/data/fast/one")).file_system == "xfs"
