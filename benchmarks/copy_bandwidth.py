@@ -117,6 +117,11 @@ def sequential_bandwidth(folder: Path, num_threads: int = 4) -> float:
     return rate(Disk(folder, SEQUENTIAL_BYTES).reads_in_order(), num_threads)[0] * 1e9
 
 
+def memory_bandwidth(num_threads: int) -> float:
+    """Bytes per second that threads read together."""
+    return rate(partial(memory_work, is_copy=False), num_threads)[0] * 1e9
+
+
 def memory_work(*, is_copy: bool, num_bytes: int = 64 << 20) -> Work:
     """Reads, or copies, memory much larger than the caches."""
     source, target = np.ones(num_bytes // 8), np.zeros(num_bytes // 8)

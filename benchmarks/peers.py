@@ -36,7 +36,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from copy_bandwidth import disk_bandwidth, sequential_bandwidth
+from copy_bandwidth import disk_bandwidth, memory_bandwidth, sequential_bandwidth
 from decode import TEXT
 from limits import drop_from_page_cache, run_limited
 from peers_cell import Prompt
@@ -60,14 +60,14 @@ from peers_plan import (
 )
 from peers_report import markdown, plot, ratios, update_page
 
-from moe_infinity.bench.rates import products_rate
 from moe_infinity.inspection import inspect_checkpoint
 from moe_infinity.memory.machine import machine_memory_bytes
-from moe_infinity.planning.rates import memory_rate
 from moe_infinity.sizes import parse_size
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 CELL = str(Path(__file__).with_name("peers_cell.py"))
+TOKENS, ROWS, COLUMNS = 600, 1536, 2048  # of the measured product
+PRODUCTS_S = 1.0
 READ_BYTES = 16 << 20
 
 
@@ -190,14 +190,25 @@ def busy_s() -> float:
     return busy - sum(usage.ru_utime + usage.ru_stime for usage in own)
 
 
+def products_per_s(dtype: torch.dtype) -> float:
+    """Floating-point operations per second of torch's matrix product, of a prompt's size."""
+    x, weight = torch.ones(TOKENS, COLUMNS, dtype=dtype), torch.ones(ROWS, COLUMNS, dtype=dtype)
+    torch.nn.functional.linear(x, weight)
+    started, done = time.perf_counter(), 0
+    while (passed := time.perf_counter() - started) < PRODUCTS_S:
+        torch.nn.functional.linear(x, weight)
+        done += 1
+    return 2.0 * TOKENS * ROWS * COLUMNS * done / passed
+
+
 def rates_now(model: Path) -> Rates:
     drop_from_page_cache(model)
     return Rates(
         disk_random=disk_bandwidth(model, inspect_checkpoint(str(model)).bytes_per_expert),
         disk_sequential=sequential_bandwidth(model),
-        memory=memory_rate(num_cores()),
-        products_bf16=products_rate(torch.bfloat16),
-        products_float32=products_rate(torch.float32),
+        memory=memory_bandwidth(num_cores()),
+        products_bf16=products_per_s(torch.bfloat16),
+        products_float32=products_per_s(torch.float32),
     )
 
 

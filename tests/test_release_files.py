@@ -86,8 +86,7 @@ def test_forms_ask_for_the_output_of_commands_that_exist():
 
 @pytest.mark.skipif(HADOLINT is None, reason="needs hadolint, of the extra release")
 def test_the_dockerfile_has_no_fault_that_hadolint_finds():
-    assert HADOLINT is not None
-    done = subprocess.run([HADOLINT, ROOT / "Dockerfile"], capture_output=True, text=True)
+    done = subprocess.run([str(HADOLINT), ROOT / "Dockerfile"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 
 

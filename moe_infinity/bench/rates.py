@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
-
-import torch
 
 from moe_infinity.bench.rows import Rates
 from moe_infinity.errors import CheckpointError
 from moe_infinity.planning.disk import WEIGHTS, measure_disk
-from moe_infinity.planning.rates import fastest, memory_rate
+from moe_infinity.planning.rates import memory_rate, products_rate
 
-DISK_S = 1.0  # of reading
-TOKENS = 600  # of the measured product, as the next two
-ROWS = 1536
-COLUMNS = 2048
+DISK_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +20,8 @@ def measure_rates(checkpoint: Path, *, bytes_per_expert: int, num_threads: int) 
     return Rates(
         memory=memory_rate(num_threads),
         disk=_disk_rate(checkpoint, bytes_per_expert),
-        products=max(map(products_rate, (torch.bfloat16, torch.float32))),
+        products=products_rate(),
     )
-
-
-def products_rate(dtype: torch.dtype) -> float:
-    """Floating-point operations per second of torch's matrix product, of a prompt's size."""
-    x = torch.ones(TOKENS, COLUMNS, dtype=dtype, device="cpu")
-    weight = torch.ones(ROWS, COLUMNS, dtype=dtype, device="cpu")
-    linear = partial(torch.nn.functional.linear, x, weight)
-    linear()  # wakes threads up
-    return 2.0 * TOKENS * ROWS * COLUMNS / fastest(linear)
 
 
 def _disk_rate(checkpoint: Path, bytes_per_expert: int) -> float | None:

@@ -27,7 +27,7 @@ def memory_rate(num_threads: int) -> float:
     most = min(READ_BYTES, available_memory_bytes() // 4)
     buffers = [np.ones(max(most // num_threads // 8, 1)) for _ in range(num_threads)]
     with ThreadPoolExecutor(num_threads) as pool:
-        seconds = fastest(lambda: list(pool.map(np.max, buffers)))
+        seconds = _fastest(lambda: list(pool.map(np.max, buffers)))
     return sum(buffer.nbytes for buffer in buffers) / seconds
 
 
@@ -52,11 +52,11 @@ def products_rate() -> float:
             return linear(x)
 
     multiply()  # compiles, or wakes threads up
-    return 2.0 * ROWS * COLUMNS * OUTPUTS / fastest(multiply)
+    return 2.0 * ROWS * COLUMNS * OUTPUTS / _fastest(multiply)
 
 
-def fastest(work: Callable[[], object]) -> float:
-    """Seconds, of as many calls as fit into MEASURE_S, one at least."""
+def _fastest(work: Callable[[], object]) -> float:
+    """Seconds."""
     give_up_at = time.perf_counter() + MEASURE_S
     fastest = float("inf")
     while (started := time.perf_counter()) < give_up_at:
@@ -91,4 +91,4 @@ def _gpu_copies(source: torch.Tensor) -> float:
         torch.cuda.synchronize()
 
     copy()
-    return len(source) / fastest(copy)
+    return len(source) / _fastest(copy)

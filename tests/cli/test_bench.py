@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moe_infinity.bench import conditions, rates
-from moe_infinity.planning import rates as planning_rates
+from moe_infinity.bench import conditions
+from moe_infinity.planning import rates
 
 FAKE = Path(__file__).resolve().parents[1] / "fake_llama"
 SHORT = ("--prompt", "6,3", "--decode", 4, "--repeat", 2)
@@ -17,10 +17,8 @@ SHORT = ("--prompt", "6,3", "--decode", 4, "--repeat", 2)
 
 @pytest.fixture(autouse=True)
 def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "DISK_S", 0.01)
-    monkeypatch.setattr(planning_rates, "MEASURE_S", 0.01)
-    monkeypatch.setattr(planning_rates, "READ_BYTES", 1 << 20)
-    monkeypatch.setattr(rates, "TOKENS", 4)
+    monkeypatch.setattr(rates, "MEASURE_S", 0.01)
+    monkeypatch.setattr(rates, "READ_BYTES", 1 << 20)
 
 
 @pytest.fixture
