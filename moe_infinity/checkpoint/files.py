@@ -82,6 +82,11 @@ class OpenFile:
     def read_cached(self, chunk: Chunk, done: int) -> int:
         """Bytes read of those after the first `done`; 0 at the end of the file."""
         count = os.preadv(self._cached, [next(chunk.parts_from(done))], chunk.offset + done)
-        if sys.platform == "linux" and not self._is_small:  # leave others their part of the cache
-            os.posix_fadvise(self._cached, chunk.offset, chunk.num_bytes, os.POSIX_FADV_DONTNEED)
+        if not self._is_small:  # leave others their part of the cache
+            self.forget(chunk)
         return count
+
+    def forget(self, chunk: Chunk) -> None:
+        """Let the page cache drop these bytes."""
+        if sys.platform == "linux":
+            os.posix_fadvise(self._cached, chunk.offset, chunk.num_bytes, os.POSIX_FADV_DONTNEED)
