@@ -53,6 +53,7 @@ class Plan:
     """Where every expert of a model lies on disk."""
 
     architecture: str  # name of the model's class
+    config: Any  # transformers'
     layers: list[ExpertsModule]
     recipes: list[LayerRecipes]  # one per MoE layer
     top_k: int | None  # experts per token, if the config says it by a usual name
@@ -173,6 +174,7 @@ def plan_experts(model: Any, contents: Contents) -> Plan:
     dense = {name: weight for name, weight in weights.items() if name not in owned}
     return Plan(
         architecture=type(model).__name__,
+        config=model.config,
         layers=layers,
         recipes=[own[tied.get(layer.name, layer.name)] for layer in layers],
         top_k=top_k_of(model.config),

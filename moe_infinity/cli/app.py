@@ -1,4 +1,4 @@
-"""The command line: run | chat | serve | cluster | inspect | pack | trace | simulate.
+"""The command line: run | chat | serve | cluster | plan | inspect | pack | trace | simulate.
 
 Answers go to stdout, progress and logs to stderr. Exit codes: 0 done, 1 an error of ours, 2 wrong
 usage, 130 Ctrl-C.
@@ -34,6 +34,7 @@ from moe_infinity.cli.options import (
     TrustRemoteCode,
     with_options_of,
 )
+from moe_infinity.cli.plan import plan
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
 from moe_infinity.cli.simulating import ReplayOptions, ReplicaOptions, Traces, simulated
 from moe_infinity.cli.terminal import stderr, talk, write
@@ -143,6 +144,7 @@ def chat(
 
 
 app.command()(serve)
+app.command()(plan)
 app.add_typer(cluster, name="cluster")
 
 

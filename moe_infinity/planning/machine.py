@@ -1,0 +1,137 @@
+"""What of a machine a plan needs: measured here, or told in words for another one."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moe_infinity.errors import ConfigError
+from moe_infinity.memory.machine import available_memory_bytes
+from moe_infinity.sizes import parse_size
+
+OPERATIONS = re.compile(r"(\d+(?:\.\d+)?)\s*([MGT])FLOPS?(?:/s)?", re.IGNORECASE)
+SCALES = {"M": 1e6, "G": 1e9, "T": 1e12}
+STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Rates are per second. What is not measured or told is assumed, and named so."""
+
+    cores: int = 8
+    ram: float = 32 * 2**30  # bytes that a new process may have
+    lockable: float = float("inf")  # of them, bytes that may be page-locked
+    disk: float = 2e9  # bytes of random reads as large as an expert
+    memory: float = 50e9  # bytes that all cores together read
+    products: float = 300e9  # operations of the products that prompts are made of
+    gpu: float = 0  # bytes of its memory that are free; 0: none
+    gpu_name: str = "none"
+    link: float = 20e9  # bytes from page-locked memory to the GPU
+    gpu_memory: float = 500e9  # bytes that the GPU reads of its own
+    assumed: frozenset[str] = field(default=frozenset())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON: no limit is null."""
+        found = asdict(self) | {"assumed": sorted(self.assumed)}
+        return found | {"lockable": None if self.lockable == float("inf") else self.lockable}
+
+
+SIZES = ("ram", "gpu")
+RATES = ("disk", "memory", "link", "gpu_memory")
+TOLD = ("cores", *SIZES, *RATES, "products")
+MEASURED = ("disk", "memory", "products", "link", "gpu_memory")
+
+
+def parse_machine(text: str) -> Machine:
+    """Of "ram=32GiB,disk=3GB/s,gpu=24GiB,link=25GB/s,cores=8,memory=60GB/s". Raises ConfigError."""
+    told: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = part.partition("=")
+        name = name.strip()
+        if name not in TOLD:
+            raise ConfigError(
+                f"--machine: unknown {name!r}, expected some of: {', '.join(TOLD)}\n"
+                "hint: --machine 'ram=32GiB,disk=3GB/s,gpu=24GiB,link=25GB/s,cores=8'"
+            )
+        if name in told:
+            raise ConfigError(f"--machine: {name} is given twice")
+        told[name] = _value_of(name, value.strip())
+    if not told:
+        raise ConfigError(
+            "--machine: nothing is given, expected for example 'ram=32GiB,disk=3GB/s'"
+        )
+    needless = () if told.get("gpu") else ("link", "gpu_memory")
+    for name in needless:
+        if name in told:
+            raise ConfigError(f"--machine: {name} is of a GPU, and gpu is not given")
+    assumed = frozenset(TOLD) - told.keys() - {"gpu", *needless}
+    if "gpu" in told:
+        told["gpu_name"] = "a GPU"
+    return Machine(**told, assumed=assumed)
+
+
+def _value_of(name: str, value: str) -> float:
+    """Raises ConfigError."""
+    found: float
+    if name == "cores":
+        found = int(value) if value.isdecimal() and len(value) < 6 else 0
+    elif name == "products":
+        match = OPERATIONS.fullmatch(value)
+        found = float(match[1]) * SCALES[match[2].upper()] if match else 0
+    elif value.endswith("%"):
+        found = 0
+    else:
+        if name in RATES and not value.endswith("/s"):
+            raise ConfigError(f"--machine: {name}={value!r} is not a rate, expected '3GB/s'")
+        found = parse_size(value.removesuffix("/s"), whole_bytes=0)
+    if found <= 0:
+        example = {"cores": "8", "products": "300GFLOP/s"}.get(name, "24GiB")
+        raise ConfigError(f"--machine: {name}={value!r}, expected for example {name}={example}")
+    return found
+
+
+def this_machine(
+    measures: dict[str, Callable[[], float]], gpu: tuple[str, float] | None
+) -> Machine:
+    """`measures` gives a rate by its name; what it lacks is assumed. Raises what they raise."""
+    machine = Machine(
+        cores=num_cores(),
+        ram=available_memory_bytes() + own_bytes(),
+        lockable=lockable_bytes(),
+        gpu=0 if gpu is None else gpu[1],
+        gpu_name="none" if gpu is None else gpu[0],
+    )
+    wanted = [name for name in MEASURED if gpu is not None or name not in ("link", "gpu_memory")]
+    rates = {name: measures[name]() for name in wanted if name in measures}
+    return replace(machine, **rates, assumed=frozenset(wanted) - rates.keys())  # type: ignore[arg-type]
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def own_bytes() -> int:
+    """Memory that this process has for itself: it is free again for the one that is planned."""
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+
+
+def lockable_bytes() -> float:
+    """Bytes that this process may page-lock."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return float("inf")
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return float("inf") if soft == resource.RLIM_INFINITY else soft

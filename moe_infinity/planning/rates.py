@@ -1,0 +1,92 @@
+"""Rates of this machine's memory, products and GPU, each measured in well under a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from moe_infinity.kernels.many_rows import has_products_of_bfloat16
+from moe_infinity.memory.machine import available_memory_bytes
+
+MEASURE_S = 0.4
+READ_BYTES = 512 << 20  # by all threads together: more than caches hold
+COPIED_BYTES = 256 << 20  # to a GPU
+ROWS, COLUMNS, OUTPUTS = 38, 2048, 1536  # of an expert's product in a prompt of 600 tokens
+
+
+def memory_rate(num_threads: int) -> float:
+    """Bytes per second that threads read together, of memory larger than the caches. The fastest of
+    a few rounds: others use it, too.
+    """
+    most = min(READ_BYTES, available_memory_bytes() // 4)
+    buffers = [np.ones(max(most // num_threads // 8, 1)) for _ in range(num_threads)]
+    with ThreadPoolExecutor(num_threads) as pool:
+        seconds = _fastest(lambda: list(pool.map(np.max, buffers)))
+    return sum(buffer.nbytes for buffer in buffers) / seconds
+
+
+def products_rate() -> float:
+    """Operations per second of an expert's product, as prompts of bfloat16 models have it: torch's
+    where the processor has products of bfloat16, else that of our kernels.
+    """
+    weight = torch.ones(OUTPUTS, COLUMNS, dtype=torch.bfloat16, device="cpu")
+    x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16, device="cpu")
+    multiply: Callable[[], object]
+    if has_products_of_bfloat16():
+
+        def multiply() -> object:
+            return torch.nn.functional.linear(x, weight)
+    else:
+        from moe_infinity.kernels.cpu.linear import fused_linear  # imports numba
+
+        linear = fused_linear([weight])
+        assert linear is not None
+
+        def multiply() -> object:
+            return linear(x)
+
+    multiply()  # compiles, or wakes threads up
+    return 2.0 * ROWS * COLUMNS * OUTPUTS / _fastest(multiply)
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Seconds."""
+    give_up_at = time.perf_counter() + MEASURE_S
+    fastest = float("inf")
+    while (started := time.perf_counter()) < give_up_at:
+        work()
+        fastest = min(fastest, time.perf_counter() - started)
+    return fastest
+
+
+def find_gpu() -> tuple[str, float] | None:
+    """Its name and free bytes."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[0])
+
+
+def link_rate() -> float:
+    """Bytes per second from page-locked memory to the GPU."""
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return _gpu_copies(source)
+
+
+def gpu_memory_rate() -> float:
+    """Bytes per second that the GPU reads of its own memory: a copy reads and writes."""
+    return 2 * _gpu_copies(torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda"))
+
+
+def _gpu_copies(source: torch.Tensor) -> float:
+    target = torch.empty(len(source), dtype=torch.uint8, device="cuda")
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    copy()
+    return len(source) / _fastest(copy)

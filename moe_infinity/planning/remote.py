@@ -1,0 +1,213 @@
+"""A model of the hub as a folder whose weights are holes: config and headers are real, nothing else
+is downloaded. Whoever reads only headers sees no difference.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
+
+import httpx
+from huggingface_hub import HfApi, hf_hub_download, hf_hub_url
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    SafetensorsParsingError,
+)
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+from moe_infinity.checkpoint.gguf_header import HeaderReader
+from moe_infinity.errors import CheckpointError
+
+ANSWER_S = 20.0
+NUM_READERS = 8
+BLOCK_BYTES = 1 << 20  # of a GGUF file, asked for at once
+INDEX = "model.safetensors.index.json"
+PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+CONFIGS = ("config.json", "generation_config.json")
+
+
+@contextmanager
+def hollow_copy(model: str) -> Iterator[Path]:
+    """A folder, or a GGUF file in one, for `owner/name` or `owner/name/FILE.gguf`. Gone afterwards.
+    Raises CheckpointError.
+    """
+    repo, file = _split(model)
+    with tempfile.TemporaryDirectory(prefix="moe-infinity-plan-") as text, _explained(model, repo):
+        folder = Path(text)
+        info = HfApi().model_info(repo, files_metadata=True, timeout=ANSWER_S)
+        sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
+        source = Source(repo, str(info.sha), sizes, folder)
+        if file or "config.json" not in sizes:
+            path = source.copy_gguf(source.find_gguf(file))
+        else:
+            source.copy_safetensors()
+            path = folder
+        yield path
+
+
+def _split(model: str) -> tuple[str, str]:
+    """The repo, and the file within it if one is named."""
+    parts = model.split("/")
+    if len(parts) > 2 and model.endswith(".gguf"):
+        return "/".join(parts[:2]), "/".join(parts[2:])
+    return model, ""
+
+
+@contextmanager
+def _explained(model: str, repo: str) -> Iterator[None]:
+    """Errors of the hub as ours, with what to do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{model}: its owners give access on request\n"
+            f"hint: ask at https://huggingface.co/{repo}, then `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise CheckpointError(
+            f"{model}: neither a folder, nor a model on this machine, nor one on the hub\n"
+            "hint: check its name; private models need `hf auth login`"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        raise CheckpointError(
+            f"{model}: not on this machine, and HF_HUB_OFFLINE forbids to ask the hub\n"
+            "hint: unset HF_HUB_OFFLINE, or name a folder"
+        ) from error
+    except (HfHubHTTPError, httpx.HTTPError, SafetensorsParsingError, OSError) as error:
+        reason = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"{model}: not on this machine, and the hub does not answer as it should: "
+            f"{reason[0] if reason else type(error).__name__}\n"
+            "hint: check the network, or name a folder"
+        ) from error
+
+
+class Source:
+    """The files of one commit, and the folder that gets their headers."""
+
+    def __init__(self, repo: str, commit: str, sizes: dict[str, int], folder: Path) -> None:
+        self._repo = repo
+        self._commit = commit
+        self._sizes = sizes
+        self._folder = folder
+        self._api = HfApi()
+
+    def copy_safetensors(self) -> None:
+        names = [name for name in (*CONFIGS, INDEX) if name in self._sizes]
+        for name in names:
+            hf_hub_download(self._repo, name, revision=self._commit, local_dir=self._folder)
+        for name in self._shards():
+            if name not in self._sizes:
+                raise CheckpointError(f"{self._repo}: the index names {name}, which is not there")
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            list(pool.map(self._copy_header, self._shards()))
+
+    def _shards(self) -> Sequence[str]:
+        if "model.safetensors" in self._sizes:
+            return ["model.safetensors"]
+        if INDEX not in self._sizes:
+            raise CheckpointError(
+                f"{self._repo}: no safetensors or GGUF file, and only their headers can be read "
+                f"from afar\nhint: `hf download {self._repo}` first"
+            )
+        try:
+            content = json.loads((self._folder / INDEX).read_text("utf-8"))
+            names = sorted(set(content["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{self._repo}: {INDEX} is not an index: {error!r}") from error
+        return names
+
+    def _copy_header(self, name: str) -> None:
+        found = self._api.parse_safetensors_file_metadata(
+            self._repo, name, revision=self._commit, timeout=ANSWER_S
+        )
+        header: dict[str, Any] = {
+            tensor: {"dtype": one.dtype, "shape": one.shape, "data_offsets": one.data_offsets}
+            for tensor, one in found.tensors.items()
+        }
+        text = json.dumps(header).encode()
+        end = max((one.data_offsets[1] for one in found.tensors.values()), default=0)
+        path = self._place_of(name)
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+
+    def find_gguf(self, file: str) -> str:
+        """The file that is named, or the only model. Raises CheckpointError."""
+        names = [name for name in self._sizes if name.endswith(".gguf") and "mmproj" not in name]
+        models = [n for n in names if not PART.fullmatch(n) or "-00001-of-" in n]
+        if file in names:
+            return file
+        if len(models) == 1 and not file:
+            return models[0]
+        if not models:
+            raise CheckpointError(f"{self._repo}: neither config.json nor a GGUF file is there")
+        shown = "\n".join(f"  {self._repo}/{name}" for name in sorted(models))
+        what = f"no {file}" if file else "several GGUF models, name one of them"
+        raise CheckpointError(f"{self._repo}: {what}; there are:\n{shown}")
+
+    def copy_gguf(self, name: str) -> Path:
+        """With its other parts, if it has any."""
+        match = PART.fullmatch(name)
+        names = [name]
+        if match is not None:
+            parts = map(PART.fullmatch, self._sizes)
+            names = [part[0] for part in parts if part is not None and part[1] == match[1]]
+        for each in names:
+            path = self._place_of(each)
+            with path.open("wb") as file:
+                file.truncate(self._sizes[each])
+            remote = RangeFile(self._repo, each, self._commit, self._sizes[each], path)
+            HeaderReader(path, cast(BinaryIO, io.BufferedReader(remote, BLOCK_BYTES))).header()
+        return self._place_of(name)
+
+    def _place_of(self, name: str) -> Path:
+        """Where a file of the hub goes. Raises CheckpointError for a name that leads elsewhere."""
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts:
+            raise CheckpointError(f"{self._repo}: names {name}, a file outside of the folder")
+        path = self._folder / pure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+class RangeFile(io.RawIOBase):
+    """A file of the hub, read from its first byte on; what was read is in the copy, too."""
+
+    def __init__(self, repo: str, name: str, commit: str, size: int, copy: Path) -> None:
+        self._url = hf_hub_url(repo, name, revision=commit)
+        self._size = size
+        self._copy = copy
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._size)
+        if end <= self._at:
+            return 0
+        headers = build_hf_headers() | {"range": f"bytes={self._at}-{end - 1}"}
+        answer = http_backoff("GET", self._url, headers=headers, timeout=ANSWER_S)
+        hf_raise_for_status(answer)
+        content = answer.content[: end - self._at]
+        with self._copy.open("r+b") as file:
+            file.seek(self._at)
+            file.write(content)
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
