@@ -76,8 +76,11 @@ class Ours:
                 logits_to_keep=1,
             )
 
+    def report(self) -> Any:
+        return self._moe.report()
+
     def num_activated(self) -> int | None:
-        report = self._moe.report()
+        report = self.report()
         return report.prefill.lookups + report.decode.lookups
 
     def about(self) -> str:

@@ -124,7 +124,8 @@ class Recipe:
     def kind(self) -> tuple[Any, ...]:
         """Recipes of one kind behave alike, so that one trial answers for all of them."""
         sources = tuple(
-            (s.pattern, s.shape, s.weights[0].kind, s.num_parts > 0) for s in self.sources
+            (s.pattern if self.converter else "", s.shape, s.weights[0].kind, s.num_parts > 0)
+            for s in self.sources
         )
         shapes = tuple((t.shape, t.dtype) for t in self.targets.values())
         return id(self.converter) if self.converter else None, sources, shapes

@@ -12,7 +12,7 @@ from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
 from moe_infinity.memory.host import AUTOMATIC_SHARE as HOST_SHARE
 from moe_infinity.memory.host import format_bytes
-from moe_infinity.planning.machine import Machine
+from moe_infinity.planning.machine import PlanMachine
 from moe_infinity.planning.sizes import ModelSizes
 from moe_infinity.sizes import parse_size
 
@@ -20,7 +20,7 @@ RUNTIME_BYTES = 1 << 29  # Python and torch, docs/options.md
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tier:
+class TierBytes:
     """What one kind of memory holds, in bytes."""
 
     name: str  # "gpu", "host" or "disk"
@@ -45,17 +45,17 @@ class Tier:
 class Fit:
     """The tiers, the one that computes first; the disk, which has all, comes last."""
 
-    tiers: tuple[Tier, ...]
+    tiers: tuple[TierBytes, ...]
     host_memory: int | None  # to be given as --host-memory; None: the default
     refusal: str | None  # why the model does not run; None: it runs
     all_in_memory: bool  # no step reads from the disk once all is loaded
 
     @property
-    def host(self) -> Tier:
+    def host(self) -> TierBytes:
         return next(tier for tier in self.tiers if tier.name == "host")
 
     @property
-    def gpu(self) -> Tier | None:
+    def gpu(self) -> TierBytes | None:
         return next((tier for tier in self.tiers if tier.name == "gpu"), None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Fit:
 
 
 def fit(
-    sizes: ModelSizes, machine: Machine, *, context: int, host_memory: int | str | None = None
+    sizes: ModelSizes, machine: PlanMachine, *, context: int, host_memory: int | str | None = None
 ) -> Fit:
     """With room for the keys and values of `context` tokens. Raises ConfigError for a
     `host_memory` that the engine would refuse, too.
@@ -90,7 +90,7 @@ def fit(
         budget = int(beside_kv)
         given = True
     num_slots = min(budget // sizes.slot_bytes, sizes.total_experts)
-    host = Tier(
+    host = TierBytes(
         name="host",
         available=machine.ram,
         runtime=RUNTIME_BYTES,
@@ -100,7 +100,7 @@ def fit(
         slot_bytes=sizes.slot_bytes,
     )
     tiers = (host,) if gpu is None else (gpu, host)
-    disk = Tier(
+    disk = TierBytes(
         name="disk",
         available=sizes.dense_bytes + sizes.total_experts * sizes.stored_bytes,
         dense=sizes.dense_bytes,
@@ -115,7 +115,7 @@ def fit(
     )
 
 
-def _given_budget(host_memory: int | str, sizes: ModelSizes, machine: Machine) -> int:
+def _given_budget(host_memory: int | str, sizes: ModelSizes, machine: PlanMachine) -> int:
     budget = parse_size(host_memory, whole_bytes=sizes.expert_bytes)
     if budget > machine.ram:
         raise ConfigError(
@@ -131,12 +131,12 @@ def _given_budget(host_memory: int | str, sizes: ModelSizes, machine: Machine) -
     return budget
 
 
-def _gpu_tier(sizes: ModelSizes, machine: Machine, kv: int) -> Tier:
+def _gpu_tier(sizes: ModelSizes, machine: PlanMachine, kv: int) -> TierBytes:
     """Dense weights, the KV cache, and slots in most of what is left."""
     free = max(machine.gpu - sizes.dense_bytes, 0)
     room = max(kv, machine.gpu * LEAST_ROOM_SHARE)
     budget = min(free * GPU_SHARE, max(free - room, 0))
-    return Tier(
+    return TierBytes(
         name="gpu",
         available=machine.gpu,
         dense=sizes.dense_bytes,
@@ -146,7 +146,7 @@ def _gpu_tier(sizes: ModelSizes, machine: Machine, kv: int) -> Tier:
     )
 
 
-def _refusal(tiers: tuple[Tier, ...], machine: Machine) -> str | None:
+def _refusal(tiers: tuple[TierBytes, ...], machine: PlanMachine) -> str | None:
     for tier in tiers:
         where = "the GPU" if tier.name == "gpu" else "memory"
         needed = tier.runtime + tier.dense + tier.kv

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class PlanMachine:
     """Rates are per second. What is not measured or told is assumed, and named so."""
 
     cores: int = 8
@@ -47,7 +48,7 @@ TOLD = ("cores", *SIZES, *RATES, "products")
 MEASURED = ("disk", "memory", "products", "link", "gpu_memory")
 
 
-def parse_machine(text: str) -> Machine:
+def parse_machine(text: str) -> PlanMachine:
     """Of "ram=32GiB,disk=3GB/s,gpu=24GiB,link=25GB/s,cores=8,memory=60GB/s". Raises ConfigError."""
     told: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
@@ -72,34 +73,32 @@ def parse_machine(text: str) -> Machine:
     assumed = frozenset(TOLD) - told.keys() - {"gpu", *needless}
     if "gpu" in told:
         told["gpu_name"] = "a GPU"
-    return Machine(**told, assumed=assumed)
+    return PlanMachine(**told, assumed=assumed)
 
 
 def _value_of(name: str, value: str) -> float:
     """Raises ConfigError."""
-    found: float
+    found: float = 0
     if name == "cores":
         found = int(value) if value.isdecimal() and len(value) < 6 else 0
     elif name == "products":
         match = OPERATIONS.fullmatch(value)
         found = float(match[1]) * SCALES[match[2].upper()] if match else 0
-    elif value.endswith("%"):
-        found = 0
-    else:
-        if name in RATES and not value.endswith("/s"):
-            raise ConfigError(f"--machine: {name}={value!r} is not a rate, expected '3GB/s'")
-        found = parse_size(value.removesuffix("/s"), whole_bytes=0)
+    elif value.endswith("/s") == (name in RATES):
+        with suppress(ConfigError):
+            found = parse_size(value.removesuffix("/s"), whole_bytes=0)
     if found <= 0:
-        example = {"cores": "8", "products": "300GFLOP/s"}.get(name, "24GiB")
+        examples = {"cores": "8", "products": "300GFLOP/s"} | dict.fromkeys(RATES, "3GB/s")
+        example = examples.get(name, "24GiB")
         raise ConfigError(f"--machine: {name}={value!r}, expected for example {name}={example}")
     return found
 
 
 def this_machine(
     measures: dict[str, Callable[[], float]], gpu: tuple[str, float] | None
-) -> Machine:
+) -> PlanMachine:
     """`measures` gives a rate by its name; what it lacks is assumed. Raises what they raise."""
-    machine = Machine(
+    machine = PlanMachine(
         cores=num_cores(),
         ram=available_memory_bytes() + own_bytes(),
         lockable=lockable_bytes(),

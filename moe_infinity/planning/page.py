@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_infinity.memory.host import format_bytes
-from moe_infinity.planning.fit import Tier
-from moe_infinity.planning.machine import Machine
+from moe_infinity.planning.fit import TierBytes
+from moe_infinity.planning.machine import PlanMachine
 from moe_infinity.planning.planner import Outlook, RunPlan, disk_bytes
 from moe_infinity.planning.speed import Term, Time
 
@@ -39,7 +39,7 @@ def _model(plan: RunPlan) -> list[str]:
     ]
 
 
-def _machine(machine: Machine) -> list[str]:
+def _machine(machine: PlanMachine) -> list[str]:
     def said(name: str, text: str) -> str:
         return f"{text} (assumed)" if name in machine.assumed else text
 
@@ -88,7 +88,7 @@ def _tiers(plan: RunPlan) -> list[str]:
     return lines
 
 
-def _tier_line(tier: Tier, total: int) -> str:
+def _tier_line(tier: TierBytes, total: int) -> str:
     def size(num_bytes: float) -> str:
         return format_bytes(num_bytes) if num_bytes else "-"
 

@@ -16,7 +16,7 @@ from moe_infinity.planning import rates
 from moe_infinity.planning.disk import measure_disk
 from moe_infinity.planning.fit import Fit, fit
 from moe_infinity.planning.hit_rates import HitRate, expected_hit_rate
-from moe_infinity.planning.machine import Machine, num_cores, this_machine
+from moe_infinity.planning.machine import PlanMachine, num_cores, this_machine
 from moe_infinity.planning.sizes import ModelSizes
 from moe_infinity.planning.speed import Constants, Speed, speed
 
@@ -58,7 +58,7 @@ class RunPlan:
     """All that the page says."""
 
     sizes: ModelSizes
-    machine: Machine
+    machine: PlanMachine
     workload: Workload
     outlook: Outlook
     variants: tuple[Variant, ...]
@@ -122,7 +122,7 @@ FEWER = 0.9  # a variant is shown if it takes less than this share of the bytes
 
 
 def make_plan(
-    sizes: ModelSizes, machine: Machine, workload: Workload, constants: Constants
+    sizes: ModelSizes, machine: PlanMachine, workload: Workload, constants: Constants
 ) -> RunPlan:
     """Raises ConfigError, TraceError."""
     outlook = partial(_outlook, machine=machine, workload=workload, constants=constants)
@@ -163,7 +163,7 @@ def packed_sizes(sizes: ModelSizes) -> list[tuple[str, ModelSizes]]:
 
 def _outlook(
     sizes: ModelSizes,
-    machine: Machine,
+    machine: PlanMachine,
     workload: Workload,
     constants: Constants,
 ) -> Outlook:
@@ -183,7 +183,7 @@ def _outlook(
     return Outlook(fit=fitted, hits=hits, speed=found)
 
 
-def measured_machine(sizes: ModelSizes, *, measures_disk: bool) -> Machine:
+def measured_machine(sizes: ModelSizes, *, measures_disk: bool) -> PlanMachine:
     """This one. The disk is measured where the model lies; for one that is not here yet, where it
     would come to. If that fails, its rate is assumed.
     """

@@ -15,7 +15,9 @@ from moe_infinity.memory.machine import available_memory_bytes
 MEASURE_S = 0.4
 READ_BYTES = 512 << 20  # by all threads together: more than caches hold
 COPIED_BYTES = 256 << 20  # to a GPU
-ROWS, COLUMNS, OUTPUTS = 38, 2048, 1536  # of an expert's product in a prompt of 600 tokens
+ROWS = 38  # of an expert's product in a prompt of 600 tokens, [ROWS, COLUMNS] x [COLUMNS, OUTPUTS]
+COLUMNS = 2048
+OUTPUTS = 1536
 
 
 def memory_rate(num_threads: int) -> float:

@@ -48,7 +48,7 @@ def hollow_copy(model: str) -> Iterator[Path]:
         folder = Path(text)
         info = HfApi().model_info(repo, files_metadata=True, timeout=ANSWER_S)
         sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
-        source = Source(repo, str(info.sha), sizes, folder)
+        source = HubFiles(repo, str(info.sha), sizes, folder)
         if file or "config.json" not in sizes:
             path = source.copy_gguf(source.find_gguf(file))
         else:
@@ -96,7 +96,7 @@ def _explained(model: str, repo: str) -> Iterator[None]:
         ) from error
 
 
-class Source:
+class HubFiles:
     """The files of one commit, and the folder that gets their headers."""
 
     def __init__(self, repo: str, commit: str, sizes: dict[str, int], folder: Path) -> None:

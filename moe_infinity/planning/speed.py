@@ -15,7 +15,7 @@ from typing import Any
 
 from moe_infinity.planning.fit import Fit
 from moe_infinity.planning.hit_rates import HitRate
-from moe_infinity.planning.machine import Machine
+from moe_infinity.planning.machine import PlanMachine
 from moe_infinity.planning.sizes import ModelSizes
 
 
@@ -111,7 +111,7 @@ class Speed:
 
 def speed(
     sizes: ModelSizes,
-    machine: Machine,
+    machine: PlanMachine,
     fit: Fit,
     hits: tuple[HitRate, ...],  # of the tiers with slots, the one that computes first
     *,
@@ -128,7 +128,7 @@ def speed(
 
 def _decode(
     sizes: ModelSizes,
-    machine: Machine,
+    machine: PlanMachine,
     fit: Fit,
     hits: tuple[HitRate, ...],
     constants: Constants,
@@ -170,7 +170,7 @@ def prompt_operations(sizes: ModelSizes, num_tokens: int) -> float:
 
 def _prompt(
     sizes: ModelSizes,
-    machine: Machine,
+    machine: PlanMachine,
     fit: Fit,
     num_tokens: int,
     constants: Constants,
