@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import wrap
 
 from moe_infinity.memory.host import format_bytes
 from moe_infinity.planning.fit import TierBytes
@@ -10,6 +11,7 @@ from moe_infinity.planning.machine import PlanMachine
 from moe_infinity.planning.planner import Outlook, RunPlan, disk_bytes
 from moe_infinity.planning.speed import Term, Time
 
+COLUMNS = 100
 NAMES = {"gpu": "GPU", "host": "host memory", "disk": "disk"}
 UNPROVEN = "Nothing said of a GPU here has ever been held against a real one."
 
@@ -68,7 +70,7 @@ def _machine(machine: PlanMachine) -> list[str]:
 def _fits(plan: RunPlan) -> list[str]:
     fit = plan.outlook.fit
     if fit.refusal is not None:
-        return [f"It does not fit: {fit.refusal}."]
+        return wrap(f"It does not fit: {fit.refusal}.", COLUMNS)
     if fit.all_in_memory:
         return ["It fits: all experts in memory."]
     share = fit.host.num_slots / plan.sizes.total_experts

@@ -22,7 +22,6 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     OfflineModeIsEnabled,
-    RepositoryNotFoundError,
     SafetensorsParsingError,
 )
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
@@ -32,6 +31,7 @@ from moe_infinity.errors import CheckpointError
 
 ANSWER_S = 20.0
 NUM_READERS = 8
+UNKNOWN = (401, 404)  # how a hub says that there is no such model, or none that one may know of
 BLOCK_BYTES = 1 << 20  # of a GGUF file, asked for at once
 INDEX = "model.safetensors.index.json"
 PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -72,28 +72,33 @@ def _explained(model: str, repo: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except GatedRepoError as error:
-        raise CheckpointError(
-            f"{model}: its owners give access on request\n"
+    except (HFValidationError, httpx.HTTPError, SafetensorsParsingError, OSError) as error:
+        raise CheckpointError(f"{model}: {_reason_of(error, repo)}") from error
+
+
+def _reason_of(error: Exception, repo: str) -> str:
+    if isinstance(error, GatedRepoError):
+        return (
+            "its owners give access on request\n"
             f"hint: ask at https://huggingface.co/{repo}, then `hf auth login`"
-        ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise CheckpointError(
-            f"{model}: neither a folder, nor a model on this machine, nor one on the hub\n"
+        )
+    is_refused = isinstance(error, HfHubHTTPError) and error.response.status_code in UNKNOWN
+    if is_refused or isinstance(error, HFValidationError):
+        return (
+            "neither a folder, nor a model on this machine, nor one on the hub\n"
             "hint: check its name; private models need `hf auth login`"
-        ) from error
-    except OfflineModeIsEnabled as error:
-        raise CheckpointError(
-            f"{model}: not on this machine, and HF_HUB_OFFLINE forbids to ask the hub\n"
+        )
+    if isinstance(error, OfflineModeIsEnabled):
+        return (
+            "not on this machine, and HF_HUB_OFFLINE forbids to ask the hub\n"
             "hint: unset HF_HUB_OFFLINE, or name a folder"
-        ) from error
-    except (HfHubHTTPError, httpx.HTTPError, SafetensorsParsingError, OSError) as error:
-        reason = str(error).strip().splitlines()
-        raise CheckpointError(
-            f"{model}: not on this machine, and the hub does not answer as it should: "
-            f"{reason[0] if reason else type(error).__name__}\n"
-            "hint: check the network, or name a folder"
-        ) from error
+        )
+    said = str(error).strip().splitlines()
+    return (
+        "not on this machine, and the hub does not answer as it should: "
+        f"{said[0] if said else type(error).__name__}\n"
+        "hint: check the network, or name a folder"
+    )
 
 
 class HubFiles:

@@ -9,8 +9,11 @@ import pytest
 
 from moe_infinity.planning.machine import PlanMachine
 from moe_infinity.planning.sizes import KvBytes, ModelSizes
+from tests.gguf_files import build
+from tools.convert_to_gguf import convert
 
 MB = 10**6
+
 SIZES = ModelSizes(
     model="some/model",
     architecture="SomeForCausalLM",
@@ -48,3 +51,11 @@ def machine() -> PlanMachine:
 @pytest.fixture
 def large_machine() -> PlanMachine:
     return replace(MACHINE, ram=30e9)
+
+
+@pytest.fixture(scope="session")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE."""
+    folder = tmp_path_factory.mktemp("gguf")
+    convert(build("qwen3_moe", folder / "model"), folder / "model.gguf", "bf16")
+    return folder / "model.gguf"
