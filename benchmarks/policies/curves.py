@@ -9,11 +9,12 @@ start, no prefetch; a quarter of the requests warm up.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import common
 
-from moe_infinity.planning.hit_rates import as_json, replayed
+from moe_infinity.planning.hit_rates import replayed
 
 POLICIES = ("activation-aware", "lru")
 SHARES = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -26,9 +27,13 @@ COMMAND = "python benchmarks/policies/curves.py ../shared/data --requests {} --o
 
 def main() -> None:
     parser = common.parser(__doc__, requests=24)
-    parser.add_argument("--output", type=Path, help="write them to this file")
+    parser.add_argument(
+        "--output", type=Path, help="put them into this file, in place of older ones"
+    )
     args = parser.parse_args()
-    curves = []
+    curves = {}
+    if args.output and args.output.exists():
+        curves = {found["model"]: found for found in json.loads(args.output.read_text())["curves"]}
     for name, folder in common.folders(args):
         sequences, num_experts = common.requests_of(name, folder, args.requests)
         _, num_layers, top_k = sequences[0].experts_TLK.shape
@@ -37,29 +42,28 @@ def main() -> None:
         found = replayed(sequences, POLICIES, slots, num_experts=num_experts)
         for policy, rates in found.items():
             print(f"{policy:18}" + "".join(f"{100 * rate:7.1f}" for rate in rates))
-        curves.append(
-            {
-                "model": common.TITLES[name],
-                "trace": common.TRACES[name],
-                "source": SOURCES[name],
-                "num_layers": num_layers,
-                "num_experts": num_experts,
-                "top_k": top_k,
-                "requests": conditions["requests"],
-                "tokens": conditions["tokens"],
-                "seed": 0,
-                "rates": {
-                    policy: {
-                        str(share): round(rate, 4)
-                        for share, rate in zip(SHARES, rates, strict=True)
-                    }
-                    for policy, rates in found.items()
-                },
-            }
-        )
+        curves[common.TITLES[name]] = {
+            "model": common.TITLES[name],
+            "trace": common.TRACES[name],
+            "source": SOURCES[name],
+            "num_layers": num_layers,
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "requests": conditions["requests"],
+            "tokens": conditions["tokens"],
+            "seed": 0,
+            "rates": {
+                policy: {
+                    str(share): round(rate, 3) for share, rate in zip(SHARES, rates, strict=True)
+                }
+                for policy, rates in found.items()
+            },
+        }
     if args.output:
-        args.output.write_text(as_json(curves, COMMAND.format(args.requests, args.output)), "utf-8")
-    common.finish("curves", curves)
+        command = COMMAND.format(args.requests, args.output)
+        text = json.dumps({"made_by": command, "curves": list(curves.values())}, indent=1)
+        args.output.write_text(f"{text}\n", "utf-8")
+    common.finish("curves", list(curves.values()))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from importlib.resources import files
 from itertools import pairwise
 from math import log2
 from pathlib import Path
-from typing import Any
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.errors import ConfigError
@@ -129,8 +128,3 @@ def replayed(
     for cell in cells:
         rates[cell.setup.policy].append(cell.counters.decode.hit_rate or 0.0)
     return rates
-
-
-def as_json(curves: Sequence[dict[str, Any]], command: str) -> str:
-    """The text of curves.json."""
-    return json.dumps({"made_by": command, "curves": list(curves)}, indent=1) + "\n"
