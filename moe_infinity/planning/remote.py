@@ -24,7 +24,8 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     SafetensorsParsingError,
 )
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+from huggingface_hub.utils._headers import build_hf_headers
+from huggingface_hub.utils._http import hf_raise_for_status, http_backoff
 
 from moe_infinity.checkpoint.gguf_header import HeaderReader
 from moe_infinity.errors import CheckpointError

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from moe_infinity.errors import CheckpointError
 from moe_infinity.planning import planner
 from moe_infinity.planning.machine import parse_machine
 from moe_infinity.planning.page import UNPROVEN, page
@@ -159,7 +160,8 @@ def test_a_model_of_the_hub_is_downloaded_first(sizes, machine):
 
 def test_a_budget_lowered_for_the_context_is_in_the_command(sizes, machine):
     plan = make_plan(sizes, machine, Workload(context=3_000_000), Constants())
-    assert plan.commands[-1].endswith(f"--host-memory {plan.outlook.fit.host_memory >> 20}MiB")
+    assert plan.outlook.fit.host_memory == 5 * 10**9 - 10**9 - sizes.kv.of(3_000_000)
+    assert plan.commands[-1].endswith("--host-memory 953MiB")
 
 
 # the command
@@ -198,7 +200,12 @@ def test_this_machine_is_measured_all_but_the_disk_with_quick(command, tiny_chec
 def test_the_disk_is_measured_where_the_model_lies(command, copy_of, tiny_checkpoint, monkeypatch):
     folder = copy_of(tiny_checkpoint)
     asked = []
-    monkeypatch.setattr(planner, "measure_disk", lambda *args, **more: asked.append(args) or 5e8)
+
+    def measure(*args, **more):
+        asked.append(args)
+        return 5e8
+
+    monkeypatch.setattr(planner, "measure_disk", measure)
     found = json.loads(command("plan", folder, "--json").out)["machine"]
     assert asked == [(folder, 3.0)]
     assert (found["disk"], found["assumed"]) == (5e8, [])
@@ -206,7 +213,7 @@ def test_the_disk_is_measured_where_the_model_lies(command, copy_of, tiny_checkp
 
 def test_a_disk_that_cannot_be_measured_is_assumed(command, tiny_checkpoint, monkeypatch, caplog):
     def fail(*args, **more):
-        raise planner.CheckpointError("it is read-only")
+        raise CheckpointError("it is read-only")
 
     monkeypatch.setattr(planner, "measure_disk", fail)
     found = json.loads(command("plan", tiny_checkpoint, "--json").out)["machine"]
