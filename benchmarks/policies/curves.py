@@ -1,6 +1,6 @@
 """How does the hit rate of decoding rise with the share of experts that have slots?
 
-    python benchmarks/policies/curves.py ../shared/data --requests 24 \\
+    python benchmarks/policies/curves.py ../shared/data --traces gpt-oss --requests 24 \\
         --output moe_infinity/planning/curves.json
 
 `moe-infinity plan` expects these rates of models of which no trace is at hand. One user, cold
@@ -22,7 +22,9 @@ SOURCES = {  # as the README of the data states them
     "gpt-oss": "AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting@72b368f60045, Apache-2.0",
     "deepseek": "deepseek-ai/ESFT@579a7711e4b3, MIT",
 }
-COMMAND = "python benchmarks/policies/curves.py ../shared/data --requests {} --output {}"
+COMMAND = (
+    "python benchmarks/policies/curves.py ../shared/data --traces {} --requests {} --output {}"
+)
 
 
 def main() -> None:
@@ -52,6 +54,7 @@ def main() -> None:
             "requests": conditions["requests"],
             "tokens": conditions["tokens"],
             "seed": 0,
+            "made_by": COMMAND.format(name, args.requests, args.output),
             "rates": {
                 policy: {
                     str(share): round(rate, 3) for share, rate in zip(SHARES, rates, strict=True)
@@ -60,8 +63,7 @@ def main() -> None:
             },
         }
     if args.output:
-        command = COMMAND.format(args.requests, args.output)
-        text = json.dumps({"made_by": command, "curves": list(curves.values())}, indent=1)
+        text = json.dumps({"curves": list(curves.values())}, indent=1)
         args.output.write_text(f"{text}\n", "utf-8")
     common.finish("curves", list(curves.values()))
 
