@@ -101,5 +101,5 @@ def test_without_recorded_requests_the_router_decides(tiny_checkpoint, modules):
             with moe.recording() as finish:
                 moe.generate(prompt, max_new_tokens=9, do_sample=False)
             found.append(finish()[0].experts_TLK)
-    first, second = found
-    assert np.array_equal(first, second)
+    without, replayed = found
+    assert np.array_equal(without, replayed)
