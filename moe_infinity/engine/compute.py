@@ -23,7 +23,7 @@ from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.engine.fused import FusedBackend
 from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.share import Share
-from moe_infinity.engine.slots import SlotBackend
+from moe_infinity.engine.slots import SlotBackend, SlotResidents
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.kernels.residents import Residents
@@ -151,10 +151,13 @@ class LayerComputer:
             backend = self._fused
         return backend.begin_share(share)
 
-    def residents(self, slot_ids: Sequence[int]) -> Residents | None:
-        """All experts of the layer, which lie in these slots, for steps of few tokens. None if no
-        kernel computes them as they are.
+    def residents(self, slot_ids: Sequence[int]) -> Residents | SlotResidents | None:
+        """All experts of the layer, which lie in these slots; on a CPU for steps of few tokens.
+        None if no kernel computes them as they are.
         """
+        if self._in_slots is not None:
+            assert isinstance(self._slots, DeviceSlots)
+            return SlotResidents(self._in_slots, slot_ids, self._slots.device)
         if self._fused is None or self._fused.weighs_input:
             return None
         addresses = [self._fused.address_of(slot_id) for slot_id in slot_ids]

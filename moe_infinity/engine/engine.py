@@ -32,10 +32,12 @@ from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
 from moe_infinity.engine.preloader import Preloader, start_turns
 from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.share import Share
+from moe_infinity.engine.slots import ComingRouting, SlotResidents
 from moe_infinity.errors import Cancelled, ClosedError, UnsupportedModelError
 from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.hosts.head import ExpertHosts
 from moe_infinity.kernels.residents import Residents
+from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
@@ -68,6 +70,9 @@ class ExpertEngine:
         self.stored_expert_bytes = stored_expert_bytes
         self.loader = loader
         self.hosts = hosts
+        slots = bookkeeping.tiers[0].slots
+        # Of a GPU, and not yet in the bookkeeping.
+        self._coming = ComingRouting(slots.cuda_device) if isinstance(slots, DeviceSlots) else None
         self._ongoing = OngoingStep(anonymous_step(num_tokens=0))
         self._deciding = RLock()  # held by whoever decides about slots
         self._preloader = preloader
@@ -94,6 +99,7 @@ class ExpertEngine:
             self._begin_step(step)
 
     def _begin_step(self, step: Step) -> None:
+        self._note_coming()
         if self.device_steps is not None:
             self._settle_interrupted()
             if self.device_steps.begin_step(step):
@@ -128,6 +134,10 @@ class ExpertEngine:
                     moe_layer_idx, x_TD, top_k_index_TK, top_k_weights_TK
                 )
             self.device_steps.top_k[moe_layer_idx] = top_k_index_TK.shape[1]
+        residents = None if self._coming is None else self.path.residents(moe_layer_idx)
+        if isinstance(residents, SlotResidents):
+            self._note_later(moe_layer_idx, top_k_index_TK)
+            return residents.compute(x_TD, top_k_index_TK, top_k_weights_TK)
         routing = Routing.of(top_k_index_TK, top_k_weights_TK)
         computer = self.path.computers[moe_layer_idx]
         if self.hosts is None:
@@ -142,6 +152,19 @@ class ExpertEngine:
             with self._deciding:
                 self._compute(self.recorder.step, moe_layer_idx, routing, lost, shared)
         return shared.sum()
+
+    def _note_later(self, moe_layer_idx: int, top_k_index_TK: Tensor) -> None:
+        """Enter a layer whose experts are all there: nobody waits for its routing."""
+        assert self._coming is not None
+        with self._deciding:
+            step = self._enter(moe_layer_idx, len(top_k_index_TK))
+            self._ongoing = OngoingStep(step, moe_layer_idx)
+            self._coming.add(moe_layer_idx, top_k_index_TK)
+
+    def _note_coming(self) -> None:
+        """Enter the routing of such layers in the bookkeeping. Waits for the device."""
+        for moe_layer_idx, experts_TK in [] if self._coming is None else self._coming.take():
+            self.bookkeeping.note_residents(moe_layer_idx, experts_TK)
 
     def compute_share(self, moe_layer_idx: int, routing: Routing, share: Share) -> Tensor:
         """[P, D]: what experts of one layer make of rows of another host's step. Raises as
@@ -164,7 +187,8 @@ class ExpertEngine:
         """
         if self._is_closed or self._ongoing.is_loading or self.device_steps is not None:
             return None
-        return self.path.residents(moe_layer_idx)
+        found = self.path.residents(moe_layer_idx)
+        return found if isinstance(found, Residents) else None
 
     def note_residents(self, moe_layer_idx: int, experts_TK: Ints) -> None:
         """The residents of one layer were computed for these tokens."""
@@ -184,6 +208,7 @@ class ExpertEngine:
         """Enter a layer, and do the work that these experts have in it."""
         with self._deciding:
             step = self._enter(moe_layer_idx, routing.num_tokens)
+            self._note_coming()
             self.path.record(moe_layer_idx, routing)
             self._compute(step, moe_layer_idx, routing, expert_idxs, work)
 
@@ -236,6 +261,7 @@ class ExpertEngine:
         """Of a prompt nobody waits for any more: raises Cancelled."""
         is_prompt = self.recorder.step.phase is Phase.PREFILL
         if is_prompt and self._cancelled and self._cancelled.is_set():
+            self._note_coming()
             self.recorder.drop_step()
             raise Cancelled("generation was stopped in the middle of a prompt")
 
@@ -247,16 +273,19 @@ class ExpertEngine:
 
     def leave_step(self) -> None:
         """The last pass did not end. Without all of its MoE layers it is not recorded."""
-        if self.device_steps is None or self.device_steps.finish_step():
+        self._note_coming()
+        if self.device_steps is None or self.device_steps.settle():
             self.recorder.drop_incomplete_step()  # else done when the device's step is reset
 
     def settle(self) -> None:
-        """Wait for a step that the device decides, and apply its reports."""
+        """Wait for the device, and enter in the bookkeeping what it has not told so far."""
+        self._note_coming()
         if self.device_steps is not None:
             self.device_steps.finish_step()
 
     def conclude(self) -> None:
-        """As `settle`, and reset that step if it was interrupted."""
+        """As `settle`, and reset a step that the device decided if it was interrupted."""
+        self._note_coming()
         if self.device_steps is not None:
             self.device_steps.conclude()
 

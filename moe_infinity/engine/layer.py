@@ -24,6 +24,7 @@ from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer, Work
 from moe_infinity.engine.routing import Routing
+from moe_infinity.engine.slots import SlotResidents
 from moe_infinity.experts import ExpertKey, Phase, Step
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
@@ -69,7 +70,7 @@ class LayerPath:
         self._early_router = early_router
         self._stream = stream
         self._streams_while_computing = streams_while_computing
-        self._residents: dict[int, Residents | None] = {}  # once all experts are
+        self._residents: dict[int, Residents | SlotResidents | None] = {}  # once all experts are
 
     def record(self, moe_layer_idx: int, routing: Routing) -> None:
         """What the router of a layer of this step chose."""
@@ -124,7 +125,7 @@ class LayerPath:
         if phase is Phase.PREFILL:
             self._stream_next(layer_idx, len(routing.activated))
 
-    def residents(self, moe_layer_idx: int) -> Residents | None:
+    def residents(self, moe_layer_idx: int) -> Residents | SlotResidents | None:
         """The experts of one layer, where they stay; None if not all experts of the model are in
         their slots, or this layer's are not computed by kernels as they are.
         """

@@ -1,6 +1,9 @@
 """The backend of a GPU: kernels read the experts that have arrived where they lie in their slots.
 They are those of steps that the device decides (cuda/slot_kernels.py), so it does not matter to a
 token who decides.
+
+While all experts of the model have slots, nobody has to know what a router chose before experts
+compute: the routing comes to the host later.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from torch import Tensor
 
 from moe_infinity.cuda.slot_kernels import SlotKernels, SlotWork
 from moe_infinity.engine.routing import Routing
+from moe_infinity.experts import Ints
 from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
+from moe_infinity.memory.cuda import CudaDevice
 
 
 class SlotBackend:
@@ -57,6 +62,43 @@ class LayerSlots:
     def sum(self) -> Tensor:
         """[T, D]: the same bits in whatever order experts were run."""
         return self._work.sum()
+
+
+class SlotResidents:
+    """All experts of one MoE layer, which stay in these slots."""
+
+    def __init__(self, backend: SlotBackend, slot_ids: Sequence[int], device: torch.device) -> None:
+        addresses = [backend.address_of(slot_id) for slot_id in slot_ids]
+        pointers_E = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+        self._backend = backend
+        self._pointers_E = on_device(pointers_E, device)
+
+    def compute(self, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """[T, D]: the same bits as by LayerSlots."""
+        work = SlotWork(self._backend.kernels, self._backend.mlp, x_TD, index_TK, weights_TK)
+        work.compute(self._pointers_E)
+        return work.sum()
+
+
+class ComingRouting:
+    """What routers chose in layers of a step, on its way to the host."""
+
+    def __init__(self, cuda_device: CudaDevice) -> None:
+        self._cuda_device = cuda_device
+        self._layers: list[tuple[int, Tensor]] = []
+
+    def add(self, moe_layer_idx: int, index_TK: Tensor) -> None:
+        """Nobody waits for the copy."""
+        self._layers.append((moe_layer_idx, index_TK.to("cpu", non_blocking=True)))
+
+    def take(self) -> list[tuple[int, Ints]]:
+        """By MoE layer, in their order. Waits for the device."""
+        if not self._layers:
+            return []
+        self._cuda_device.mark().synchronize()
+        layers = [(moe_layer_idx, index_TK.numpy()) for moe_layer_idx, index_TK in self._layers]
+        self._layers.clear()
+        return layers
 
 
 def on_device(numbers: Tensor, device: torch.device) -> Tensor:
