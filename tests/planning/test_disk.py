@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 import threading
 from collections import namedtuple
 
 import pytest
 
-from moe_infinity.checkpoint.files import SMALL_FILE_BYTES
+from moe_infinity.checkpoint.files import SMALL_FILE_BYTES, OpenFile
 from moe_infinity.errors import CheckpointError
+from moe_infinity.memory import threads
 from moe_infinity.planning import disk
 from moe_infinity.planning.disk import measure_disk
 from tests.disk import Disk
@@ -71,7 +73,7 @@ def test_a_folder_that_may_not_be_written_is_an_error(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(disk.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
     with pytest.raises(CheckpointError, match="cannot be measured: Read-only file system"):
         measure_disk(tmp_path)
 
@@ -93,7 +95,7 @@ def test_an_error_of_the_disk_names_the_path(weights, monkeypatch):
 def test_a_disk_that_does_not_answer_is_given_up(weights, monkeypatch):
     mended = threading.Event()
     monkeypatch.setattr(disk, "CLOSE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(disk.threads, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.1)
     Disk(monkeypatch).act = lambda read: mended.wait(60)
     try:
         with pytest.raises(CheckpointError, match="did not answer"):
@@ -106,13 +108,14 @@ def test_where_reads_past_the_cache_are_refused_the_cache_is_emptied_before_each
     weights, monkeypatch
 ):
     order = []
-    monkeypatch.setattr(disk.OpenFile, "read_direct", lambda self, chunk, buffer: 0)
-    monkeypatch.setattr(disk.OpenFile, "forget", lambda self, chunk: order.append("forget"))
-    monkeypatch.setattr(
-        disk.OpenFile,
-        "read_cached",
-        lambda self, chunk, done: order.append("read") or chunk.num_bytes,
-    )
+
+    def read(self, chunk, done):
+        order.append("read")
+        return chunk.num_bytes
+
+    monkeypatch.setattr(OpenFile, "read_direct", lambda self, chunk, buffer: 0)
+    monkeypatch.setattr(OpenFile, "forget", lambda self, chunk: order.append("forget"))
+    monkeypatch.setattr(OpenFile, "read_cached", read)
     monkeypatch.setattr(disk, "NUM_READ_THREADS", 1)
     measure_disk(weights, SECONDS)
     assert order[:4] == ["forget", "read"] * 2
