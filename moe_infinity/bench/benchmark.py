@@ -77,15 +77,18 @@ def run_bench(
         others_bytes=0 if gguf is None else gguf.stat().st_size,
         device=options["device"],
     )
-    rates = measure_rates(
-        Path(model),
+    rates_now = partial(
+        measure_rates,
+        Path(model) if Path(model).exists() else Path(local_folder(model)),
         bytes_per_expert=summary.stored_bytes_per_expert,
         num_threads=machine["threads"],
     )
+    rates = rates_now()
     systems = _ours(model, config, options, summary, open_model)
     if gguf is not None:
         systems[LLAMA_CPP] = _theirs(gguf, config.llama_python, machine["threads"], workload)
     found = measure(systems, workload, together=together, on_run=on_run)
+    rates = rates.best(rates_now())
     asked = {
         "model": model,
         "options": {name: str(value) for name, value in options.items() if value is not None},
@@ -171,8 +174,11 @@ def _said_of_bounds(rates: Rates) -> str:
         )
         if rate is not None
     ]
-    return (
-        f"bound: with the rates measured here ({', '.join(known)}). Decoding reads dense weights "
-        "and activated experts\nfrom memory and misses from the disk; a prompt multiplies. Weights "
-        "that fit into the processor's caches may exceed it."
+    return "\n".join(
+        [
+            f"bound: with the best rates measured before and after ({', '.join(known)}).",
+            "Decoding reads dense weights and activated experts from memory, misses from the disk;",
+            "a prompt multiplies. More than 100% means that the machine was busy when they were",
+            "measured, or that weights fit into the caches of the processor.",
+        ]
     )

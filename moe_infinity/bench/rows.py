@@ -48,6 +48,11 @@ class Rates(NamedTuple):
     disk: float | None  # bytes per second of random reads
     products: float | None  # floating-point operations per second of matrix products
 
+    def best(self, other: Rates) -> Rates:
+        """The faster ones: what else ran may have slowed down either."""
+        pairs = zip(self, other, strict=True)
+        return Rates(*(max(filter(None, pair), default=None) for pair in pairs))
+
 
 @dataclass(frozen=True, slots=True)
 class Row:

@@ -46,6 +46,10 @@ def test_there_is_no_bound_where_nothing_was_measured():
     assert bound_of(PROMPT, [Sample(10, 1.0)], NEEDS._replace(prompt_flops=None), RATES) is None
 
 
+def test_of_two_measurements_of_a_rate_the_faster_counts():
+    assert Rates(1.0, None, None).best(Rates(2.0, 3.0, None)) == Rates(2.0, 3.0, None)
+
+
 def measured(*seconds: float, needs: Needs | None = NEEDS) -> Measured:
     return Measured(needs, "as it is", {DECODE: [decoded(s) for s in seconds]})
 
