@@ -79,7 +79,7 @@ def run_bench(
     )
     rates_now = partial(
         measure_rates,
-        Path(model) if Path(model).exists() else Path(local_folder(model)),
+        Path(model),
         bytes_per_expert=summary.stored_bytes_per_expert,
         num_threads=machine["threads"],
     )

@@ -274,7 +274,7 @@ class ExpertEngine:
     def leave_step(self) -> None:
         """The last pass did not end. Without all of its MoE layers it is not recorded."""
         self._note_coming()
-        if self.device_steps is None or self.device_steps.settle():
+        if self.device_steps is None or self.device_steps.finish_step():
             self.recorder.drop_incomplete_step()  # else done when the device's step is reset
 
     def settle(self) -> None:

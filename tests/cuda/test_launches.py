@@ -110,6 +110,8 @@ def test_with_a_slot_for_each_expert_a_prompt_waits_for_no_routing(tiny_checkpoi
             assert is_waiting or after.hits - before.hits == after.lookups - before.lookups
     (first, first_routing, *first_count), (second, second_routing, *second_count) = found
     assert torch.equal(first, second)
+    assert first_routing is not None
+    assert second_routing is not None
     assert np.array_equal(first_routing, second_routing)
     assert first_count == second_count
 
