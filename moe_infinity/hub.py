@@ -257,10 +257,9 @@ def _bar_until(stop: Event) -> type[tqdm]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs | {"disable": True})
 
-        def update(self, n: float | None = 1) -> bool | None:
+        def update(self, n: float | None = 1) -> None:
             if stop.is_set():
                 raise DownloadError("stopped")
-            return super().update(n)
 
     return Bar
 

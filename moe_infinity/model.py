@@ -69,7 +69,7 @@ class MoE:
         checkpoint: str | Path,
         config: OffloadConfig | dict[str, Any] | str | Path | None = None,
         *,
-        on_bytes: Callable[[int, int], None] = lambda done, total: None,
+        on_bytes: Any = lambda done, total: None,  # Any: **options are often all of one type
         **options: Any,
     ) -> None:
         """Load a checkpoint folder, hub id or GGUF file; reads headers and dense weights only.

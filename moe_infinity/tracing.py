@@ -58,10 +58,11 @@ def record_trace(
     if reason := why_unwritable(output):  # said before an hour of generating
         raise TraceError(f"{output}: {reason}")
     with moe.recording() as finish:
-        for num_done, prompt in enumerate(prompts):
-            on_prompt(num_done, len(prompts))
+        on_prompt(0, len(prompts))
+        for num_done, prompt in enumerate(prompts, start=1):
             inputs = moe.tokenizer(prompt, return_tensors="pt")
             moe.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+            on_prompt(num_done, len(prompts))
         sequences = finish()
     save_trace(output, sequences, num_experts=moe.num_experts)
     return Written(len(sequences), sum(len(s.token_ids_T) for s in sequences))
