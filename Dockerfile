@@ -4,16 +4,17 @@
 #   docker run --rm moe-infinity run demo -p "The old house stood"
 #   docker run -p 8000:8000 -v moe-infinity:/cache -e MOE_INFINITY_API_KEY=secret moe-infinity
 #
-# For a GPU torch comes with CUDA, and Triton needs a C compiler:
+# PyPI's torch comes with CUDA, several gigabytes. `--build-arg TORCH_INDEX=URL` names an index of
+# smaller wheels for a CPU: pytorch.org says which. For a GPU, Triton needs a C compiler:
 #
 #   docker build -t moe-infinity --build-arg BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04 \
-#     --build-arg TORCH_INDEX=https://pypi.org/simple --build-arg PACKAGES="gcc python3-dev" .
+#     --build-arg PACKAGES="gcc python3-dev" .
 #
 # Any base with apt and Python 3.10 to 3.13 will do.
 ARG BASE=debian:trixie-slim
 
 FROM ${BASE} AS build
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=""
 # Versions are those of the base, which is pinned by its name.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -25,7 +26,7 @@ WORKDIR /source
 COPY constraints.txt ./
 # As in the Makefile: torch brings setuptools, pinned, and the package is built with it.
 RUN pip install --no-cache-dir -c constraints.txt torch==2.13.0 setuptools wheel \
-    --index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple
+    --extra-index-url "${TORCH_INDEX}"
 COPY pyproject.toml README.md LICENSE ./
 COPY moe_infinity moe_infinity
 COPY models models

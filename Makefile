@@ -59,7 +59,7 @@ check: $(INSTALLED) ## format, lint, types, layout: changes nothing
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(INSTALLED) ## the documentation site in build/site; a broken link is an error
 	$(PIP) install -e '.[docs]' -c constraints.txt
-	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m mkdocs build --strict
 
 bench: $(INSTALLED) ## benchmarks that need no argument
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done

@@ -255,7 +255,7 @@ def _bar_until(stop: Event) -> type[tqdm]:
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs | {"disable": True})
+            super().__init__(*args, **kwargs | {"disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
             if stop.is_set():

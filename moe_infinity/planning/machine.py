@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.machine import available_memory_bytes
 from moe_infinity.sizes import parse_size
+from moe_infinity.system.machine import lockable_bytes, num_cores, own_bytes
 
 OPERATIONS = re.compile(r"(\d+(?:\.\d+)?)\s*([MGT])FLOPS?(?:/s)?", re.IGNORECASE)
 SCALES = {"M": 1e6, "G": 1e9, "T": 1e12}
-STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,39 +95,14 @@ def this_machine(
     measures: dict[str, Callable[[], float]], gpu: tuple[str, float] | None
 ) -> PlanMachine:
     """`measures` gives a rate by its name; what it lacks is assumed. Raises what they raise."""
+    lockable = lockable_bytes()
     machine = PlanMachine(
         cores=num_cores(),
         ram=available_memory_bytes() + own_bytes(),
-        lockable=lockable_bytes(),
+        lockable=float("inf") if lockable is None else lockable,
         gpu=0 if gpu is None else gpu[1],
         gpu_name="none" if gpu is None else gpu[0],
     )
     wanted = [name for name in MEASURED if gpu is not None or name not in ("link", "gpu_memory")]
     rates = {name: measures[name]() for name in wanted if name in measures}
     return replace(machine, **rates, assumed=frozenset(wanted) - rates.keys())  # type: ignore[arg-type]
-
-
-def num_cores() -> int:
-    """That this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def own_bytes() -> int:
-    """Memory that this process has for itself: it is free again for the one that is planned."""
-    try:
-        lines = STATUS.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
-
-
-def lockable_bytes() -> float:
-    """Bytes that this process may page-lock."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return float("inf")
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return float("inf") if soft == resource.RLIM_INFINITY else soft

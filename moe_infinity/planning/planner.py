@@ -16,9 +16,10 @@ from moe_infinity.planning import rates
 from moe_infinity.planning.disk import measure_disk
 from moe_infinity.planning.fit import Fit, fit
 from moe_infinity.planning.hit_rates import HitRate, expected_hit_rate
-from moe_infinity.planning.machine import PlanMachine, num_cores, this_machine
+from moe_infinity.planning.machine import PlanMachine, this_machine
 from moe_infinity.planning.sizes import ModelSizes
 from moe_infinity.planning.speed import Constants, Speed, speed
+from moe_infinity.system.machine import num_cores
 
 DISK_S = 3.0
 

@@ -70,6 +70,12 @@ def available_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
+def own_bytes() -> int:
+    """Memory that this process has for itself, and would leave free."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))  # the second is not known everywhere
+
+
 def swap_bytes() -> tuple[int, int]:
     """Used, and all there is."""
     swap = psutil.swap_memory()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.planning.machine import own_bytes, parse_machine
+from moe_infinity.planning.machine import parse_machine
+from moe_infinity.system.machine import own_bytes
 
 
 def test_sizes_and_rates_are_read_with_their_units():
