@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -102,7 +103,24 @@ def _workers(function: Function[Any, Any], num: int) -> Iterator[list[_Worker]]:
 
 @contextmanager
 def _ctrl_c_later() -> Iterator[None]:
-    """Processes started inside never get SIGINT; ours waits for the end."""
+    """A Ctrl-C inside is answered at the end, and processes started inside never get one."""
+    pressed: list[int] = []
+    is_answered_here = threading.current_thread() is threading.main_thread()
+    if is_answered_here:  # by Python, whichever thread the system interrupts
+        before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        with _sigint_blocked():
+            yield
+    finally:
+        if is_answered_here:
+            signal.signal(signal.SIGINT, before)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """In this thread and in processes that it starts, where the system can do that."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

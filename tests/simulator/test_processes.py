@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from multiprocessing import Pipe
+from multiprocessing import Pipe, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,30 @@ def test_the_command_takes_a_number_of_jobs(command, trace):
     one, two = (command(*args, jobs) for jobs in (1, 2))
     assert (one.code, one.out) == (two.code, two.out)
     assert command(*args, 0).code == 2
+
+
+def test_ctrl_c_while_processes_start_is_answered_when_they_have(monkeypatch):
+    """Another thread may get the signal: Python interrupts the main thread for it."""
+    ensure_running = resource_tracker.ensure_running
+
+    def pressed() -> None:
+        signal.raise_signal(signal.SIGINT)
+        ensure_running()
+
+    monkeypatch.setattr(resource_tracker, "ensure_running", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(endless, range(2), jobs=2, on_work=lambda work: None)
+    assert no_process_is_left()
+
+
+def test_processes_can_be_started_from_any_thread():
+    found: list[list[int]] = []
+    thread = threading.Thread(
+        target=lambda: found.append(run_all(square, range(2), jobs=2, on_work=lambda work: None))
+    )
+    thread.start()
+    thread.join(60)
+    assert found == [[0, 1]]
 
 
 def children_of(pid: int) -> list[str]:
