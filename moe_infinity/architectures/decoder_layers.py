@@ -18,25 +18,20 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from moe_infinity.architectures import growing_cache
-from moe_infinity.architectures.decoder_parts import (
+from moe_infinity.architectures.angles import Angles
+from moe_infinity.architectures.decoder_parts import described, has_usual_parts, kind_of
+from moe_infinity.architectures.decoder_trial import find_attention
+from moe_infinity.architectures.early_router import EarlyRouter
+from moe_infinity.architectures.layer_parts import (
     ATTENTION,
     NORM,
     RESIDUAL_NORM,
-    described,
-    feed_forward,
-    has_usual_parts,
-    kind_of,
-)
-from moe_infinity.architectures.decoder_trial import find_attention
-from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.architectures.layers_ahead import Angles, LayersAhead
-from moe_infinity.architectures.routers import (
-    KnownRouting,
     experts_of,
-    find_gate,
-    gives_experts_alone,
+    feed_forward,
     router_of,
 )
+from moe_infinity.architectures.layers_ahead import LayersAhead
+from moe_infinity.architectures.routers import KnownRouting, find_gate, gives_experts_alone
 from moe_infinity.experts import Ints
 from moe_infinity.kernels.cpu.decoder import Attention, DecoderKernel, Gate
 from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps

@@ -7,26 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_infinity.architectures.layer_parts import (
+    ATTENTION,
+    NORM,
+    RESIDUAL_NORM,
+    feed_forward,
+    router_of,
+)
 from moe_infinity.architectures.packed_linear import is_linear, weight_of
-from moe_infinity.architectures.routers import router_of
 from moe_infinity.architectures.trials import in_float32
 from moe_infinity.kernels.cpu.decoder import Attention, Gate, Router
 
-NORM = "input_layernorm"
-ATTENTION = "self_attn"
-RESIDUAL_NORM = "post_attention_layernorm"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 SINKS = "sinks"
 EPS = ("variance_epsilon", "eps")  # names of what a norm adds to the mean
-
-
-def feed_forward(layer: nn.Module) -> nn.Module:
-    """What computes after attention."""
-    names = {name for name, _ in layer.named_children()} - {NORM, ATTENTION, RESIDUAL_NORM}
-    (name,) = names
-    module: nn.Module = layer.get_submodule(name)
-    return module
 
 
 def has_usual_parts(layer: nn.Module) -> bool:

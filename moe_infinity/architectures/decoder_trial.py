@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from moe_infinity.architectures.decoder_parts import (
+from moe_infinity.architectures.decoder_parts import described
+from moe_infinity.architectures.layer_parts import (
     ATTENTION,
     NORM,
-    described,
     feed_forward,
 )
 from moe_infinity.architectures.trials import in_float32, is_close

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
-from moe_infinity.architectures.packed_linear import is_linear
+from moe_infinity.architectures.layer_parts import experts_of, router_of
 from moe_infinity.architectures.trials import for_trial, is_close
 from moe_infinity.kernels.cpu.decoder import OF_ALL, OF_CHOSEN, Gate
 from moe_infinity.kernels.cpu.decoder_steps import Attended
@@ -20,18 +19,6 @@ from moe_infinity.kernels.cpu.decoder_steps import Attended
 TOKENS = 32  # of a trial
 
 logger = logging.getLogger(__name__)
-
-
-def router_of(feed_forward: nn.Module) -> nn.Module | None:
-    """The child that has a weight [E, D] and its own way with it; None if there is not one."""
-    found = [
-        child
-        for child in feed_forward.children()
-        if not is_linear(child)
-        and not list(child.children())
-        and [name for name, param in child.named_parameters() if param.dim() == 2] == ["weight"]
-    ]
-    return found[0] if len(found) == 1 else None
 
 
 def find_gate(router: nn.Module) -> Gate | None:
@@ -89,13 +76,6 @@ class _Experts(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         return x.flip(-1) * 0.5 + (chosen * shares).sum(-1, keepdim=True)
-
-
-def experts_of(block: nn.Module) -> Any | None:
-    """What calls the engine for the only MoE layer in a block; None if there is not one."""
-    found = [vars(child).get(CALL_ATTRIBUTE) for child in block.children()]
-    called = [call for call in found if call is not None]
-    return called[0] if len(called) == 1 else None
 
 
 def gives_experts_alone(block: nn.Module) -> bool:

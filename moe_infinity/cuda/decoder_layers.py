@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
-from moe_infinity.architectures.decoder_parts import ATTENTION, NORM, RESIDUAL_NORM, feed_forward
+from moe_infinity.architectures.layer_parts import (
+    ATTENTION,
+    NORM,
+    RESIDUAL_NORM,
+    feed_forward,
+    router_of,
+)
 from moe_infinity.architectures.trials import in_float32, is_close
 from moe_infinity.cuda.norms import FusedNorm, added_up
 
@@ -144,19 +150,19 @@ def _adds(layer: nn.Module) -> bool:
 def parts_of(block: nn.Module) -> Parts:
     """What a block adds up to what it gives."""
     children = dict(block.named_children())
-    experts = [name for name, each in children.items() if hasattr(each, CALL_ATTRIBUTE)]
-    routers = [name for name, each in children.items() if not list(each.children())]
-    routers = [name for name in routers if name not in experts]
-    if len(children) != 3 or len(experts) != 1 or len(routers) != 1:
+    router = [name for name, each in children.items() if each is router_of(block)]
+    experts = [name for name, each in children.items() if CALL_ATTRIBUTE in vars(each)]
+    shared = children.keys() - {*router, *experts}
+    if [len(router), len(experts), len(shared)] != [1, 1, 1]:
         return _Whole(block)
-    (shared,) = children.keys() - {*experts, *routers}
+    names = *router, *experts, *shared
     tried: Any = copy.copy(block)
-    tried._modules = {routers[0]: _Router(), experts[0]: _Experts(), shared: _Stub()}
-    x = _random(1, TRIED_ROWS, children[routers[0]].get_parameter("weight").shape[1])
-    found = _WithShared(tried, routers[0], experts[0], shared)
+    tried._modules = dict(zip(names, (_Router(), _Experts(), _Stub()), strict=True))
+    x = _random(1, TRIED_ROWS, children[names[0]].get_parameter("weight").shape[1])
+    found = _WithShared(tried, *names)
     try:
         if is_close(tried.forward(x), added_up(torch.zeros_like(x), found(x))):
-            return _WithShared(block, routers[0], experts[0], shared)
+            return _WithShared(block, *names)
     except Exception as error:  # whatever a block does beside
         logger.debug("%s is computed by its own code: %s", type(block).__name__, error)
     return _Whole(block)

@@ -176,7 +176,9 @@ def test_a_step_in_a_graph_takes_the_same_few_copies_for_any_number_of_layers(tm
 
 
 MOST_OF_A_PROMPT = {"qwen3": 15, "deepseek-v2-lite": 22}  # wanted are 25
-OF_MANY_ROWS = 5  # plan, up, down, sum of experts; the copy of the routing, which the host awaits
+# Plan, up, down and sum of experts, and the copy of the routing to the host. Unless every expert
+# has a slot the host awaits that one, and copies routing and addresses to the device: two more.
+OF_MANY_ROWS = 5
 
 
 def of_a_prompt(config: Any, folder: Path) -> Counter[str]:
