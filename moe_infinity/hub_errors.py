@@ -27,9 +27,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def explained(model: str, cache: Path, *, revision: str | None = None) -> Iterator[None]:
+def explained(
+    model: str, cache: Path, *, revision: str | None = None, hint: str = GOES_ON
+) -> Iterator[None]:
     """Raises ConfigError for what is no id, DownloadError for all that goes wrong with a hub, the
-    network or the disk.
+    network or the disk. `hint` is for what may go well another time.
     """
     try:
         yield
@@ -40,10 +42,12 @@ def explained(model: str, cache: Path, *, revision: str | None = None) -> Iterat
             f"{model!r} is no id of a model, such as Qwen/Qwen3-30B-A3B: {error}"
         ) from error
     except (httpx.HTTPError, OSError) as error:
-        raise DownloadError(f"{model}: {_explanation(error, model, cache, revision)}") from error
+        raise DownloadError(
+            f"{model}: {_explanation(error, model, cache, revision, hint)}"
+        ) from error
 
 
-def _explanation(error: Exception, model: str, cache: Path, revision: str | None) -> str:
+def _explanation(error: Exception, model: str, cache: Path, revision: str | None, hint: str) -> str:
     hub = constants.ENDPOINT
     match error:
         case OfflineModeIsEnabled():
@@ -62,19 +66,17 @@ def _explanation(error: Exception, model: str, cache: Path, revision: str | None
             return _not_found(hub)
         case HfHubHTTPError():
             status = error.response.status_code
-            return (
-                _not_found(hub) if status in (401, 403) else f"{hub} answered {status}\n{GOES_ON}"
-            )
+            return _not_found(hub) if status in (401, 403) else f"{hub} answered {status}\n{hint}"
         case httpx.HTTPError() | LocalEntryNotFoundError():
-            return f"no answer from {hub}: {error}\n{GOES_ON}"
+            return f"no answer from {hub}: {error}\n{hint}"
         case OSError() if error.errno in FULL:
-            return f"{cache}: the disk is full\n{GOES_ON} once there is room"
+            return f"{cache}: the disk is full\n{hint} once there is room"
         case OSError() if error.errno in NOT_WRITABLE:
             return (
                 f"{error.filename or cache} cannot be written: {error.strerror}\n"
                 "hint: set HF_HUB_CACHE to a folder of yours"
             )
-    return f"{error}\n{GOES_ON}"
+    return f"{error}\n{hint}"
 
 
 def _not_found(hub: str) -> str:

@@ -16,8 +16,6 @@ from moe_infinity.planning.machine import PlanMachine
 from moe_infinity.planning.sizes import ModelSizes
 from moe_infinity.sizes import parse_size
 
-RUNTIME_BYTES = 1 << 29  # Python and torch, docs/options.md
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierBytes:
@@ -80,7 +78,7 @@ def fit(
     gpu = _gpu_tier(sizes, machine, kv) if machine.gpu else None
     on_host = gpu is None  # dense weights and the KV cache
     dense = sizes.dense_bytes if on_host else 0
-    free = max(machine.ram - RUNTIME_BYTES - dense, 0)
+    free = max(machine.ram - machine.runtime - dense, 0)
     beside_kv = max(free - (kv if on_host else 0), 0)
     given = host_memory is not None
     budget = int(free * HOST_SHARE)
@@ -93,7 +91,7 @@ def fit(
     host = TierBytes(
         name="host",
         available=machine.ram,
-        runtime=RUNTIME_BYTES,
+        runtime=machine.runtime,
         dense=dense,
         kv=kv if on_host else 0,
         num_slots=num_slots,

@@ -15,6 +15,7 @@ from moe_infinity.system.machine import lockable_bytes, num_cores, own_bytes
 
 OPERATIONS = re.compile(r"(\d+(?:\.\d+)?)\s*([MGT])FLOPS?(?:/s)?", re.IGNORECASE)
 SCALES = {"M": 1e6, "G": 1e9, "T": 1e12}
+RUNTIME_BYTES = 1 << 29  # where it is not measured, docs/options.md
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class PlanMachine:
 
     cores: int = 8
     ram: float = 32 * 2**30  # bytes that a new process may have
+    runtime: int = RUNTIME_BYTES  # of them, what Python and torch take
     lockable: float = float("inf")  # of them, bytes that may be page-locked
     disk: float = 2e9  # bytes of random reads as large as an expert
     memory: float = 50e9  # bytes that all cores together read
@@ -95,10 +97,12 @@ def this_machine(
     measures: dict[str, Callable[[], float]], gpu: tuple[str, float] | None
 ) -> PlanMachine:
     """`measures` gives a rate by its name; what it lacks is assumed. Raises what they raise."""
+    own = own_bytes()
     lockable = lockable_bytes()
     machine = PlanMachine(
         cores=num_cores(),
-        ram=available_memory_bytes() + own_bytes(),
+        ram=available_memory_bytes() + own,
+        runtime=own or RUNTIME_BYTES,
         lockable=float("inf") if lockable is None else lockable,
         gpu=0 if gpu is None else gpu[1],
         gpu_name="none" if gpu is None else gpu[0],

@@ -76,7 +76,7 @@ class RunPlan:
             run += f" --host-memory {self.workload.host_memory}"
         elif (budget := self.outlook.fit.host_memory) is not None:
             run += f" --host-memory {budget >> 20}MiB"
-        download = (f"hf download {model}",) if self.sizes.place is None else ()
+        download = (f"moe-infinity pull {model}",) if self.sizes.place is None else ()
         return *download, run
 
     def as_dict(self) -> dict[str, Any]:

@@ -15,24 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-import httpx
 from huggingface_hub import HfApi, hf_hub_download, hf_hub_url
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-    SafetensorsParsingError,
-)
+from huggingface_hub.errors import SafetensorsParsingError
 from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import hf_raise_for_status, http_backoff
 
 from moe_infinity.checkpoint.gguf_header import HeaderReader
 from moe_infinity.errors import CheckpointError
+from moe_infinity.hub_errors import explained
 
 ANSWER_S = 20.0
+HINT = "hint: try again, or name a folder of this machine"
 NUM_READERS = 8
-UNKNOWN = (401, 404)  # how a hub says that there is no such model, or none that one may know of
 BLOCK_BYTES = 1 << 20  # of a GGUF file, asked for at once
 INDEX = "model.safetensors.index.json"
 PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -42,19 +36,20 @@ CONFIGS = ("config.json", "generation_config.json")
 @contextmanager
 def hollow_copy(model: str) -> Iterator[Path]:
     """A folder, or a GGUF file in one, for `owner/name` or `owner/name/FILE.gguf`. Gone afterwards.
-    Raises CheckpointError.
+    Raises CheckpointError, DownloadError, ConfigError for what is no id.
     """
     repo, file = _split(model)
-    with tempfile.TemporaryDirectory(prefix="moe-infinity-plan-") as text, _explained(model, repo):
+    with tempfile.TemporaryDirectory(prefix="moe-infinity-plan-") as text:
         folder = Path(text)
-        info = HfApi().model_info(repo, files_metadata=True, timeout=ANSWER_S)
-        sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
-        source = HubFiles(repo, str(info.sha), sizes, folder)
-        if file or "config.json" not in sizes:
-            path = source.copy_gguf(source.find_gguf(file))
-        else:
-            source.copy_safetensors()
-            path = folder
+        with explained(repo, folder, hint=HINT):
+            info = HfApi().model_info(repo, files_metadata=True, timeout=ANSWER_S)
+            sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
+            source = HubFiles(repo, str(info.sha), sizes, folder)
+            if file or "config.json" not in sizes:
+                path = source.copy_gguf(source.find_gguf(file))
+            else:
+                source.copy_safetensors()
+                path = folder
         yield path
 
 
@@ -64,42 +59,6 @@ def _split(model: str) -> tuple[str, str]:
     if len(parts) > 2 and model.endswith(".gguf"):
         return "/".join(parts[:2]), "/".join(parts[2:])
     return model, ""
-
-
-@contextmanager
-def _explained(model: str, repo: str) -> Iterator[None]:
-    """Errors of the hub as ours, with what to do."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (HFValidationError, httpx.HTTPError, SafetensorsParsingError, OSError) as error:
-        raise CheckpointError(f"{model}: {_reason_of(error, repo)}") from error
-
-
-def _reason_of(error: Exception, repo: str) -> str:
-    if isinstance(error, GatedRepoError):
-        return (
-            "its owners give access on request\n"
-            f"hint: ask at https://huggingface.co/{repo}, then `hf auth login`"
-        )
-    is_refused = isinstance(error, HfHubHTTPError) and error.response.status_code in UNKNOWN
-    if is_refused or isinstance(error, HFValidationError):
-        return (
-            "neither a folder, nor a model on this machine, nor one on the hub\n"
-            "hint: check its name; private models need `hf auth login`"
-        )
-    if isinstance(error, OfflineModeIsEnabled):
-        return (
-            "not on this machine, and HF_HUB_OFFLINE forbids to ask the hub\n"
-            "hint: unset HF_HUB_OFFLINE, or name a folder"
-        )
-    said = str(error).strip().splitlines()
-    return (
-        "not on this machine, and the hub does not answer as it should: "
-        f"{said[0] if said else type(error).__name__}\n"
-        "hint: check the network, or name a folder"
-    )
 
 
 class HubFiles:
@@ -128,7 +87,7 @@ class HubFiles:
         if INDEX not in self._sizes:
             raise CheckpointError(
                 f"{self._repo}: no safetensors or GGUF file, and only their headers can be read "
-                f"from afar\nhint: `hf download {self._repo}` first"
+                f"from afar\nhint: `moe-infinity pull {self._repo}` first"
             )
         try:
             content = json.loads((self._folder / INDEX).read_text("utf-8"))
@@ -138,9 +97,12 @@ class HubFiles:
         return names
 
     def _copy_header(self, name: str) -> None:
-        found = self._api.parse_safetensors_file_metadata(
-            self._repo, name, revision=self._commit, timeout=ANSWER_S
-        )
+        try:
+            found = self._api.parse_safetensors_file_metadata(
+                self._repo, name, revision=self._commit, timeout=ANSWER_S
+            )
+        except SafetensorsParsingError as error:
+            raise CheckpointError(f"{self._repo}: {name}: no safetensors file: {error}") from error
         header: dict[str, Any] = {
             tensor: {"dtype": one.dtype, "shape": one.shape, "data_offsets": one.data_offsets}
             for tensor, one in found.tensors.items()

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_infinity.checkpoint.extents import StoredTensor
-from moe_infinity.checkpoint.gguf_file import find_gguf
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan
-from moe_infinity.errors import CheckpointError, UnsupportedModelError
-from moe_infinity.inspection import local_folder
+from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.inspection import find_local
 from moe_infinity.planning.remote import hollow_copy
 
 EMBEDDING = re.compile(r"(embed_tokens|embed_in|token_embd|tok_embeddings|word_embeddings|wte)\.")
@@ -85,19 +84,16 @@ class ModelSizes:
 
 def sizes_of(model: str) -> ModelSizes:
     """Of a folder, GGUF file or hub id; of one that is not on this machine only headers are read
-    from the hub. Raises CheckpointError, UnsupportedModelError.
+    from the hub. Raises CheckpointError, UnsupportedModelError, and what `hollow_copy` raises.
     """
-    if (file := find_gguf(model)) is not None and file.exists():
-        return _sizes(model, plan_from_headers(model, dtype="auto"), file.parent)
-    try:
-        folder = local_folder(model)
-    except CheckpointError:
-        if Path(model).exists() or model.startswith((".", "/", "~")):
-            raise
+    found = find_local(model)
+    is_named = model.startswith((".", "/", "~")) or Path(model).exists()
+    if found is None or (found == model and not is_named):
         with hollow_copy(model) as path:
-            plan = plan_from_headers(str(path), dtype="auto")
-            return _sizes(model, plan, None)
-    return _sizes(model, plan_from_headers(folder, dtype="auto"), Path(folder))
+            return _sizes(model, plan_from_headers(str(path), dtype="auto"), None)
+    plan = plan_from_headers(found, dtype="auto")
+    place = Path(found).expanduser()
+    return _sizes(model, plan, place if place.is_dir() else place.parent)
 
 
 def _sizes(model: str, plan: Plan, place: Path | None) -> ModelSizes:

@@ -9,7 +9,7 @@ import pytest
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory import host
 from moe_infinity.memory import machine as engine_machine
-from moe_infinity.planning.fit import RUNTIME_BYTES, fit
+from moe_infinity.planning.fit import fit
 
 
 def test_experts_get_seventy_percent_of_what_dense_weights_leave(sizes, machine):
@@ -22,7 +22,7 @@ def test_experts_get_seventy_percent_of_what_dense_weights_leave(sizes, machine)
 
 
 def test_the_engine_chooses_the_same_budget(sizes, machine, monkeypatch):
-    left = int(machine.ram - RUNTIME_BYTES - sizes.dense_bytes)
+    left = int(machine.ram - machine.runtime - sizes.dense_bytes)
     monkeypatch.setattr(host, "available_memory_bytes", lambda: left)
     slots = host.num_host_slots(None, slot_bytes=sizes.slot_bytes, num_experts=1000)
     assert fit(sizes, machine, context=0).host.num_slots == slots
@@ -80,6 +80,6 @@ def test_memory_is_what_a_new_process_may_have(monkeypatch):
     monkeypatch.setattr(machine, "available_memory_bytes", lambda: 7)
     monkeypatch.setattr(machine, "own_bytes", lambda: 3)
     found = machine.this_machine({"disk": lambda: 5.0}, None)
-    assert found.ram == 10
+    assert (found.ram, found.runtime) == (10, 3)
     assert (found.disk, sorted(found.assumed)) == (5.0, ["memory", "products"])
     assert engine_machine.available_memory_bytes() > 0
