@@ -255,7 +255,8 @@ def _bar_until(stop: Event) -> type[tqdm]:
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs | {"disable": True})  # type: ignore[no-untyped-call]
+            untyped: Any = super()
+            untyped.__init__(*args, **kwargs | {"disable": True})
 
         def update(self, n: float | None = 1) -> None:
             if stop.is_set():
