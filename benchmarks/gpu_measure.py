@@ -34,9 +34,9 @@ PROFILED = 4  # steps
 KINDS = {
     "find and copy experts": ("_resolve", "_fill"),
     "experts": ("_up", "_down", "_sum", "_plan"),
-    "attention": ("attend", "_combine", "fmha", "flash"),
-    "norms and positions": ("norm", "_make_heads"),
-    "router": ("_router_logits", "_choose"),
+    "attention": ("attend", "_combine", "_expand", "fmha", "flash"),
+    "norms, positions, activations": ("norm", "_make_heads", "_gated"),
+    "router": ("_router", "_choose"),
     "matrix products": ("gemm", "gemv", "cutlass", "nvjet", "splitK"),
     "copies": ("Memcpy", "Memset", "copy"),
 }

