@@ -78,7 +78,8 @@ class _Whole:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         out = self._block(x)
-        return (out[0] if isinstance(out, tuple) else out,)
+        only: Tensor = out[0] if isinstance(out, tuple) else out
+        return (only.view(x.shape),)
 
 
 class _WithShared:
