@@ -161,7 +161,7 @@ class MoE:
             self._await_preload(cancelled)
             args = tuple(map(self._device.move, args))
             kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
-            if self._device.device.type != "cpu":
+            if not self._device.is_cpu:
                 kwargs.setdefault("disable_compile", True)  # what we decide cannot be compiled
             named = signature(self.model.generate).bind_partial(*args).arguments | kwargs
             config = named.get("generation_config")

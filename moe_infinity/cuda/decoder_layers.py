@@ -78,7 +78,8 @@ class _Whole:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         out = self._block(x)
-        return (out[0] if isinstance(out, tuple) else out,)
+        only: Tensor = out[0] if isinstance(out, tuple) else out
+        return (only.view(x.shape),)
 
 
 class _WithShared:
@@ -122,28 +123,30 @@ def fuse_layers(
 @torch.no_grad()
 def _adds(layer: nn.Module) -> bool:
     """Whether a layer gives the sums above."""
-    block = feed_forward(layer)
-    stub = _Stub()
-    names = {name for name, module in layer.named_children() if module is block}
-    tried: Any = copy.copy(layer)
-    tried._modules = {
-        name: in_float32(module).cpu() for name, module in layer.named_children() if "norm" in name
-    }
-    x = _random(1, TRIED_ROWS, _width_of(tried))
-    given = {"attention_mask": None, "past_key_values": None, "position_embeddings": (x, x)}
-    for gives_two in (False, True):
-        attention = _Attention(given)
-        ff = _Two() if gives_two else stub
-        tried._modules |= {ATTENTION: attention, **dict.fromkeys(names, ff)}
+    for block in (_Stub(), _Two()):
         try:
-            found = tried.forward(x, **given)
-            middle = x + stub(tried.get_submodule(NORM)(x))
-            wanted = middle + stub(tried.get_submodule(RESIDUAL_NORM)(middle))
-            if isinstance(found, Tensor) and is_close(found, wanted):
+            if _adds_with(layer, block):
                 return True
         except Exception as error:  # whatever a layer does that wants or gives something else
             logger.debug("%s is computed by its own code: %s", type(layer).__name__, error)
     return False
+
+
+def _adds_with(layer: nn.Module, block: nn.Module) -> bool:
+    own = feed_forward(layer)
+    x = _random(1, TRIED_ROWS, len(layer.get_submodule(RESIDUAL_NORM).get_parameter("weight")))
+    given = {"attention_mask": None, "past_key_values": None, "position_embeddings": (x, x)}
+    stubs = {own: block, layer.get_submodule(ATTENTION): _Attention(given)}
+    tried: Any = copy.copy(layer)
+    tried._modules = {
+        name: stubs[module] if module in stubs else in_float32(module).cpu()
+        for name, module in layer.named_children()
+    }
+    stub = _Stub()
+    middle = x + stub(tried.get_submodule(NORM)(x))
+    wanted = middle + stub(tried.get_submodule(RESIDUAL_NORM)(middle))
+    found = tried.forward(x, **given)
+    return isinstance(found, Tensor) and is_close(found, wanted)
 
 
 @torch.no_grad()
@@ -171,10 +174,6 @@ def parts_of(block: nn.Module) -> Parts:
 def _random(*shape: int) -> Tensor:
     make = torch.Generator().manual_seed(7)
     return torch.randn(shape, generator=make, dtype=torch.float32, device="cpu")
-
-
-def _width_of(layer: nn.Module) -> int:
-    return len(layer.get_submodule(NORM).get_parameter("weight"))
 
 
 class _Stub(nn.Module):

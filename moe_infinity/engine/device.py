@@ -63,6 +63,11 @@ class ComputeDevice:
             self.device = _mps()
         self.slots: DeviceSlots | None = None  # of a GPU, once the plan is known
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the model computes on the CPU, as experts do. Once `prepare` has run."""
+        return self.slots is None and self.device.type == "cpu"
+
     def prepare(self, plan: Plan, dense_bytes: int) -> Plan:
         """Before anything large is read: how experts lie in slots, and the slots of the device.
         Raises ConfigError.
@@ -109,7 +114,7 @@ class ComputeDevice:
         self, model: Any, early_router: EarlyRouter | None
     ) -> SmallBatchSteps | None:
         """On a CPU, if the bits need not be those of transformers."""
-        if self._config.is_exact or self.device.type != "cpu":
+        if self._config.is_exact or not self.is_cpu:
             return None
         from moe_infinity.architectures.small_batch import SmallBatchSteps  # imports numba
 

@@ -92,6 +92,7 @@ class Compiler:
                 loops, _ = instructions(asm["cubin"])
                 products = [len(loop) for loop in loops if "HMMA" in loop]
                 told["instructions"] = min(products, default=longest_loop(asm["cubin"]))
+                told["has_loop"] = any(len(loop) > 1 for loop in loops)
             self.told[f"{name} {self.name}".strip()] = told
 
         return compile_only
