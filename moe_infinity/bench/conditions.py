@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from moe_infinity.memory.machine import (
     machine_memory_bytes,
 )
 from moe_infinity.sizes import parse_size
+from moe_infinity.system.machine import processor_name
 
 PACKAGES = ("moe-infinity", "torch", "transformers", "numba")
-CPU_INFO = Path("/proc/cpuinfo")
 SHARE = 0.8  # of the free memory that models may take together
 DEFAULT_SHARE = 0.7  # that a model takes by itself, at most
 
@@ -32,7 +31,7 @@ def about_machine(device: str) -> dict[str, Any]:
     return {
         "versions": {name: version(name) for name in PACKAGES}
         | {"python": platform.python_version()},
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": machine_memory_bytes(),
@@ -66,12 +65,3 @@ def _num_bytes(summary: Summary, budget: str | None, free: int) -> int:
         return summary.dense_bytes + max(experts, 0)
     asked = parse_size(budget, whole_bytes=summary.expert_bytes)
     return summary.dense_bytes + min(asked, summary.expert_bytes)
-
-
-def _cpu_name() -> str:
-    """As Linux tells it, else as Python does."""
-    if CPU_INFO.exists():
-        for line in CPU_INFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

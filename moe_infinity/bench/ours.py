@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,8 +16,7 @@ from moe_infinity.bench.rows import Needs, Sample
 from moe_infinity.experts import DTYPE_BYTES, Phase, Step
 from moe_infinity.inspection import Summary
 from moe_infinity.model import MoE
-
-IO = Path("/proc/self/io")
+from moe_infinity.system.machine import disk_bytes_read
 
 
 class Ours:
@@ -63,7 +61,7 @@ class Ours:
 
     def _counts(self, phase: Phase) -> tuple[int, int, int, int]:
         counters = self._moe.engine.bookkeeping.counters.of(phase)
-        return counters.hits, counters.lookups, counters.bytes_read, _bytes_from_disk()
+        return counters.hits, counters.lookups, counters.bytes_read, disk_bytes_read()
 
 
 def _needs(moe: MoE, summary: Summary) -> Needs:
@@ -91,15 +89,6 @@ def _prompt_flops(decoder: nn.Module, moe: MoE, summary: Summary) -> float | Non
     dtype = str(moe.model.dtype).removeprefix("torch.")
     expert = summary.unpacked_bytes_per_expert / DTYPE_BYTES[dtype]
     return 2.0 * (dense + summary.moe_layers * summary.top_k * expert)
-
-
-def _bytes_from_disk() -> int:
-    """What this process has read from the disk so far; 0 where the system does not tell."""
-    try:
-        fields = dict(line.split(": ") for line in IO.read_text().splitlines())
-    except OSError:
-        return 0
-    return int(fields["read_bytes"])
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.pictures.figures import check_picture
 from moe_infinity.predict.features import FACTORS
 from moe_infinity.simulator.baselines import SIMULATED_POLICIES
-from moe_infinity.simulator.processes import usable_cores
 from moe_infinity.simulator.routers import ROUTERS
+from moe_infinity.system.machine import num_cores
 
 if TYPE_CHECKING:
     from moe_infinity.simulator.cluster import ClusterExperiment
@@ -151,7 +151,7 @@ def simulated(files: Sequence[Path], options: dict[str, Any]) -> tuple[list[dict
             raise ConfigError("--plot draws one machine: leave out --plot or --replicas")
         check_picture(plot)
     with simulation_progress() as on_work:
-        jobs = options["jobs"] or usable_cores()
+        jobs = options["jobs"] or num_cores()
         if options["replicas"] is not None:
             together = cluster_experiment_of(options)
             rows = cluster.run_cluster(files, together, jobs=jobs, on_requests=on_work)

@@ -11,7 +11,6 @@ the others find their pipe closed and end, too. They ignore Ctrl-C, which this p
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -31,13 +30,6 @@ Function = Callable[[Item, OnWork], Result]
 
 TELL_EVERY_S = 0.1  # a process that nobody hears any more notices it as soon
 END_TIMEOUT_S = 10.0  # of processes that were killed
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def run_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ import psutil
 from moe_infinity.system import features
 
 NODES = Path("/sys/devices/system/node")
+CPU_INFO = Path("/proc/cpuinfo")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -30,6 +32,15 @@ def num_cores() -> int:
     if features.found().affinity:
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """As Linux tells it, else as Python does."""
+    if CPU_INFO.exists():
+        for line in CPU_INFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def keep_to_cores(cores: Collection[int]) -> None:
@@ -74,6 +85,14 @@ def own_bytes() -> int:
     """Memory that this process has for itself, and would leave free."""
     memory = psutil.Process().memory_info()
     return int(memory.rss - getattr(memory, "shared", 0))  # the second is not known everywhere
+
+
+def disk_bytes_read() -> int:
+    """That this process has read from disks so far; 0 where the system does not tell."""
+    try:
+        return int(psutil.Process().io_counters().read_bytes)
+    except (AttributeError, OSError, psutil.Error):  # macOS has no such counters
+        return 0
 
 
 def swap_bytes() -> tuple[int, int]:

@@ -57,7 +57,7 @@ def test_a_read_from_disk_waits_for_the_copy_out_of_its_slot(
     # Kernels must not wait, either, for that would make the copy in time.
     with (
         fake_device(FakeCudaDevice(bytes_per_s=SLOW)) as cuda_device,
-        MoE(tiny_checkpoint, exact=True, **TIGHT) as moe,
+        MoE(tiny_checkpoint, exact=True, preload="off", **TIGHT) as moe,
     ):
         mover = moe.engine.tiers[0].mover
         assert isinstance(mover, DeviceMover)
@@ -65,7 +65,7 @@ def test_a_read_from_disk_waits_for_the_copy_out_of_its_slot(
     monkeypatch.undo()
     with (
         fake_device(FakeCudaDevice(bytes_per_s=SLOW)) as cuda_device,
-        MoE(tiny_checkpoint, exact=True, **TIGHT) as moe,
+        MoE(tiny_checkpoint, exact=True, preload="off", **TIGHT) as moe,
     ):
         mover = moe.engine.tiers[0].mover
         assert isinstance(mover, DeviceMover)

@@ -20,7 +20,7 @@ from moe_infinity.errors import ConfigError, MoEInfinityError
 from moe_infinity.predict.tracefile import save_trace
 from moe_infinity.simulator import processes
 from moe_infinity.simulator.laboratory import Experiment, run_experiment
-from moe_infinity.simulator.processes import OnWork, run_all, serve, usable_cores
+from moe_infinity.simulator.processes import OnWork, run_all, serve
 from tests.simulator.traces import one_after_the_other
 
 pytestmark = pytest.mark.timeout(100)
@@ -130,13 +130,6 @@ def test_a_process_that_nobody_hears_ends_in_the_middle_of_its_work(monkeypatch)
     ours.close()
     thread.join(20)
     assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("has_affinity", [True, False])
-def test_there_is_a_core_to_use(monkeypatch, has_affinity):
-    if not has_affinity:
-        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
 
 
 def test_where_there_are_no_signal_masks_processes_start_without(monkeypatch):
