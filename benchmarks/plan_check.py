@@ -40,13 +40,13 @@ WITHIN = 0.25  # of the measured value
 
 def plan_cell(model: str, prompt: int, trace: str) -> dict[str, Any]:
     """What the command prints with --json, and the same numbers as `run_cell` has."""
-    from moe_infinity.planning.planner import Workload, make_plan, measured_machine
+    from moe_infinity.planning.planner import PlannedRun, make_plan, measured_machine
     from moe_infinity.planning.sizes import sizes_of
     from moe_infinity.planning.speed import Constants
 
     sizes = sizes_of(model)
     machine = measured_machine(sizes, measures_disk=True)
-    workload = Workload(prompt=prompt, trace=Path(trace))
+    workload = PlannedRun(prompt=prompt, trace=Path(trace))
     made = make_plan(sizes, machine, workload, Constants())
     speed = made.outlook.speed
     return {
