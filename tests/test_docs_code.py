@@ -40,6 +40,15 @@ READY_S = 240  # on a busy machine
 every_page = pytest.mark.parametrize(
     "page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES]
 )
+QUICK = ("README.md", "docs/start/first-run.md")
+readme_soon_others_slowly = pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for page in PAGES
+        for name in [page.relative_to(ROOT).as_posix()]
+    ],
+)
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +79,7 @@ def test_every_block_says_its_language(page):
     assert {block.language for block in blocks_of(page)} <= {*CHECKED, *SHOWN}
 
 
-@every_page
+@readme_soon_others_slowly
 def test_the_code_of_a_page_runs(page, command, gguf_of_demo, folder, ran):
     for block in blocks_of(page):
         if block.language == "json":

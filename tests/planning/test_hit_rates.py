@@ -57,6 +57,7 @@ def test_a_model_gets_the_curve_of_the_nearest_shape(num_experts, top_k, model):
     assert nearest_curve(num_experts, top_k, bundled_curves()).model == model
 
 
+@pytest.mark.slow
 def test_a_point_of_a_bundled_curve_comes_out_again():
     """LRU's at 30 %: the policy that replays fastest."""
     folder = TRACES / "deepseek-v2-lite_esft"

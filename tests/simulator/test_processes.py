@@ -213,7 +213,10 @@ def interrupt(it: subprocess.Popen[Any], seconds: float) -> tuple[list[str], flo
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-@pytest.mark.parametrize("seconds", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize(
+    "seconds",
+    [0.0, pytest.param(0.1, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.slow)],
+)
 def test_ctrl_c_ends_all_processes_soon_and_without_a_word(tmp_path, seconds):
     """While they start, import and replay."""
     path = tmp_path / "long.npz"
