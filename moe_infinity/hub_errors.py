@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 
 from moe_infinity.errors import ConfigError, DownloadError, MoEInfinityError
 
-GOES_ON = "hint: what was downloaded is kept: the same command goes on"
+GOES_ON = "hint: check the network; the same command keeps what was downloaded and goes on"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

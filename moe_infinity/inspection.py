@@ -174,7 +174,7 @@ def local_folder(model: str) -> str:
     if found is None:
         raise CheckpointError(
             f"{model}: neither a folder nor a model in the local hub cache\n"
-            f"hint: `moe-infinity pull {model}` first"
+            f"hint: check the spelling of a folder; `moe-infinity pull {model}` downloads a hub id"
         )
     return found
 

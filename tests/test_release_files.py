@@ -134,4 +134,4 @@ def test_without_it_the_name_is_an_error_with_a_hint(command, tmp_path, monkeypa
     monkeypatch.setattr(options, "find_spec", lambda name: None)
     outcome = command(*arguments)
     assert (outcome.code, outcome.out) == (1, "")
-    assert outcome.said("hint: pip install 'moe-infinity[demo]'")
+    assert outcome.said("hint: in a clone of the repository it is models/demo")

@@ -35,7 +35,7 @@ def checkpoint_named(model: str | None) -> str | None:
     if package is None or not package.submodule_search_locations:
         raise ConfigError(
             "the bundled model is not installed\n"
-            "hint: pip install 'moe-infinity[demo]', or in a clone of the repository models/demo"
+            "hint: in a clone of the repository it is models/demo; `make dist` builds its package"
         )
     return next(iter(package.submodule_search_locations))
 

@@ -90,7 +90,8 @@ def ensure_here(model: str, *, yes: bool) -> str:
     if not yes and not (sys.stdin.isatty() and stderr.is_terminal):
         raise CheckpointError(
             f"{model}: neither a folder nor a model in the local hub cache\n"
-            f"hint: `moe-infinity pull {model}` downloads it, or --yes with this command"
+            "hint: check the spelling of a folder; a hub id is downloaded by "
+            f"`moe-infinity pull {model}`, or by --yes with this command"
         )
     from moe_infinity.hub import find_download
 

@@ -31,13 +31,14 @@ def page(plan: RunPlan) -> str:
 def _model(plan: RunPlan) -> list[str]:
     sizes = plan.sizes
     where = ", not on this machine: only headers were read" if sizes.place is None else ""
-    params = sizes.activated_params / 1e9
+    count = sizes.activated_params
+    params = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.1f} million"
     return [
         f"{sizes.model}: {sizes.architecture}{where}",
         f"  {sizes.num_layers} MoE layers of {sizes.num_experts} experts, {sizes.top_k} a token; "
         f"one expert {format_bytes(sizes.slot_bytes)}, all {format_bytes(sizes.expert_bytes)}",
-        f"  dense weights {format_bytes(sizes.dense_bytes)}; a token uses {params:.2f} billion "
-        f"parameters; {disk_bytes(sizes) / 1e9:.1f} GB on disk",
+        f"  dense weights {format_bytes(sizes.dense_bytes)}; a token uses {params} "
+        f"parameters; {format_bytes(disk_bytes(sizes))} on disk",
     ]
 
 

@@ -108,7 +108,7 @@ def test_without_a_terminal_nothing_is_downloaded_unasked(command, hub, tmp_path
     prompts.write_text(json.dumps({"prompt": "w5"}))
     outcome = command(*(prompts if arg == "PROMPTS" else arg for arg in args))
     assert (outcome.code, outcome.out) == (1, "")
-    assert outcome.said("hint: `moe-infinity pull some/model` downloads it, or --yes")
+    assert outcome.said("`moe-infinity pull some/model`, or by --yes with this command")
     assert hub.requests == []
 
 

@@ -155,7 +155,10 @@ def _delete_unused(folder: Path) -> None:
 
 @cache
 def _warn_once(folder: Path) -> None:
-    logger.warning("%s: compiled kernels cannot be kept, so each start compiles them", folder)
+    logger.warning(
+        "%s: compiled kernels cannot be kept, so each start compiles them; XDG_CACHE_HOME may "
+        "name a folder that can be written", folder,
+    )  # fmt: skip
 
 
 def _warn(folder: Path, error: Exception) -> None:
