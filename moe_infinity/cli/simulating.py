@@ -19,7 +19,6 @@ from moe_infinity.pictures.figures import check_picture
 from moe_infinity.predict.features import FACTORS
 from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.routers import ROUTERS
-from moe_infinity.system.machine import num_cores
 
 if TYPE_CHECKING:
     from moe_infinity.simulator.cluster import ClusterExperiment
@@ -144,6 +143,7 @@ def simulated(files: Sequence[Path], options: dict[str, Any]) -> tuple[list[dict
     # Not needed by other commands.
     from moe_infinity.pictures.hit_rates import draw_hit_rates
     from moe_infinity.simulator import cluster, laboratory
+    from moe_infinity.system.machine import num_cores
 
     plot = options["plot"]
     if plot is not None:
