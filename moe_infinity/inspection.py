@@ -18,7 +18,7 @@ from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.errors import CheckpointError
-from moe_infinity.memory.host import format_bytes
+from moe_infinity.sizes import format_bytes
 
 WEIGHTS = (".safetensors", ".bin")  # endings of files that only their folder opens
 SHOWN_SHARES = (0.05, 0.10, 0.25, 0.50, 1.00)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_infinity.cache.counters import PhaseCounters, PrefetchCounters, PreloadCounters
-from moe_infinity.memory.host import format_bytes
+from moe_infinity.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,12 @@ import torch
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.inspection import Summary
-from moe_infinity.memory.host import format_bytes
 from moe_infinity.memory.machine import (
     available_memory_bytes,
     device_memory_bytes,
     machine_memory_bytes,
 )
-from moe_infinity.sizes import parse_size
+from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.machine import processor_name
 
 PACKAGES = ("moe-infinity", "torch", "transformers", "numba")

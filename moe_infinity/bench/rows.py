@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from moe_infinity.bench.workload import BenchTest
-from moe_infinity.memory.host import format_bytes
+from moe_infinity.sizes import format_bytes
 
 LLAMA_CPP = "llama.cpp"
 

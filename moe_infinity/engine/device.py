@@ -25,7 +25,7 @@ from moe_infinity.memory.device import (
     num_device_slots,
     round_up,
 )
-from moe_infinity.memory.host import format_bytes
+from moe_infinity.sizes import format_bytes
 
 if TYPE_CHECKING:
     from moe_infinity.architectures.early_router import EarlyRouter

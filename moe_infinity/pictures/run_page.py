@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.errors import OutputError
 from moe_infinity.experts import Ints, Phase
-from moe_infinity.memory.host import format_bytes
 from moe_infinity.output import whole_file, why_unwritable
 from moe_infinity.pictures.activation import covered
 from moe_infinity.pictures.cells import LEVELS, levels_of, path_of, state_paths
 from moe_infinity.predict.eam import RequestEam
 from moe_infinity.report import Report
+from moe_infinity.sizes import format_bytes
 
 MOST_BARS = 240  # of the chart of steps; more steps share bars
 MOST_LISTED = 12  # experts used most, of each phase

@@ -11,10 +11,9 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
 from moe_infinity.memory.host import AUTOMATIC_SHARE as HOST_SHARE
-from moe_infinity.memory.host import format_bytes
 from moe_infinity.planning.machine import PlanMachine
 from moe_infinity.planning.sizes import ModelSizes
-from moe_infinity.sizes import parse_size
+from moe_infinity.sizes import format_bytes, parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from textwrap import wrap
 
-from moe_infinity.memory.host import format_bytes
 from moe_infinity.planning.fit import TierBytes
 from moe_infinity.planning.machine import PlanMachine
 from moe_infinity.planning.planner import Outlook, RunPlan, disk_bytes
 from moe_infinity.planning.speed import Term, Time
+from moe_infinity.sizes import format_bytes
 
 COLUMNS = 100
 NAMES = {"gpu": "GPU", "host": "host memory", "disk": "disk"}

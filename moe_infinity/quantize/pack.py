@@ -32,7 +32,6 @@ from moe_infinity.config import EXPERT_DTYPES
 from moe_infinity.errors import CheckpointError, ConfigError
 from moe_infinity.inspection import local_folder
 from moe_infinity.kernels.pack import Precision, pack, precision_of
-from moe_infinity.memory.host import format_bytes
 from moe_infinity.quantize.shards import (
     CHECKSUMS,
     ShardJob,
@@ -48,6 +47,7 @@ from moe_infinity.quantize.tensors import (
     choose,
     quantization_config,
 )
+from moe_infinity.sizes import format_bytes
 
 ROUNDINGS = ("nearest", "search")
 VERSION = 2  # to be raised when the same command would write other bytes or notes

@@ -24,7 +24,7 @@ from typing import Any
 
 from moe_infinity.checkpoint.extents import STORED_DTYPES
 from moe_infinity.errors import CheckpointError, ConfigError
-from moe_infinity.memory.host import format_bytes
+from moe_infinity.sizes import format_bytes
 from moe_infinity.system.files import (
     PositionalFile,
     create,
