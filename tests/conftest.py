@@ -44,6 +44,8 @@ from moe_infinity import MoE, OffloadConfig
 from moe_infinity.cli import app as cli
 from tests import other_machine, safetensors_file
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts jobs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 if machine := os.environ.get("OTHER_ROUNDING"):  # `make test-rounding`
     other_machine.round_the_other_way(machine)
