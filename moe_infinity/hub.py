@@ -32,6 +32,7 @@ from rich.filesize import decimal
 from moe_infinity.checkpoint.file_names import INDEX, WHOLE, gguf_models, gguf_parts, shards_of
 from moe_infinity.errors import ConfigError, DownloadError, UnsupportedModelError
 from moe_infinity.hub_errors import explained
+from moe_infinity.system.files import nearest_folder
 
 ANSWER_S = 20.0
 NUM_TRANSFERS = 4  # at once
@@ -94,8 +95,7 @@ class Download:
     def require_room(self) -> None:
         """Raises DownloadError if the disk has no room for what is missing."""
         missing = self.num_bytes - self.bytes_here()
-        there = next(path for path in (self.cache, *self.cache.parents) if path.exists())
-        free = shutil.disk_usage(there).free
+        free = shutil.disk_usage(nearest_folder(self.cache)).free
         if missing > free:
             raise DownloadError(
                 f"{self.model}: {decimal(missing)} are to be downloaded, {self.cache} has "

@@ -21,7 +21,7 @@ from moe_infinity.doctor import hardware, packages, storage
 from moe_infinity.doctor.line import Line, error, warning
 from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
 from moe_infinity.system import control_groups, features, machine
-from moe_infinity.system.files import open_past_cache, open_to_read
+from moe_infinity.system.files import nearest_folder, open_past_cache, open_to_read
 from moe_infinity.system.linux import is_cached
 from moe_infinity.system.memory import zeroed_memory
 
@@ -52,11 +52,11 @@ def examine(*, is_quick: bool = False) -> Iterator[Line]:
             lambda: storage.file_system_line("hub cache", cache, machine.mount_of(cache)),
         ),
         ("this folder", _this_folder),
-        ("disk space", lambda: storage.room_line(shutil.disk_usage(existing(cache)).free)),
-        ("direct reads", lambda: _tried(existing(cache))),
+        ("disk space", lambda: storage.room_line(shutil.disk_usage(nearest_folder(cache)).free)),
+        ("direct reads", lambda: _tried(nearest_folder(cache))),
     ]
     if not is_quick:
-        checks.append(("disk rate", partial(_rate, existing(cache))))
+        checks.append(("disk rate", partial(_rate, nearest_folder(cache))))
     for name, check in checks:
         yield from lines_of(name, check)
 
@@ -79,11 +79,6 @@ def hub_cache() -> Path:
     except ImportError:  # another line says so
         return Path.home() / ".cache" / "huggingface" / "hub"
     return Path(constants.HF_HUB_CACHE)
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
 
 
 # Packages
@@ -160,7 +155,7 @@ def _gpu() -> Iterator[Line]:
         cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
         compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
         compiler = next((path for c in compilers if c and (path := shutil.which(c))), None)
-        options = machine.mount_of(existing(cache).resolve()).options
+        options = machine.mount_of(nearest_folder(cache).resolve()).options
         yield hardware.launcher_line(compiler, str(cache), options)
 
 
@@ -173,7 +168,7 @@ def _kernels() -> Line:
     folder = place_of_kernels()
     files = list(folder.glob("*/*.nbc"))
     num_bytes = sum(file.stat().st_size for file in files)
-    is_writable = os.access(existing(folder), os.W_OK | os.X_OK)
+    is_writable = os.access(nearest_folder(folder), os.W_OK | os.X_OK)
     return storage.kernels_line(folder, len(files), num_bytes, is_writable=is_writable)
 
 

@@ -19,6 +19,7 @@ from moe_infinity.planning.hit_rates import HitRate, expected_hit_rate
 from moe_infinity.planning.machine import PlanMachine, this_machine
 from moe_infinity.planning.sizes import ModelSizes
 from moe_infinity.planning.speed import Constants, Speed, speed
+from moe_infinity.system.files import nearest_folder
 from moe_infinity.system.machine import num_cores
 
 DISK_S = 3.0
@@ -204,7 +205,4 @@ def measured_machine(sizes: ModelSizes, *, measures_disk: bool) -> PlanMachine:
 
 
 def _place_of(sizes: ModelSizes) -> Path:
-    if sizes.place is not None:
-        return sizes.place
-    cache = Path(HF_HUB_CACHE)
-    return next(path for path in (cache, *cache.parents) if path.exists())
+    return nearest_folder(Path(HF_HUB_CACHE)) if sizes.place is None else sizes.place

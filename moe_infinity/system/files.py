@@ -119,6 +119,11 @@ def create(path: Path) -> PositionalFile:
     return PositionalFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o644))
 
 
+def nearest_folder(path: Path) -> Path:
+    """The folder, or of those above it the first that is there."""
+    return next(place for place in (path, *path.absolute().parents) if place.is_dir())
+
+
 def sync_names(folder: Path) -> None:
     """Force the names of files in a folder to the disk, where the system can be told to."""
     if not features.found().folder_sync:
