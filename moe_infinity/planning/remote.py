@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import struct
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,8 @@ from huggingface_hub.errors import SafetensorsParsingError
 from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import hf_raise_for_status, http_backoff
 
+from moe_infinity.checkpoint.file_names import INDEX as INDEX_NAME
+from moe_infinity.checkpoint.file_names import WHOLE, gguf_models, gguf_parts, shards_of
 from moe_infinity.checkpoint.gguf_header import HeaderReader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.hub_errors import explained
@@ -28,8 +29,8 @@ ANSWER_S = 20.0
 HINT = "hint: try again, or name a folder of this machine"
 NUM_READERS = 8
 BLOCK_BYTES = 1 << 20  # of a GGUF file, asked for at once
-INDEX = "model.safetensors.index.json"
-PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+SINGLE = WHOLE[0]
+INDEX = INDEX_NAME.format(SINGLE)
 CONFIGS = ("config.json", "generation_config.json")
 
 
@@ -82,19 +83,17 @@ class HubFiles:
             list(pool.map(self._copy_header, self._shards()))
 
     def _shards(self) -> Sequence[str]:
-        if "model.safetensors" in self._sizes:
-            return ["model.safetensors"]
+        if SINGLE in self._sizes:
+            return [SINGLE]
         if INDEX not in self._sizes:
             raise CheckpointError(
                 f"{self._repo}: no safetensors or GGUF file, and only their headers can be read "
                 f"from afar\nhint: `moe-infinity pull {self._repo}` first"
             )
         try:
-            content = json.loads((self._folder / INDEX).read_text("utf-8"))
-            names = sorted(set(content["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{self._repo}: {INDEX} is not an index: {error!r}") from error
-        return names
+            return shards_of(self._folder / INDEX)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._repo}: {INDEX} is not an index: {error}") from error
 
     def _copy_header(self, name: str) -> None:
         try:
@@ -116,26 +115,22 @@ class HubFiles:
 
     def find_gguf(self, file: str) -> str:
         """The file that is named, or the only model. Raises CheckpointError."""
-        names = [name for name in self._sizes if name.endswith(".gguf") and "mmproj" not in name]
-        models = [n for n in names if not PART.fullmatch(n) or "-00001-of-" in n]
-        if file in names:
+        models = gguf_models(self._sizes)
+        if file in self._sizes:
             return file
         if len(models) == 1 and not file:
             return models[0]
         if not models:
             raise CheckpointError(f"{self._repo}: neither config.json nor a GGUF file is there")
-        shown = "\n".join(f"  {self._repo}/{name}" for name in sorted(models))
+        shown = "\n".join(f"  {self._repo}/{name}" for name in models)
         what = f"no {file}" if file else "several GGUF models, name one of them"
         raise CheckpointError(f"{self._repo}: {what}; there are:\n{shown}")
 
     def copy_gguf(self, name: str) -> Path:
         """With its other parts, if it has any."""
-        match = PART.fullmatch(name)
-        names = [name]
-        if match is not None:
-            parts = map(PART.fullmatch, self._sizes)
-            names = [part[0] for part in parts if part is not None and part[1] == match[1]]
-        for each in names:
+        for each in gguf_parts(name):
+            if each not in self._sizes:
+                raise CheckpointError(f"{self._repo}: {name} lacks its part {each}")
             path = self._place_of(each)
             with path.open("wb") as file:
                 file.truncate(self._sizes[each])

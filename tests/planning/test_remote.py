@@ -72,6 +72,15 @@ def test_of_several_gguf_files_one_has_to_be_named(hub, gguf_file, tmp_path):
         sizes_of("some/gguf/c.gguf")
 
 
+def test_a_split_gguf_file_without_all_its_parts_is_an_error(hub, gguf_file, tmp_path):
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    shutil.copy(gguf_file, folder / "model-00001-of-00002.gguf")
+    hub.add("some/gguf", folder)
+    with pytest.raises(CheckpointError, match=r"lacks its part model-00002-of-00002\.gguf"):
+        sizes_of("some/gguf")
+
+
 def test_a_model_that_nobody_has_is_an_error(hub):
     with pytest.raises(DownloadError, match=r"has no such model.*\nhint: check"):
         sizes_of("some/model")
