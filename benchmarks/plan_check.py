@@ -46,8 +46,8 @@ def plan_cell(model: str, prompt: int, trace: str) -> dict[str, Any]:
 
     sizes = sizes_of(model)
     machine = measured_machine(sizes, measures_disk=True)
-    workload = PlannedRun(prompt=prompt, trace=Path(trace))
-    made = make_plan(sizes, machine, workload, Constants())
+    planned = PlannedRun(prompt=prompt, trace=Path(trace))
+    made = make_plan(sizes, machine, planned, Constants())
     speed = made.outlook.speed
     return {
         "tokens_per_s": speed.tokens_per_s,

@@ -55,6 +55,6 @@ def plan(
         sizes = sizes_of(model)
     with stderr.status("measuring this machine"):
         found = told or measured_machine(sizes, measures_disk=not quick)
-    workload = PlannedRun(host_memory=host_memory, trace=trace)
-    made = make_plan(sizes, found, workload, Constants())
+    planned = PlannedRun(host_memory=host_memory, trace=trace)
+    made = make_plan(sizes, found, planned, Constants())
     write((json.dumps(made.as_dict()) if as_json else page(made)) + "\n")

@@ -10,7 +10,7 @@ A model without a trace gets the curve of the recorded model whose shape is near
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
@@ -74,33 +74,45 @@ def nearest_curve(num_experts: int, top_k: int, curves: Sequence[Curve]) -> Curv
     return min(curves, key=lambda curve: curve.distance(num_experts, top_k))
 
 
-def expected_hit_rate(
-    num_slots: int, *, num_layers: int, num_experts: int, top_k: int, trace: Path | None = None
-) -> HitRate:
-    """Of decoding with so many slots for all layers together. Raises TraceError for a trace that
-    cannot be read, ConfigError for one of another model.
+def expected_hit_rates(
+    *, num_layers: int, num_experts: int, top_k: int, trace: Path | None = None
+) -> Callable[[int], HitRate]:
+    """Of decoding, by the number of slots that all layers have together. Raises TraceError for a
+    trace that cannot be read, ConfigError for one of another model.
     """
     total = num_layers * num_experts
-    if trace is not None:
-        recorded = load_trace(trace)
-        sequences = [sequence for sequence in recorded.sequences if len(sequence.steps_T)]
-        shapes = {sequence.experts_TLK.shape[1:] for sequence in sequences}
-        if shapes != {(num_layers, top_k)} or recorded.num_experts > num_experts:
-            raise ConfigError(
-                f"{trace}: recorded with {recorded.num_experts} experts a layer and (MoE layers, "
-                f"experts a token) {sorted(shapes)}, the model has {num_experts} and "
-                f"{(num_layers, top_k)}\nhint: `moe-infinity trace` records one of this model"
-            )
+    if trace is None:
+        curve = nearest_curve(num_experts, top_k, bundled_curves())
+    else:
+        sequences = _sequences_of(trace, num_layers, num_experts, top_k)
+
+    def with_slots(num_slots: int) -> HitRate:
         if num_slots >= total:
             return HitRate(1.0, "all experts have slots")
         if num_slots < 1:
             return HitRate(0.0, "no expert has a slot")
+        if trace is None:
+            return HitRate(curve.at(num_slots / total), f"curve of {curve.model}, recorded")
         rates = replayed(sequences, [ACTIVATION_AWARE], [num_slots], num_experts=num_experts)
         return HitRate(rates[ACTIVATION_AWARE][0], f"replay of {trace.name}")
-    if num_slots >= total:
-        return HitRate(1.0, "all experts have slots")
-    curve = nearest_curve(num_experts, top_k, bundled_curves())
-    return HitRate(curve.at(num_slots / total), f"curve of {curve.model}, recorded")
+
+    return with_slots
+
+
+def _sequences_of(
+    trace: Path, num_layers: int, num_experts: int, top_k: int
+) -> list[SequenceTrace]:
+    """Raises TraceError, and ConfigError if the model has another shape."""
+    recorded = load_trace(trace)
+    sequences = [sequence for sequence in recorded.sequences if len(sequence.steps_T)]
+    shapes = {sequence.experts_TLK.shape[1:] for sequence in sequences}
+    if shapes != {(num_layers, top_k)} or recorded.num_experts > num_experts:
+        raise ConfigError(
+            f"{trace}: recorded with {recorded.num_experts} experts a layer and (MoE layers, "
+            f"experts a token) {sorted(shapes)}, the model has {num_experts} and "
+            f"{(num_layers, top_k)}\nhint: `moe-infinity trace` records one of this model"
+        )
+    return sequences
 
 
 def replayed(

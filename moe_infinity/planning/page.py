@@ -85,9 +85,7 @@ def _tiers(plan: RunPlan) -> list[str]:
     ]
     for tier in plan.outlook.fit.tiers:
         lines.append(_tier_line(tier, plan.sizes.total_experts))
-    lines.append(
-        f"KV cache: room for {plan.workload.context:,} tokens. Programs: Python and torch."
-    )
+    lines.append(f"KV cache: room for {plan.planned.context:,} tokens. Programs: Python and torch.")
     return lines
 
 
@@ -123,7 +121,7 @@ def _speed(plan: RunPlan) -> list[str]:
     speed = plan.outlook.speed
     times = {
         f"Decoding: {_count(speed.tokens_per_s)} tokens/s, each": speed.decode,
-        f"First token after a cold start ({plan.workload.prompt} tokens)": speed.first_token_cold,
+        f"First token after a cold start ({plan.planned.prompt} tokens)": speed.first_token_cold,
         "First token of a later prompt of that length": speed.first_token_warm,
     }
     lines = []

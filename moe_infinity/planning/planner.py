@@ -15,7 +15,7 @@ from moe_infinity.errors import CheckpointError
 from moe_infinity.planning import rates
 from moe_infinity.planning.disk import measure_disk
 from moe_infinity.planning.fit import Fit, fit
-from moe_infinity.planning.hit_rates import HitRate, expected_hit_rate
+from moe_infinity.planning.hit_rates import HitRate, expected_hit_rates
 from moe_infinity.planning.machine import PlanMachine, this_machine
 from moe_infinity.planning.sizes import ModelSizes
 from moe_infinity.planning.speed import Constants, Speed, speed
@@ -61,7 +61,7 @@ class RunPlan:
 
     sizes: ModelSizes
     machine: PlanMachine
-    workload: PlannedRun
+    planned: PlannedRun
     outlook: Outlook
     variants: tuple[Variant, ...]
     constants: Constants
@@ -73,8 +73,8 @@ class RunPlan:
             return ()
         model = self.sizes.model
         run = f'moe-infinity run {model} -p "Write a haiku about rain." --report'
-        if self.workload.host_memory is not None:
-            run += f" --host-memory {self.workload.host_memory}"
+        if self.planned.host_memory is not None:
+            run += f" --host-memory {self.planned.host_memory}"
         elif (budget := self.outlook.fit.host_memory) is not None:
             run += f" --host-memory {budget >> 20}MiB"
         download = (f"moe-infinity pull {model}",) if self.sizes.place is None else ()
@@ -89,8 +89,8 @@ class RunPlan:
         return {
             "model": self.sizes.as_dict(),
             "machine": self.machine.as_dict(),
-            "prompt_tokens": self.workload.prompt,
-            "context_tokens": self.workload.context,
+            "prompt_tokens": self.planned.prompt,
+            "context_tokens": self.planned.context,
             **outlook_dict(self.outlook),
             "variants": variants,
             "constants": asdict(self.constants),
@@ -124,20 +124,31 @@ FEWER = 0.9  # a variant is shown if it takes less than this share of the bytes
 
 
 def make_plan(
-    sizes: ModelSizes, machine: PlanMachine, workload: PlannedRun, constants: Constants
+    sizes: ModelSizes, machine: PlanMachine, planned: PlannedRun, constants: Constants
 ) -> RunPlan:
     """Raises ConfigError, TraceError."""
-    outlook = partial(_outlook, machine=machine, workload=workload, constants=constants)
-    variants = [
-        Variant(name=name, sizes=packed, outlook=outlook(packed))
-        for name, packed in packed_sizes(sizes)
-    ]
+    hit_rates = expected_hit_rates(  # of all variants: they have as many experts
+        num_layers=sizes.num_layers,
+        num_experts=sizes.num_experts,
+        top_k=sizes.top_k,
+        trace=planned.trace,
+    )
+
+    def outlook(of: ModelSizes) -> Outlook:
+        fitted = fit(of, machine, context=planned.context, host_memory=planned.host_memory)
+        hits = tuple(hit_rates(t.num_slots) for t in fitted.tiers if t.name != "disk")
+        found = speed(of, machine, fitted, hits, prompt=planned.prompt, constants=constants)
+        return Outlook(fit=fitted, hits=hits, speed=found)
+
     return RunPlan(
         sizes=sizes,
         machine=machine,
-        workload=workload,
+        planned=planned,
         outlook=outlook(sizes),
-        variants=tuple(variants),
+        variants=tuple(
+            Variant(name=name, sizes=packed, outlook=outlook(packed))
+            for name, packed in packed_sizes(sizes)
+        ),
         constants=constants,
     )
 
@@ -161,28 +172,6 @@ def packed_sizes(sizes: ModelSizes) -> list[tuple[str, ModelSizes]]:
             change["step_dense_bytes"] = int(sizes.step_dense_bytes * share)
         found.append((name, replace(sizes, **change)))  # type: ignore[arg-type]
     return found
-
-
-def _outlook(
-    sizes: ModelSizes,
-    machine: PlanMachine,
-    workload: PlannedRun,
-    constants: Constants,
-) -> Outlook:
-    fitted = fit(sizes, machine, context=workload.context, host_memory=workload.host_memory)
-    hits = tuple(
-        expected_hit_rate(
-            tier.num_slots,
-            num_layers=sizes.num_layers,
-            num_experts=sizes.num_experts,
-            top_k=sizes.top_k,
-            trace=workload.trace,
-        )
-        for tier in fitted.tiers
-        if tier.name != "disk"
-    )
-    found = speed(sizes, machine, fitted, hits, prompt=workload.prompt, constants=constants)
-    return Outlook(fit=fitted, hits=hits, speed=found)
 
 
 def measured_machine(sizes: ModelSizes, *, measures_disk: bool) -> PlanMachine:

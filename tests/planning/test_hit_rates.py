@@ -13,7 +13,7 @@ from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.planning.hit_rates import (
     Curve,
     bundled_curves,
-    expected_hit_rate,
+    expected_hit_rates,
     nearest_curve,
     replayed,
 )
@@ -77,7 +77,7 @@ def test_a_trace_of_the_model_is_replayed_at_its_number_of_slots(tmp_path):
     """Two experts in turn: with a slot for each all but the first are hits, with one none."""
     path = write_trace(tmp_path, experts=np.arange(40)[:, None, None] % 2)
     one, two = (
-        expected_hit_rate(slots, num_layers=1, num_experts=4, top_k=1, trace=path)
+        expected_hit_rates(num_layers=1, num_experts=4, top_k=1, trace=path)(slots)
         for slots in (1, 2)
     )
     assert one.decode == 0.0
@@ -88,21 +88,21 @@ def test_a_trace_of_the_model_is_replayed_at_its_number_of_slots(tmp_path):
 def test_with_all_experts_in_slots_every_lookup_hits(tmp_path):
     path = write_trace(tmp_path, experts=np.arange(40)[:, None, None] % 2)
     for trace in (None, path):
-        found = expected_hit_rate(4, num_layers=1, num_experts=4, top_k=1, trace=trace)
+        found = expected_hit_rates(num_layers=1, num_experts=4, top_k=1, trace=trace)(4)
         assert (found.decode, found.source) == (1.0, "all experts have slots")
 
 
 def test_a_trace_of_another_model_is_an_error(tmp_path):
     path = write_trace(tmp_path, experts=np.zeros((8, 2, 1)))
     with pytest.raises(ConfigError, match="the model has 4 and"):
-        expected_hit_rate(2, num_layers=1, num_experts=4, top_k=1, trace=path)
+        expected_hit_rates(num_layers=1, num_experts=4, top_k=1, trace=path)(2)
 
 
 def test_a_file_that_is_no_trace_is_an_error(tmp_path):
     path = tmp_path / "trace.npz"
     path.write_bytes(b"no")
     with pytest.raises(TraceError):
-        expected_hit_rate(2, num_layers=1, num_experts=4, top_k=1, trace=path)
+        expected_hit_rates(num_layers=1, num_experts=4, top_k=1, trace=path)(2)
 
 
 def write_trace(folder: Path, *, experts: np.ndarray) -> Path:
