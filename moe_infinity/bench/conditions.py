@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -12,17 +11,17 @@ import torch
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.inspection import Summary
+from moe_infinity.memory.host import AUTOMATIC_SHARE
 from moe_infinity.memory.machine import (
     available_memory_bytes,
     device_memory_bytes,
     machine_memory_bytes,
 )
 from moe_infinity.sizes import format_bytes, parse_size
-from moe_infinity.system.machine import processor_name
+from moe_infinity.system.machine import num_cores, processor_name
 
 PACKAGES = ("moe-infinity", "torch", "transformers", "numba")
 SHARE = 0.8  # of the free memory that models may take together
-DEFAULT_SHARE = 0.7  # that a model takes by itself, at most
 
 
 def about_machine(device: str) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def about_machine(device: str) -> dict[str, Any]:
         "versions": {name: version(name) for name in PACKAGES}
         | {"python": platform.python_version()},
         "cpu": processor_name(),
-        "cores": os.cpu_count(),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": machine_memory_bytes(),
         "device": device if device_memory_bytes(device) is not None else "cpu",
@@ -60,7 +59,7 @@ def fit_together(
 def _num_bytes(summary: Summary, budget: str | None, free: int) -> int:
     """Of a model with that budget; None is its own choice."""
     if budget is None:
-        experts = min(summary.expert_bytes, int(DEFAULT_SHARE * free) - summary.dense_bytes)
+        experts = min(summary.expert_bytes, int(AUTOMATIC_SHARE * free) - summary.dense_bytes)
         return summary.dense_bytes + max(experts, 0)
     asked = parse_size(budget, whole_bytes=summary.expert_bytes)
     return summary.dense_bytes + min(asked, summary.expert_bytes)

@@ -16,6 +16,7 @@ from typing import IO, Any
 from moe_infinity.bench import llama_process
 from moe_infinity.bench.rows import LLAMA_CPP, Needs, Sample
 from moe_infinity.errors import ConfigError, MoEInfinityError
+from moe_infinity.system.processes import without_ctrl_c
 
 IMPORT_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 3600.0  # loading, or one text of a large model on a slow machine
@@ -71,7 +72,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            start_new_session=True,  # Ctrl-C is ours
+            **without_ctrl_c(),  # it is ours
         )
         Thread(target=self._read, daemon=True).start()
         self.needs: Needs | None = None
