@@ -20,7 +20,7 @@ from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.hardware import Hardware
 from moe_infinity.simulator.laboratory import hardware_of, num_slots_of, some_of
-from moe_infinity.simulator.processes import OnWork, run_all
+from moe_infinity.simulator.processes import OnWork, adding_up, run_all
 from moe_infinity.simulator.replay import Setup
 from moe_infinity.simulator.replica import Replica, SimulatedRequest
 from moe_infinity.simulator.routers import ROUTERS, ReplicaRouter
@@ -252,14 +252,7 @@ def run_cluster(
     ]
     recordings = [_recorded_of(path, experiment) for path in paths]
     total = len(cells) * sum(len(recorded) for recorded, _ in recordings)
-    done = 0
-
-    def on_work(work: int) -> None:
-        nonlocal done
-        done += work
-        on_requests(done, total)
-
-    on_requests(0, total)
+    on_work = adding_up(on_requests, total)
     rows = []
     for path, (recorded, num_experts) in zip(paths, recordings, strict=True):
         run = partial(run_cell, experiment, recorded, num_experts)

@@ -21,7 +21,7 @@ from moe_infinity.predict.features import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.simulator.hardware import Hardware
-from moe_infinity.simulator.processes import OnWork, run_all
+from moe_infinity.simulator.processes import OnWork, adding_up, run_all
 from moe_infinity.simulator.replay import BELADY, CLAIRVOYANT, OMNISCIENT, Setup, replay
 from moe_infinity.simulator.schedule import interleave, steps_of
 from moe_infinity.sizes import parse_size
@@ -173,14 +173,7 @@ def run_experiment(
     recordings = [_recording_of(path, experiment) for path in paths]
     parts = _parts_of(recordings, experiment, jobs)
     total = sum(len(part.capacities) * part.recording.num_steps for part in parts)
-    done = 0
-
-    def on_work(work: int) -> None:
-        nonlocal done
-        done += work
-        on_steps(done, total)
-
-    on_steps(0, total)
+    on_work = adding_up(on_steps, total)
     found = run_all(partial(_run_part, experiment), parts, jobs=jobs, on_work=on_work)
     outcomes = {
         (part.recording.path, part.policy, capacity): outcome

@@ -44,6 +44,19 @@ def run_all(
         return _Round(items, workers, on_work).run()
 
 
+def adding_up(on_progress: Callable[[int, int], None], total: int) -> OnWork:
+    """Tells `on_progress` how many units are done, and how many there are; now it is none."""
+    done = 0
+
+    def on_work(work: int) -> None:
+        nonlocal done
+        done += work
+        on_progress(done, total)
+
+    on_progress(0, total)
+    return on_work
+
+
 class _Worker:
     """One process, and this side of its pipe."""
 
