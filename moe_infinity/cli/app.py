@@ -111,24 +111,32 @@ def run(
     **options: Any,
 ) -> None:
     """Continue a prompt."""
-    from moe_infinity.cli.reporting import watching, write_report
-    from moe_infinity.pictures.run_page import check_page
+    from moe_infinity.profiling import profiling
+    from moe_infinity.step_counts import counting_steps
 
+    has_page = report_html is not None
     if report_html is not None:
+        from moe_infinity.pictures.run_page import check_page
+
         check_page(report_html)
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     with open_model(model, yes=yes, **options) as moe:
         show_preload(moe)
         settings = settings_of(max_new_tokens, temperature, top_p, seed)
         stream = moe.stream(text, **settings)
-        with watching(moe) if profile or report_html is not None else nullcontext() as watched:
+        with (
+            profiling(moe) if profile or has_page else nullcontext() as split,
+            counting_steps(moe) if has_page else nullcontext() as counters,
+        ):
             for piece in stream:
                 if not as_json:
                     write(piece)
-        if profile and watched is not None:
-            stderr.print("\n" + str(watched.profile), soft_wrap=True, highlight=False)
-        if report_html is not None and watched is not None:
-            write_report(report_html, moe, text, stream, watched, settings)
+        if profile:
+            stderr.print("\n" + str(split), soft_wrap=True, highlight=False)
+        if report_html is not None and split is not None and counters is not None:
+            from moe_infinity.cli.reporting import write_report
+
+            write_report(report_html, moe, text, stream, split, counters, settings)
         if as_json:
             write(json.dumps(result_of(stream, moe), ensure_ascii=False) + "\n")
             return

@@ -15,12 +15,13 @@ import pytest
 
 from moe_infinity import MoE
 from moe_infinity.cache.counters import Counters, PhaseCounters, PrefetchCounters
-from moe_infinity.cli.reporting import watching, write_report
+from moe_infinity.cli.reporting import write_report
 from moe_infinity.errors import OutputError
 from moe_infinity.pictures import run_page
 from moe_infinity.pictures.cells import LEVELS, levels_of, path_of, state_paths
 from moe_infinity.pictures.run_page import FinishedRun, page_of, write_page
 from moe_infinity.predict.eam import RequestEam
+from moe_infinity.profiling import profiling
 from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.step_counts import counting_steps, decode_steps_of
 
@@ -217,10 +218,12 @@ def test_steps_add_up_to_the_report(moe):
 
 
 def test_a_real_run_has_a_page_with_its_matrices(moe, tmp_path):
-    with watching(moe) as watched:
+    with profiling(moe) as profile, counting_steps(moe) as counters:
         stream = moe.stream("w5 w6 w9", max_new_tokens=6, do_sample=False)
         list(stream)
-    write_report(tmp_path / "out.html", moe, "w5 w6 w9", stream, watched, {"do_sample": False})
+    write_report(
+        tmp_path / "out.html", moe, "w5 w6 w9", stream, profile, counters, {"do_sample": False}
+    )
     text = (tmp_path / "out.html").read_text("utf-8")
     (eam,) = moe.request_eams()
     assert json.dumps(eam.decode.tolist()) in text
