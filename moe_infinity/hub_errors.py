@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 
 from moe_infinity.errors import ConfigError, DownloadError, MoEInfinityError
 
-GOES_ON = "hint: check the network; the same command keeps what was downloaded and goes on"
+GOES_ON = "the same command goes on with what was downloaded"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -66,17 +66,21 @@ def _explanation(error: Exception, model: str, cache: Path, revision: str | None
             return _not_found(hub)
         case HfHubHTTPError():
             status = error.response.status_code
-            return _not_found(hub) if status in (401, 403) else f"{hub} answered {status}\n{hint}"
+            return (
+                _not_found(hub)
+                if status in (401, 403)
+                else f"{hub} answered {status}\nhint: {hint}"
+            )
         case httpx.HTTPError() | LocalEntryNotFoundError():
-            return f"no answer from {hub}: {error}\n{hint}"
+            return f"no answer from {hub}: {error}\nhint: check the network; {hint}"
         case OSError() if error.errno in FULL:
-            return f"{cache}: the disk is full\n{hint} once there is room"
+            return f"{cache}: the disk is full\nhint: make room; {hint}"
         case OSError() if error.errno in NOT_WRITABLE:
             return (
                 f"{error.filename or cache} cannot be written: {error.strerror}\n"
                 "hint: set HF_HUB_CACHE to a folder of yours"
             )
-    return f"{error}\n{hint}"
+    return f"{error}\nhint: {hint}"
 
 
 def _not_found(hub: str) -> str:

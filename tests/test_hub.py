@@ -231,7 +231,9 @@ def test_a_disk_that_becomes_full_is_named(repo):
     repo("model.safetensors", num_bytes=1000)
     download = find_download("some/model")
     incomplete(download).symlink_to("/dev/full")
-    with pytest.raises(DownloadError, match="the disk is full\nhint: .* the same command goes on"):
+    with pytest.raises(
+        DownloadError, match="the disk is full\nhint: make room; the same command goes on"
+    ):
         download.run()
 
 
@@ -257,7 +259,7 @@ def broken(hub: FakeHub) -> None:
         (gated, "some/model", None, r"accept their terms\nhint: accept them at http.*/some/model"),
         (None, "some/nothing", None, r"has no such model, or not for you\nhint: check the spell"),
         (None, "some/model", "v9", r"has no revision v9\nhint: .*/some/model/tree/main"),
-        (broken, "some/model", None, r"answered 500\nhint: .* the same command goes on"),
+        (broken, "some/model", None, r"answered 500\nhint: the same command goes on"),
         (FakeHub.close, "some/model", None, r"no answer from http.*\nhint: .* the same command"),
     ],
     ids=["gated", "not found", "no such revision", "broken", "no network"],

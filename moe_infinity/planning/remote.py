@@ -26,7 +26,7 @@ from moe_infinity.errors import CheckpointError
 from moe_infinity.hub_errors import explained
 
 ANSWER_S = 20.0
-HINT = "hint: try again, or name a folder of this machine"
+HINT = "try again, or name a folder of this machine"
 NUM_READERS = 8
 BLOCK_BYTES = 1 << 20  # of a GGUF file, asked for at once
 SINGLE = WHOLE[0]

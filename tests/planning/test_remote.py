@@ -95,7 +95,9 @@ def test_a_gated_model_is_an_error_that_says_how_to_get_access(hub, hollow_check
 
 def test_without_network_the_error_says_so(hub):
     hub.close()
-    with pytest.raises(DownloadError, match=r"no answer from .*\nhint: try again, or name a fol"):
+    with pytest.raises(
+        DownloadError, match=r"no answer from .*\nhint: check the network; try again, or name a fol"
+    ):
         sizes_of("some/model")
 
 
