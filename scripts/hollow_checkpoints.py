@@ -1,10 +1,10 @@
 """Checkpoints as they are published: names, shapes and dtypes of all tensors, and no weights.
 
-    configs of the hub -> name, shape and dtype of every tensor -> a safetensors file full of holes
+    configs -> name, shape and dtype of every tensor -> a safetensors file full of holes
 
 `moe-infinity inspect` and `plan` read headers only, so they say of such a folder what they say of
-the real one. It takes a few megabytes of disk. The configs are those of the models' `config.json`
-on the hub, without what changes no size.
+the real one. It takes a few megabytes of disk. The configs say what is known of the models'
+`config.json`, without what changes no size; nobody compared them with the files on the hub.
 """
 
 from __future__ import annotations
