@@ -30,15 +30,28 @@ class Concatenates:
         return {name: torch.cat([halves[at] for at in self.order])[None]}
 
 
-@pytest.mark.parametrize("num_sources", [1, 2])
-@pytest.mark.parametrize(("order", "is_plain"), [((0, 1), True), ((1, 0), False)])
-def test_exchanged_halves_are_no_concatenation(num_sources, order, is_plain):
+def recipe_of(num_sources: int, converter: Concatenates | None, *, pattern: str = "") -> Recipe:
     shape = (2 * ROWS // num_sources, COLUMNS)
     sources = tuple(
-        Source(f"{at}", (StoredTensor(f"{at}", "BF16", shape, Extent(Path("x"), 0, 0)),), 0)
+        Source(
+            f"{pattern}{at}", (StoredTensor(f"{at}", "BF16", shape, Extent(Path("x"), 0, 0)),), 0
+        )
         for at in range(num_sources)
     )
     layout = ExpertLayout.of({"gate_up_proj": ((2 * ROWS, COLUMNS), "bfloat16")})
     targets = {"experts.gate_up_proj": layout.params[0]}
-    recipe = Recipe("experts.gate_up_proj", sources, targets, Concatenates(order), None)
-    assert recipe.try_out() is is_plain
+    return Recipe("experts.gate_up_proj", sources, targets, converter, None)
+
+
+@pytest.mark.parametrize("num_sources", [1, 2])
+@pytest.mark.parametrize(("order", "is_plain"), [((0, 1), True), ((1, 0), False)])
+def test_exchanged_halves_are_no_concatenation(num_sources, order, is_plain):
+    assert recipe_of(num_sources, Concatenates(order)).try_out() is is_plain
+
+
+def test_what_a_converter_may_tell_apart_is_tried_apart():
+    """It sees the patterns of its sources. Where there is none, layers of all names are alike."""
+    converter = Concatenates((0, 1))
+    kinds = {recipe_of(1, converter, pattern=name).kind() for name in "ab"}
+    assert len(kinds) == 2
+    assert len({recipe_of(1, None, pattern=name).kind() for name in "ab"}) == 1

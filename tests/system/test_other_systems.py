@@ -21,13 +21,13 @@ from moe_infinity import CheckpointError, ConfigError
 from moe_infinity.checkpoint import chunks, expert_loader, files
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.memory.pages import HUGE_PAGE_BYTES, address_of, huge_pages
-from moe_infinity.system.files import locked
+from moe_infinity.system.files import locked, open_to_read
 from moe_infinity.system.machine import keep_to_cores, num_cores
 from moe_infinity.system.memory import map_file
 from moe_infinity.system.processes import interrupt_main, socket_timeout, without_ctrl_c
 from tests.checkpoint.reading import read
 from tests.quantize.packed_checkpoints import everything_in, make_source, pack
-from tests.system.other_systems import EACH, SYSTEMS, WINDOWS, use
+from tests.system.other_systems import EACH, OLD_MACOS, SYSTEMS, WINDOWS, use
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
@@ -88,6 +88,16 @@ def test_reads_give_the_bytes_of_the_file_on_other_systems(file, other_system, m
 
 
 @pytest.mark.usefixtures("windows")
+@pytest.mark.parametrize("missing", [(), OLD_MACOS, WINDOWS])
+def test_several_parts_are_filled_one_after_the_other(file, missing, monkeypatch):
+    use(monkeypatch, missing)
+    opened = open_to_read(file)
+    parts = [memoryview(bytearray(size)) for size in (5, 7, 11)]
+    assert opened.read(parts, 13) == 23
+    assert b"".join(parts) == CONTENT[13:36]
+    opened.close()
+
+
 def test_threads_do_not_move_each_others_position(file, monkeypatch):
     """Between the move and the read of one thread, another one has time for its own."""
     lseek = os.lseek
