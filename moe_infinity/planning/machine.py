@@ -28,6 +28,7 @@ class PlanMachine:
     lockable: float = float("inf")  # of them, bytes that may be page-locked
     disk: float = 2e9  # bytes of random reads as large as an expert
     memory: float = 50e9  # bytes that all cores together read
+    new_memory: float = 5e9  # bytes of memory that the system gives at their first use
     products: float = 300e9  # operations of the products that prompts are made of
     gpu: float = 0  # bytes of its memory that are free; 0: none
     gpu_name: str = "none"
@@ -42,9 +43,9 @@ class PlanMachine:
 
 
 SIZES = ("ram", "gpu")
-RATES = ("disk", "memory", "link", "gpu_memory")
+RATES = ("disk", "memory", "new_memory", "link", "gpu_memory")
 TOLD = ("cores", *SIZES, *RATES, "products")
-MEASURED = ("disk", "memory", "products", "link", "gpu_memory")
+MEASURED = ("disk", "memory", "new_memory", "products", "link", "gpu_memory")
 
 
 def parse_machine(text: str) -> PlanMachine:

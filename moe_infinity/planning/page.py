@@ -51,7 +51,8 @@ def _machine(machine: PlanMachine) -> list[str]:
         f"{said('ram', format_bytes(machine.ram) + ' of memory free')}, "
         f"{said('memory', _rate(machine.memory) + ' memory')}",
         f"  {said('disk', _rate(machine.disk) + ' random reads of the disk')}, "
-        f"{said('products', f'{machine.products / 1e9:.0f} GFLOP/s')}",
+        f"{said('products', f'{machine.products / 1e9:.0f} GFLOP/s')}, "
+        f"{said('new_memory', _rate(machine.new_memory) + ' new memory')}",
     ]
     if machine.gpu:
         lines.append(

@@ -179,6 +179,7 @@ def measured_machine(sizes: ModelSizes, *, measures_disk: bool) -> PlanMachine:
     would come to. If that fails, its rate is assumed.
     """
     measures: dict[str, Callable[[], float]] = {
+        "new_memory": partial(rates.new_memory_rate, num_cores()),
         "memory": partial(rates.memory_rate, num_cores()),
         "products": rates.products_rate,
         "link": rates.link_rate,

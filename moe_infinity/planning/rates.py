@@ -1,7 +1,8 @@
-"""Rates of this machine's memory, products and GPU, each measured in well under a second."""
+"""Rates of this machine's memory, products and GPU, measured in a few seconds."""
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,14 @@ import torch
 
 from moe_infinity.kernels.many_rows import has_products_of_bfloat16
 from moe_infinity.memory.machine import available_memory_bytes
+from moe_infinity.memory.pages import huge_pages
 
 MEASURE_S = 0.4
 READ_BYTES = 512 << 20  # by all threads together: more than caches hold
 COPIED_BYTES = 256 << 20  # to a GPU
+NEW_BYTES = 2 << 30
+NEW_S = 1.5
+PIECE_BYTES = 8 << 20  # that a thread uses at once
 ROWS = 38  # of an expert's product in a prompt of 600 tokens, [ROWS, COLUMNS] x [COLUMNS, OUTPUTS]
 COLUMNS = 2048
 OUTPUTS = 1536
@@ -29,6 +34,33 @@ def memory_rate(num_threads: int) -> float:
     with ThreadPoolExecutor(num_threads) as pool:
         seconds = _fastest(lambda: list(pool.map(np.max, buffers)))
     return sum(buffer.nbytes for buffer in buffers) / seconds
+
+
+def new_memory_rate(num_threads: int) -> float:
+    """Bytes per second of huge pages that the system gives to all threads together.
+
+    Of up to half of what is free: the first pages are those that somebody has just given back, and
+    come faster. Where the machine is virtual, the host may have to give the others first.
+    """
+    pieces = min(NEW_BYTES, available_memory_bytes() // 2) // PIECE_BYTES
+    memory_N = np.frombuffer(huge_pages(max(pieces, 1) * PIECE_BYTES), np.uint8)
+    rest = iter(np.split(memory_N, max(pieces, 1)))  # of a list: threads may share it
+    started = time.perf_counter()
+    give_up_at = started + NEW_S
+
+    def use() -> int:
+        num_bytes = 0
+        for piece_N in rest:
+            piece_N[:: mmap.PAGESIZE] = 1
+            num_bytes += piece_N.nbytes
+            if time.perf_counter() > give_up_at:
+                break
+        return num_bytes
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        futures = [pool.submit(use) for _ in range(num_threads)]
+        num_bytes = sum(future.result() for future in futures)
+    return num_bytes / (time.perf_counter() - started)
 
 
 def products_rate() -> float:

@@ -1,11 +1,13 @@
 """How fast a model runs on a machine, as sums that a reader can check.
 
-    decode    overhead + dense weights + the longer of (activated experts, misses)
+    decode    overhead + dense weights + activated experts + misses from the disk
+              with a GPU, of the last two and the copies to it the longest
     prompt    the longer of (products and reading of weights, experts from the disk)
 
-Experts that are in memory compute while others are read (engine/layer.py), so of the two the
-longer counts. Not counted: prefetch, which is used where it pays, and what the page cache has of
-the files. All constants are in `Constants`.
+Experts that are in memory compute while others are read (engine/layer.py). In a step they save
+little: reads take the cores' time, too, and the last expert of a layer computes alone. So both
+count. Not counted: prefetch, which is used where it pays, and what the page cache has of the files.
+All constants are in `Constants`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from moe_infinity.planning.sizes import ModelSizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What is neither a size nor a rate of the machine. Seconds are those of two Zen 5 cores."""
+    """What is neither a size nor a rate of the machine. Seconds are those of two cores."""
 
     # Python beside the kernels: 2.3 ms a step of 7 layers, all resident (docs/performance.md,
     # "Where the time goes"); 4.4 to 5.6 ms where each layer may have to wait (docs/log.md,
@@ -30,13 +32,15 @@ class Constants:
     waiting_layer_s: float = 0.0050 / 7
     # Of the memory's rate, what kernels reach: 17.2 of 18.4 ms (the same place).
     memory_share: float = 0.93
-    # transformers, kernels from their cache, beside reading dense weights ("First token, cached").
-    load_s: float = 1.1
+    # transformers, kernels from their cache, beside reading dense weights: 1.1 s ("First token,
+    # cached"), and 2 s on two Zen 3 cores.
+    load_s: float = 1.5
     # Of the measured rate of products, what prompts reach: of 600 tokens 0.9 of 1.07 s (row
     # "prompt, warm, 600 tokens", rate of 38 rows in kernels/many_rows.py).
     products_share: float = 0.85
-    # Of the measured rate, what loads of a layer reach: they come in bursts.
-    disk_share: float = 1.0
+    # Of the disk's measured rate, what loads reach: those of a layer come in bursts, and copying
+    # them takes the cores' time. 0.5 to 1 under memory limits (docs/log.md, "three memory limits").
+    disk_share: float = 0.7
     # Launching a layer's kernels where the host decides. Not measured: no GPU has run this.
     gpu_layer_s: float = 0.0003
 
@@ -140,21 +144,23 @@ def _decode(
     if on_gpu:
         layer_s = constants.gpu_layer_s
     misses = activated * (1 - hits[-1].decode)
-    lanes = [(Term("activated experts", activated * sizes.slot_bytes, memory),)]
-    if on_gpu:
-        copies = activated * (1 - hits[0].decode)
-        misses = min(misses, copies)
-        lanes.append((Term("experts copied to the GPU", copies * sizes.slot_bytes, machine.link),))
-    if misses:
-        disk = machine.disk * constants.disk_share
-        lanes.append((Term("experts read from the disk", misses * sizes.stored_bytes, disk),))
-    return Time(
-        (
-            Term(f"Python, {sizes.num_layers} MoE layers", sizes.num_layers * layer_s, 0),
-            Term("dense weights", sizes.step_dense_bytes, memory),
-        ),
-        tuple(lanes),
+    before = (
+        Term(f"Python, {sizes.num_layers} MoE layers", sizes.num_layers * layer_s, 0),
+        Term("dense weights", sizes.step_dense_bytes, memory),
     )
+    experts = Term("activated experts", activated * sizes.slot_bytes, memory)
+    copies = activated * (1 - hits[0].decode)  # to the GPU; without one they are the misses
+    read = _read(machine, min(misses, copies) * sizes.stored_bytes, constants)
+    if not on_gpu:
+        return Time((*before, experts, *read), ())
+    copied = Term("experts copied to the GPU", copies * sizes.slot_bytes, machine.link)
+    return Time(before, tuple(filter(None, ((experts,), (copied,), read))))
+
+
+def _read(machine: PlanMachine, num_bytes: float, constants: Constants) -> tuple[Term, ...]:
+    """Nothing, if there is nothing to read."""
+    disk = machine.disk * constants.disk_share
+    return (Term("experts read from the disk", num_bytes, disk),) if num_bytes else ()
 
 
 def activated_share(sizes: ModelSizes, num_tokens: int) -> float:
@@ -202,12 +208,13 @@ def _prompt(
             (Term("experts copied to the GPU", copied, machine.link),),
             (Term("weights read by the GPU", read_there, machine.gpu_memory),),
         ]
-    if read:
-        lanes.append((Term("experts read from the disk", read, machine.disk),))
+    lanes.append(_read(machine, read, constants))
     before: tuple[Term, ...] = ()
     if is_cold:
+        filled = min(activated, fit.host.num_slots) * sizes.slot_bytes
         before = (
             Term("loading the model", constants.load_s, 0),
             Term("dense weights from the disk", sizes.dense_bytes, machine.disk),
+            Term("new memory for experts", filled, machine.new_memory),
         )
-    return Time(before, tuple(lanes))
+    return Time(before, tuple(filter(None, lanes)))

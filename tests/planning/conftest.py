@@ -32,7 +32,14 @@ SIZES = ModelSizes(
     kv=KvBytes(per_token=1000, per_window_token=500, window=128),
 )
 MACHINE = PlanMachine(
-    cores=2, ram=5e9 + 2**29, disk=1e9, memory=10e9, products=100e9, link=20e9, gpu_memory=400e9
+    cores=2,
+    ram=5e9 + 2**29,
+    disk=1e9,
+    memory=10e9,
+    new_memory=2e9,
+    products=100e9,
+    link=20e9,
+    gpu_memory=400e9,
 )
 
 

@@ -15,12 +15,12 @@ def test_sizes_and_rates_are_read_with_their_units():
     )
     assert (found.ram, found.gpu, found.cores) == (32 * 2**30, 24 * 2**30, 8)
     assert (found.disk, found.link, found.memory, found.products) == (3e9, 25e9, 60e9, 2e12)
-    assert found.assumed == {"gpu_memory"}
+    assert found.assumed == {"gpu_memory", "new_memory"}
 
 
 def test_what_is_left_out_is_assumed():
     found = parse_machine("ram=16GiB")
-    assert found.assumed == {"cores", "disk", "memory", "products"}
+    assert found.assumed == {"cores", "disk", "memory", "new_memory", "products"}
     assert found.gpu == 0
 
 
