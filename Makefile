@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rounding test-cluster test-compiled check docs bench dist format clean
+.PHONY: help demo test test-all test-gpu-code test-rounding test-cluster test-compiled check docs bench dist format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,11 @@ demo: $(INSTALLED) ## generate text with the bundled model, a quarter of its exp
 
 test: export HF_HUB_OFFLINE = 1
 test: $(INSTALLED) ## fast tests
-	$(BIN)/python -m pytest -n 2 -m $(FAST)
+	$(BIN)/python -m pytest -n 2 -m "not gpu_code and "$(FAST)
+
+test-gpu-code: export HF_HUB_OFFLINE = 1
+test-gpu-code: $(INSTALLED) ## fast tests of what a GPU would run, without one
+	$(BIN)/python -m pytest -n 2 -m "gpu_code and "$(FAST)
 
 # Coverage is for the parts without torch, by their own tests: it would slow down the others.
 test-all: $(INSTALLED) ## every test that needs no GPU, and the coverage gate of the parts without torch

@@ -46,6 +46,7 @@ def test_logits_are_as_near_to_float64_as_those_of_stock(name, tmp_path):
     assert_as_near(tmp_path, save_tiny(name, tmp_path))
 
 
+@pytest.mark.slow
 def test_logits_of_the_demo_model_are_as_near_to_float64_as_those_of_stock():
     assert_as_near(DEMO, text_for_demo())
 

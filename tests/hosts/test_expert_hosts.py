@@ -273,6 +273,7 @@ def test_what_is_no_message_is_an_error(data, listener):
 # processes
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_processes_that_are_killed_change_no_token_and_none_is_left(checkpoint):
     with MoE(checkpoint, device="cpu") as moe:

@@ -100,6 +100,7 @@ def test_a_host_that_is_killed_at_any_moment_changes_no_token(checkpoint, caplog
     survives(caplog, checkpoint, lambda moe: os.kill(process_of(moe).pid, signal.SIGKILL))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_hosts_end_with_a_head_that_is_killed(checkpoint):
     program = (

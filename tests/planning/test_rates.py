@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 
 import numpy as np
 import pytest
 
 from moe_infinity.planning import rates
-from moe_infinity.planning.rates import PIECE_BYTES, new_memory_rate
+from moe_infinity.planning.rates import PIECE_BYTES, SMALLEST_PAGE, new_memory_rate
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def test_each_page_of_new_memory_is_used_once_by_some_thread(asked, monkeypatch)
     assert new_memory_rate(2) > 0
     (memory_N,) = asked
     assert len(memory_N) == 5 * PIECE_BYTES
-    assert memory_N.sum() == 5 * PIECE_BYTES // mmap.PAGESIZE
+    assert memory_N.sum() == 5 * PIECE_BYTES // SMALLEST_PAGE
 
 
 def test_at_most_half_of_the_free_memory_is_used(asked, monkeypatch):
@@ -52,4 +51,4 @@ def test_measuring_ends_in_time_however_slowly_the_system_gives(asked, monkeypat
     assert new_memory_rate(3) > 0
     assert time.perf_counter() - started < 60
     (memory_N,) = asked
-    assert memory_N.sum() <= 3 * PIECE_BYTES // mmap.PAGESIZE  # one piece a thread
+    assert memory_N.sum() <= 3 * PIECE_BYTES // SMALLEST_PAGE  # one piece a thread
