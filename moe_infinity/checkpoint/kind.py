@@ -48,10 +48,19 @@ def find_kind(
         return _kind_of_gguf(file, config_from, trust_remote_code=trust_remote_code)
     if config_from is not None:
         raise ConfigError(f"config_from is for GGUF files, {checkpoint} has its own config")
-    if not Path(checkpoint).is_dir() and (
-        Path(checkpoint).exists() or checkpoint.startswith((".", "/", "~"))
-    ):
+    path = Path(checkpoint)
+    if path.is_file():
+        raise CheckpointError(
+            f"{checkpoint}: not a folder; give a checkpoint folder or a hub id\n"
+            f"hint: its folder is {path.parent}"
+        )
+    if not path.is_dir() and (path.exists() or checkpoint.startswith((".", "/", "~"))):
         raise CheckpointError(f"{checkpoint}: not a folder; give a checkpoint folder or a hub id")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{checkpoint}: no usable config.json: the folder has none\n"
+            "hint: name the folder that has it beside the weights"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(
             checkpoint, trust_remote_code=trust_remote_code

@@ -155,12 +155,20 @@ def simulated(files: Sequence[Path], options: dict[str, Any]) -> tuple[list[dict
         if options["replicas"] is not None:
             together = cluster_experiment_of(options)
             rows = cluster.run_cluster(files, together, jobs=jobs, on_requests=on_work)
-            return rows, cluster.table_of(rows)
+            return rows, f"{cluster.table_of(rows)}\n{assumed(options)}"
         alone = experiment_of(options)
         rows = laboratory.run_experiment(files, alone, jobs=jobs, on_steps=on_work)
     if plot is not None:
         draw_hit_rates(rows, plot)
-    return rows, laboratory.table_of(rows)
+    return rows, f"{laboratory.table_of(rows)}\n{assumed(options)}"
+
+
+def assumed(options: Mapping[str, Any]) -> str:
+    """What the times of a table stand on."""
+    return (
+        f"Times: experts of {options['expert_bytes']} (--expert-bytes) over {options['bandwidth']} "
+        f"(--bandwidth), {options['compute_us']:g} us for each layer (--compute-us)."
+    )
 
 
 @contextmanager

@@ -13,6 +13,8 @@ stderr = Console(stderr=True, highlight=False, emoji=False)
 def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]]) -> None:
     """Hold a conversation. `answer` generates pieces of text from the messages so far."""
     messages: list[dict[str, str]] = []
+    if stderr.is_terminal:
+        stderr.print("An empty line or Ctrl-D ends the chat, Ctrl-C an answer.")
     for line in user_lines():
         messages.append({"role": "user", "content": line})
         text = ""

@@ -311,6 +311,7 @@ def _saying_what_to_do(partial: Path) -> Iterator[None]:
         where = f"{error.filename or partial}: cannot be written"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f"{partial}: the disk is full"
-        raise CheckpointError(
-            f"{where}: {error.strerror or error}\nhint: the same command goes on from here"
-        ) from error
+        hint = "the same command goes on from here"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            hint = "name another folder with -o"
+        raise CheckpointError(f"{where}: {error.strerror or error}\nhint: {hint}") from error

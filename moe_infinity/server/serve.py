@@ -7,6 +7,7 @@ stops these too.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -79,7 +80,9 @@ def _explaining(config: ServeConfig) -> Iterator[None]:
         yield
     except (OSError, UnicodeError) as error:  # UnicodeError: an impossible host name
         address = address_of(config.host, config.port)
-        raise ConfigError(f"cannot listen on {address}: {error}") from error
+        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        hint = "\nhint: --port names another one" if is_taken else ""
+        raise ConfigError(f"cannot listen on {address}: {error}{hint}") from error
 
 
 def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:

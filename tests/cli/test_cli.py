@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from moe_infinity import MoE
+from moe_infinity.cli import terminal
 from moe_infinity.cli.opening import open_model
 from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
 
@@ -289,6 +292,14 @@ def test_chat_answers_every_line_with_the_conversation_so_far(command, chatty, r
         )[0, len(told) :].tolist()
         assert answer == words(reply), number
         told = [*told[:-1], *reply, 9, 77]
+
+
+def test_on_a_terminal_chat_says_how_it_ends(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(terminal, "stderr", Console(file=shown, force_terminal=True))
+    monkeypatch.setattr(terminal, "user_lines", lambda: iter(()))
+    terminal.talk(lambda messages: iter(()))
+    assert "Ctrl-D ends the chat" in shown.getvalue()
 
 
 @pytest.mark.parametrize("stdin", ["", "\n", "   \nw5\n"])

@@ -32,6 +32,21 @@ def test_wrong_usage_is_code_2_with_a_message_on_stderr(command, tiny_checkpoint
     assert outcome.err.strip()
 
 
+@pytest.mark.parametrize("args", [["run", "-p", "w5"], ["inspect"], ["bench"], ["plan"]])
+def test_a_folder_of_something_else_is_said_to_have_no_config(command, tmp_path, args):
+    name, *more = args
+    outcome = command(name, tmp_path, *more)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.said(f"{tmp_path}: no usable config.json: the folder has none")
+    assert outcome.said("name the folder that has it")
+
+
+def test_for_a_file_of_weights_its_folder_is_named(command, tiny_checkpoint):
+    outcome = command("run", f"{tiny_checkpoint}/model.safetensors", "-p", "w5")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.said(f"hint: its folder is {tiny_checkpoint}")
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

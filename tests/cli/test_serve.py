@@ -110,6 +110,7 @@ def test_a_taken_port_is_an_error_before_the_model_is_opened(command, monkeypatc
     assert (outcome.code, outcome.out) == (1, "")
     assert outcome.said(f"cannot listen on 127.0.0.1:{taken}: ")
     assert outcome.said("address already in use")
+    assert outcome.said("hint: --port names another one")
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "x" * 70])

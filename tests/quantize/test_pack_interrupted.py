@@ -149,6 +149,16 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(source, tmp_path, monk
     assert everything_in(tmp_path / "out") == everything_in(tmp_path / "expected")
 
 
+def test_where_nothing_can_be_written_another_folder_is_wanted(source, tmp_path, monkeypatch):
+    def refuse(descriptor: int, data: Any, offset: int) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(CheckpointError, match="cannot be written") as told:
+        pack(source, tmp_path / "out")
+    assert "name another folder with -o" in str(told.value)
+
+
 def test_too_little_room_is_told_before_anything_is_written(source, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

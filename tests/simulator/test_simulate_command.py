@@ -46,6 +46,7 @@ def test_simulate_prints_a_table_for_people(command, trace):
     assert outcome.code == 0
     for name in ("hit rate", "lru", "moe-infinity-v3", "activation-aware", "belady", str(trace)):
         assert name in outcome.out
+    assert outcome.out.splitlines()[-1].startswith("Times: experts of 13MB (--expert-bytes) over ")
 
 
 def test_simulate_takes_a_folder_and_several_traces(command, trace, folder):
