@@ -42,9 +42,9 @@ def new_memory_rate(num_threads: int) -> float:
     Of up to half of what is free: the first pages are those that somebody has just given back, and
     come faster. Where the machine is virtual, the host may have to give the others first.
     """
-    pieces = min(NEW_BYTES, available_memory_bytes() // 2) // PIECE_BYTES
-    memory_N = np.frombuffer(huge_pages(max(pieces, 1) * PIECE_BYTES), np.uint8)
-    rest = iter(np.split(memory_N, max(pieces, 1)))  # of a list: threads may share it
+    num_pieces = max(min(NEW_BYTES, available_memory_bytes() // 2) // PIECE_BYTES, 1)
+    memory_N = np.frombuffer(huge_pages(num_pieces * PIECE_BYTES), np.uint8)
+    rest = iter(np.split(memory_N, num_pieces))  # of a list: threads may share it
     started = time.perf_counter()
     give_up_at = started + NEW_S
 
