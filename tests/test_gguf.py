@@ -287,6 +287,7 @@ def test_run_takes_a_file_and_answers_as_for_its_checkpoint(demo_file, command):
     assert found["text"] == expected["text"]
 
 
+@pytest.mark.slow
 def test_chat_and_trace_take_a_file_as_its_checkpoint(demo_file, command, tmp_path):
     options = ("--host-memory", "50%", "--exact", "--max-new-tokens", "6")
     found, expected = (

@@ -164,6 +164,7 @@ def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(checkpoint, runs,
     assert all_in_memory.decode.misses == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_threads_that_come_late_do_no_harm(tmp_path, runs):
     """More threads than cores: some are still in a call of one layer while others are in the next,
