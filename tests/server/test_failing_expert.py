@@ -113,13 +113,12 @@ def streamed(reply: httpx.Response) -> str:
 PROMPTS = [[7, 20, 33, 46], list(range(5, 45)), [99], list(range(60, 80))]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mixtral"]
-    + [
-        pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "qwen3_next", "lfm2_moe")
-    ],
-)
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "qwen3_next", "lfm2_moe")
+]
+
+
+@pytest.mark.parametrize("name", ["mixtral", *SLOW])
 def test_a_step_that_fails_once_is_computed_again_from_where_it_began(name, tmp_path, monkeypatch):
     (architecture, *_) = discover.architectures_in(name)
     tiny.tiny_model(architecture).save_pretrained(tmp_path)
