@@ -26,6 +26,7 @@ SIZE = re.compile(r"\d+(?:\.\d+)?[GM]i?B")
 
 # Commands that are not run, by how they begin, and why.
 NOT_RUN = {
+    "python3 -m venv": "an environment without what tests need",
     "make": "installs, or needs a checkout of its own",
     "source": "changes the shell",
     "pip install": "installs",

@@ -24,7 +24,11 @@ pytestmark = [
     pytest.mark.skipif(find_spec("build") is None, reason="needs the package build"),
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a clone: git names the files"),
 ]
-PAGE = {f"moe_infinity/server/page/{file.name}" for file in ROOT.glob("moe_infinity/server/page/*")}
+DATA = {
+    str(file.relative_to(ROOT))
+    for pattern in ("server/page/*", "pictures/page/*", "planning/curves.json", "py.typed")
+    for file in ROOT.glob(f"moe_infinity/{pattern}")
+}
 MODULES = {str(file.relative_to(ROOT)) for file in ROOT.glob("moe_infinity/**/*.py")}
 
 
@@ -68,11 +72,11 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed
     return Installed(folder)
 
 
-def test_the_wheel_has_all_modules_the_page_and_the_licence_and_nothing_else(dist):
+def test_the_wheel_has_all_modules_their_pages_and_curves_and_the_licence_and_nothing_else(dist):
     (wheel,) = dist.glob("moe_infinity-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     own = {name for name in names if ".dist-info/" not in name}
-    assert own == {*MODULES, *PAGE, "moe_infinity/py.typed"}
+    assert own == {*MODULES, *DATA}
     assert [name for name in names if name.endswith("/licenses/LICENSE")]
 
 

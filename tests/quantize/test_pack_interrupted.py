@@ -216,13 +216,16 @@ def test_two_runs_at_once_are_refused(source, tmp_path):
 
 
 # Runs the packer in forks, as its imports take seconds, and kills them before call N of those that
-# write. {"source", "folder", "shard_bytes", "kills": [[N, ...], ...]}: each list is a folder made
-# in so many runs; N below 1 counts from the end of an uninterrupted run.
+# write. With one thread: a fork has none of torch's others, and would wait for them forever.
+# {"source", "folder", "shard_bytes", "kills": [[N, ...], ...]}: each list is a folder made in so
+# many runs; N below 1 counts from the end of an uninterrupted run.
 KILLER = """
 import json, os, signal, sys
 from pathlib import Path
+import torch
 from moe_infinity.quantize import pack_checkpoint
 
+torch.set_num_threads(1)
 job = json.loads(sys.argv[1])
 count, last = 0, None
 
@@ -265,7 +268,7 @@ def check_killed(source: Path, folder: Path, kills: list[list[int]], *, at_least
     At least so many runs are to be killed: a later one has less to do and may end before that."""
     job = {"source": str(source), "folder": f"{folder}/", "shard_bytes": SHARD_BYTES}
     args = [sys.executable, "-c", KILLER, json.dumps(job | {"kills": kills})]
-    done = subprocess.run(args, capture_output=True, text=True, check=True)
+    done = subprocess.run(args, capture_output=True, text=True, check=True, timeout=500)
     assert int(done.stdout) >= at_least
     names = {path.name for path in folder.iterdir()}
     assert names == {"expected", *(str(number) for number in range(len(kills)))}
