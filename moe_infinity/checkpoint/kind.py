@@ -49,13 +49,11 @@ def find_kind(
     if config_from is not None:
         raise ConfigError(f"config_from is for GGUF files, {checkpoint} has its own config")
     path = Path(checkpoint)
-    if path.is_file():
-        raise CheckpointError(
-            f"{checkpoint}: not a folder; give a checkpoint folder or a hub id\n"
-            f"hint: its folder is {path.parent}"
-        )
     if not path.is_dir() and (path.exists() or checkpoint.startswith((".", "/", "~"))):
-        raise CheckpointError(f"{checkpoint}: not a folder; give a checkpoint folder or a hub id")
+        hint = f"\nhint: its folder is {path.parent}" if path.is_file() else ""
+        raise CheckpointError(
+            f"{checkpoint}: not a folder; give a checkpoint folder or a hub id{hint}"
+        )
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(
             f"{checkpoint}: no usable config.json: the folder has none\n"

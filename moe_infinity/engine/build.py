@@ -168,8 +168,8 @@ def _warn_of_slow_experts(plan: Plan, computers: Sequence[LayerComputer]) -> Non
         kinds = ", ".join(sorted({weight.kind for weight in weights}))
         logger.warning(
             "no kernel reads the experts of %d of %d layers (types: %s): each use unpacks them, "
-            "which is slow\nhint: docs/checkpoints.md says which experts kernels read", len(slow),
-            len(computers), kinds,
+            "which is slow\nhint: some types, and experts of few columns, have none "
+            "(docs/checkpoints.md)", len(slow), len(computers), kinds,
         )  # fmt: skip
 
 

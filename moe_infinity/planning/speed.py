@@ -23,7 +23,7 @@ from moe_infinity.planning.sizes import ModelSizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What is neither a size nor a rate of the machine. Seconds are those of two cores."""
+    """What is neither a size nor a rate of the machine. Seconds were measured on two cores."""
 
     # Python beside the kernels: 2.3 ms a step of 7 layers, all resident (docs/performance.md,
     # "Where the time goes"); 4.4 to 5.6 ms where each layer may have to wait (docs/log.md,

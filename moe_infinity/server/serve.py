@@ -80,7 +80,7 @@ def _explaining(config: ServeConfig) -> Iterator[None]:
         yield
     except (OSError, UnicodeError) as error:  # UnicodeError: an impossible host name
         address = address_of(config.host, config.port)
-        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
         hint = "\nhint: --port names another one" if is_taken else ""
         raise ConfigError(f"cannot listen on {address}: {error}{hint}") from error
 
