@@ -6,11 +6,11 @@
 
 Of each round and limit first a plan is made, then the model runs; each in a process and a memory
 cgroup of its own, files cold. A run loads the model, then gets prompts with decode steps after
-each. The first is the cold one; of the others the median prompt and the mean token count. Texts
-differ much: with 110 slots of 896, two of 48 tokens had hit rates of 0.18 and 0.30. So there are
-several, and hit rates come from a trace of those that lie between them in the same source. Medians
-over rounds, ratios of one round's pair. Needs the right to make cgroups, and a machine on which
-nothing else runs.
+each. The first is the cold one; of the others the prompt's median time and the token's mean time
+count. Texts differ much: with 110 slots of 896, two of 48 tokens had hit rates of 0.18 and 0.30. So
+there are several, and hit rates come from a trace of those that lie between them in the same
+source. Medians over rounds, ratios of one round's pair. Needs the right to make cgroups, and a
+machine on which nothing else runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -124,13 +124,13 @@ def pairs(args: argparse.Namespace, trace: str) -> Iterator[tuple[str, dict[str,
     ids = token_ids(args.model)
     common = {"model": str(args.model), "prompt": args.prompt}
     length = args.prompt + args.decode
-    num_texts = TEXTS * (1 + TRACED)
-    if num_texts * length > len(ids):
-        raise SystemExit(f"{num_texts * length} tokens are needed, the source has {len(ids)}")
-    texts = [ids[at * length : (at + 1) * length] for at in range(num_texts)]
-    of_run = list(chain(*texts[:: 1 + TRACED]))
-    of_trace = chain(*(text for at, text in enumerate(texts) if at % (1 + TRACED)))
-    traced = {"ids": list(of_trace), "output": trace}
+    group = (1 + TRACED) * length  # a text of the run, and those of the trace after it
+    if TEXTS * group > len(ids):
+        raise SystemExit(f"{TEXTS * group} tokens are needed, the source has {len(ids)}")
+    groups = [ids[at * group : (at + 1) * group] for at in range(TEXTS)]
+    of_run = [token for ids_T in groups for token in ids_T[:length]]
+    of_trace = [token for ids_T in groups for token in ids_T[length:]]
+    traced = {"ids": of_trace, "output": trace}
     cell = {"kind": "trace", **common, "decode": args.decode, **traced}
     first = result_of(start(FILE, cell, None))  # compiles kernels, too
     if "failed" in first:

@@ -57,8 +57,7 @@ hypothesis.settings.load_profile("tests")
 ABSENT = [name for name in ("fastapi", "openai", "uvicorn") if find_spec(name) is None]
 collect_ignore = ["server"] if ABSENT else []
 
-CUDA_TESTS = Path(__file__).parent / "cuda"
-CUDA_KERNEL_TESTS = Path(__file__).parent / "kernels" / "cuda"
+TESTS = Path(__file__).parent
 VOCAB_SIZE = 128
 SPECIAL_TOKENS = ("<unk>", "<eos>", "<pad>")
 
@@ -84,7 +83,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(CUDA_TESTS) or item.path.is_relative_to(CUDA_KERNEL_TESTS):
+        if "cuda" in item.path.relative_to(TESTS).parts:
             item.add_marker("gpu_code")
     leave_diagonals_fast(marked("grid", items))
     leave_samples_fast(marked("sample", items))
