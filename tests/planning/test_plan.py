@@ -129,6 +129,7 @@ def test_a_page_fits_a_terminal_of_100_columns(published, machine, context):
 def test_a_page_names_what_was_assumed_and_the_source_of_the_hit_rate(published):
     text = page(planned(published("Qwen3-30B-A3B"), "ram=32GiB,disk=3GB/s"))
     assert "50 GB/s memory (assumed)" in text
+    assert "5 GB/s new memory (assumed)" in text
     assert "3 GB/s random reads of the disk," in text
     assert "curve of DeepSeek-V2-Lite, recorded" in text
 
