@@ -22,7 +22,7 @@ from peers_plan import (
 )
 from peers_rows import Found, Row, rows
 
-from moe_infinity.bench.llama_process import BATCH, MICRO_BATCH
+from moe_infinity.tools.bench.llama_process import BATCH, MICRO_BATCH
 
 SYSTEMS = (OURS, EXACT, LLAMA_CPP)
 ONE, MANY = (WARM.index(Prompt(count, 32, NUM_DECODED)) for count in (1, NUM_SEQUENCES))
