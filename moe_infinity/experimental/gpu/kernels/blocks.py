@@ -13,19 +13,9 @@ import triton.language as tl
 
 
 @triton.jit
-def block_sums(slot, is_there, row_R, x_NC, first_N, MATRIX: tl.constexpr):
-    """[R, N] in float32: the sums of weights times x."""
-    values_RNC, scale_RN, minimum_RN = _block(slot, is_there, row_R, first_N, MATRIX)
-    sums_RN = scale_RN * tl.sum(values_RNC.to(tl.float32) * x_NC[None, :, :], 2)
-    if MATRIX.kind == "q4_k":
-        sums_RN -= minimum_RN * tl.sum(x_NC, 1)[None, :]
-    return sums_RN
-
-
-@triton.jit
 def block_values(slot, row_R, first_N, MATRIX: tl.constexpr):
-    """[R, N, C] in float32: the weights."""
-    values_RNC, scale_RN, minimum_RN = _block(slot, True, row_R, first_N, MATRIX)
+    """Return [R, N, C] in float32: the weights."""
+    values_RNC, scale_RN, minimum_RN = _block(slot, row_R, first_N, MATRIX)
     values_RNC = values_RNC.to(tl.float32) * scale_RN[:, :, None]
     if MATRIX.kind == "q4_k":
         values_RNC -= minimum_RN[:, :, None]
@@ -33,14 +23,14 @@ def block_values(slot, row_R, first_N, MATRIX: tl.constexpr):
 
 
 @triton.jit
-def _block(slot, is_there, row_R, first_N, MATRIX: tl.constexpr):
+def _block(slot, row_R, first_N, MATRIX: tl.constexpr):
     """Whole numbers [R, N, C], their scale [R, N], and what is to be subtracted after that."""
     ROW_BYTES: tl.constexpr = MATRIX.weight.values.shape[1]
     chunk_N = first_N // MATRIX.chunk
     at_RN = row_R.to(tl.int64)[:, None] * ROW_BYTES
     at_RN += (chunk_N // MATRIX.chunks_of_block * MATRIX.block_bytes)[None, :]
     block_RN = slot + MATRIX.weight.values.offset + at_RN
-    there_RN = (is_there & (first_N < MATRIX.num_columns))[None, :]
+    there_RN = (first_N < MATRIX.num_columns)[None, :]
     chunk_N = chunk_N % MATRIX.chunks_of_block
     column_C = tl.arange(0, MATRIX.chunk)
     if MATRIX.kind == "q8_0":

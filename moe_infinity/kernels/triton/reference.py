@@ -1,7 +1,7 @@
-"""The reference of the Triton kernels, in plain PyTorch and Python: the experts of one MoE layer,
-from the addresses of their slots, which are in host memory.
+"""What the kernels of experts.py compute, in plain PyTorch and Python, from the addresses of slots
+that are in host memory. It is the definition.
 
-Legend: T tokens, K experts per token, D model width, F expert width.
+Legend: T tokens, K experts per token, P = T * K pairs, E experts, D model width.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.layout import SCALES, view_of
-from moe_infinity.experimental.gpu.kernels.slot_mlp import Matrix, SlotMlp
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.triton.slot_mlp import Matrix, SlotMlp
 
 
 def memory_at(address: int, num_bytes: int) -> Tensor:
-    """uint8 [num_bytes], sharing memory that the caller keeps alive."""
+    """Return uint8 [num_bytes], sharing memory that the caller keeps alive."""
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -30,7 +29,7 @@ def compute_pairs(
     pointers_E: Tensor,
     out_PD: Tensor,
 ) -> None:
-    """See experimental/gpu/kernels/experts.py."""
+    """Fill the rows of `out_PD` whose experts have a pointer; see experts.py."""
     top_k = index_TK.shape[1]
     index_P = index_TK.flatten()
     for expert, pointer in enumerate(pointers_E.tolist()):
@@ -52,7 +51,7 @@ def compute_pairs(
 def sum_pairs(
     mlp: SlotMlp, out_PD: Tensor, index_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """See experimental/gpu/kernels/experts.py."""
+    """Return [T, D]: the weighted sums over each token's experts; see experts.py."""
     shape = len(index_TK), out_PD.shape[1]
     sum_TD = torch.zeros(shape, dtype=torch.float32, device="cpu")
     for t, index_K in enumerate(index_TK.tolist()):
@@ -63,12 +62,6 @@ def sum_pairs(
     return sum_TD.to(dtype)
 
 
-def gated(gate_up_TC: Tensor, activation: Activation) -> Tensor:
-    """See experimental/gpu/kernels/gated.py."""
-    gate_TF, up_TF = gate_up_TC.float().chunk(2, -1)
-    return activation(gate_TF, up_TF).to(gate_up_TC.dtype)
-
-
 def _bias(matrix: Matrix, slot: Tensor) -> Tensor:
     """[R] in float32."""
     if matrix.bias is None:
@@ -77,7 +70,7 @@ def _bias(matrix: Matrix, slot: Tensor) -> Tensor:
 
 
 def weight_of(matrix: Matrix, slot: Tensor) -> Tensor:
-    """[R, C] in float32: values times scales as they are stored, not rounded."""
+    """Return [R, C] in float32: values times scales as they are stored, not rounded."""
     weight = matrix.weight
     parts = {role: view_of(part, slot) for role, part in weight.parts.items()}
     if weight.unpack is None:

@@ -1,4 +1,6 @@
-"""What an expert computes between its two products, for Triton."""
+"""What an expert computes between its two products, for Triton. kernels/activation.py has the
+definition.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 @triton.jit
 def mlp_hidden(gate, up, ACTIVATION: tl.constexpr):
-    """Of any shape, in float32. Without a gate `up` is not looked at."""
+    """Return the hidden values of any shape, in float32. Without a gate `up` is not looked at."""
     if ACTIVATION.limit < _NO_LIMIT:
         gate = tl.minimum(gate, ACTIVATION.limit, propagate_nan=_NAN)
     hidden = activated(gate, tl.constexpr(ACTIVATION.function), ACTIVATION.alpha)
@@ -22,16 +24,6 @@ def mlp_hidden(gate, up, ACTIVATION: tl.constexpr):
             up = tl.clamp(up, -ACTIVATION.limit, ACTIVATION.limit, propagate_nan=_NAN)
         hidden *= up + ACTIVATION.shift
     return hidden
-
-
-@triton.jit
-def inside(row_R, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr):
-    """Rows beyond the last one become the last. Only where needed: Triton does not know clamped
-    rows to be contiguous.
-    """
-    if NUM_ROWS % ROWS != 0:
-        row_R = tl.minimum(row_R, NUM_ROWS - 1)
-    return row_R
 
 
 @triton.jit
