@@ -15,7 +15,7 @@ from moe_infinity.architectures.layer_parts import (
     router_of,
 )
 from moe_infinity.architectures.packed_linear import is_linear, weight_of
-from moe_infinity.architectures.trials import in_float32
+from moe_infinity.architectures.trial import in_float32
 from moe_infinity.kernels.cpu.decoder import Attention, Gate, Router
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -20,7 +20,7 @@ from moe_infinity.architectures.layer_parts import (
     NORM,
     feed_forward,
 )
-from moe_infinity.architectures.trials import in_float32, is_close
+from moe_infinity.architectures.trial import in_float32, is_close
 from moe_infinity.kernels.cpu.decoder import HALVES, NEIGHBOURS, Attention, DecoderKernel
 from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
 

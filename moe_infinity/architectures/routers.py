@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.layer_parts import experts_of, router_of
-from moe_infinity.architectures.trials import for_trial, is_close
+from moe_infinity.architectures.trial import for_trial, is_close
 from moe_infinity.kernels.cpu.decoder import OF_ALL, OF_CHOSEN, Gate
 from moe_infinity.kernels.cpu.decoder_steps import Attended
 

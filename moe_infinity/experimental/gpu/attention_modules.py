@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from moe_infinity.architectures.angles import Angles
-from moe_infinity.architectures.trials import in_float32, is_close
+from moe_infinity.architectures.trial import in_float32, is_close
 from moe_infinity.experimental.gpu.attention import EXPAND, AttentionSwitch, attention_kernels
 from moe_infinity.experimental.gpu.joined_weights import joined
 from moe_infinity.experimental.gpu.kernels.heads import PAIRS, Heads

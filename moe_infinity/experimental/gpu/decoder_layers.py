@@ -26,7 +26,7 @@ from moe_infinity.architectures.layer_parts import (
     feed_forward,
     router_of,
 )
-from moe_infinity.architectures.trials import in_float32, is_close
+from moe_infinity.architectures.trial import in_float32, is_close
 from moe_infinity.experimental.gpu.norms import FusedNorm, added_up
 
 TRIED_ROWS = 3
