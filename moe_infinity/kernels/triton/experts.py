@@ -244,9 +244,11 @@ def _up(
     up_MR = tl.zeros((TILE, ROWS), tl.float32)
     for column in range(0, GATE.num_columns, COLUMNS):
         x_MC = _load_rows(x_TD, pair_M // TOP_K, is_pair_M, column, GATE, COLUMNS)
-        gate_MR = _product(x_MC, LOAD(slot, valid_R, column, GATE, COLUMNS), gate_MR)
+        gate_RC = LOAD(slot, valid_R, column, GATE, COLUMNS).to(x_MC.dtype)
+        gate_MR = product(x_MC, tl.trans(gate_RC), gate_MR)
         if UP is not None:
-            up_MR = _product(x_MC, LOAD(slot, valid_R, column, UP, COLUMNS), up_MR)
+            up_RC = LOAD(slot, valid_R, column, UP, COLUMNS).to(x_MC.dtype)
+            up_MR = product(x_MC, tl.trans(up_RC), up_MR)
     if MLP.weighs_input:
         weight_M1 = tl.load(weights_P + pair_M, mask=is_pair_M, other=0.0).to(tl.float32)[:, None]
         gate_MR *= weight_M1
@@ -282,7 +284,8 @@ def _down(
     out_MR = tl.zeros((TILE, ROWS), tl.float32)
     for column in range(0, DOWN.num_columns, COLUMNS):
         hidden_MC = _load_rows(hidden_PF, pair_M, is_pair_M, column, DOWN, COLUMNS)
-        out_MR = _product(hidden_MC, LOAD(slot, valid_R, column, DOWN, COLUMNS), out_MR)
+        down_RC = LOAD(slot, valid_R, column, DOWN, COLUMNS).to(hidden_MC.dtype)
+        out_MR = product(hidden_MC, tl.trans(down_RC), out_MR)
     out_MR += _load_bias(slot, valid_R, DOWN)[None, :]
     _store(out_PD, out_MR, pair_M, is_pair_M, row_R, DOWN)
 
@@ -329,12 +332,12 @@ def _load_bias(slot, row_R, MATRIX: tl.constexpr):
 
 
 @triton.jit
-def _product(x_MC, weight_RC, sum_MR):
-    weight_CR = tl.trans(weight_RC.to(x_MC.dtype))
+def product(left_MK, right_KN, sum_MN):
+    """Return [M, N]: a sum and the product of two matrices of one dtype, added in float32."""
     if _IS_INTERPRETED:  # the interpreter multiplies the bits of a bfloat16 as whole numbers
-        x_MC = x_MC.to(tl.float32)
-        weight_CR = weight_CR.to(tl.float32)
-    return tl.dot(x_MC, weight_CR, sum_MR, input_precision="ieee")
+        left_MK = left_MK.to(tl.float32)
+        right_KN = right_KN.to(tl.float32)
+    return tl.dot(left_MK, right_KN, sum_MN, input_precision="ieee")
 
 
 @triton.jit

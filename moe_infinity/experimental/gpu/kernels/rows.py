@@ -1,8 +1,9 @@
-"""Queries and keys of tokens, made of products in one kernel: norms of heads and rotary positions.
-experimental/gpu/kernels/rotary_reference.py has the definition.
+"""What is computed row by row, each in one kernel where modules launch several: RMSNorm with the
+sum before it, what an MLP computes between its products, and queries and keys made of products, with
+norms of heads and rotary positions. reference.py has the definitions.
 
-Legend: B tokens, H heads of queries, G of keys, d columns of a head, C columns of a row, R pairs of
-columns that are rotated together.
+Legend: T or B tokens, D model width, F width of an MLP, H heads of queries, G of keys, d columns of
+a head, C columns of a row, R rows, or pairs of columns that are rotated together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,131 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_infinity.experimental.gpu.kernels.heads import Heads
+from moe_infinity.experimental.gpu.kernels.descriptions import Heads
+from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.triton.activation import mlp_hidden
+
+GATED_COLUMNS = 512  # of a program of gated()
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, form: str) -> Tensor:
+    """Return the norm of x, [..., D]. `weight_D` is contiguous, and on the device of x."""
+    return _launch(x, (), weight_D, eps, form)[1]
+
+
+def add_rms_norm(
+    x: Tensor, added: tuple[Tensor, ...], weight_D: Tensor, eps: float, form: str
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of x and one or two others, [..., D] each and of one dtype, and its norm."""
+    assert all(t.shape == x.shape and t.dtype == x.dtype for t in added), (x.shape, added)
+    return _launch(x, added, weight_D, eps, form)
+
+
+def _launch(
+    x: Tensor, added: tuple[Tensor, ...], weight_D: Tensor, eps: float, form: str
+) -> tuple[Tensor, Tensor]:
+    width = len(weight_D)
+    rows = x.flatten(0, -2) if x.stride(-1) == 1 else x.contiguous().flatten(0, -2)
+    one, other = (*(t.contiguous() for t in added), None, None)[:2]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(out) if added else x
+    _rms_norm[(len(rows),)](
+        rows,
+        one,
+        other,
+        weight_D,
+        total,
+        out,
+        rows.stride(0),
+        eps,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        FORM=form,
+        enable_fp_fusion=True,
+    )
+    return total, out
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _rms_norm(
+    x_RD,
+    one_RD,
+    other_RD,
+    weight_D,
+    sum_RD,
+    out_RD,
+    x_row,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    DTYPE: tl.constexpr = out_RD.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column_D = tl.arange(0, BLOCK)
+    is_column_D = column_D < WIDTH
+    at_D = row * WIDTH + column_D
+    x_D = _load(x_RD + row * x_row + column_D, is_column_D)
+    if one_RD is not None:
+        added_D = _load(one_RD + at_D, is_column_D)
+        if other_RD is not None:
+            added_D += _load(other_RD + at_D, is_column_D)
+            added_D = added_D.to(DTYPE).to(tl.float32)
+        x_D = (x_D + added_D).to(DTYPE)
+        tl.store(sum_RD + at_D, x_D, mask=is_column_D)
+        x_D = x_D.to(tl.float32)
+    weight = _load(weight_D + column_D, is_column_D)
+    normed_D = x_D * tl.rsqrt(tl.sum(x_D * x_D, 0) / WIDTH + eps)
+    if FORM == "rounded twice":
+        normed_D = normed_D.to(DTYPE).to(tl.float32)
+    if FORM == "plus one":
+        weight += 1.0
+    normed_D *= weight
+    tl.store(out_RD + at_D, normed_D.to(DTYPE), mask=is_column_D)
+
+
+@triton.jit
+def _load(at, mask):
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+def gated(gate_up_TC: Tensor, activation: Activation) -> Tensor:
+    """Return [T, F] for [T, 2 F], in which all columns of gate are before those of up. Rounded
+    once.
+    """
+    num_tokens, num_columns = gate_up_TC.shape
+    assert activation.is_gated, activation
+    assert gate_up_TC.is_contiguous(), gate_up_TC.stride()
+    width = num_columns // 2
+    dtype = gate_up_TC.dtype
+    hidden_TF = torch.empty(num_tokens, width, dtype=dtype, device=gate_up_TC.device)
+    _gated[(num_tokens, triton.cdiv(width, GATED_COLUMNS))](
+        gate_up_TC,
+        hidden_TF,
+        WIDTH=width,
+        ACTIVATION=activation,
+        COLUMNS=GATED_COLUMNS,
+        enable_fp_fusion=True,
+    )
+    return hidden_TF
+
+
+@triton.jit
+def _gated(
+    gate_up_TC,
+    hidden_TF,
+    WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column_F = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column_F = column_F < WIDTH
+    gate = gate_up_TC + token * (2 * WIDTH) + column_F
+    gate_F = tl.load(gate, mask=is_column_F, other=0.0).to(tl.float32)
+    up_F = tl.load(gate + WIDTH, mask=is_column_F, other=0.0).to(tl.float32)
+    hidden_F = mlp_hidden(gate_F, up_F, ACTIVATION).to(hidden_TF.dtype.element_ty)
+    tl.store(hidden_TF + token * WIDTH + column_F, hidden_F, mask=is_column_F)
 
 
 def make_heads(
@@ -24,7 +149,7 @@ def make_heads(
     sin_BR: Tensor,
     heads: Heads,
 ) -> tuple[Tensor, Tensor]:
-    """[B, H, d] and [B, G, d] in the dtype of the rows, whose first columns are the heads' side by
+    """Return [B, H, d] and [B, G, d] in the dtype of the rows, whose first columns are the heads' side by
     side; rows may be parts of longer ones. Norms have a weight for each column of a head, or of all
     heads; without one there is none. Cosines and sines are float32; with one row they are those of
     every token.

@@ -5,7 +5,7 @@
     fill      many programs for each missed expert; those that are not needed end at once
 
 Both run in every MoE layer of a captured step. device_table.py has the rules they share with the
-host, resolve_reference.py the plain code that defines what they do.
+host, reference.py the plain code that defines what they do.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WORD_BYTES = tl.constexpr(WORD_BYTES)
 
 
 def resolve(table: DeviceTable, moe_layer_idx: int, top_k_index_TK: Tensor) -> Tensor:
-    """int64 [E]: the addresses of the experts that pairs use, 0 for the others.
+    """Return int64 [E]: the addresses of the experts that pairs use, 0 for the others.
 
     A missed expert takes one slot, whose bytes are there after fill(). `top_k_index_TK`, int64, has
     at most `table.max_pairs` pairs, -1 for one without an expert. The result is overwritten by the
