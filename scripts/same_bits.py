@@ -37,6 +37,7 @@ import transformers
 from torch import Tensor
 
 from moe_infinity import MoE
+from moe_infinity.cluster.model import ClusterMoE
 from tests import gguf_files, quantized_checkpoints
 from tests.remote_code.checkpoints import MODELS as REMOTE_CODE
 from tests.remote_code.checkpoints import save_remote_code_model
@@ -257,7 +258,8 @@ def cases_of_demo() -> list[Case]:
         runs[f"demo, {policy}"] = small | PRELOADS["off"] | {"policy": policy, "exact": True}
     cases = []
     for name, options in runs.items():
-        with MoE(DEMO, device="cpu", **options) as moe:
+        model_class = ClusterMoE if "expert_hosts" in options else MoE
+        with model_class(DEMO, device="cpu", **options) as moe:
             for prompt in PROMPTS:
                 inputs = moe.tokenizer(prompt, return_tensors="pt")
                 tokens = moe.generate(**inputs, max_new_tokens=32, do_sample=False)
