@@ -29,14 +29,14 @@ class Bookkeeping:
         layer_bytes: Sequence[int],
         predictor: Predictor | None,
         keeps_history: bool,  # what the predictor has learned is wanted in the end
-        own_LE: NDArray[np.bool_] | None = None,  # computed here, may change; None: all
+        local_LE: NDArray[np.bool_] | None = None,  # computed here, may change; None: all
     ) -> None:
         self.tiers = tiers
         self.keys = keys
         self.total_experts = sum(map(len, keys))
         # [MoE layers, experts of the widest]: False where a layer has fewer experts.
         self.exists_LE = np.array([[e < len(own) for e in range(num_experts)] for own in keys])
-        self.own_LE = self.exists_LE if own_LE is None else own_LE
+        self.local_LE = self.exists_LE if local_LE is None else local_LE
         self.predictor = predictor
         self.recorder = Recorder(len(keys), num_experts)
         self.counters = Counters()
@@ -44,10 +44,10 @@ class Bookkeeping:
         self._layer_bytes = layer_bytes
         self._keeps_history = keeps_history
 
-    def own_keys(self, moe_layer_idx: int) -> Sequence[ExpertKey]:
+    def local_keys(self, moe_layer_idx: int) -> Sequence[ExpertKey]:
         """Of the experts of a layer that are computed here."""
-        is_own_E = self.own_LE[moe_layer_idx]
-        return [key for key in self.keys[moe_layer_idx] if is_own_E[key.expert_idx]]
+        is_local_E = self.local_LE[moe_layer_idx]
+        return [key for key in self.keys[moe_layer_idx] if is_local_E[key.expert_idx]]
 
     def note_begin(self, step: Step) -> None:
         """A forward pass begins."""
