@@ -102,22 +102,6 @@ class Bookkeeping:
         counters = self.counters.of(self.recorder.step.phase)
         counters.add_lookups(len(routing.activated), 0, 0)
 
-    def note_layer(self, moe_layer_idx: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
-        """A layer of the decode step that began last, as the device has decided it. If the layer
-        had fewer tokens than the step, it is not known which ones, and recorder and predictor skip
-        the layer.
-        """
-        routing = Routing.of_experts(index_TK, None)
-        if routing.num_tokens != self.recorder.step.num_tokens:
-            routing = routing._replace(experts_TK=None)
-        self.note_routing(moe_layer_idx, routing)
-        keys = [self.keys[moe_layer_idx][expert_idx] for expert_idx in routing.activated]
-        copied = [key for key in keys if key in missed]
-        self.counters.decode.add_lookups(len(keys) - len(copied), 0, len(copied))
-        device, host = self.tiers
-        device.table.note_use(keys)
-        host.table.note_use(copied)
-
     def note_loads(self, moe_layer_idx: int, num_read: int) -> None:
         """The step that began last reads `num_read` experts of this layer from disk."""
         counters = self.counters.of(self.recorder.step.phase)

@@ -20,6 +20,7 @@ from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.engine.experts import Experts
+from moe_infinity.engine.kernel_trial import use_kernel
 from moe_infinity.engine.layer import LayerPath
 from moe_infinity.engine.preloader import Preloader
 from moe_infinity.experts import ExpertKey
@@ -138,6 +139,9 @@ def _layer_path(
         )
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     ]
+    if isinstance(tier.slots, DeviceSlots) and not config.is_exact:
+        is_required = config.experts_implementation == "fast"
+        use_kernel(plan, computers, tier.slots, is_required=is_required)
     _warn_of_slow_experts(plan, computers)
     is_on_cpu = isinstance(tier.mover, Mover)
     prefetcher = None

@@ -6,16 +6,16 @@ Kernels read experts of any class that compute two products with a known activat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.recipe import Recipe
-from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation, find_activation
+from moe_infinity.kernels.triton.slot_mlp import Matrix, SlotMlp, plain_matrix, slot_mlp
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts
@@ -37,8 +37,14 @@ def fused_layer(layer: ExpertsModule, recipes: LayerRecipes) -> FusedExperts | N
     )
 
 
-def slot_layer(layer: ExpertsModule, recipes: LayerRecipes) -> SlotMlp | None:
-    """For a GPU. None: its kernels do not read the experts."""
+def slot_layer(
+    layer: ExpertsModule,
+    recipes: LayerRecipes,
+    matrix_of: Callable[[WeightLayout], Matrix | None] = plain_matrix,
+) -> SlotMlp | None:
+    """Describe the experts of a layer for the kernel of a GPU. None: it does not read them.
+    `matrix_of` knows the weights that it reads.
+    """
     mlp = _two_products(layer, recipes)
     if mlp is None or len(mlp.down) != 1:
         return None
@@ -49,6 +55,7 @@ def slot_layer(layer: ExpertsModule, recipes: LayerRecipes) -> SlotMlp | None:
         biases=mlp.biases,
         is_interleaved=mlp.is_interleaved,
         weighs_input=layer.adapter.weighs_input,
+        matrix_of=matrix_of,
     )
 
 

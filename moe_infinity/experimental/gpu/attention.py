@@ -10,7 +10,6 @@ Private names of transformers used here: `_attn_implementation_internal` of conf
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.modeling_utils import AttentionInterface
 
+from moe_infinity.architectures.trial import Differs, Verdict, verdict
 from moe_infinity.errors import ConfigError
-from moe_infinity.experimental.gpu.cached_step import NAME, AttentionKernels, Place
-from moe_infinity.kernels import has_triton_kernels
+from moe_infinity.experimental.gpu.cached_step import NAME, Place
 
 ATTENTION = "moe_infinity"  # the name of our attention in transformers
 IMPLEMENTATION = "_attn_implementation_internal"
@@ -35,8 +34,6 @@ TRIED_STEPS = 2
 # that is one token off changes it by 0.11. Rounding changed tiny random models by up to 0.04.
 TOLERANCES = {torch.float32: 1e-4}
 TOLERANCE = 0.1  # of numbers that are rounded to 8 or 11 bits
-
-logger = logging.getLogger(__name__)
 
 
 def attend_cached(
@@ -83,30 +80,15 @@ def _attend_latent(
     width = module.qk_nope_head_dim
     expand_Hor = module.kv_b_proj.weight.view(query_BHd.shape[1], -1, latent_B1r.shape[2])
     query_HBr = query_BHd[..., :width].transpose(0, 1) @ expand_Hor[:, :width]
-    out_BHv: Tensor = place.kernels.attend_latent(
+    sum_BHr: Tensor = place.kernels.attend_latent(
         query_HBr.transpose(0, 1),
         query_BHd[..., width:],
         latent_B1r[:, 0],
         rotated_B1p[:, 0],
-        expand_Hor[:, width:],
         place.numbers,
         scale=scale,
     )
-    return out_BHv
-
-
-def attention_kernels(device: torch.device) -> AttentionKernels | None:
-    """Triton's for a GPU, else the plain reference; None for a GPU without triton."""
-    if device.type != "cuda":
-        from moe_infinity.experimental.gpu.kernels import attention_reference as plain
-        from moe_infinity.experimental.gpu.kernels import rotary_reference
-
-        return AttentionKernels(plain.attend, plain.attend_latent, rotary_reference.make_heads)
-    if not has_triton_kernels():
-        return None
-    from moe_infinity.experimental.gpu.kernels import attention, latent_attention, rotary
-
-    return AttentionKernels(attention.attend, latent_attention.attend_latent, rotary.make_heads)
+    return (sum_BHr.transpose(0, 1) @ expand_Hor[:, width:].mT).transpose(0, 1)
 
 
 class AttentionSwitch:
@@ -141,19 +123,14 @@ def _as_they_are(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     return latent, rotated
 
 
-@torch.no_grad()
-def gives_the_same(model: Any, step: Callable[..., Any]) -> bool:
-    """Whether `step`, called as the model is, gives logits of decode steps as the model's own
-    forward does.
+def try_steps(model: Any, step: Callable[..., Any]) -> Verdict[Callable[..., Any]]:
+    """Find out whether `step`, called as the model is, gives logits of decode steps as the model's
+    own forward does.
     """
-    try:
-        return _has_passed(model, step)
-    except Exception as error:  # whatever a model does that wants something else
-        logger.info("the model's own attention is used in decode steps: %s", error)
-        return False
+    return verdict(lambda: _tried(model, step))
 
 
-def _has_passed(model: Any, step: Callable[..., Any]) -> bool:
+def _tried(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     text = model.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) or 0
     num_tokens = max(TRIED_TOKENS, window + 1 if window < MOST_TRIED_TOKENS else 0)
@@ -176,6 +153,7 @@ def _has_passed(model: Any, step: Callable[..., Any]) -> bool:
         wanted = model.forward(past_key_values=cache, **given).logits.float()
         tolerance = TOLERANCES.get(model.dtype, TOLERANCE)
         if not bool((found - wanted).norm() <= tolerance * wanted.norm()):
-            logger.info("the model's own attention is used in decode steps: others differ")
-            return False
-    return int(ours.get_seq_length()) == num_tokens + TRIED_STEPS
+            raise Differs("attention by kernels gives other logits")
+    if int(ours.get_seq_length()) != num_tokens + TRIED_STEPS:
+        raise Differs("a decode step does not take its token into the cache")
+    return step

@@ -20,24 +20,18 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from moe_infinity.architectures import growing_cache
-from moe_infinity.experimental.gpu.kernels.cached_layer import CachedLayer
+from moe_infinity.experimental.gpu.kernels import Kernels
+from moe_infinity.experimental.gpu.kernels.descriptions import CachedLayer
+from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES
 
 NAME = "_moe_infinity_place"  # an attribute of cache layers and of new keys, in a step
-
-
-class AttentionKernels(NamedTuple):
-    """Their signatures are those of experimental/gpu/kernels/attention.py and rotary.py."""
-
-    attend: Callable[..., Tensor]
-    attend_latent: Callable[..., Tensor]
-    make_heads: Callable[..., tuple[Tensor, Tensor]]
 
 
 class Place(NamedTuple):
     """Where one layer has the new token of each sequence."""
 
     numbers: Tensor  # int64, a CachedLayer, on the device
-    kernels: AttentionKernels
+    kernels: Kernels
 
 
 class CannotBeCaptured(RuntimeError):
@@ -47,7 +41,7 @@ class CannotBeCaptured(RuntimeError):
 class CachedSteps:
     """The caches of one model, one step at a time."""
 
-    def __init__(self, device: torch.device, kernels: AttentionKernels) -> None:
+    def __init__(self, device: torch.device, kernels: Kernels) -> None:
         self._device = device
         self._kernels = kernels
         self._table_LN = torch.empty(0, 0, dtype=torch.int64, device=device)
@@ -70,6 +64,8 @@ class CachedSteps:
         if mask_BN is not None and max(lengths) > mask_BN.shape[1]:
             return None
         rows = [_numbers(*room, mask_BN) for room in rooms]
+        if not all(map(_is_aligned, rooms)):
+            return None
         self._upload(rows)
         places = [Place(numbers, self._kernels) for numbers in self._table_LN.unbind()]
         return CachedStep(growing, places, mask_BN, _states_of(cache.layers))
@@ -133,6 +129,12 @@ def _states_of(layers: Sequence[Any]) -> list[int]:
     recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
     states = [s for layer in recurrent for s in (layer.conv_states, layer.recurrent_states)]
     return [state.data_ptr() for by_idx in states for state in by_idx.values() if state is not None]
+
+
+def _is_aligned(room: tuple[Tensor, Tensor]) -> bool:
+    """True if kernels can load 16 bytes at once of each row."""
+    at = (n for t in room for n in (t.data_ptr(), *(t.itemsize * step for step in t.stride()[:3])))
+    return not any(number % LOAD_BYTES for number in at)
 
 
 def _numbers(keys: Tensor, values: Tensor, mask_BN: Tensor | None) -> CachedLayer:

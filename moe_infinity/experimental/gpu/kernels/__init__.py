@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_infinity.engine.slots import PairKernels
+
 
 class Kernels(NamedTuple):
     """One kernel of each kind. reference.py says what each computes."""
@@ -27,6 +29,11 @@ class Kernels(NamedTuple):
     gated: Callable[..., Tensor]
     router_logits: Callable[..., Tensor]
     choose: Callable[..., tuple[Tensor, Tensor]]
+
+    @property
+    def pairs(self) -> PairKernels:
+        """Those that a step of the host needs, too."""
+        return PairKernels(self.compute_pairs, self.sum_pairs)
 
 
 def kernels_for(device: torch.device) -> Kernels:
