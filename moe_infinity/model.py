@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from moe_infinity.architectures import experts_backend
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.architectures.packed_linear import bytes_by_type
+from moe_infinity.architectures.model_parts import bytes_by_type
 from moe_infinity.architectures.step_reader import StepReader
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
