@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.architectures.packed_linear import bytes_by_type
+from moe_infinity.architectures.model_parts import bytes_by_type
 from moe_infinity.architectures.step_reader import StepReader
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
@@ -44,7 +44,6 @@ from moe_infinity.engine.experts import Experts
 from moe_infinity.errors import (
     Cancelled,
     ClosedError,
-    ConfigError,
     TraceError,
     UnsupportedModelError,
 )
@@ -55,7 +54,7 @@ from moe_infinity.predict.history import load_history, save_history
 from moe_infinity.predict.options import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.report import Report, TierOccupancy
-from moe_infinity.streaming import TextStream
+from moe_infinity.streaming import TextStream, check_one_sequence
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -248,14 +247,7 @@ class MoE:
         """
         self._require_open()
         inputs = self.tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else prompt
-        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-            raise ConfigError("stream() takes text, or tokenizer(text, return_tensors='pt')")
-        num_sequences, num_tokens = ids.shape
-        if num_sequences != 1:
-            raise ConfigError(f"stream() takes one sequence, got {num_sequences}; use generate()")
-        if num_tokens == 0:
-            raise ConfigError("the prompt is empty: there is nothing to continue")
+        check_one_sequence(inputs)
         return TextStream(self._generate, self.tokenizer, {**inputs, **kwargs})
 
     def request_eams(self) -> list[RequestEam]:
@@ -319,23 +311,11 @@ class MoE:
         )
 
     def expert_states(self) -> NDArray[np.int8]:
-        """[MoE layers, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
+        """Return [MoE layers, experts], where each expert is now: -1 no such expert, 0 absent, 1
         loading, 2 resident, 3 resident and activated by the last step, 4 resident in a slower tier
-        only. Takes no lock, so a pass never waits for it; an expert that moves meanwhile may be
-        shown where it was.
+        only. It takes no lock, so an expert that moves meanwhile may be shown where it was.
         """
-        bookkeeping = self.engine.bookkeeping
-        table = self.engine.tiers[0].table
-        states_LE = np.where(bookkeeping.exists_LE, 0, -1).astype(np.int8)
-        for tier in self.engine.tiers[1:]:
-            states_LE[tier.table.cells()] = 4
-        states_LE[table.cells()] = 2
-        for key in table.loading_keys():
-            states_LE[key] = 1
-        for moe_layer_idx, activated in enumerate(bookkeeping.activated):
-            here = states_LE[moe_layer_idx, activated] == 2
-            states_LE[moe_layer_idx, np.array(activated, dtype=int)[here]] = 3
-        return states_LE
+        return self.engine.bookkeeping.expert_states()
 
     def check_invariants(self) -> None:
         """Assert that the bookkeeping of slots is consistent; for tests and for doubt."""

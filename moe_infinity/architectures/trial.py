@@ -23,7 +23,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,20 @@ Verdict = Found[Candidate] | FellBack
 
 class Differs(Exception):
     """A search found no candidate that agrees. The message names what differs."""
+
+
+class PathTaken(NamedTuple):
+    """Which code computes one module of a model."""
+
+    kind: str  # "layers", say
+    class_name: str
+    reason: str | None  # why the module's own code computes it; None: a kernel does
+
+    @classmethod
+    def of(cls, kind: str, module: nn.Module, verdict: Verdict[Any]) -> PathTaken:
+        """Return the path that follows from a verdict."""
+        reason = verdict.reason if isinstance(verdict, FellBack) else None
+        return cls(kind, type(module).__name__, reason)
 
 
 class Trial:

@@ -49,6 +49,20 @@ class Bookkeeping:
         is_local_E = self.local_LE[moe_layer_idx]
         return [key for key in self.keys[moe_layer_idx] if is_local_E[key.expert_idx]]
 
+    def expert_states(self) -> NDArray[np.int8]:
+        """Return [MoE layers, experts], where each expert is now, see `MoE.expert_states`."""
+        table = self.tiers[0].table
+        states_LE = np.where(self.exists_LE, 0, -1).astype(np.int8)
+        for tier in self.tiers[1:]:
+            states_LE[tier.table.cells()] = 4
+        states_LE[table.cells()] = 2
+        for key in table.loading_keys():
+            states_LE[key] = 1
+        for moe_layer_idx, activated in enumerate(self.activated):
+            here = states_LE[moe_layer_idx, activated] == 2
+            states_LE[moe_layer_idx, np.array(activated, dtype=int)[here]] = 3
+        return states_LE
+
     def note_begin(self, step: Step) -> None:
         """A forward pass begins."""
         ended = self.recorder.begin_step(step)

@@ -1,7 +1,7 @@
 """Which kernels of ours read the experts of an MoE layer where they lie in their slots.
 
 Kernels read experts of any class that compute two products with a known activation between them
-(kernels/activation.py), and whose weights have one of the layouts that kernels know.
+(architectures/adapters.py), and whose weights have one of the layouts that kernels know.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.architectures.adapters import ExpertsModule, find_activation
+from moe_infinity.architectures.trial import FellBack
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.recipe import Recipe
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.activation import Activation, find_activation
+from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.triton.slot_mlp import Matrix, SlotMlp, plain_matrix, slot_mlp
 
 if TYPE_CHECKING:
@@ -82,9 +83,9 @@ def _two_products(layer: ExpertsModule, recipes: LayerRecipes) -> _TwoProducts |
     is_transposed = bool(layer.is_transposed)
     up, down = (_matrices(filled_by[name], is_transposed=is_transposed) for name in names)
     biases = [_bias(filled_by[name]) for name in bias_names]
-    if activation is None or up is None or down is None or None in biases:
+    if isinstance(activation, FellBack) or up is None or down is None or None in biases:
         return None
-    return _TwoProducts(up, down, [bias for bias in biases if bias is not None], *activation)
+    return _TwoProducts(up, down, [bias for bias in biases if bias is not None], *activation.path)
 
 
 def _matrices(recipe: Recipe, *, is_transposed: bool) -> Sequence[WeightLayout] | None:

@@ -12,9 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_infinity.architectures.adapters import CALL_ATTRIBUTE, ExpertCalls, ExpertsModule
+from moe_infinity.architectures.adapters import (
+    CALL_ATTRIBUTE,
+    ExpertCalls,
+    ExpertsModule,
+    without_gradient,
+)
 from moe_infinity.architectures.early_router import EarlyRouter, Routed
-from moe_infinity.architectures.gradients import without_gradient
 from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import Ints

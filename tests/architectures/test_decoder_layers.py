@@ -15,10 +15,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from moe_infinity import MoE
-from moe_infinity.architectures import decoder_layers, growing_cache
+from moe_infinity.architectures import attention_inputs
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
-from moe_infinity.architectures.decoder_trial import find_attention
-from moe_infinity.architectures.routers import find_gate, gives_experts_alone
+from moe_infinity.architectures.decoder_search import (
+    find_attention,
+    find_experts_alone,
+    find_gate,
+)
+from moe_infinity.architectures.small_batch import KernelLayers
+from moe_infinity.architectures.trial import FellBack, Found
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
@@ -191,15 +196,19 @@ def test_modules_that_fail_in_a_trial_compute_by_their_own_code(tmp_path, part):
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(saved("Mixtral", tmp_path))
     block = model.model.layers[0].mlp
     setattr(block.experts, CALL_ATTRIBUTE, object())
-    assert find_gate(block.gate) is not None
-    assert gives_experts_alone(block)
+    assert isinstance(find_gate(block.gate), Found)
+    assert find_experts_alone(block) == Found(None)
 
     def fail(*_: Any) -> None:
         raise ValueError("wants something else")
 
     vars(block if part == "block" else block.gate)["forward"] = fail
-    assert not gives_experts_alone(block)
-    assert (find_gate(block.gate) is None) == (part == "router")
+    error = FellBack("on trial it raised ValueError: wants something else")
+    assert find_experts_alone(block) == error
+    if part == "router":
+        assert find_gate(block.gate) == error
+    else:
+        assert isinstance(find_gate(block.gate), Found)
 
 
 @pytest.mark.parametrize("has_history", [False, True])
@@ -339,17 +348,17 @@ def test_a_cache_that_grows_is_not_copied_for_every_token():
     cache.update(keys, values, 0)
     layer = cache.layers[0]
     addresses = set()
-    for _ in range(growing_cache.MIN_ROOM):
-        new_keys, new_values = growing_cache.with_room(layer)
+    for _ in range(attention_inputs.MIN_ROOM):
+        new_keys, new_values = attention_inputs.with_room(layer)
         new_keys[:, :, -1] = layer.keys.shape[2]
         new_values[:, :, -1] = -layer.keys.shape[2]
-        growing_cache.take(layer)
+        attention_inputs.add_token(layer)
         addresses.add(layer.keys.data_ptr())
     assert len(addresses) == 1
     assert torch.equal(layer.keys[:, :, :5], keys)
     assert torch.equal(layer.values[:, :, :5], values)
-    assert layer.keys[0, 0, 5:, 0].tolist() == [*range(5, 5 + growing_cache.MIN_ROOM)]
-    assert cache.get_seq_length() == 5 + growing_cache.MIN_ROOM
+    assert layer.keys[0, 0, 5:, 0].tolist() == [*range(5, 5 + attention_inputs.MIN_ROOM)]
+    assert cache.get_seq_length() == 5 + attention_inputs.MIN_ROOM
 
 
 class Scaled(nn.Module):
@@ -370,11 +379,14 @@ class Scaled(nn.Module):
 def test_a_layer_that_computes_a_little_otherwise_is_left_alone(tmp_path):
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(saved("Qwen3Moe", tmp_path))
     layer = model.model.layers[0]
-    assert find_attention(layer, model.model.rotary_emb) is not None
-    assert find_attention(Scaled(layer), model.model.rotary_emb) is None
+    rotations = [model.model.rotary_emb]
+    others = FellBack("the kernel gives other numbers", has_run=True)
+    assert isinstance(find_attention(layer, rotations), Found)
+    assert find_attention(Scaled(layer), rotations) == others
+    assert find_attention(layer, []) == FellBack("the model has no rotary embedding")
     layer.self_attn.scaling *= 1.01
-    assert find_attention(layer, model.model.rotary_emb) is not None
+    assert isinstance(find_attention(layer, rotations), Found)
     other = copy.deepcopy(layer)
     other.self_attn.q_norm.forward = lambda x: x
-    assert find_attention(other, model.model.rotary_emb) is None
-    decoder_layers.use_kernels(Scaled(layer), None)
+    assert isinstance(find_attention(other, rotations), FellBack)
+    KernelLayers(Scaled(layer), None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
-from moe_infinity.architectures.layer_parts import (
+from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,
     RESIDUAL_NORM,
