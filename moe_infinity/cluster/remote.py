@@ -7,6 +7,7 @@ from torch import Tensor
 from moe_infinity.cluster.head import ExpertHosts
 from moe_infinity.engine.engine import LocalExperts, anonymous_step
 from moe_infinity.engine.routing import Routing
+from moe_infinity.engine.slots import SlotWork
 from moe_infinity.experts import Step
 
 
@@ -38,6 +39,7 @@ class RemoteExperts:
         if not self._local.is_next(moe_layer_idx, routing.num_tokens):
             self.begin_step(anonymous_step(routing.num_tokens))
         work = self._local.path.computers[moe_layer_idx].begin(x_TD, routing)
+        assert not isinstance(work, SlotWork), "hosts compute on CPUs"
         asked = self.hosts.ask(moe_layer_idx, routing, work)
         self._local.compute(moe_layer_idx, routing, asked.local, work)
         lost = asked.collect()

@@ -139,7 +139,8 @@ def _layer_path(
         )
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     ]
-    if isinstance(tier.slots, DeviceSlots) and not config.is_exact:
+    is_driven_here = config.gpu_engine == "host"  # another engine has kernels of its own
+    if isinstance(tier.slots, DeviceSlots) and is_driven_here and not config.is_exact:
         is_required = config.experts_implementation == "fast"
         use_kernel(plan, computers, tier.slots, is_required=is_required)
     _warn_of_slow_experts(plan, computers)

@@ -1,8 +1,8 @@
 """The backend of a GPU: one kernel computes the experts that have arrived, where they lie in their
 slots, for any number of tokens (kernels/triton/experts.py).
 
-The output of each pair of token and expert is kept in float32, so the sum over a token's experts has
-one order, whichever arrive first.
+The output of each pair of token and expert is kept in float32, so the sum over a token's experts
+has one order, whichever arrive first.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def _attend_latent(
         place.numbers,
         scale=scale,
     )
-    return (sum_BHr.transpose(0, 1) @ expand_Hor[:, width:].mT).transpose(0, 1)
+    out_HBv: Tensor = sum_BHr.transpose(0, 1) @ expand_Hor[:, width:].mT
+    return out_HBv.transpose(0, 1)
 
 
 class AttentionSwitch:

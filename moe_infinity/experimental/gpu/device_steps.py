@@ -68,9 +68,7 @@ class DeviceSteps:
     run_layer() of every MoE layer; then finish_step().
     """
 
-    def __init__(
-        self, bookkeeping: Bookkeeping, mlps: Sequence[SlotMlp], kernels: Kernels
-    ) -> None:
+    def __init__(self, bookkeeping: Bookkeeping, mlps: Sequence[SlotMlp], kernels: Kernels) -> None:
         """`mlps`: how kernels read the experts of each MoE layer."""
         self._bookkeeping = bookkeeping
         self._mlps = mlps

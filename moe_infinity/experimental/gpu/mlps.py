@@ -8,7 +8,7 @@ activation that kernels know.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,69 +17,55 @@ from torch.nn.functional import linear
 
 from moe_infinity.architectures.adapters import find_activation
 from moe_infinity.architectures.trial import Found
-from moe_infinity.experimental.gpu.joined_weights import joined
-from moe_infinity.experimental.gpu.kernels import reference
-from moe_infinity.kernels import has_triton_kernels
+from moe_infinity.experimental.gpu.kernels import Kernels
 from moe_infinity.kernels.activation import Activation
 
 PRODUCTS = ("gate_proj", "up_proj", "down_proj")
-
-Gated = Callable[[Tensor, Activation], Tensor]
 
 
 class FusedMlp:
     """In place of the forward method of one MLP."""
 
-    def __init__(self, module: Any, activation: Activation, gated: Gated) -> None:
+    def __init__(self, module: Any, activation: Activation, kernels: Kernels) -> None:
         self._stock: Callable[[Tensor], Tensor] = module.forward
         self._activation = activation
-        self._gated = gated
+        self._kernels = kernels
         self._module = module
         self._products = [module.get_submodule(name) for name in PRODUCTS]
         self.weight, self.bias = joined(self._products[:2])
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the stock method."""
-        if torch.is_grad_enabled() or not self._is_as_found():
+        """Compute as the stock method does."""
+        named = dict(zip(PRODUCTS, self._products, strict=True))
+        if torch.is_grad_enabled() or not is_as_before(self._module, named):
             return self._stock(x)
         columns_TC = linear(x.flatten(0, -2), self.weight, self.bias)
-        hidden: Tensor = self._gated(columns_TC, self._activation).unflatten(0, x.shape[:-1])
+        hidden = self._kernels.gated(columns_TC, self._activation).unflatten(0, x.shape[:-1])
         out: Tensor = self._module.down_proj(hidden)
         return out
 
-    def _is_as_found(self) -> bool:
-        """Whether nobody has replaced a product, or watches one."""
-        return all(
-            self._module.get_submodule(name) is own
-            and not (own._forward_hooks or own._forward_pre_hooks)
-            for name, own in zip(PRODUCTS, self._products, strict=True)
-        )
+
+def is_as_before(module: nn.Module, children: dict[str, nn.Module]) -> bool:
+    """Return True if no child was replaced, and none has a hook."""
+    return all(
+        module.get_submodule(name) is child
+        and not (child._forward_hooks or child._forward_pre_hooks)
+        for name, child in children.items()
+    )
 
 
-def fuse_mlps(
-    model: nn.Module, device: torch.device
-) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """The MLPs that kernels can compute, each with its new forward method."""
-    gated = gated_kernel(device)
+def fuse_mlps(model: nn.Module, kernels: Kernels) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Yield the MLPs that kernels can compute, each with its new forward method."""
     for module in list(model.modules()):
-        parts = dict(module.named_children())
-        if all(type(parts.get(name)) is nn.Linear for name in PRODUCTS):
+        children = dict(module.named_children())
+        if all(type(children.get(name)) is nn.Linear for name in PRODUCTS):
             activation = activation_of(module)
             if activation is not None:
-                yield module, FusedMlp(module, activation, gated).forward
-
-
-def gated_kernel(device: torch.device) -> Gated:
-    """Triton's for a GPU, else the plain reference."""
-    if device.type != "cuda" or not has_triton_kernels():
-        return reference.gated
-    from moe_infinity.experimental.gpu.kernels.gated import gated
-
-    return gated
+                yield module, FusedMlp(module, activation, kernels).forward
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """None if the module does anything else than kernels do."""
+    """Return what a module computes between its products; None if kernels do not."""
     tried: Any = copy.copy(module)
     halves = {"gate_proj": _Half(0), "up_proj": _Half(1), "down_proj": nn.Identity()}
     tried._modules = {**module._modules, **halves}
@@ -96,3 +82,28 @@ class _Half(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.chunk(2, -1)[self._which]
+
+
+def joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of layers with the same input as one, for one product in place of several.
+    Each layer's own weight becomes a piece of it, and so its bias. Where only some have a bias the
+    others' is 0.
+    """
+    sizes = [each.out_features for each in linears]
+    with torch.no_grad():
+        weight = torch.cat(tuple(each.weight for each in linears))
+        bias = None
+        if any(each.bias is not None for each in linears):
+            biases = (_bias_of(each) for each in linears)
+            bias = torch.cat(tuple(biases))
+    for each, part in zip(linears, weight.split(sizes), strict=True):
+        each.weight.data = part
+    if bias is not None:
+        for each, part in zip(linears, bias.split(sizes), strict=True):
+            if each.bias is not None:
+                each.bias.data = part
+    return weight, bias
+
+
+def _bias_of(linear: nn.Linear) -> Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias

@@ -115,9 +115,7 @@ def compute_pairs(
     )
 
 
-def _planned(
-    index_TK: Tensor, pointers_E: Tensor, tile: int
-) -> tuple[Tensor, Tensor, Tensor, int]:
+def _planned(index_TK: Tensor, pointers_E: Tensor, tile: int) -> tuple[Tensor, Tensor, Tensor, int]:
     """The pairs by expert; of each tile its expert, its first pair and the end of its expert's
     pairs; how many tiles there are, and how many there could be.
     """

@@ -76,7 +76,8 @@ class AttentionShape:
 
 
 def _rounded_up(width: int) -> int:
-    return max(triton.next_power_of_2(width), TILE)
+    rounded: int = triton.next_power_of_2(width)
+    return max(rounded, TILE)
 
 
 def _chunk(token_bytes: int) -> int:

@@ -254,7 +254,9 @@ def _rotated(x_BHd: Tensor, cos_BR: Tensor, sin_BR: Tensor, first: int, heads: H
     sin = sin_BR[:, None]
     turned = one * cos - other * sin, other * cos + one * sin
     out = x_BHd.clone()
-    joined = torch.stack(turned, -1).flatten(-2) if heads.pairs == NEIGHBOURS else torch.cat(turned, -1)
+    joined = (
+        torch.stack(turned, -1).flatten(-2) if heads.pairs == NEIGHBOURS else torch.cat(turned, -1)
+    )
     out[..., first:stop] = joined.to(x_BHd.dtype)
     return out
 

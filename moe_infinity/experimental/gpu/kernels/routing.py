@@ -58,8 +58,8 @@ def router_logits(x_BD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
 def choose(
     logits_BE: Tensor, correction_E: Tensor | None, choice: ExpertChoice
 ) -> tuple[Tensor, Tensor]:
-    """Return the experts of each token, int64 [B, K], and their weights, [B, K]. `logits_BE` is float32;
-    all is contiguous, and on one device.
+    """Return the experts of each token, int64 [B, K], and their weights, [B, K]. `logits_BE` is
+    float32; all is contiguous, and on one device.
     """
     num_tokens, num_experts = logits_BE.shape
     assert choice.fits(num_experts), (choice, num_experts)

@@ -1,6 +1,6 @@
 """What is computed row by row, each in one kernel where modules launch several: RMSNorm with the
-sum before it, what an MLP computes between its products, and queries and keys made of products, with
-norms of heads and rotary positions. reference.py has the definitions.
+sum before it, what an MLP computes between its products, and queries and keys made of products,
+with norms of heads and rotary positions. reference.py has the definitions.
 
 Legend: T or B tokens, D model width, F width of an MLP, H heads of queries, G of keys, d columns of
 a head, C columns of a row, R rows, or pairs of columns that are rotated together.
@@ -149,10 +149,10 @@ def make_heads(
     sin_BR: Tensor,
     heads: Heads,
 ) -> tuple[Tensor, Tensor]:
-    """Return [B, H, d] and [B, G, d] in the dtype of the rows, whose first columns are the heads' side by
-    side; rows may be parts of longer ones. Norms have a weight for each column of a head, or of all
-    heads; without one there is none. Cosines and sines are float32; with one row they are those of
-    every token.
+    """Return [B, H, d] and [B, G, d] in the dtype of the rows, whose first columns are the heads'
+    side by side; rows may be parts of longer ones. Norms have a weight for each column of a head,
+    or of all heads; without one there is none. Cosines and sines are float32; with one row they are
+    those of every token.
     """
     num_tokens = len(query_BC)
     assert query_BC.stride(1) == key_BC.stride(1) == 1, (query_BC.stride(), key_BC.stride())
