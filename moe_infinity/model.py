@@ -320,7 +320,7 @@ class MoE:
     def check_invariants(self) -> None:
         """Assert that the bookkeeping of slots is consistent; for tests and for doubt."""
         with self._lock:
-            self.engine.check_invariants()
+            self._experts.check_invariants()
 
     def close(self) -> None:
         """Stop the read threads, close the files, write the history if there is to be one. Waits

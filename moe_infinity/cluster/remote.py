@@ -54,6 +54,10 @@ class RemoteExperts:
     def settle(self) -> None:
         """Return at once: each layer waits for its hosts."""
 
+    def check_invariants(self) -> None:
+        """Assert that the bookkeeping of this process is consistent."""
+        self._local.check_invariants()
+
     def close(self) -> None:
         """End all hosts, then close as `LocalExperts.close` does."""
         self.hosts.close()

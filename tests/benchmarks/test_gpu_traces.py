@@ -94,7 +94,7 @@ def test_without_recorded_requests_the_router_decides(tiny_checkpoint, modules):
     prompt = torch.arange(5, 11)[None]
     found = []
     for is_replayed in (False, True):
-        with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        with on_device(tiny_checkpoint, "30%") as moe:
             if is_replayed:
                 replay = modules("gpu_traces").Replay(moe, None)
                 replay.begin(1)

@@ -9,11 +9,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from torch import Tensor
 
 from moe_infinity import MoEInfinityError
 from moe_infinity.experimental.gpu import cached_step
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from tests.experimental.gpu.fast_device import on_device
 from tests.experimental.gpu.no_device import CannotBeCaptured, Captured, capturing
 from tests.sweep import tiny
@@ -37,7 +37,7 @@ def decode_step(architecture: Architecture, folder: Path) -> str:
 def _watched(folder: Path) -> str:
     with (
         capturing(),
-        on_device(folder, "100%", "100%") as moe,
+        on_device(folder, "100%") as moe,
         mock.patch.object(
             SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
         ) as rows,

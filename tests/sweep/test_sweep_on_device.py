@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
+from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 
 from moe_infinity import MoE, MoEInfinityError
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from tests.experimental.gpu.fast_device import on_device
 from tests.sweep import tiny
 from tests.sweep.compare import difference
@@ -47,7 +47,7 @@ TOLERANCE = 1e-4  # of the largest logit, in float32: sums have another order
 def run(checkpoint: Path, device_memory: str) -> tuple[Outcome, bool]:
     """And whether the device decided in a step."""
     with (
-        on_device(checkpoint, device_memory, "100%", dtype="float32") as moe,
+        on_device(checkpoint, device_memory, dtype="float32") as moe,
         mock.patch.object(
             SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
         ) as rows,

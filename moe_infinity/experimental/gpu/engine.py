@@ -145,7 +145,8 @@ class DeviceExperts:
         self.device_steps.conclude()
 
     def check_invariants(self) -> None:
-        """Assert that host and device agree on the residency table."""
+        """Assert that the bookkeeping is consistent, and that host and device agree on it."""
+        self._local.check_invariants()
         self.device_steps.check_invariants()
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp
+from moe_infinity.experimental.gpu.slot_kernels import SlotKernels
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,10 +30,8 @@ from moe_infinity.experimental.gpu.device_steps import StepState
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.graphed_step import CACHE, GraphedStep
 from moe_infinity.experimental.gpu.kernels import rotary_reference
-from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp
 from moe_infinity.experimental.gpu.mlps import FusedMlp
-from moe_infinity.experimental.gpu.slot_kernels import SlotKernels
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice
+from tests.fake_cuda import FakeCudaDevice
 
 NOWHERE = torch.device("meta")
 NUM_EXPERTS = 4  # that made-up routing goes to: a model has more, and fewer per token

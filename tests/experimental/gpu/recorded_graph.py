@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from moe_infinity.experimental.gpu.kernels.attention_reference import attend_latent
+from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,10 +22,8 @@ from moe_infinity import MoE
 from moe_infinity.experimental.gpu import graphed_step
 from moe_infinity.experimental.gpu.attention import attention_kernels
 from moe_infinity.experimental.gpu.cached_step import AttentionKernels
-from moe_infinity.experimental.gpu.kernels.attention_reference import attend_latent
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from tests.experimental.gpu.fast_device import on_device
-from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, greedy
+from tests.on_device import LONG_PROMPT, PROMPT, greedy
 
 aten: Any = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.lift_fresh.default}  # for, or from, the host
@@ -147,7 +147,7 @@ def without_and_with_graph(
     """What `run` gives of a model all of whose experts have slots."""
     found = []
     for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
-        with monkeypatch.context() as patch, on_device(folder, "100%", "100%") as moe:
+        with monkeypatch.context() as patch, on_device(folder, "100%") as moe:
             patch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
             found.append(run(moe))
     return found[0], found[1]
@@ -168,7 +168,7 @@ def logits_without_graph(
     """Of each prompt, ids and mask, of a model all of whose experts have slots."""
     with pytest.MonkeyPatch.context() as patched:
         without_graphs(patched)  # before the model is opened, which then has the same kernels
-        with on_device(folder, "100%", "100%") as moe:
+        with on_device(folder, "100%") as moe:
             return {name: logits(moe, *prompt) for name, prompt in prompts.items()}
 
 
@@ -176,7 +176,7 @@ def tokens_without_graph(folder: Path) -> tuple[Tensor, Tensor]:
     """Of the short and the long prompt, by the kernels that a recording has."""
     with pytest.MonkeyPatch.context() as patched:
         without_graphs(patched)
-        with on_device(folder, "100%", "100%") as moe:
+        with on_device(folder, "100%") as moe:
             return greedy(moe), greedy(moe, LONG_PROMPT)
 
 

@@ -22,9 +22,9 @@ from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.graphed_step import GraphedStep
 from moe_infinity.experimental.gpu.kernels import reference as slot_reference
 from moe_infinity.experimental.gpu.reports import ReportPoller
-from tests.experimental.gpu.fast_device import CACHES, STATIC, on_device, tokens_of_a_cpu
-from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
+from tests.experimental.gpu.fast_device import CACHES, STATIC, on_device, tokens_of_the_host
 from tests.experimental.gpu.recorded_graph import record_graphs, tokens_without_graph
+from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
@@ -33,11 +33,11 @@ TIGHT = "30%", "100%"  # 7 of 24
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):
-    return tokens_of_a_cpu(tiny_checkpoint)
+    return tokens_of_the_host(tiny_checkpoint)
 
 
 def is_wrong(checkpoint: Any, *budgets: str, **cache: Any) -> bool:
-    expected = tokens_of_a_cpu(checkpoint, **cache)
+    expected = tokens_of_the_host(checkpoint, **cache)
     with on_device(checkpoint, *budgets, policy="lru") as moe:
         return any(not torch.equal(greedy(moe, **cache), expected[0]) for _ in range(2))
 
@@ -125,7 +125,7 @@ def test_ctrl_c_anywhere_leaves_the_model_usable(
     tiny_checkpoint, expected, monkeypatch, owner, name, cache
 ):
     stop = Interruption(monkeypatch, owner, name, KeyboardInterrupt())
-    of_this_cache = tokens_of_a_cpu(tiny_checkpoint, **cache)
+    of_this_cache = tokens_of_the_host(tiny_checkpoint, **cache)
     with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
         num_stopped = 0
         for n in (1, 4):
@@ -148,7 +148,7 @@ def test_ctrl_c_after_a_graph_was_launched_leaves_nothing_where_it_wrote(
     expected = tokens_without_graph(tiny_checkpoint)
     graphs = record_graphs(monkeypatch)
     stop = Interruption(monkeypatch, DeviceTable, "end_step", KeyboardInterrupt())
-    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+    with on_device(tiny_checkpoint, "30%", policy="lru") as moe:
         for n in range(4, 14):
             stop.remaining = n
             with pytest.raises(KeyboardInterrupt):
@@ -184,9 +184,9 @@ def test_prompts_between_steps_that_nobody_settles(tiny_checkpoint):
                 found.append(moe.model(input_ids=ids, past_key_values=out.past_key_values).logits)
         return found
 
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         expected = logits(moe)
-    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+    with on_device(tiny_checkpoint, "30%", policy="lru") as moe:
         assert all(map(torch.equal, logits(moe), expected))
         moe.check_invariants()
         decode = moe.report().decode
@@ -195,7 +195,7 @@ def test_prompts_between_steps_that_nobody_settles(tiny_checkpoint):
 
 @torch.no_grad()
 def test_a_layer_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected):
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         layer = moe.model.model.layers[1].mlp
         forward = layer.forward
         layer.forward = lambda x: forward(x) + 0 * forward(x.flip(-1))
@@ -208,7 +208,7 @@ def test_a_layer_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected)
 @pytest.mark.parametrize("n", [1, 2])  # before a miss, and after one
 def test_ctrl_c_while_the_last_step_is_taken_over(tiny_checkpoint, expected, monkeypatch, n):
     stop = Interruption(monkeypatch, ResidencyTable, "apply_load", KeyboardInterrupt())
-    with on_device(tiny_checkpoint, "60%", "100%", policy="lru") as moe:
+    with on_device(tiny_checkpoint, "60%", policy="lru") as moe:
         greedy(moe)
         stop.remaining = n
         with pytest.raises(KeyboardInterrupt):
@@ -268,7 +268,7 @@ def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
         nonlocal num_given
         num_given += kwargs["input_ids"].shape[1] == 1
 
-    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+    with on_device(tiny_checkpoint, "30%", policy="lru") as moe:
         moe.model.register_forward_hook(count, with_kwargs=True)
         moe.model(
             input_ids=torch.arange(100)[None]
@@ -287,10 +287,10 @@ def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
 def test_an_expert_that_cannot_be_read_in_a_step_is_an_error_and_the_next_call_works(
     tiny_checkpoint, monkeypatch, cache
 ):
-    expected = tokens_of_a_cpu(tiny_checkpoint, **cache)
+    expected = tokens_of_the_host(tiny_checkpoint, **cache)
     error = CheckpointError("the disk is gone")
     stop = Interruption(monkeypatch, ExpertLoader, "read", error)
-    with on_device(tiny_checkpoint, "30%", "34%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         greedy(moe, PROMPT[:, :2], num_tokens=1)
         stop.remaining = 20  # after the prompt
         with pytest.raises(CheckpointError, match="the disk is gone"):
@@ -301,7 +301,7 @@ def test_an_expert_that_cannot_be_read_in_a_step_is_an_error_and_the_next_call_w
 
 
 def test_a_closed_model_runs_no_step(tiny_checkpoint):
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         greedy(moe)
     with pytest.raises(Exception, match="was closed"):
         moe.model(PROMPT)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from moe_infinity.experimental.gpu.slot_kernels import SlotKernels
 
 from moe_infinity import MoE
 from moe_infinity.cache.activation_aware import ActivationAware
@@ -19,18 +20,17 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experimental.gpu import slot_kernels
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.device_table import DeviceTable
-from moe_infinity.experimental.gpu.slot_kernels import SlotKernels
 from moe_infinity.kernels import has_triton_kernels
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice, fake_device
 from tests.experimental.gpu.fast_device import (
     CACHES,
     FAST,
     STATIC,
     compute_as_the_device_does,
     on_device,
-    tokens_of_a_cpu,
+    tokens_of_the_host,
 )
-from tests.experimental.gpu.on_device import (
+from tests.fake_cuda import FakeCudaDevice, fake_device
+from tests.on_device import (
     LONG_PROMPT,
     PROMPT,
     SOME_POLICIES,
@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):
-    return tokens_of_a_cpu(tiny_checkpoint)
+    return tokens_of_the_host(tiny_checkpoint)
 
 
 @pytest.mark.grid
@@ -54,7 +54,7 @@ def expected(tiny_checkpoint):
 def test_no_budget_of_either_tier_changes_a_token(
     tiny_checkpoint, device_memory, host_memory, cache
 ):
-    expected = tokens_of_a_cpu(tiny_checkpoint, **cache)
+    expected = tokens_of_the_host(tiny_checkpoint, **cache)
     with on_device(tiny_checkpoint, device_memory, host_memory) as moe:
         for _ in range(2):
             assert torch.equal(greedy(moe, **cache), expected[0])
@@ -68,15 +68,15 @@ def test_no_budget_of_either_tier_changes_a_token(
 
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_no_policy_changes_a_token(tiny_checkpoint, expected, policy):
-    with on_device(tiny_checkpoint, "30%", "60%", policy=policy) as moe:
+    with on_device(tiny_checkpoint, "30%", policy=policy) as moe:
         assert_same_tokens(moe, expected, rounds=2)
         assert moe.report().decode.hits > 0
 
 
-def test_a_graph_and_no_graph_give_the_tokens_of_a_cpu_in_any_order(tiny_checkpoint):
+def test_a_graph_and_no_graph_give_the_tokens_of_the_host_in_any_order(tiny_checkpoint):
     chances = random.Random(0)
-    kinds = [(cache, tokens_of_a_cpu(tiny_checkpoint, **cache)) for cache in ({}, STATIC)]
-    with on_device(tiny_checkpoint, "40%", "50%", policy="lru") as moe:
+    kinds = [(cache, tokens_of_the_host(tiny_checkpoint, **cache)) for cache in ({}, STATIC)]
+    with on_device(tiny_checkpoint, "40%", policy="lru") as moe:
         for _ in range(8):
             (cache, expected), which = chances.choice(kinds), chances.randint(0, 1)
             assert torch.equal(greedy(moe, (PROMPT, LONG_PROMPT)[which], **cache), expected[which])
@@ -111,7 +111,7 @@ def test_packed_experts_are_read_as_they_are_stored(tiny_checkpoint, expert_dtyp
 
 def test_the_server_is_given_the_tokens_of_generate(tiny_checkpoint):
     prompts = [[5, 6, 9, 100, 31], [77, 12, 3], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
-    with on_device(tiny_checkpoint, "30%", "50%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         expected = [generated(moe, prompt) for prompt in prompts]
         for max_batch in (1, 3):
             engine = make_engine(moe, max_batch=max_batch)
@@ -165,13 +165,13 @@ def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
     tiny_checkpoint, policy, monkeypatch
 ):
     """The reference path with the same arithmetic, so with the same routing."""
-    with on_device(tiny_checkpoint, "100%", "100%", policy=policy) as moe:
+    with on_device(tiny_checkpoint, "100%", policy=policy) as moe:
         greedy(moe)
         greedy(moe, LONG_PROMPT, **STATIC)
         by_device = counted(moe)
     monkeypatch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
     compute_as_the_device_does(monkeypatch)
-    with on_device(tiny_checkpoint, "100%", "100%", policy=policy) as moe:
+    with on_device(tiny_checkpoint, "100%", policy=policy) as moe:
         greedy(moe)
         greedy(moe, LONG_PROMPT, **STATIC)
         assert counted(moe) == by_device
@@ -191,13 +191,13 @@ def test_scores_are_those_after_each_part_of_the_layers(tiny_checkpoint, monkeyp
         upload(self, scores_LHE, first_layer)
 
     monkeypatch.setattr(DeviceTable, "upload_scores", uploading)
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         greedy(moe)
         monkeypatch.setattr(ActivationAware, "scores_after", asking)
         uploaded.clear()
         policy = moe.engine.tiers[0].policy
         moe.engine.tiers[0].table._transient[:] = False  # their scores are lower
-        steps = moe.engine.device_steps
+        steps = experts_of(moe).device_steps
         assert steps is not None
         for moe_layer_idx in (None, 0, 1, 2):
             steps.poller.upload_scores(moe_layer_idx)
@@ -215,7 +215,7 @@ def test_scores_are_those_after_each_part_of_the_layers(tiny_checkpoint, monkeyp
 
 
 def test_a_recording_has_every_token(tiny_checkpoint):
-    with on_device(tiny_checkpoint, "30%", "100%") as moe, moe.recording() as finish:
+    with on_device(tiny_checkpoint, "30%") as moe, moe.recording() as finish:
         greedy(moe, **STATIC)
         (trace,) = finish()
         assert len(trace.experts_TLK) == len(PROMPT[0]) + 15
@@ -232,7 +232,7 @@ def test_the_device_decides_once_host_has_all_experts(tiny_checkpoint, monkeypat
 
     monkeypatch.setattr(DeviceSteps, "begin_step", watched)
     options = {"device_memory": "30%", "host_memory": "100%", "preload": "idle", **FAST}
-    expected = tokens_of_a_cpu(tiny_checkpoint)
+    expected = tokens_of_the_host(tiny_checkpoint)
     with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, options) as moe:
         until = time.monotonic() + 60
         while not any(decided):
@@ -251,7 +251,7 @@ def test_memory_that_cannot_be_page_locked_is_refused_and_says_what_to_do(tiny_c
 
 
 def test_by_default_the_host_decides_where_memory_cannot_be_page_locked(tiny_checkpoint, caplog):
-    expected, _ = tokens_of_a_cpu(tiny_checkpoint)
+    expected, _ = tokens_of_the_host(tiny_checkpoint)
     cuda_device = FakeCudaDevice(is_locking=False)
     with fake_device(cuda_device), MoE(tiny_checkpoint, device_memory="30%") as moe:
         for _ in range(2):
@@ -262,13 +262,13 @@ def test_by_default_the_host_decides_where_memory_cannot_be_page_locked(tiny_che
 def test_by_default_the_host_decides_where_host_memory_is_small(tiny_checkpoint, caplog):
     budgets = {"device_memory": "30%", "host_memory": "30%"}
     with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, **budgets) as moe:
-        assert moe.engine.device_steps is None
+        assert experts_of(moe).device_steps is None
         assert "without CUDA graphs: host memory for some experts only" in caplog.text
         greedy(moe)
 
 
 def test_prefetch_leaves_every_step_to_the_host(tiny_checkpoint, caplog):
-    with on_device(tiny_checkpoint, "30%", "100%", prefetch=True) as moe:
-        assert moe.engine.device_steps is None
+    with on_device(tiny_checkpoint, "30%", prefetch=True) as moe:
+        assert experts_of(moe).device_steps is None
         assert "the host decides in every step" in caplog.text
         greedy(moe, **STATIC)

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from moe_infinity.experimental.gpu.kernels.slot_mlp import LOAD_BYTES, Matrix, SlotMlp
+from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from safetensors.torch import load_file, save_file
+from tests.kernels.slot_moe import slot_moe
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -22,14 +25,11 @@ from moe_infinity.checkpoint.headers import Headers
 from moe_infinity.checkpoint.plan import Plan, contents_of, plan_experts
 from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.experimental.gpu.kernels import reference as slot_reference
-from moe_infinity.experimental.gpu.kernels.slot_mlp import LOAD_BYTES, Matrix, SlotMlp
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from moe_infinity.kernels import has_triton_kernels
 from moe_infinity.kernels.activation import Activation
 from tests.closeness import distance, logits_of_steps
 from tests.experimental.gpu.fast_device import CACHES, on_device
-from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, greedy
-from tests.kernels.slot_moe import slot_moe
+from tests.on_device import LONG_PROMPT, PROMPT, greedy
 from tests.quantized_checkpoints import GPT_OSS, MXFP4, build
 
 pytestmark = pytest.mark.arithmetic
@@ -71,7 +71,7 @@ def cache(request):
 @pytest.fixture(scope="module")
 def expected(folder, cache):
     """With all experts resident."""
-    with on_device(folder, "100%", "100%") as moe:
+    with on_device(folder, "100%") as moe:
         return greedy(moe, **cache), greedy(moe, LONG_PROMPT, **cache)
 
 
@@ -142,7 +142,7 @@ def test_logits_are_those_of_transformers_and_what_is_wrong_is_seen(folder, monk
     compute_pairs = slot_reference.compute_pairs
 
     def found() -> float:
-        with on_device(folder, "40%", "100%", dtype="float32") as moe:
+        with on_device(folder, "40%", dtype="float32") as moe:
             found = logits_of_steps(moe.model, IDS, PROMPT.shape[1])
         return distance(found, stock)
 
@@ -255,7 +255,7 @@ def test_packed_on_load_they_are_read_too(tmp_path):
     budgets: tuple[str, str]
     for budgets in (("100%", "100%"), ("7%", "100%"), ("7%", "50%")):
         with on_device(tmp_path, *budgets, expert_dtype="int8", dtype="float32") as moe:
-            assert (moe.engine.device_steps is None) == (budgets[1] == "50%")
+            assert (experts_of(moe).device_steps is None) == (budgets[1] == "50%")
             cache = transformers.StaticCache(moe.model.config, max_cache_len=IDS.shape[1])
             found.append(logits_of_steps(moe.model, IDS, PROMPT.shape[1], cache))
     assert torch.equal(found[0], found[1])
@@ -271,9 +271,9 @@ def test_tritons_kernel_agrees_with_its_reference_on_a_layer(folder):
     from moe_infinity.experimental.gpu.kernels import experts as triton_experts
 
     torch.manual_seed(0)
-    with on_device(folder, "100%", "100%") as moe:
+    with on_device(folder, "100%") as moe:
         greedy(moe, LONG_PROMPT)
-        steps = moe.engine.device_steps
+        steps = experts_of(moe).device_steps
         assert steps is not None
         (mlp, *_), slots = steps.layers.mlps, moe.engine.tiers[0].slots
         resident = sorted(moe.engine.tiers[0].table.resident_slots().items())

@@ -13,8 +13,8 @@ from moe_infinity.errors import ConfigError, OutOfMemory
 from moe_infinity.memory.cuda import TorchCudaDevice
 from moe_infinity.memory.device import PAGE_BYTES, DeviceSlots, SourceSlots
 from moe_infinity.memory.device_mover import DeviceMover
-from tests.experimental.gpu.on_device import BUDGETS, LONG_PROMPT, PROMPT, greedy
 from tests.experimental.gpu.recorded_graph import logits
+from tests.on_device import BUDGETS, LONG_PROMPT, PROMPT, greedy
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 
@@ -57,7 +57,7 @@ def test_steps_that_the_device_decides_give_the_same_tokens_with_and_without_a_g
             for prompt, tokens in zip(prompts, expected, strict=True):
                 assert torch.equal(greedy(moe, prompt), tokens)
                 moe.check_invariants()
-                assert moe.has_cuda_graph == (host_memory == "100%")
+                assert experts_of(moe).graphed.has_graph == (host_memory == "100%")
 
 
 KINDS = {
@@ -96,7 +96,7 @@ def test_a_graph_of_each_kind_of_model_has_the_bits_of_no_graph(folder, host_mem
             found[how, is_graph] = logits(moe, PROMPT, torch.ones_like(PROMPT))
             moe.check_invariants()
             may_be = is_graph and host_memory == "100%" and folder not in NO_GRAPH
-            assert moe.has_cuda_graph == may_be
+            assert experts_of(moe).graphed.has_graph == may_be
     exact, without, with_graph = found.values()
     assert torch.equal(with_graph, without)
     assert (without - exact).abs().max() < 1e-3 * exact.abs().max()

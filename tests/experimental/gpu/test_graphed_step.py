@@ -18,9 +18,9 @@ from transformers import DynamicCache
 from moe_infinity.experimental.gpu import graph as graphs_of_cuda
 from moe_infinity.experimental.gpu import graphed_step
 from moe_infinity.memory.cuda import CAPTURING, TorchCudaDevice
-from tests.experimental.gpu.fast_device import STATIC, on_device, tokens_of_a_cpu
-from tests.experimental.gpu.on_device import PROMPT, assert_same_tokens, greedy
+from tests.experimental.gpu.fast_device import STATIC, on_device, tokens_of_the_host
 from tests.experimental.gpu.recorded_graph import tokens_without_graph
+from tests.on_device import PROMPT, assert_same_tokens, greedy
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 
@@ -40,12 +40,12 @@ def cuda_stream(monkeypatch) -> Any:
 def test_a_number_of_sequences_is_captured_once_for_all_requests(tiny_checkpoint, graphs):
     expected = tokens_without_graph(tiny_checkpoint)
     batch = torch.cat([PROMPT, PROMPT])
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         greedy(moe, num_tokens=2)  # one decode step
         assert not graphs
         for _ in range(2):  # whatever cache came before
             assert_same_tokens(moe, expected)
-            assert moe.has_cuda_graph
+            assert experts_of(moe).graphed.has_graph
             assert len(graphs) == 1
         two = greedy(moe, batch)
         assert len(graphs) == 2
@@ -55,7 +55,7 @@ def test_a_number_of_sequences_is_captured_once_for_all_requests(tiny_checkpoint
 
 
 def test_a_graph_keeps_no_request_in_memory(tiny_checkpoint, graphs):
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         cache = DynamicCache(config=moe.model.config)
         greedy(moe, past_key_values=cache)
         assert graphs
@@ -66,16 +66,16 @@ def test_a_graph_keeps_no_request_in_memory(tiny_checkpoint, graphs):
 
 
 def test_without_graphs_if_nobody_wants_them(tiny_checkpoint, graphs):
-    with on_device(tiny_checkpoint, "100%", "100%", cuda_graph=False) as moe:
+    with on_device(tiny_checkpoint, "100%", cuda_graph=False) as moe:
         greedy(moe)
-        assert not moe.has_cuda_graph
+        assert not experts_of(moe).graphed.has_graph
     assert not graphs
 
 
 def test_another_cache_runs_kernel_by_kernel(tiny_checkpoint, graphs):
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         greedy(moe, **STATIC)
-        assert not moe.has_cuda_graph
+        assert not experts_of(moe).graphed.has_graph
         assert moe.report().decode.lookups
     assert not graphs
 
@@ -91,14 +91,14 @@ def test_a_capture_is_on_the_stream_of_its_model(tiny_checkpoint, graphs, monkey
     stream = object()
     monkeypatch.setattr(graphed_step, "new_stream", lambda device: stream)
     monkeypatch.setattr(graphed_step, "capture", capture)
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         greedy(moe)
-        assert moe.has_cuda_graph
+        assert experts_of(moe).graphed.has_graph
     assert streams == [stream]
 
 
 def test_other_arguments_are_another_graph(tiny_checkpoint, graphs):
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         for more in ({}, {"output_hidden_states": True, "return_dict_in_generate": True}):
             out = moe.generate(input_ids=PROMPT, max_new_tokens=8, do_sample=False, **more)
         assert len(graphs) == 2
@@ -109,9 +109,9 @@ def test_other_arguments_are_another_graph(tiny_checkpoint, graphs):
 def test_a_model_that_asks_how_long_the_cache_is_is_not_captured(tmp_path, graphs, caplog):
     """A graph would keep the answer."""
     tiny_model(architectures_in("llama4")[-1]).save_pretrained(tmp_path)
-    with on_device(tmp_path, "100%", "100%") as moe:
+    with on_device(tmp_path, "100%") as moe:
         greedy(moe)
-        assert not moe.has_cuda_graph
+        assert not experts_of(moe).graphed.has_graph
     assert "no CUDA graph" in caplog.text
 
 
@@ -124,10 +124,10 @@ def test_a_capture_that_fails_is_logged_once_and_changes_no_token(
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    expected = tokens_of_a_cpu(tiny_checkpoint)
+    expected = tokens_of_the_host(tiny_checkpoint)
     monkeypatch.setattr(graphed_step, "has_graphs", lambda device: True)
     monkeypatch.setattr(graphed_step, "capture", capture)
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         for _ in range(2):
             assert torch.equal(greedy(moe), expected[0])
     logged = [record for record in caplog.records if "no CUDA graph" in record.message]
@@ -280,6 +280,6 @@ def test_the_collector_is_as_before_after_a_capture(cuda_stream, collects):
 
 
 def test_closing_gives_the_models_own_forward_back(tiny_checkpoint):
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         assert "forward" in vars(moe.model)
     assert "forward" not in vars(moe.model)

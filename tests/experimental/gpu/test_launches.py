@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from moe_infinity.experimental.gpu.slot_kernels import SlotKernels, SlotWork
 
 from moe_infinity.engine import compute
 from moe_infinity.engine.routing import Routing
 from moe_infinity.experimental.gpu import slot_kernels
-from moe_infinity.experimental.gpu.slot_kernels import SlotKernels, SlotWork
 from moe_infinity.memory.device_mover import COPIED_GROUPS
 from tests.experimental.gpu.fast_device import on_device
-from tests.experimental.gpu.on_device import PROMPT
+from tests.on_device import PROMPT
 
 
 class Launches:
@@ -40,9 +40,10 @@ def test_a_layer_takes_as_many_kernels_for_any_number_of_tokens_and_experts(
     monkeypatch, num_tokens, num_experts
 ):
     pytest.importorskip("triton", reason="needs triton")
+    from tests.experimental.gpu.kernels.test_triton_experts import Experts
+
     from moe_infinity.experimental.gpu import resolve
     from moe_infinity.experimental.gpu.kernels import experts, tiles
-    from tests.experimental.gpu.kernels.test_triton_experts import Experts
 
     counter: Counter[str] = Counter()
     kernels = {experts: ("_up", "_down", "_sum"), tiles: ("_plan", "_up_tile", "_down_tile")}
@@ -81,7 +82,7 @@ def test_a_prompt_is_computed_in_a_few_groups_of_experts(
 
     kernels = SlotKernels(*(counting(name) for name in SlotKernels._fields))
     monkeypatch.setattr(compute, "slot_kernels", lambda device: kernels)
-    with on_device(tiny_checkpoint, device_memory, "100%") as moe:
+    with on_device(tiny_checkpoint, device_memory) as moe:
         moe.model(torch.arange(3, 103)[None])
         assert counter["sum_pairs"] == 3  # layers
         most = 2 * (1 + COPIED_GROUPS) if device_memory == "30%" else 1 + COPIED_GROUPS
@@ -96,7 +97,7 @@ def test_a_prompt_is_computed_in_a_few_groups_of_experts(
 def test_with_a_slot_for_each_expert_a_prompt_waits_for_no_routing(tiny_checkpoint, monkeypatch):
     """It comes to the host later, and is counted as ever."""
     prompt = torch.arange(3, 103)[None]
-    with on_device(tiny_checkpoint, "100%", "50%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         found = []
         for is_waiting in (True, False):
             if not is_waiting:
@@ -104,7 +105,7 @@ def test_with_a_slot_for_each_expert_a_prompt_waits_for_no_routing(tiny_checkpoi
                 monkeypatch.setattr(Routing, "of", lambda *_: pytest.fail("waits for the device"))
             before = moe.report().prefill
             logits = moe.model(prompt).logits
-            moe.engine.settle()
+            moe._experts.settle()
             after = moe.report().prefill
             found.append((logits, moe.engine.recorder.routing(), after.lookups - before.lookups))
             assert is_waiting or after.hits - before.hits == after.lookups - before.lookups
@@ -118,7 +119,7 @@ def test_with_a_slot_for_each_expert_a_prompt_waits_for_no_routing(tiny_checkpoi
 
 @torch.no_grad()
 def test_routing_that_comes_later_belongs_to_its_step(tiny_checkpoint):
-    with on_device(tiny_checkpoint, "100%", "50%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         moe.model(torch.arange(3, 103)[None])
         with moe.recording() as finish:
             moe.generate(input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=4)

@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 
 from moe_infinity import MoE
 from moe_infinity.experimental.gpu import resolve_reference
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.device_table import DeviceTable
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from tests.experimental.gpu.fast_device import CACHES, compute_as_the_device_does, on_device
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
@@ -52,14 +52,14 @@ def test_text_is_decided_by_the_device_and_images_are_not_counted(
     with monkeypatch.context() as patch:
         patch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
         compute_as_the_device_does(patch)
-        with on_device(folder, "100%", "100%") as by_host:
+        with on_device(folder, "100%") as by_host:
             if after_an_image:
                 look_at_an_image(by_host)
             tokens = write(by_host, **cache)
             (expected,) = by_host.request_eams()
             lookups = by_host.report().decode.lookups
     with (
-        on_device(folder, "40%", "100%") as moe,
+        on_device(folder, "40%") as moe,
         mock.patch.object(
             SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
         ) as layers,
@@ -99,7 +99,7 @@ def test_layers_that_get_a_part_of_a_steps_tokens_are_counted(folder, host_memor
                 found.append(out.logits)
         return found
 
-    with on_device(folder, "100%", "100%") as moe:
+    with on_device(folder, "100%") as moe:
         expected = logits(moe)
         moe.check_invariants()  # applies the rest
         all_hits = moe.report().decode

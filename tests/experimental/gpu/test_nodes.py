@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from moe_infinity.experimental.gpu.norms import NormKernels
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -27,14 +28,13 @@ from moe_infinity.experimental.gpu.kernels import (
     rotary_reference,
     routing_reference,
 )
-from moe_infinity.experimental.gpu.norms import NormKernels
 from moe_infinity.experimental.gpu.routers import RouterKernels
 from moe_infinity.experts import Phase, Step
 from tests.experimental.gpu import no_device
 from tests.experimental.gpu.fast_device import on_device
 from tests.experimental.gpu.no_device import Captured, capturing
-from tests.experimental.gpu.on_device import PROMPT, greedy
 from tests.experimental.gpu.recorded_graph import Recorder
+from tests.on_device import PROMPT, greedy
 
 # They launch nothing: they allocate, or look at a tensor in another way.
 WITHOUT_KERNEL = {
@@ -105,7 +105,7 @@ class Nodes(TorchDispatchMode):
 def nodes_of_a_step(config: Any, folder: Path, num_seqs: int = 1) -> Counter[str]:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     nodes = Nodes()
-    with nodes.kernels(), capturing(), on_device(folder, "100%", "100%") as moe:
+    with nodes.kernels(), capturing(), on_device(folder, "100%") as moe:
         with pytest.raises(Captured) as captured:
             greedy(moe, PROMPT.expand(num_seqs, -1), num_tokens=4)
         nodes.found.clear()
@@ -143,10 +143,10 @@ def test_a_layer_takes_one_kernel_more_for_any_number_of_sequences(name, num_seq
 def host_operations(config: Any, folder: Path, graphs: list[Recorder]) -> Counter[str]:
     """Beside the launch of the graph, of one step in steady state."""
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    with on_device(folder, "100%", "100%") as moe, torch.no_grad():
+    with on_device(folder, "100%") as moe, torch.no_grad():
         cache = DynamicCache(config=moe.model.config)
         greedy(moe, num_tokens=2, past_key_values=cache)
-        graphed = moe._graphed
+        graphed = experts_of(moe).graphed
         assert graphed is not None
         for _ in range(3):  # to warm up, to capture, to count
             length = cache.get_seq_length()
@@ -187,7 +187,7 @@ def of_a_prompt(config: Any, folder: Path) -> Counter[str]:
     nodes = Nodes()
     with (
         nodes.kernels(),
-        on_device(folder, "100%", "100%") as moe,
+        on_device(folder, "100%") as moe,
         moe.engine.without_experts(),
     ):
         ids = torch.ones(1, 2048, dtype=torch.int64)

@@ -7,12 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from tests.experimental.gpu.fast_device import on_device
-from tests.experimental.gpu.on_device import PROMPT
+from tests.on_device import PROMPT
 from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config
 
 pytestmark = pytest.mark.arithmetic
@@ -33,7 +33,7 @@ def logits_of(moe: MoE) -> Tensor:
 
 def decided_logits(folder: Path, device_memory: str) -> Tensor:
     with (
-        on_device(folder, device_memory, "100%", dtype="float32") as moe,
+        on_device(folder, device_memory, dtype="float32") as moe,
         mock.patch.object(
             SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
         ) as rows,

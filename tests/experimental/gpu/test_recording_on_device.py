@@ -12,7 +12,7 @@ from moe_infinity import MoE
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from tests.experimental.gpu.fast_device import CACHES, on_device
-from tests.experimental.gpu.on_device import PROMPT, greedy
+from tests.on_device import PROMPT, greedy
 
 pytestmark = pytest.mark.arithmetic
 
@@ -38,7 +38,7 @@ def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
     monkeypatch.setattr(Bookkeeping, "note_routing", learning)
     if not is_decided_by_device:
         monkeypatch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         for then in (0, 2):
             for n in range(4, 12):  # in the first step after the prompt, or the two after it
                 with moe.recording() as finish:
@@ -60,7 +60,7 @@ def test_a_step_that_ran_is_recorded_though_its_caller_never_hears_of_it(tiny_ch
     def fail(*_: object) -> None:
         raise ValueError("enough")
 
-    with on_device(tiny_checkpoint, "100%", "100%") as moe, moe.recording() as finish:
+    with on_device(tiny_checkpoint, "100%") as moe, moe.recording() as finish:
         cache = moe.model(PROMPT, use_cache=True).past_key_values
         moe.model(PROMPT[:, :1], past_key_values=cache)
         hook = moe.model.register_forward_hook(fail, prepend=True)
@@ -83,7 +83,7 @@ def test_a_recording_has_the_last_step_of_a_caller_who_fails_after_it(
 
     if not is_decided_by_device:
         monkeypatch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
-    with on_device(tiny_checkpoint, "30%", "100%") as moe, moe.recording() as finish:
+    with on_device(tiny_checkpoint, "30%") as moe, moe.recording() as finish:
         with pytest.raises(ValueError, match="enough"):
             greedy(moe, stopping_criteria=[fail])
         greedy(moe, num_tokens=2)

@@ -18,6 +18,16 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
+from moe_infinity.experimental.gpu.kernels.cached_layer import CachedLayer
+from moe_infinity.experimental.gpu.kernels.choice import SHARES, ExpertChoice
+from moe_infinity.experimental.gpu.kernels.gated import gated
+from moe_infinity.experimental.gpu.kernels.heads import Heads
+from moe_infinity.experimental.gpu.kernels.latent_attention import attend_latent
+from moe_infinity.experimental.gpu.kernels.norms import add_rms_norm, rms_norm
+from moe_infinity.experimental.gpu.kernels.norms_reference import FORMS
+from moe_infinity.experimental.gpu.kernels.rotary import make_heads
+from moe_infinity.experimental.gpu.kernels.slot_mlp import Matrix, SlotMlp
+from tests.kernels.slot_moe import slot_moe
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -27,21 +37,11 @@ from moe_infinity.experimental.gpu import resolve as triton_resolve
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.kernels import experts as triton_experts
 from moe_infinity.experimental.gpu.kernels.attention import attend
-from moe_infinity.experimental.gpu.kernels.cached_layer import CachedLayer
-from moe_infinity.experimental.gpu.kernels.choice import SHARES, ExpertChoice
-from moe_infinity.experimental.gpu.kernels.gated import gated
-from moe_infinity.experimental.gpu.kernels.heads import Heads
-from moe_infinity.experimental.gpu.kernels.latent_attention import attend_latent
-from moe_infinity.experimental.gpu.kernels.norms import add_rms_norm, rms_norm
-from moe_infinity.experimental.gpu.kernels.norms_reference import FORMS
-from moe_infinity.experimental.gpu.kernels.rotary import make_heads
 from moe_infinity.experimental.gpu.kernels.routing import choose, router_logits
-from moe_infinity.experimental.gpu.kernels.slot_mlp import Matrix, SlotMlp
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from tests.experimental.gpu.kernels.compiled import AbsentGpu
 from tests.experimental.gpu.kernels.usual_experts import KINDS, mlp_of
-from tests.kernels.slot_moe import slot_moe
 
 FLUSHES = re.compile(r"\b(?:add|mul|fma)\.(?:\w+\.)*ftz\.(?:\w+\.)*f32")
 LABEL, INSTRUCTION = r"^(\.L_x_\d+):", r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*)"

@@ -1,4 +1,4 @@
-"""Experts that kernels of a device are told of, and those that they are not."""
+"""Packed experts that kernels of a device read, and those that they do not."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from moe_infinity.checkpoint.layout import WeightLayout
-from moe_infinity.experimental.gpu.kernels.slot_mlp import slot_mlp
+from moe_infinity.experimental.gpu.kernels.packed_matrix import (
+    PackedMatrix,
+    any_matrix,
+    splits_words,
+)
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.triton.slot_mlp import SlotMlp, slot_mlp
 from tests.kernels.stored_weights import StoredExperts, layout_of, make_weight
 
 pytestmark = pytest.mark.arithmetic
@@ -18,20 +23,9 @@ pytestmark = pytest.mark.arithmetic
 SILU = Activation("silu")
 
 
-def test_what_kernels_do_not_read_is_refused():
-    gate_up, down = StoredExperts("bf16", 160, 192).described
-    assert slot_mlp([gate_up], down, activation=Activation(is_gated=False)) is None
-    assert slot_mlp([gate_up], gate_up, activation=SILU) is None
-    assert slot_mlp([down], down, activation=SILU) is None
-    assert slot_mlp([gate_up] * 3, down, activation=SILU) is None
-    assert slot_mlp([gate_up, gate_up], down, activation=SILU) is None
-    assert slot_mlp([gate_up], down, activation=SILU, biases=[gate_up.values] * 3) is None
-    for part in (
-        ParamSpec("", (384, 160), "float32", 0),
-        ParamSpec("", (384, 160), "bfloat16", 8),
-    ):
-        other = WeightLayout("bf16", (384, 160), part)
-        assert slot_mlp([other], down, activation=SILU) is None
+def described(up: Any, down: Any, *, is_interleaved: bool = False) -> SlotMlp | None:
+    mlp = slot_mlp(up, down, activation=SILU, is_interleaved=is_interleaved, matrix_of=any_matrix)
+    return None if mlp is None or splits_words(mlp) else mlp
 
 
 @pytest.mark.parametrize(
@@ -41,10 +35,10 @@ def test_what_kernels_do_not_read_is_refused():
 )  # fmt: skip
 def test_words_of_other_shapes_are_refused(kind, role, shape):
     up, gate, down = StoredExperts(kind, 16, 24, splits=True).described
-    assert slot_mlp([up, gate], down, activation=SILU) is not None
+    assert described([up, gate], down) is not None
     changed: dict[str, Any] = {role: replace(up.parts[role], shape=shape)}
     other = replace(up, **changed)
-    assert slot_mlp([other, gate], down, activation=SILU) is None
+    assert described([other, gate], down) is None
 
 
 def test_blocks_that_end_within_a_word_are_refused():
@@ -59,37 +53,37 @@ def test_blocks_that_end_within_a_word_are_refused():
         )
         for columns in (4, 2)
     )
-    assert slot_mlp([up, up], up, activation=SILU) is not None
-    assert slot_mlp([up, up], down, activation=SILU) is None
+    assert described([up, up], up) is not None
+    assert described([up, up], down) is None
 
 
 @pytest.mark.parametrize("name", ["q5_k", "iq4_xs"])
 def test_blocks_that_no_kernel_of_a_device_reads_are_refused(name):
     up, gate, down = StoredExperts(f"ggml {name}", 256, 256, splits=True).described
-    assert slot_mlp([up, gate], down, activation=SILU) is None
+    assert described([up, gate], down) is None
 
 
 def test_gate_and_up_in_different_blocks_are_refused():
     up, _, down = StoredExperts("ggml q4_k", 256, 256, splits=True).described
     gate = StoredExperts("ggml q6_k", 256, 256, splits=True).described[0]
-    assert slot_mlp([up, up], down, activation=SILU) is not None
-    assert slot_mlp([gate, up], down, activation=SILU) is None
+    assert described([up, up], down) is not None
+    assert described([gate, up], down) is None
 
 
 def test_mxfp4_of_half_a_group_is_refused():
     up, gate, down = StoredExperts("mxfp4", 32, 64, splits=True).described
-    assert slot_mlp([up, gate], down, activation=SILU) is not None
+    assert described([up, gate], down) is not None
     for width, expert_width in ((40, 64), (32, 72)):  # with the parts of 32 and 64 columns
         up, gate, down = StoredExperts("mxfp4", width, expert_width, splits=True).described
-        assert slot_mlp([up, gate], down, activation=SILU) is None
+        assert described([up, gate], down) is None
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8 rows"])
 def test_rows_that_end_within_a_word_are_refused(kind):
     up, gate, down = StoredExperts(kind, 16, 24, splits=True).described
-    assert slot_mlp([up, gate], down, activation=SILU) is not None
+    assert described([up, gate], down) is not None
     up, gate, down = StoredExperts(kind, 18, 24, splits=True).described
-    assert slot_mlp([up, gate], down, activation=SILU) is None
+    assert described([up, gate], down) is None
 
 
 def test_groups_of_unequal_length_are_refused():
@@ -98,13 +92,14 @@ def test_groups_of_unequal_length_are_refused():
     assert up.scale is not None
     zeros, scale = replace(up.zeros, shape=(3, 3)), replace(up.scale, shape=(3, 24))
     other = replace(up, zeros=zeros, scale=scale)
-    assert slot_mlp([other, gate], down, activation=SILU) is None
+    assert described([other, gate], down) is None
 
 
 def test_one_group_needs_no_index():
     (up, down) = StoredExperts("gptq 16 any", 16, 16).described
-    mlp = slot_mlp([up], down, activation=SILU)
+    mlp = described([up], down)
     assert mlp is not None
+    assert isinstance(mlp.gate, PackedMatrix)
     assert (mlp.gate.groups, mlp.gate.chunk) == (None, 8)
 
 
@@ -116,5 +111,4 @@ def test_a_word_of_awq_is_not_split_between_gate_and_up(expert_width, is_interle
     }
     up = layout_of("awq 8", parts)
     down = WeightLayout.plain(ParamSpec("", (16, expert_width), "bfloat16", 0))
-    how = {"activation": SILU, "is_interleaved": is_interleaved}
-    assert slot_mlp([up], down, **how) is None
+    assert described([up], down, is_interleaved=is_interleaved) is None

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-from moe_infinity.experimental.gpu.kernels import experts as triton_experts
 from tests.experimental.gpu.kernels.test_triton_experts import DEVICE, Experts, inputs, routing
 from tests.kernels.slot_moe import slot_moe
+
+from moe_infinity.experimental.gpu.kernels import experts as triton_experts
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.triton]
 

@@ -10,9 +10,8 @@ import torch
 
 from moe_infinity import MoE
 from tests.disk import Disk
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice, fake_device
-from tests.experimental.gpu.fast_device import FAST, tokens_of_a_cpu
-from tests.experimental.gpu.on_device import LONG_PROMPT, greedy
+from tests.fake_cuda import FakeCudaDevice, fake_device
+from tests.on_device import LONG_PROMPT, greedy
 from tests.test_preload import is_of_preload
 
 pytestmark = pytest.mark.arithmetic
@@ -25,7 +24,8 @@ def disk(monkeypatch) -> Disk:
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):
-    return tokens_of_a_cpu(tiny_checkpoint)
+    with MoE(tiny_checkpoint, exact=True, device="cpu") as moe:
+        return greedy(moe), greedy(moe, LONG_PROMPT)
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
@@ -36,7 +36,7 @@ def test_what_is_being_preloaded_is_waited_for_and_read_once(
     chances = random.Random(0)
     disk.act = lambda read: time.sleep(chances.uniform(0, 0.02) if is_of_preload() else 0)
     options = dict(zip(("device_memory", "host_memory"), budgets, strict=True))
-    options |= {"preload": "idle", "prefetch": prefetch, **FAST}
+    options |= {"preload": "idle", "prefetch": prefetch, "exact": True}
     for _ in range(3):
         with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, options) as moe:
             for _ in range(2):
@@ -57,7 +57,7 @@ def test_a_read_that_fails_ends_preloading_and_no_answer(
     options = dict(zip(("device_memory", "host_memory"), budgets, strict=True))
     with (
         fake_device(FakeCudaDevice()),
-        MoE(tiny_checkpoint, options | {"preload": "off", **FAST}) as moe,
+        MoE(tiny_checkpoint, options | {"preload": "off", "exact": True}) as moe,
     ):
         disk.fail(lambda read: is_of_preload())
         moe.preload()

@@ -17,8 +17,8 @@ from moe_infinity.errors import CheckpointError, ConfigError, OutOfMemory
 from moe_infinity.memory.cuda import Copy, Event
 from moe_infinity.memory.device import DeviceSlots, SourceSlots
 from moe_infinity.memory.device_mover import DeviceMover
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice, fake_device
-from tests.experimental.gpu.on_device import LONG_PROMPT, assert_same_tokens, greedy
+from tests.fake_cuda import FakeCudaDevice, fake_device
+from tests.on_device import LONG_PROMPT, assert_same_tokens, greedy
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(3)]
 
@@ -121,18 +121,24 @@ class WatchedCudaDevice(FakeCudaDevice):
 
 
 def watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = LayerComputer.run
+    compute, find = LayerComputer.compute, LayerComputer.__init__
+    found: dict[LayerComputer, DeviceSlots] = {}
+
+    def finding(self: LayerComputer, layer: Any, recipes: Any, slots: Any, **more: Any) -> None:
+        find(self, layer, recipes, slots, **more)
+        found[self] = slots
 
     def watched(self: LayerComputer, work: Any, keys: Any, slot_ids: Any) -> None:
-        run(self, work, keys, slot_ids)
-        assert isinstance(self._slots, DeviceSlots)
+        compute(self, work, keys, slot_ids)
         for key in keys:
-            cuda_device = self._slots.cuda_device
+            slots = found[self]
+            cuda_device = slots.cuda_device
             assert isinstance(cuda_device, WatchedCudaDevice)
             cuda_device.time += 1
-            cuda_device.read_at[self._slots.address_of(slot_ids[key])] = cuda_device.time
+            cuda_device.read_at[slots.address_of(slot_ids[key])] = cuda_device.time
 
-    monkeypatch.setattr(LayerComputer, "run", watched)
+    monkeypatch.setattr(LayerComputer, "__init__", finding)
+    monkeypatch.setattr(LayerComputer, "compute", watched)
 
 
 def test_a_slot_is_overwritten_only_after_the_kernels_that_read_it(
@@ -255,7 +261,7 @@ def test_a_device_without_memory_left_is_answered_with_the_numbers(
             def run(*args: Any) -> None:
                 raise torch.OutOfMemoryError("tried to allocate 20 MiB")
 
-            patch.setattr(LayerComputer, "run", run)
+            patch.setattr(LayerComputer, "compute", run)
             with pytest.raises(OutOfMemory, match=r"12 expert slots.*\n.*lower device_memory"):
                 greedy(moe)
         assert_same_tokens(moe, expected, rounds=1)

@@ -11,12 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+from moe_infinity.engine.exact import ExactWork
 
 from moe_infinity import MoE
 from moe_infinity.engine import compute
-from moe_infinity.engine.exact import ExactWork
 from moe_infinity.experimental.gpu import graphed_step
-from tests.experimental.gpu.fake_cuda import fake_device
 from tests.experimental.gpu.no_device import (
     ATTENTION_KERNELS,
     KERNELS,
@@ -24,6 +23,7 @@ from tests.experimental.gpu.no_device import (
     MetaCudaDevice,
     made_up_routing,
 )
+from tests.fake_cuda import fake_device
 from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from moe_infinity import MoE
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
-from moe_infinity.engine.engine import ExpertEngine
+from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.memory.device import NUM_STAGING_BUFFERS
 from moe_infinity.memory.device_mover import DeviceMover
 from tests.conftest import make_model, save_tokenizer
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice, RealClock, fake_device
-from tests.experimental.gpu.on_device import (
+from tests.fake_cuda import FakeCudaDevice, RealClock, fake_device
+from tests.on_device import (
     BUDGETS,
     LONG_PROMPT,
     PROMPT,
@@ -178,13 +178,13 @@ def test_the_report_shows_both_tiers_and_what_came_from_disk(tiny_checkpoint):
 
 def test_a_long_prompt_streams_the_next_layer_before_it_is_routed(tiny_checkpoint, monkeypatch):
     """The link is busy while attention computes: prompts take less time by the modelled clock."""
-    moe_layer, took_s = ExpertEngine.moe_layer, []
+    layer, took_s = LocalExperts.layer, []
 
-    def after_attention(self: ExpertEngine, *args: Any) -> Tensor:
+    def after_attention(self: LocalExperts, *args: Any) -> Tensor:
         cuda_device.clock.advance_to(cuda_device.clock.now_s + 1e-4)
-        return moe_layer(self, *args)
+        return layer(self, *args)
 
-    monkeypatch.setattr(ExpertEngine, "moe_layer", after_attention)
+    monkeypatch.setattr(LocalExperts, "layer", after_attention)
     for is_streaming in (True, False):
         if not is_streaming:
             monkeypatch.setattr(DeviceMover, "stream", lambda self, keys: [])
