@@ -1,5 +1,5 @@
-"""Where the host decides, no operation mixes tensors of the CPU and of the device: a GPU would
-refuse it, or wait for a copy that nobody asked for. Seen on a device that is nowhere.
+"""No operation mixes tensors of the CPU and of the device: a GPU would refuse it, or wait for a
+copy that is not needed. Seen on a device that is nowhere.
 """
 
 from __future__ import annotations
@@ -11,19 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from moe_infinity.engine.exact import ExactWork
 
 from moe_infinity import MoE
-from moe_infinity.engine import compute
-from moe_infinity.experimental.gpu import graphed_step
-from tests.experimental.gpu.no_device import (
-    ATTENTION_KERNELS,
-    KERNELS,
-    NOWHERE,
-    MetaCudaDevice,
-    made_up_routing,
-)
+from moe_infinity.engine import kernel_trial
+from moe_infinity.engine.torch_backend import TorchWork
 from tests.fake_cuda import fake_device
+from tests.meta_device import NOWHERE, PAIR_KERNELS, MetaCudaDevice, made_up_routing
 from tests.quantized_checkpoints import CHECKPOINTS, build
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
@@ -37,15 +30,13 @@ FOLDERS = [
 
 def prompt_and_token(folder: Path, **options: Any) -> None:
     budgets = {"device_memory": "40%", "host_memory": "60%"}
-    cuda_device = fake_device(MetaCudaDevice())
-    kernels = mock.patch.object(compute, "slot_kernels", return_value=KERNELS)
-    attention = mock.patch.multiple(
-        graphed_step,
-        attention_kernels=lambda device: ATTENTION_KERNELS,
-        gives_the_same=lambda model, step: True,  # there are no values to compare
+    kernels = mock.patch.multiple(
+        kernel_trial,
+        pair_kernels=lambda device: PAIR_KERNELS,
+        disagreement=lambda *_: None,  # there are no values to compare
     )
     with ExitStack() as doubles:
-        for double in (cuda_device, kernels, attention, made_up_routing()):
+        for double in (fake_device(MetaCudaDevice()), kernels, made_up_routing()):
             doubles.enter_context(double)
         moe = doubles.enter_context(MoE(folder, **budgets, **options))
         ids = torch.zeros(1, 9, dtype=torch.int64, device=NOWHERE)
@@ -83,12 +74,12 @@ def test_experts_packed_on_load(tiny_checkpoint, expert_dtype):
 
 
 def test_indices_that_stay_on_the_cpu_are_found(tiny_checkpoint, monkeypatch):
-    init = ExactWork.__init__
+    init = TorchWork.__init__
 
-    def forgetful(self: ExactWork, *args: Any) -> None:
+    def forgetful(self: TorchWork, *args: Any) -> None:
         init(self, *args)
         self._pairs_P = torch.arange(len(self._pairs_P))
 
-    monkeypatch.setattr(ExactWork, "__init__", forgetful)
+    monkeypatch.setattr(TorchWork, "__init__", forgetful)
     with pytest.raises(AssertionError, match="mixes devices"):
         prompt_and_token(tiny_checkpoint, exact=True)

@@ -9,11 +9,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from torch import Tensor
 
 from moe_infinity import MoEInfinityError
 from moe_infinity.experimental.gpu import cached_step
+from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from tests.experimental.gpu.fast_device import on_device
 from tests.experimental.gpu.no_device import CannotBeCaptured, Captured, capturing
 from tests.sweep import tiny
@@ -39,7 +39,7 @@ def _watched(folder: Path) -> str:
         capturing(),
         on_device(folder, "100%") as moe,
         mock.patch.object(
-            SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
+            DeviceSteps, "run_layer", autospec=True, side_effect=DeviceSteps.run_layer
         ) as rows,
         torch.no_grad(),
     ):

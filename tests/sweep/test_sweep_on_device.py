@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 
 from moe_infinity import MoE, MoEInfinityError
+from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from tests.experimental.gpu.fast_device import on_device
 from tests.sweep import tiny
 from tests.sweep.compare import difference
@@ -49,7 +49,7 @@ def run(checkpoint: Path, device_memory: str) -> tuple[Outcome, bool]:
     with (
         on_device(checkpoint, device_memory, dtype="float32") as moe,
         mock.patch.object(
-            SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
+            DeviceSteps, "run_layer", autospec=True, side_effect=DeviceSteps.run_layer
         ) as rows,
         torch.no_grad(),
     ):

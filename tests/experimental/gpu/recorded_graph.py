@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from moe_infinity.experimental.gpu.kernels.attention_reference import attend_latent
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from moe_infinity import MoE
-from moe_infinity.experimental.gpu import graphed_step
-from moe_infinity.experimental.gpu.attention import attention_kernels
-from moe_infinity.experimental.gpu.cached_step import AttentionKernels
+from moe_infinity.experimental.gpu import build, graphed_step
+from moe_infinity.experimental.gpu.device_steps import DeviceSteps
+from moe_infinity.experimental.gpu.kernels import Kernels, kernels_for
 from tests.experimental.gpu.fast_device import on_device
 from tests.on_device import LONG_PROMPT, PROMPT, greedy
 
@@ -87,7 +85,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     """From now on captures are recordings; gives them as they come."""
     found: list[Recorder] = []
     recording: list[Recorder] = []
-    compute = SlotLayers.compute
+    compute = DeviceSteps._compute
 
     def capture(stream: object, run: Callable[[], Any]) -> Callable[[], Any]:
         recorder = Recorder()
@@ -107,7 +105,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
         return replay
 
-    def kernels_of_a_layer(self: SlotLayers, layer: int, x_TD: Tensor, *args: Any) -> Tensor:
+    def kernels_of_a_layer(self: DeviceSteps, layer: int, x_TD: Tensor, *args: Any) -> Tensor:
         """One call: the reference looks into memory with Python."""
         if not recording:
             return compute(self, layer, x_TD, *args)
@@ -115,25 +113,26 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
         recording[-1].calls.append(lambda: out_TD.copy_(compute(self, layer, x_TD, *args)))
         return out_TD
 
-    def kernels_of_attention(device: torch.device) -> AttentionKernels:
-        plain = attention_kernels(device)
-        assert plain is not None
-        return AttentionKernels(
-            partial(attend, plain.attend), partial(attend, plain.attend_latent), plain.make_heads
+    def recorded(device: torch.device) -> Kernels:
+        plain = kernels_for(device)
+        return plain._replace(
+            attend=partial(attend, plain.attend),
+            attend_latent=partial(attend, plain.attend_latent),
         )
 
     def attend(plain: Callable[..., Tensor], query: Tensor, *args: Any, **more: Any) -> Tensor:
         if not recording:
             return plain(query, *args, **more)
-        width = args[3].shape[1] if plain is attend_latent else args[1].shape[-1]
+        is_latent = plain is kernels_for(query.device).attend_latent
+        width = query.shape[-1] if is_latent else args[1].shape[-1]
         out = query.new_empty(*query.shape[:-1], width)
         recording[-1].calls.append(lambda: out.copy_(plain(query, *args, **more)))
         return out
 
-    monkeypatch.setattr(graphed_step, "attention_kernels", kernels_of_attention)
+    monkeypatch.setattr(build, "kernels_for", recorded)
     monkeypatch.setattr(graphed_step, "has_graphs", lambda device: True)
     monkeypatch.setattr(graphed_step, "capture", capture)
-    monkeypatch.setattr(SlotLayers, "compute", kernels_of_a_layer)
+    monkeypatch.setattr(DeviceSteps, "_compute", kernels_of_a_layer)
     return found
 
 

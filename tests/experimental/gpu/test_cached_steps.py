@@ -14,7 +14,7 @@ from transformers import DynamicCache, StaticCache
 from moe_infinity import MoE
 from moe_infinity.experimental.gpu.cached_step import CachedSteps
 from tests.experimental.gpu import recorded_graph
-from tests.experimental.gpu.fast_device import on_device
+from tests.experimental.gpu.fast_device import experts_of, on_device
 from tests.on_device import LONG_PROMPT, PROMPT, greedy
 from tests.quantized_checkpoints import build
 from tests.sweep.discover import architectures_in
@@ -105,14 +105,14 @@ def test_decode_steps_give_what_the_models_own_code_gives(folder_of, monkeypatch
 
 
 def taken(moe: MoE, cache: object, mask: Tensor | None = None, num_seqs: int = 1) -> bool:
-    assert experts_of(moe).graphed is not None
-    assert experts_of(moe).graphed._cached is not None
-    return experts_of(moe).graphed._cached.of(cache, num_seqs, mask) is not None
+    cached = experts_of(moe).graphed._cached
+    assert cached is not None
+    return cached.of(cache, num_seqs, mask) is not None
 
 
 @torch.no_grad()
 def test_caches_that_are_not_known_are_left_to_the_model(folder_of):
-    with on_device(folder_of("deepseek_v2"), "100%", "100%") as moe:
+    with on_device(folder_of("deepseek_v2"), "100%") as moe:
         config = moe.model.config
         cache = DynamicCache(config=config)
         assert not taken(moe, cache)  # has nothing yet
@@ -130,7 +130,7 @@ def test_caches_that_are_not_known_are_left_to_the_model(folder_of):
 
 @torch.no_grad()
 def test_a_step_that_fails_leaves_the_cache_as_it_was(folder_of, monkeypatch):
-    with on_device(folder_of("deepseek_v2"), "100%", "100%") as moe:
+    with on_device(folder_of("deepseek_v2"), "100%") as moe:
         cache = DynamicCache(config=moe.model.config)
         moe.model(input_ids=PROMPT, past_key_values=cache)
         last = {"input_ids": PROMPT[:, :1], "position_ids": torch.full((1, 1), 8)}

@@ -13,22 +13,22 @@ import torch
 from moe_infinity import MoE
 from moe_infinity.cache.policies import Lru
 from moe_infinity.cache.residency import ResidencyTable
-from moe_infinity.checkpoint.expert_loader import ExpertLoader
 from moe_infinity.engine.bookkeeping import Bookkeeping
-from moe_infinity.errors import CheckpointError, UnsupportedModelError
-from moe_infinity.experimental.gpu import resolve_reference
+from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.experimental.gpu import reports
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.graphed_step import GraphedStep
-from moe_infinity.experimental.gpu.kernels import reference as slot_reference
+from moe_infinity.experimental.gpu.kernels import reference
 from moe_infinity.experimental.gpu.reports import ReportPoller
+from moe_infinity.kernels.triton import reference as of_experts
 from tests.experimental.gpu.fast_device import CACHES, STATIC, on_device, tokens_of_the_host
 from tests.experimental.gpu.recorded_graph import record_graphs, tokens_without_graph
 from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
-TIGHT = "30%", "100%"  # 7 of 24
+TIGHT = "30%"  # 7 of 24
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +36,9 @@ def expected(tiny_checkpoint):
     return tokens_of_the_host(tiny_checkpoint)
 
 
-def is_wrong(checkpoint: Any, *budgets: str, **cache: Any) -> bool:
+def is_wrong(checkpoint: Any, device_memory: str, **cache: Any) -> bool:
     expected = tokens_of_the_host(checkpoint, **cache)
-    with on_device(checkpoint, *budgets, policy="lru") as moe:
+    with on_device(checkpoint, device_memory, policy="lru") as moe:
         return any(not torch.equal(greedy(moe, **cache), expected[0]) for _ in range(2))
 
 
@@ -46,8 +46,8 @@ def is_wrong(checkpoint: Any, *budgets: str, **cache: Any) -> bool:
 
 
 def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, monkeypatch):
-    assert not is_wrong(tiny_checkpoint, "30%", "100%")
-    take_slot = resolve_reference._take_slot
+    assert not is_wrong(tiny_checkpoint, "30%")
+    take_slot = reference._take_slot
 
     def forgetting(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
         slot_LE = table.slot_LE.clone()
@@ -55,13 +55,13 @@ def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, monkeypa
         table.slot_LE.copy_(slot_LE)
         return int(slot_LE[moe_layer_idx, expert])
 
-    monkeypatch.setattr(resolve_reference, "_take_slot", forgetting)
-    assert is_wrong(tiny_checkpoint, "30%", "100%")
+    monkeypatch.setattr(reference, "_take_slot", forgetting)
+    assert is_wrong(tiny_checkpoint, "30%")
 
 
 def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, monkeypatch):
-    assert not is_wrong(tiny_checkpoint, "5%", "100%")
-    take_slot = resolve_reference._take_slot
+    assert not is_wrong(tiny_checkpoint, "5%")
+    take_slot = reference._take_slot
 
     def as_if_unused(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
         uses_E, table.uses_E = table.uses_E, torch.zeros_like(table.uses_E)
@@ -69,13 +69,13 @@ def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, monkeyp
         table.uses_E = uses_E
         return slot
 
-    monkeypatch.setattr(resolve_reference, "_take_slot", as_if_unused)
-    assert is_wrong(tiny_checkpoint, "5%", "100%")
+    monkeypatch.setattr(reference, "_take_slot", as_if_unused)
+    assert is_wrong(tiny_checkpoint, "5%")
 
 
 def test_a_slot_is_filled_before_it_is_read(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr(resolve_reference, "fill", lambda table, num_pairs: None)
-    assert is_wrong(tiny_checkpoint, "30%", "100%")
+    monkeypatch.setattr(reference, "fill", lambda table, num_pairs: None)
+    assert is_wrong(tiny_checkpoint, "30%")
 
 
 # What fails
@@ -101,17 +101,15 @@ class Interruption:
 
 
 PLACES = [
-    (resolve_reference, "resolve"), (resolve_reference, "fill"),
-    (slot_reference, "compute_pairs"), (slot_reference, "sum_pairs"),
-    (resolve_reference, "_take_slot"), (DeviceTable, "begin_step"),
+    (reference, "resolve"), (reference, "fill"),
+    (of_experts, "compute_pairs"), (of_experts, "sum_pairs"),
+    (reference, "_take_slot"), (DeviceTable, "begin_step"),
     (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "read_report"),
     (DeviceTable, "upload_residency"), (DeviceTable, "upload_scores"),
     (ReportPoller, "_read_new"), (ReportPoller, "_enter"), (ReportPoller, "_count"),
-    (Lru, "scores_after"),
-    (ResidencyTable, "apply_load"), (ResidencyTable, "leaving_scores"),
-    (ResidencyTable, "note_use"),
-    (Bookkeeping, "note_begin"),
-    (Bookkeeping, "note_layer"), (DeviceSteps, "reset"),
+    (Lru, "scores"), (reports, "apply_load"), (reports, "leaving_scores"),
+    (ResidencyTable, "note_use"), (Bookkeeping, "note_begin"),
+    (reports, "note_layer"), (DeviceSteps, "reset"),
 ]  # fmt: skip
 
 
@@ -126,7 +124,7 @@ def test_ctrl_c_anywhere_leaves_the_model_usable(
 ):
     stop = Interruption(monkeypatch, owner, name, KeyboardInterrupt())
     of_this_cache = tokens_of_the_host(tiny_checkpoint, **cache)
-    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+    with on_device(tiny_checkpoint, TIGHT, policy="lru") as moe:
         num_stopped = 0
         for n in (1, 4):
             stop.remaining, stop.is_late = n, n % 2 == 0
@@ -163,7 +161,7 @@ def test_a_step_that_began_and_never_ran_is_forgotten(
     tiny_checkpoint, expected, monkeypatch, cache
 ):
     stop = Interruption(monkeypatch, GraphedStep, "__call__", KeyboardInterrupt())
-    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+    with on_device(tiny_checkpoint, TIGHT, policy="lru") as moe:
         stop.remaining = 3  # the second after the prompt
         with pytest.raises(KeyboardInterrupt):
             greedy(moe, **cache)
@@ -207,7 +205,7 @@ def test_a_layer_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected)
 
 @pytest.mark.parametrize("n", [1, 2])  # before a miss, and after one
 def test_ctrl_c_while_the_last_step_is_taken_over(tiny_checkpoint, expected, monkeypatch, n):
-    stop = Interruption(monkeypatch, ResidencyTable, "apply_load", KeyboardInterrupt())
+    stop = Interruption(monkeypatch, reports, "apply_load", KeyboardInterrupt())
     with on_device(tiny_checkpoint, "60%", policy="lru") as moe:
         greedy(moe)
         stop.remaining = n
@@ -237,7 +235,7 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
                 raise KeyboardInterrupt
         return trace
 
-    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+    with on_device(tiny_checkpoint, TIGHT, policy="lru") as moe:
         greedy(moe, num_tokens=4)
         sys.settrace(trace)
         try:
@@ -254,9 +252,9 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(resolve_reference, "fill"), (DeviceTable, "read_report"), (DeviceTable, "wait"),
+    [(reference, "fill"), (DeviceTable, "read_report"), (DeviceTable, "wait"),
      (DeviceTable, "begin_step"), (DeviceTable, "upload_scores"), (Bookkeeping, "note_begin"),
-     (ReportPoller, "finish_step"), (ResidencyTable, "apply_load"), (DeviceSteps, "reset")],
+     (ReportPoller, "finish_step"), (reports, "apply_load"), (DeviceSteps, "reset")],
 )  # fmt: skip
 def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
     tiny_checkpoint, monkeypatch, cache, owner, name
@@ -281,23 +279,6 @@ def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
             stop.remaining = -1
             greedy(moe, num_tokens=1)
             assert 0 <= moe.report().decode.lookups - lookups - 6 * num_given <= 4, n
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_an_expert_that_cannot_be_read_in_a_step_is_an_error_and_the_next_call_works(
-    tiny_checkpoint, monkeypatch, cache
-):
-    expected = tokens_of_the_host(tiny_checkpoint, **cache)
-    error = CheckpointError("the disk is gone")
-    stop = Interruption(monkeypatch, ExpertLoader, "read", error)
-    with on_device(tiny_checkpoint, "30%") as moe:
-        greedy(moe, PROMPT[:, :2], num_tokens=1)
-        stop.remaining = 20  # after the prompt
-        with pytest.raises(CheckpointError, match="the disk is gone"):
-            greedy(moe, **cache)
-        for _ in range(2):
-            assert torch.equal(greedy(moe, **cache), expected[0])
-            moe.check_invariants()
 
 
 def test_a_closed_model_runs_no_step(tiny_checkpoint):

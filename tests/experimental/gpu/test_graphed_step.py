@@ -15,10 +15,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from moe_infinity.experimental.gpu import graph as graphs_of_cuda
 from moe_infinity.experimental.gpu import graphed_step
 from moe_infinity.memory.cuda import CAPTURING, TorchCudaDevice
-from tests.experimental.gpu.fast_device import STATIC, on_device, tokens_of_the_host
+from tests.experimental.gpu.fast_device import STATIC, experts_of, on_device, tokens_of_the_host
 from tests.experimental.gpu.recorded_graph import tokens_without_graph
 from tests.on_device import PROMPT, assert_same_tokens, greedy
 from tests.sweep.discover import architectures_in
@@ -63,13 +62,6 @@ def test_a_graph_keeps_no_request_in_memory(tiny_checkpoint, graphs):
         del cache
         gc.collect()
         assert keys() is None
-
-
-def test_without_graphs_if_nobody_wants_them(tiny_checkpoint, graphs):
-    with on_device(tiny_checkpoint, "100%", cuda_graph=False) as moe:
-        greedy(moe)
-        assert not experts_of(moe).graphed.has_graph
-    assert not graphs
 
 
 def test_another_cache_runs_kernel_by_kernel(tiny_checkpoint, graphs):
@@ -187,7 +179,7 @@ def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch,
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: released.append(pool))
     with pytest.raises(RuntimeError, match="invalidated" if is_invalidated else "a size"):
-        graphs_of_cuda.capture(of_the_model, run)
+        graphed_step.capture(of_the_model, run)
     assert gc.isenabled()
     assert streams[-1] == "compute"
     assert pools == {"others"}
@@ -202,7 +194,7 @@ def test_ctrl_c_in_a_capture_is_not_lost_where_torch_has_other_names(cuda_stream
 
     monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
     with pytest.raises(KeyboardInterrupt):
-        graphs_of_cuda.capture(cuda_stream, run)
+        graphed_step.capture(cuda_stream, run)
 
 
 def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
@@ -216,7 +208,7 @@ def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
     others: list[Any] = [
         lambda: TorchCudaDevice(cuda_stream.device),
         cuda_device.synchronize,
-        lambda: graphs_of_cuda.capture(cuda_stream, lambda: seen.append("captured")),
+        lambda: graphed_step.capture(cuda_stream, lambda: seen.append("captured")),
     ]
 
     def run() -> None:
@@ -228,7 +220,7 @@ def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
         seen.append("begun before")
 
     threads = [threading.Thread(target=other) for other in others]
-    graphs_of_cuda.capture(cuda_stream, run)
+    graphed_step.capture(cuda_stream, run)
     for thread in threads:
         thread.join(10)
     assert seen[0] == "begun before"
@@ -253,7 +245,7 @@ def test_a_wait_for_a_device_does_not_wait_for_ever_for_a_capture(cuda_stream, m
 
 def test_a_graph_is_replayed_and_gives_what_the_capture_gave(cuda_stream):
     graph: Any = torch.cuda.CUDAGraph()  # there is one of them
-    replay = graphs_of_cuda.capture(cuda_stream, lambda: "logits")
+    replay = graphed_step.capture(cuda_stream, lambda: "logits")
     assert not graph.replay.called
     assert replay() == replay() == "logits"
     assert graph.replay.call_count == 2
@@ -262,7 +254,7 @@ def test_a_graph_is_replayed_and_gives_what_the_capture_gave(cuda_stream):
 def test_every_model_captures_on_a_stream_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: mock.Mock(device=device))
     device = torch.device("cuda", 1)
-    one, other = graphs_of_cuda.new_stream(device), graphs_of_cuda.new_stream(device)
+    one, other = graphed_step.new_stream(device), graphed_step.new_stream(device)
     assert one is not None
     assert one is not other
     assert one.device == device
@@ -273,7 +265,7 @@ def test_the_collector_is_as_before_after_a_capture(cuda_stream, collects):
     try:
         if not collects:
             gc.disable()
-        assert graphs_of_cuda.capture(cuda_stream, gc.isenabled)() is False  # within it
+        assert graphed_step.capture(cuda_stream, gc.isenabled)() is False  # within it
         assert gc.isenabled() is collects
     finally:
         gc.enable()

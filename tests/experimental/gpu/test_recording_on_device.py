@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from moe_infinity import MoE
 from moe_infinity.engine.bookkeeping import Bookkeeping
-from moe_infinity.experimental.gpu.device_steps import DeviceSteps
-from tests.experimental.gpu.fast_device import CACHES, on_device
+from tests.experimental.gpu.fast_device import CACHES, let_the_host_decide, on_device
 from tests.on_device import PROMPT, greedy
 
 pytestmark = pytest.mark.arithmetic
@@ -37,7 +36,7 @@ def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
 
     monkeypatch.setattr(Bookkeeping, "note_routing", learning)
     if not is_decided_by_device:
-        monkeypatch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
+        let_the_host_decide(monkeypatch)
     with on_device(tiny_checkpoint, "30%") as moe:
         for then in (0, 2):
             for n in range(4, 12):  # in the first step after the prompt, or the two after it
@@ -82,7 +81,7 @@ def test_a_recording_has_the_last_step_of_a_caller_who_fails_after_it(
         return torch.zeros(1, dtype=torch.bool)
 
     if not is_decided_by_device:
-        monkeypatch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
+        let_the_host_decide(monkeypatch)
     with on_device(tiny_checkpoint, "30%") as moe, moe.recording() as finish:
         with pytest.raises(ValueError, match="enough"):
             greedy(moe, stopping_criteria=[fail])

@@ -4,7 +4,9 @@ float64.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tests.kernels.triton.slot_experts import (
     Experts,
     inputs,
     routing,
+    slot_moe,
 )
 
 KINDS = [*PLAIN, "bf16 transposed", "f32 transposed"]
@@ -193,3 +196,33 @@ def test_many_tokens_have_larger_tiles(monkeypatch):
     index[7, 1] = -1
     found = experts.compute(TRITON, x, index, weights)
     assert experts.largest_error(found, x, index, weights) < 1
+
+
+class Launches:
+    """In place of a kernel."""
+
+    def __init__(self, name: str, counter: Counter[str]) -> None:
+        self._name = name
+        self._counter = counter
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            tile = f" {options['TILE']}" if "TILE" in options else ""
+            self._counter.update([self._name + tile])
+
+        return launch
+
+
+@pytest.mark.parametrize("num_experts", [8, 256])
+@pytest.mark.parametrize("num_tokens", [1, 2, 9, 32, 2048])
+def test_a_layer_takes_four_kernels_for_any_number_of_tokens_and_experts(
+    monkeypatch, num_tokens, num_experts
+):
+    counter: Counter[str] = Counter()
+    for name in ("_plan", "_up", "_down", "_sum"):
+        monkeypatch.setattr(TRITON, name, Launches(name, counter))
+    x, index = torch.zeros(num_tokens, 16).bfloat16(), torch.zeros(num_tokens, 8).long()
+    mlp = Experts("bf16", 16, 16).mlp
+    slot_moe(TRITON, mlp, x, index, torch.zeros(num_tokens, 8), torch.zeros(num_experts).long())
+    tile = 64 if num_tokens == 2048 else 16
+    assert counter == {f"_plan {tile}": 1, f"_up {tile}": 1, f"_down {tile}": 1, "_sum": 1}

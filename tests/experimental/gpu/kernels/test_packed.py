@@ -129,6 +129,7 @@ def test_the_tolerance_rejects_what_is_wrong(kernels, kind):
 
     assert error() < 1
     mlp = experts.mlp
+    assert mlp.up is not None
     wrong: list[SlotMlp] = [replace(mlp, gate=mlp.up, up=mlp.gate), replace(mlp, gate=mlp.up)]
     scale = mlp.up.weight.scale
     for name in ("gate", "down"):

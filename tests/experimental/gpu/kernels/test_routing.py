@@ -191,9 +191,9 @@ def test_a_choice_does_not_depend_on_how_many_tokens_there_are(choice):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"scores": "softmax"}, {"scores": "logits"}, {"weights": "as they are"}, {"weights": "softmax"},
-     {"factor": 1.0}, {"num_groups": 4}, {"kept_groups": 2}, {"group_score": "best"},
-     {"top_k": 7}, {"dtype": torch.bfloat16}],
+    [{"scores": "softmax"}, {"scores": "logits"}, {"weights": "as they are"},
+     {"weights": "softmax"}, {"factor": 1.0}, {"num_groups": 4}, {"kept_groups": 2},
+     {"group_score": "best"}, {"top_k": 7}, {"dtype": torch.bfloat16}],
     ids=str,
 )  # fmt: skip
 def test_every_part_of_a_choice_is_seen(changed):
