@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_infinity import MoE, MoEInfinityError
+from moe_infinity import ConfigError, MoE, MoEInfinityError
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from tests.experimental.gpu.fast_device import on_device
 from tests.sweep import tiny
@@ -74,7 +74,11 @@ def test_no_budget_changes_a_bit_and_the_exact_path_agrees(folder, tmp_path):
         except MoEInfinityError:
             assert name in NOT_COMPARED
             continue
-        resident, is_by_device = run(checkpoint, "100%")
+        try:
+            resident, is_by_device = run(checkpoint, "100%")
+        except ConfigError:
+            assert name in BY_HOST
+            continue
         assert is_by_device == (name not in BY_HOST), name
         assert not difference(resident, exact, TOLERANCE)
         few, _ = run(checkpoint, "30%")

@@ -73,13 +73,12 @@ class Nodes(TorchDispatchMode):
             "add_rms_norm": self.counted("sum and norm", plain.add_rms_norm),
             "router_logits": self.counted("router", plain.router_logits),
             "choose": self.counted("choice", plain.choose),
-            # Splits of the tokens, and what puts them together.
-            "attend": self.counted("attention", no_device.attend, 2),
-            "attend_latent": self.counted("attention", no_device.attend_latent, 2),
             "make_heads": self.counted("heads", plain.make_heads),
             "gated": self.counted("activation", plain.gated),
         }
         opened = plain._replace(**counted)
+        counted["attend"] = self.counted("attention", no_device.attend, 2)  # and a sum of splits
+        counted["attend_latent"] = self.counted("attention", no_device.attend_latent, 2)
         captured = no_device.KERNELS._replace(**counted)
         with (
             mock.patch.object(build, "kernels_for", return_value=opened),

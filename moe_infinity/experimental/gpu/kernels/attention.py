@@ -317,13 +317,15 @@ def _attend_chunks(
     """Of all chunks of this split: the sum of weights times values, the highest score, and the sum
     of weights, which are exp(score - highest score).
     """
+    CHUNK: tl.constexpr = SHAPE.chunk
+    VALUE_COLUMNS: tl.constexpr = SHAPE.value_columns
     first_token, num_tokens, first_chunk, last_chunk = tokens
     mask, has_mask = masked
     highest_M = tl.full((query_Md.shape[0],), float("-inf"), tl.float32)
     total_M = tl.zeros((query_Md.shape[0],), tl.float32)
-    sum_Mv = tl.zeros((query_Md.shape[0], SHAPE.value_columns), tl.float32)
+    sum_Mv = tl.zeros((query_Md.shape[0], VALUE_COLUMNS), tl.float32)
     for chunk in tl.range(first_chunk, last_chunk + 1, SHAPE.splits):
-        token_C = chunk * SHAPE.chunk + tl.arange(0, SHAPE.chunk)
+        token_C = chunk * CHUNK + tl.arange(0, CHUNK)
         is_there_C = token_C < num_tokens
         is_seen_C = tl.load(mask + token_C, mask=is_there_C & has_mask, other=1) != 0
         is_seen_C |= token_C == num_tokens - 1
@@ -350,7 +352,7 @@ def _attend_chunks(
         total_M = total_M * shrink_M + tl.sum(weight_MC, 1)
         value_Cv = key_Cd
         if not SHAPE.is_latent:
-            value_Cv = _load_rows(value_C1, is_seen_C, SHAPE.value_row, SHAPE.value_columns)
+            value_Cv = _load_rows(value_C1, is_seen_C, SHAPE.value_row, VALUE_COLUMNS)
         sum_Mv = product(weight_MC.to(value_Cv.dtype), value_Cv, sum_Mv * shrink_M[:, None])
     return sum_Mv, highest_M, total_M
 
