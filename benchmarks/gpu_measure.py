@@ -172,7 +172,8 @@ def add_token(
 ) -> None:
     check.add(
         "token", ms, "ms", bound, **told, tokens_per_s=1e3 * told["batch"] / ms,
-        hit_rate=used.hit_rate, copied_mb=used.copied_bytes / 1e6, captured=str(check.has_graph(moe)),
+        hit_rate=used.hit_rate, copied_mb=used.copied_bytes / 1e6,
+        captured=str(check.has_graph(moe)),
     )  # fmt: skip
 
 

@@ -263,11 +263,11 @@ class _HandedTrial:
         norm: dict[str, Any] = {"normed_key": rank}
         if hasattr(self._module, names[0]):
             own = [getattr(self._stock, name) for name in names]
-            first, last = try_norm(own[0]), try_norm(own[-1])
-            if not isinstance(first, Found) or first != last:
+            forms = [try_norm(each) for each in own]
+            if not isinstance(forms[0], Found) or forms[0] != forms[-1]:
                 raise Differs("norms that kernels do not know")
             eps = [eps_of(each) for each in own]
-            norm |= {"norm_form": first.path, "query_eps": eps[0], "key_eps": eps[-1]}
+            norm |= {"norm_form": forms[0].path, "query_eps": eps[0], "key_eps": eps[-1]}
             norm["norms_all"] = not is_latent and len(own[0].weight) != query.shape[2]
         cos = self._angles.real if isinstance(self._angles, Tensor) else self._angles[0]
         for rotated, pairs in product((cos.shape[-1], 2 * cos.shape[-1]), PAIRS):

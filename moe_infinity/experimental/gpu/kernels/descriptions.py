@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # The three forms of RMSNorm. The normed row is rounded before it is multiplied by the weight, and
 # after; or after alone; and that after multiplying by 1 + weight.
@@ -34,6 +35,104 @@ class CachedLayer(NamedTuple):
     mask_seq: int  # bytes from one sequence to the next
 
 
+# Attention
+
+SPLIT_HEADS = 512  # splits of all heads of the cache together, of one sequence
+MIN_SPLITS = 8
+MAX_SPLITS = 64
+TILE = 16  # heads of a program, and the least size of a product of matrices
+CHUNK = 64  # tokens
+CHUNK_BYTES = 40 << 10  # at most: two are in the shared memory of every GPU since 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What a kernel of attention is compiled for, see attention.py."""
+
+    groups: int  # G
+    per_group: int  # H / G
+    is_latent: bool
+    key_row: int  # numbers of a token among the keys of the cache: d or r
+    value_row: int  # and among the values: v or p
+    columns: int  # of the first piece of a key: a power of two
+    more_width: int  # of the second piece, or 0,
+    more_columns: int  # and that rounded up to a power of two
+    value_columns: int  # of what is summed, rounded up to a power of two
+    chunk: int  # C
+    splits: int  # S
+    has_softcap: bool
+
+    @property
+    def blocks(self) -> int:
+        """Tiles of the heads of queries in a group."""
+        return -(-self.per_group // TILE)
+
+    @property
+    def value_width(self) -> int:
+        """Columns of what is summed."""
+        return self.key_row if self.is_latent else self.value_row
+
+
+def _rounded_up(width: int) -> int:
+    return max(1 << (width - 1).bit_length(), TILE)
+
+
+def _chunk(token_bytes: int) -> int:
+    chunk = CHUNK
+    while chunk > TILE and chunk * token_bytes > CHUNK_BYTES:
+        chunk //= 2
+    return chunk
+
+
+def shape_of(query_BHd: Tensor, value_BGv: Tensor, has_softcap: bool) -> AttentionShape:
+    """Describe attention to keys and values."""
+    _, num_heads, width = query_BHd.shape
+    num_groups, value_width = value_BGv.shape[1:]
+    columns = max(1 << width.bit_length() - 1, TILE)
+    more_width = max(width - columns, 0)
+    more_columns = _rounded_up(more_width) if more_width else 0
+    value_columns = _rounded_up(value_width)
+    token_columns = columns + more_columns + value_columns
+    splits = min(max(MIN_SPLITS, SPLIT_HEADS // num_groups), MAX_SPLITS)
+    return AttentionShape(
+        groups=num_groups,
+        per_group=num_heads // num_groups,
+        is_latent=False,
+        key_row=width,
+        value_row=value_width,
+        columns=columns,
+        more_width=more_width,
+        more_columns=more_columns,
+        value_columns=value_columns,
+        chunk=_chunk(token_columns * query_BHd.element_size()),
+        splits=1 << splits.bit_length() - 1,
+        has_softcap=has_softcap,
+    )
+
+
+def shape_of_latents(num_heads: int, latent_Br: Tensor, key_Bp: Tensor) -> AttentionShape:
+    """Describe attention to latents and rotated keys."""
+    rank = latent_Br.shape[1]
+    rotated = key_Bp.shape[1]
+    token_columns = _rounded_up(rank) + _rounded_up(rotated)
+    return AttentionShape(
+        groups=1,
+        per_group=num_heads,
+        is_latent=True,
+        key_row=rank,
+        value_row=rotated,
+        columns=_rounded_up(rank),
+        more_width=rotated,
+        more_columns=_rounded_up(rotated),
+        value_columns=_rounded_up(rank),
+        chunk=_chunk(token_columns * latent_Br.element_size()),
+        splits=MAX_SPLITS,
+        has_softcap=False,
+    )
+
+
+# Queries and keys
+
 # Which two columns of a head are rotated together, and where the results are put.
 HALVES = "halves"  # columns i and i + rotated / 2
 NEIGHBOURS = "neighbours"  # columns 2i and 2i + 1
@@ -58,6 +157,8 @@ class Heads(NamedTuple):
     norms_all: bool = False  # all heads of a token together, not each on its own
     normed_key: int = 0  # so many columns of a key have a norm, the first ones; 0: all
 
+
+# Routers
 
 SCORES = ("softmax", "sigmoid", "logits")  # of the logits; softmax: over all experts
 # The scores of the chosen as they are, divided by their sum, or their softmax.

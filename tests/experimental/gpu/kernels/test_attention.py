@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.experimental.gpu.kernels import reference
+from moe_infinity.experimental.gpu.kernels import descriptions, reference
 from tests.experimental.gpu.kernels.attention_case import DEVICE, AttentionCase
 
 pytest.importorskip("triton", reason="needs triton")
@@ -60,7 +60,7 @@ KINDS = [
 def few_splits(monkeypatch):
     """Programs run one after the other. Some splits have no chunk, some two."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(triton_attention, "MAX_SPLITS", 4)
+        monkeypatch.setattr(descriptions, "MAX_SPLITS", 4)
 
 
 def triton_case(**changes: Any) -> AttentionCase:
@@ -150,7 +150,7 @@ def test_splits_are_enough_programs_for_any_number_of_heads(monkeypatch):
     monkeypatch.undo()
     for groups, splits in ((1, 64), (2, 64), (8, 64), (12, 32), (16, 32), (96, 8), (128, 8)):
         query, value = torch.zeros(1, 2 * groups, 128), torch.zeros(1, groups, 128)
-        assert triton_attention.shape_of(query, value, False).splits == splits
+        assert descriptions.shape_of(query, value, False).splits == splits
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].get("softcap") is None])

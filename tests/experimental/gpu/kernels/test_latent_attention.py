@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.experimental.gpu.kernels import reference
+from moe_infinity.experimental.gpu.kernels import descriptions, reference
 from moe_infinity.experimental.gpu.kernels.descriptions import CachedLayer
 from tests.experimental.gpu.kernels.attention_case import DEVICE
 
@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def few_splits(monkeypatch):
     """Programs run one after the other. Some splits have no chunk, some two."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention, "MAX_SPLITS", 4)
+        monkeypatch.setattr(descriptions, "MAX_SPLITS", 4)
 
 
 class LatentCase:

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-from tests.experimental.gpu.kernels.test_triton_experts import DEVICE, Experts, inputs, routing
-from tests.kernels.slot_moe import slot_moe
-
-from moe_infinity.experimental.gpu.kernels import experts as triton_experts
+from tests.kernels.triton.slot_experts import DEVICE, TRITON, Experts, inputs, routing, slot_moe
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.triton]
 
@@ -22,10 +19,10 @@ def test_a_captured_layer_follows_what_changes_around_it():
     x, index = inputs("bf16", 2, 256).cuda(), torch.zeros(2, 3, dtype=torch.int64).cuda()
     weights = torch.zeros(2, 3).cuda()
     pointers = slots.data_ptr() + torch.arange(6).cuda() * slots.shape[1]
-    slot_moe(triton_experts, experts.mlp, x, index, weights, pointers)  # compiles
+    slot_moe(TRITON, experts.mlp, x, index, weights, pointers)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = slot_moe(triton_experts, experts.mlp, x, index, weights, pointers)
+        found = slot_moe(TRITON, experts.mlp, x, index, weights, pointers)
     for _ in range(3):
         new_index, new_weights = routing(2, 3, 6)
         x.copy_(inputs("bf16", 2, 256))
