@@ -32,8 +32,8 @@ class Constants:
     waiting_layer_s: float = 0.0050 / 7
     # Of the memory's rate, what kernels reach: 17.2 of 18.4 ms (the same place).
     memory_share: float = 0.93
-    # transformers, kernels from their cache, beside reading dense weights: 1.1 s ("First token,
-    # cached"), and 2 s on two Zen 3 cores.
+    # transformers, kernels from their cache, beside reading dense weights: 1.1 s ("Where we are
+    # slower"), and 2 s on two Zen 3 cores.
     load_s: float = 1.5
     # Of the measured rate of products, what prompts reach: of 600 tokens 0.9 of 1.07 s (row
     # "prompt, warm, 600 tokens", rate of 38 rows in kernels/many_rows.py).
