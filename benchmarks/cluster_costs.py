@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from moe_infinity.predict.tracefile import load_trace
-from moe_infinity.simulator.hardware import Hardware
-from moe_infinity.simulator.laboratory import num_slots_of
-from moe_infinity.simulator.replay import Setup, replay
-from moe_infinity.simulator.schedule import interleave, steps_of
+from moe_infinity.tools.simulator.hardware import Hardware
+from moe_infinity.tools.simulator.laboratory import num_slots_of
+from moe_infinity.tools.simulator.replay import Setup, replay
+from moe_infinity.tools.simulator.schedule import interleave, steps_of
 
 GB = 1e9
 USABLE = 0.8  # of a host's memory, for experts

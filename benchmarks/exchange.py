@@ -18,7 +18,7 @@ from multiprocessing import get_context
 import torch
 import torch.distributed as dist
 
-from moe_infinity.hosts.wire import Wire, WireMessage
+from moe_infinity.cluster.wire import Wire, WireMessage
 
 SIZES = (8 << 10, 64 << 10, 1 << 20)
 KEY = b"key"

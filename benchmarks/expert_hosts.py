@@ -66,8 +66,8 @@ def proxy(address: tuple[str, int], delay_s: float) -> tuple[str, int]:
 
 def run_hosts(groups: list[str], delay_s: float, asked: dict[str, Any]) -> dict[str, Any]:
     """One cell: hosts in these groups, the head in that of this process."""
-    from moe_infinity.hosts import opening
-    from moe_infinity.hosts.local import LocalProcesses
+    from moe_infinity.cluster import opening
+    from moe_infinity.cluster.local import LocalProcesses
 
     class Limited(LocalProcesses):
         def start(self, share_idx: int, address: tuple[str, int], key: bytes) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_infinity import MoE
 from moe_infinity.memory.cuda import CudaDevice, TorchCudaDevice
-from tests.cuda.fake_cuda import FakeCudaDevice
+from tests.experimental.gpu.fake_cuda import FakeCudaDevice
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = (("3%", "40%"), ("25%", "100%"), ("60%", "40%"), ("60%", "100%"))

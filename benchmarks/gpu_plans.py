@@ -20,9 +20,12 @@ DEEPSEEK = Shape("deepseek-v2-lite", deepseek_v2_lite, layers=13, full_layers=26
 GPT_OSS = Shape("gpt-oss-20b", gpt_oss, layers=24, full_layers=24, total_gb=10.2)
 SHAPES = QWEN3, DEEPSEEK, GPT_OSS
 TESTS = {  # pytest's arguments, and how long they may take
-    "tests of host and device": (["tests/cuda/test_device_protocol.py", "-m", "gpu"], 60),
-    "tests of tiny models": (["tests/cuda/test_gpu.py", "-m", "gpu"], 120),
-    "tests of kernels": (["tests/kernels/cuda", "tests/cuda", "-m", "triton", "-n", "12"], 180),
+    "tests of host and device": (
+        ["tests/experimental/gpu/test_device_protocol.py", "-m", "gpu"],
+        60,
+    ),
+    "tests of tiny models": (["tests/experimental/gpu/test_gpu.py", "-m", "gpu"], 120),
+    "tests of kernels": (["tests/experimental/gpu", "-m", "triton", "-n", "12"], 180),
 }
 ALL: dict[str, Any] = {"device_memory": "100%"}
 BATCHES, PROMPTS = (8, 9, 16, 32), (128, 2048, 8192)

@@ -28,7 +28,7 @@ import torch
 from gpu_models import Shape, write_checkpoint
 
 from moe_infinity import MoE
-from tests.cuda.fake_cuda import FakeCudaDevice, RealClock, fake_device
+from tests.experimental.gpu.fake_cuda import FakeCudaDevice, RealClock, fake_device
 
 FORK = multiprocessing.get_context("fork")  # modules are there, and nobody has asked CUDA yet
 BEGUN = "begun"  # the first row of a stage

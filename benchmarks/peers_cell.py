@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 # Where llama_cpp is installed, this package may not be.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from moe_infinity.bench.llama_process import LlamaCpp
+from moe_infinity.tools.bench.llama_process import LlamaCpp
 
 
 class Prompt(NamedTuple):

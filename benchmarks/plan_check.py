@@ -43,9 +43,9 @@ WITHIN = 0.25  # of the measured value
 
 def plan_cell(model: str, prompt: int, trace: str) -> dict[str, Any]:
     """What the command prints with --json, and the same numbers as `run_cell` has."""
-    from moe_infinity.planning.planner import PlannedRun, make_plan, measured_machine
-    from moe_infinity.planning.sizes import sizes_of
-    from moe_infinity.planning.speed import Constants
+    from moe_infinity.tools.planning.planner import PlannedRun, make_plan, measured_machine
+    from moe_infinity.tools.planning.sizes import sizes_of
+    from moe_infinity.tools.planning.speed import Constants
 
     sizes = sizes_of(model)
     machine = measured_machine(sizes, measures_disk=True)

@@ -36,6 +36,7 @@ from moe_infinity.architectures.step_reader import StepReader
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
 from moe_infinity.checkpoint.tokenizer import load_tokenizer
+from moe_infinity.cluster.opening import build_with_hosts
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.engine.engine import ExpertEngine
@@ -47,7 +48,6 @@ from moe_infinity.errors import (
     UnsupportedModelError,
 )
 from moe_infinity.experts import Ints, Step, Tier
-from moe_infinity.hosts.opening import build_with_hosts
 from moe_infinity.legacy_config import config_of
 from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.history import load_history, save_history

@@ -42,7 +42,7 @@ MADE_BY_TORCH = (
     "randn", "randperm", "scalar_tensor", "tensor", "zeros",
 )  # fmt: skip
 OF_INTS = ("arange", "randint", "randperm")  # in int64 by themselves
-NO_TORCH = ("cache", "predict", "simulator", "system")  # bookkeeping that runs on any laptop
+NO_TORCH = ("cache", "predict", "system", "tools/simulator")  # bookkeeping that runs on any laptop
 MARKER = re.compile(r"\b(TODO|FIXME|XXX)\b")
 
 
@@ -66,14 +66,11 @@ ALLOWED = {
 }
 # Who may import a folder beside itself.
 IMPORTED_BY = {
-    "cli": Rule(("entrypoints",), "the library works without its command line"),
-    "doctor": Rule(("cli",), "what looks at a machine is not what runs on it"),
+    "cli": Rule(("entrypoints", "tools", "cluster"), "the library works without its command line"),
     "server": Rule(
         ("cli", "cluster", "entrypoints"), "the library works without its server's packages"
     ),
-    "cluster": Rule(("cli", "hosts"), "the library works without Ray"),
-    "pictures": Rule(("cli",), "the library works without what draws"),
-    "bench": Rule(("cli",), "the library works without measuring itself"),
+    "tools": Rule(("cli",), "what looks at runs and machines is not what runs"),
 }
 
 
@@ -112,7 +109,8 @@ def markers(file: Path, text: str) -> Iterator[str]:
 
 
 def torch_in_bookkeeping(file: Path, tree: ast.Module) -> Iterator[str]:
-    if file.parts[1] not in NO_TORCH:
+    folder = next((name for name in NO_TORCH if file.is_relative_to(f"{PACKAGE}/{name}")), None)
+    if folder is None:
         return
     for node in ast.walk(tree):
         if not isinstance(node, ast.Import | ast.ImportFrom):
@@ -121,7 +119,7 @@ def torch_in_bookkeeping(file: Path, tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom):
             names.append(node.module or "")
         if any("torch" in name.split(".") for name in names):
-            yield f"{file}:{node.lineno}: imports torch, which {file.parts[1]}/ must do without"
+            yield f"{file}:{node.lineno}: imports torch, which {folder}/ must do without"
 
 
 def tensors_left_to_torch(file: Path, tree: ast.Module) -> Iterator[str]:

@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compiled kernels are kept for the next run, all workers together, apart from the user's."""
     os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "user-cache")
     if os.environ["TRITON_INTERPRET"] == "0" and not torch.cuda.is_available():
-        from tests.kernels.cuda.compiled import use_absent_gpu
+        from tests.experimental.gpu.kernels.compiled import use_absent_gpu
 
         use_absent_gpu(int(os.environ.get("CAPABILITY", "80")))
 
@@ -83,7 +83,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "cuda" in item.path.relative_to(TESTS).parts:
+        if "experimental" in item.path.relative_to(TESTS).parts:
             item.add_marker("gpu_code")
     leave_diagonals_fast(marked("grid", items))
     leave_samples_fast(marked("sample", items))
@@ -319,6 +319,6 @@ def command(
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Captures are recordings (recorded_graph.py); those made, as they come."""
-    from tests.cuda.recorded_graph import record_graphs
+    from tests.experimental.gpu.recorded_graph import record_graphs
 
     return record_graphs(monkeypatch)

@@ -130,7 +130,7 @@ def test_a_name_that_only_begins_like_an_allowed_one_is_refused():
     )
 
 
-@pytest.mark.parametrize("folder", ["cache", "predict", "simulator"])
+@pytest.mark.parametrize("folder", ["cache", "predict", "tools/simulator"])
 @pytest.mark.parametrize("text", ["import torch.nn", "def late():\n    from torch import Tensor"])
 def test_bookkeeping_imports_no_torch(folder, text):
     (found,) = problems({f"{folder}/file": text})

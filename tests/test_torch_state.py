@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from moe_infinity import MoE
-from tests.cuda.fake_cuda import FakeCudaDevice, fake_device
-from tests.cuda.fast_device import CACHES, on_device
-from tests.cuda.on_device import LONG_PROMPT, PROMPT, greedy
+from tests.experimental.gpu.fake_cuda import FakeCudaDevice, fake_device
+from tests.experimental.gpu.fast_device import CACHES, on_device
+from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, greedy
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 

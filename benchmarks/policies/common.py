@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 
 from moe_infinity.experts import ExpertKey
-from moe_infinity.pictures import figures
-from moe_infinity.pictures.figures import COLOURS, legend, line
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
-from moe_infinity.simulator.baselines import make_policy
-from moe_infinity.simulator.hardware import Hardware
-from moe_infinity.simulator.laboratory import num_slots_of
-from moe_infinity.simulator.replay import Cell, Setup, distinct, replay
-from moe_infinity.simulator.schedule import interleave, steps_of
+from moe_infinity.tools.pictures import figures
+from moe_infinity.tools.pictures.figures import COLOURS, legend, line
+from moe_infinity.tools.simulator.baselines import make_policy
+from moe_infinity.tools.simulator.hardware import Hardware
+from moe_infinity.tools.simulator.laboratory import num_slots_of
+from moe_infinity.tools.simulator.replay import Cell, Setup, distinct, replay
+from moe_infinity.tools.simulator.schedule import interleave, steps_of
 
 __all__ = ["COLOURS", "legend", "line"]  # for the experiments, beside what is defined here
 

@@ -1,7 +1,7 @@
 """How does the hit rate of decoding rise with the share of experts that have slots?
 
     python benchmarks/policies/curves.py ../shared/data --traces gpt-oss --requests 24 \\
-        --output moe_infinity/planning/curves.json
+        --output moe_infinity/tools/planning/curves.json
 
 `moe-infinity plan` expects these rates of models of which no trace is at hand. One user, cold
 start, no prefetch; a quarter of the requests warm up.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import common
 
-from moe_infinity.planning.hit_rates import replayed
+from moe_infinity.tools.planning.hit_rates import replayed
 
 POLICIES = ("activation-aware", "lru")
 SHARES = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -30,7 +30,7 @@ from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.eamc import Eamc, EamcMatch, row_normalised
 from moe_infinity.predict.features import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
-from moe_infinity.simulator import moe_infinity_v3
+from moe_infinity.tools.simulator import moe_infinity_v3
 
 CAPACITIES = (1, 10, 50, 100, 120, 200, 500)
 KMEANS = (10, 50, 120)  # capacities at which it is compared

@@ -21,7 +21,7 @@ import numpy as np
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
 from moe_infinity.predict.tracefile import SequenceTrace
-from moe_infinity.simulator.schedule import steps_of
+from moe_infinity.tools.simulator.schedule import steps_of
 
 STAGES = ("next token", "step start", "one layer ahead")
 DISTANCES = (1, 2, 4, 8, 16)

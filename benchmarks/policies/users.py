@@ -14,7 +14,7 @@ from typing import Any
 
 import common
 
-from moe_infinity.simulator.schedule import interleave
+from moe_infinity.tools.simulator.schedule import interleave
 
 USERS = (1, 2, 4, 8, 16)
 POLICIES = ("lru", "request-lfu", "activation-aware", "belady")

@@ -19,9 +19,6 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from moe_infinity.cli.benching import bench
-from moe_infinity.cli.clusters import cluster
-from moe_infinity.cli.doctor import doctor
 from moe_infinity.cli.opening import open_model, show_preload
 from moe_infinity.cli.options import (
     MODEL_HELP,
@@ -40,21 +37,24 @@ from moe_infinity.cli.options import (
     checkpoint_named,
     with_options_of,
 )
-from moe_infinity.cli.plan import plan
 from moe_infinity.cli.progress import byte_bar, count_bar
 from moe_infinity.cli.pulling import ensure_here, pull
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
-from moe_infinity.cli.simulating import (
+from moe_infinity.cli.terminal import stderr, talk, write
+from moe_infinity.cluster.command import cluster
+from moe_infinity.errors import MoEInfinityError
+from moe_infinity.system.processes import interrupt_main
+from moe_infinity.tools.bench.command import bench
+from moe_infinity.tools.doctor.command import doctor
+from moe_infinity.tools.pictures.figures import check_picture
+from moe_infinity.tools.planning.command import plan
+from moe_infinity.tools.simulator.command import (
     ReplayOptions,
     ReplicaOptions,
     SimulationOptions,
     Traces,
     simulated,
 )
-from moe_infinity.cli.terminal import stderr, talk, write
-from moe_infinity.errors import MoEInfinityError
-from moe_infinity.pictures.figures import check_picture
-from moe_infinity.system.processes import interrupt_main
 
 OF_TRACE = (
     "device", "device_memory", "host_memory", "config_from", "dtype", "exact", "trust_remote_code",
@@ -111,12 +111,12 @@ def run(
     **options: Any,
 ) -> None:
     """Continue a prompt."""
-    from moe_infinity.profiling import profiling
-    from moe_infinity.step_counts import counting_steps
+    from moe_infinity.tools.profiling import profiling
+    from moe_infinity.tools.step_counts import counting_steps
 
     has_page = report_html is not None
     if report_html is not None:
-        from moe_infinity.pictures.run_page import check_page
+        from moe_infinity.tools.pictures.run_page import check_page
 
         check_page(report_html)
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
@@ -134,7 +134,7 @@ def run(
         if profile:
             stderr.print("\n" + str(split), soft_wrap=True, highlight=False)
         if report_html is not None and split is not None and counters is not None:
-            from moe_infinity.cli.reporting import write_report
+            from moe_infinity.tools.pictures.reporting import write_report
 
             write_report(report_html, moe, text, stream, split, counters, settings)
         if as_json:
@@ -294,8 +294,8 @@ def trace(
         f"{output}: {written.sequences} sequences, {written.tokens} tokens", highlight=False
     )
     if plot is not None:
-        from moe_infinity.pictures.activation import draw_activation
         from moe_infinity.predict.tracefile import load_trace
+        from moe_infinity.tools.pictures.activation import draw_activation
 
         draw_activation(load_trace(output), plot, name=Path(model).name)
 

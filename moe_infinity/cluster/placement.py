@@ -29,9 +29,9 @@ class ExpertHostActor:
         """Until its head is gone."""
         import torch
 
+        from moe_infinity.cluster.expert_host import serve
+        from moe_infinity.cluster.wire import Wire
         from moe_infinity.errors import HostLost
-        from moe_infinity.hosts.expert_host import serve
-        from moe_infinity.hosts.wire import Wire
         from moe_infinity.system.machine import num_cores
 
         torch.set_num_threads(num_cores())  # Ray has limited them to one

@@ -20,10 +20,10 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
+from moe_infinity.cluster.forwarding import AnswerPart, Forwarded, HttpCall, answered, call_of
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.config import ServeConfig
-from moe_infinity.server.forwarding import AnswerPart, Forwarded, HttpCall, answered, call_of
 
 LOSSES = (RayActorError, ActorUnavailableError)
 HEALTH_PERIOD_S = 2.0

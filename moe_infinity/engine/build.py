@@ -15,8 +15,8 @@ from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.checkpoint.expert_loader import ExpertLoader
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.cluster.head import ExpertHosts
 from moe_infinity.config import OffloadConfig
-from moe_infinity.cuda.device_steps import DeviceSteps
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.engine.engine import ExpertEngine
@@ -24,8 +24,8 @@ from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.engine.layer import LayerPath
 from moe_infinity.engine.preloader import Preloader
 from moe_infinity.errors import ConfigError
+from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experts import ExpertKey
-from moe_infinity.hosts.head import ExpertHosts
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.mapped import MappedSlots
 from moe_infinity.memory.mover import Mover

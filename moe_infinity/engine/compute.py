@@ -17,13 +17,13 @@ from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
-from moe_infinity.cuda.slot_kernels import has_slot_kernels, slot_kernels
+from moe_infinity.cluster.share import Share
 from moe_infinity.engine.exact import ExactBackend
 from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.engine.fused import FusedBackend
 from moe_infinity.engine.routing import Routing
-from moe_infinity.engine.share import Share
 from moe_infinity.engine.slots import SlotBackend, SlotResidents
+from moe_infinity.experimental.gpu.slot_kernels import has_slot_kernels, slot_kernels
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.kernels.residents import Residents

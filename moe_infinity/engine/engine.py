@@ -5,7 +5,7 @@
                                ──leave_step──> if the pass did not end
 
 With a GPU and without exact=True a decode step of few tokens is the device's
-(cuda/device_steps.py), and the engine only keeps account of it.
+(experimental/gpu/device_steps.py), and the engine only keeps account of it.
 
 Two threads may decide about slots, one at a time: whoever runs the model, and between its layers
 the one that fills free slots (engine/preloader.py).
@@ -25,17 +25,17 @@ from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls
 from moe_infinity.checkpoint.expert_loader import ExpertLoader
-from moe_infinity.cuda.device_steps import DeviceSteps
+from moe_infinity.cluster.head import ExpertHosts
+from moe_infinity.cluster.share import Share
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import Work
 from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
 from moe_infinity.engine.preloader import Preloader, start_turns
 from moe_infinity.engine.routing import Routing
-from moe_infinity.engine.share import Share
 from moe_infinity.engine.slots import ComingRouting, SlotResidents
 from moe_infinity.errors import Cancelled, ClosedError, UnsupportedModelError
+from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experts import Ints, Phase, Step
-from moe_infinity.hosts.head import ExpertHosts
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.tiers import SlotTier

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_infinity.cluster.share import Share
 from moe_infinity.engine.routing import Routing, rows_of_experts
-from moe_infinity.engine.share import Share
 from moe_infinity.experts import Ints
 
 ExpertMlp = Callable[..., Tensor]  # (weights of one expert by name, its rows [R, D]) -> [R, D]

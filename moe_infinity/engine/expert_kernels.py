@@ -13,9 +13,9 @@ from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.recipe import Recipe
+from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation, find_activation
-from moe_infinity.kernels.cuda.slot_mlp import SlotMlp, slot_mlp
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts

@@ -1,6 +1,6 @@
 """The backend of a GPU: kernels read the experts that have arrived where they lie in their slots.
-They are those of steps that the device decides (cuda/slot_kernels.py), so it does not matter to a
-token who decides.
+They are those of steps that the device decides (experimental/gpu/slot_kernels.py), so it does not
+matter to a token who decides.
 
 While all experts of the model have slots, nobody has to know what a router chose before experts
 compute: the routing comes to the host later.
@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.cuda.slot_kernels import SlotKernels, SlotWork
 from moe_infinity.engine.routing import Routing
+from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp
+from moe_infinity.experimental.gpu.slot_kernels import SlotKernels, SlotWork
 from moe_infinity.experts import Ints
-from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
 from moe_infinity.memory.cuda import CudaDevice
 
 

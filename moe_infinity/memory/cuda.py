@@ -49,7 +49,7 @@ class Copy(Event, Protocol):
 
 
 class CudaDevice(Protocol):
-    """What the package asks of a CUDA device. Tests use CPU memory (tests/cuda/fake_cuda.py)."""
+    """What the package asks of a CUDA device. Tests use CPU memory (fake_cuda.py)."""
 
     device: torch.device
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from moe_infinity import MoE, TraceError
-from moe_infinity.profiling import profiling
+from moe_infinity.tools.profiling import profiling
 from tests.architectures.encoder_decoders import (
     BUDGETS,
     CONFIGS,

@@ -8,10 +8,10 @@ import pytest
 from moe_infinity.cache.policies import POLICY_CLASSES, EvictionPolicy, Experts, Scores, make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Ints, Phase, Step
-from moe_infinity.simulator.hardware import Hardware
-from moe_infinity.simulator.replay import Setup, replay
-from moe_infinity.simulator.schedule import steps_of
-from tests.simulator.traces import one_after_the_other
+from moe_infinity.tools.simulator.hardware import Hardware
+from moe_infinity.tools.simulator.replay import Setup, replay
+from moe_infinity.tools.simulator.schedule import steps_of
+from tests.tools.simulator.traces import one_after_the_other
 
 LAYERS, EXPERTS = 3, 6
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moe_infinity.bench import conditions
-from moe_infinity.planning import rates
+from moe_infinity.tools.bench import conditions
+from moe_infinity.tools.planning import rates
 
 FAKE = Path(__file__).resolve().parents[1] / "fake_llama"
 SHORT = ("--prompt", "6,3", "--decode", 4, "--repeat", 2)

@@ -38,7 +38,7 @@ def children() -> set[str]:
     found = subprocess.run(
         ["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True
     )
-    names = ("raylet", "gcs_server", "ray::", "moe_infinity.hosts")
+    names = ("raylet", "gcs_server", "ray::", "moe_infinity.cluster")
     lines = (line.split(None, 2) for line in found.stdout.splitlines())
     return {pid for pid, stat, args in lines if "Z" not in stat and any(n in args for n in names)}
 

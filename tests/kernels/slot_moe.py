@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_infinity.kernels.cuda.slot_mlp import SlotMlp
+from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp
 
 
 def slot_moe(
@@ -18,7 +18,7 @@ def slot_moe(
     weights_TK: Tensor,
     pointers_E: Tensor,
 ) -> Tensor:
-    """[T, D] -> [T, D]. `kernels` is kernels/cuda/experts.py or reference.py."""
+    """[T, D] -> [T, D]. `kernels` is experimental/gpu/kernels/experts.py or reference.py."""
     shape = index_TK.numel(), x_TD.shape[1]
     out_PD = torch.empty(shape, dtype=torch.float32, device=x_TD.device)
     kernels.compute_pairs(mlp, x_TD, index_TK, weights_TK, pointers_E, out_PD)

@@ -1,5 +1,5 @@
 """TorchCudaDevice calls torch in the right order. A stand-in for torch.cuda notes the calls;
-tests/cuda/test_gpu.py runs the same on a GPU.
+tests/experimental/gpu/test_gpu.py runs the same on a GPU.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_infinity.memory.cuda import TorchCudaDevice
-from tests.cuda.cuda_notes import note_cuda
+from tests.experimental.gpu.cuda_notes import note_cuda
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoEInfinityError
-from moe_infinity.cuda import cached_step
-from moe_infinity.cuda.slot_kernels import SlotLayers
-from tests.cuda.fast_device import on_device
-from tests.cuda.no_device import CannotBeCaptured, Captured, capturing
+from moe_infinity.experimental.gpu import cached_step
+from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
+from tests.experimental.gpu.fast_device import on_device
+from tests.experimental.gpu.no_device import CannotBeCaptured, Captured, capturing
 from tests.sweep import tiny
 from tests.sweep.discover import Architecture
 from tests.sweep.runners import outcome

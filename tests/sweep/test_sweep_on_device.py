@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from moe_infinity import MoE, MoEInfinityError
-from moe_infinity.cuda.slot_kernels import SlotLayers
-from tests.cuda.fast_device import on_device
+from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
+from tests.experimental.gpu.fast_device import on_device
 from tests.sweep import tiny
 from tests.sweep.compare import difference
 from tests.sweep.discover import architectures_in

@@ -1,0 +1,310 @@
+"""The other hosts that compute experts of a model, as its head sees them.
+
+    MoE layer   the router chose ──> rows for each host that has an expert of these ──> its outputs
+                                └──> the head computes its own share meanwhile
+
+One message goes to each host that a layer needs, one comes back: activations, never weights. A host
+that is silent for too long is given up. The head then computes its share, from its own disk, until
+the host is back.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from threading import Event, Lock, Thread
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_infinity.cluster import steps
+from moe_infinity.cluster.ownership import HEAD
+from moe_infinity.cluster.share import Share
+from moe_infinity.cluster.steps import LayerRouting, RowsRequest
+from moe_infinity.cluster.wire import Wire, WireMessage
+from moe_infinity.engine.compute import SharedWork
+from moe_infinity.engine.routing import Routing
+from moe_infinity.errors import ConfigError, HostLost
+from moe_infinity.experts import Step
+
+OPEN_S = 300.0  # for all hosts to open the checkpoint
+SIGNS_S = 10.0  # between two signs of life while one does
+FIRST_PAUSE_S = 1.0  # before a host that was lost is started again; twice as long each time
+LONGEST_PAUSE_S = 60.0
+MOST_EVENTS = 4096  # that wait for a host which no layer needs
+GLANCE_S = 0.5
+PINGS = 8
+
+logger = logging.getLogger(__name__)
+
+
+class Placement(Protocol):
+    """Where hosts are, and how they are started. No method raises."""
+
+    is_one_machine: bool  # they share memory and cores with the head
+    listen_on: str  # address of the head that they can reach
+
+    def start(self, share_idx: int, address: tuple[str, int], key: bytes) -> None:
+        """Start the host of a share, in place of the one before. It is to call that address."""
+
+    def has_ended(self, share_idx: int) -> bool:
+        """Whether the host of a share has ended by itself."""
+
+    def close(self) -> None:
+        """End all of them."""
+
+
+class Host:
+    """One host while it takes part."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._events: deque[steps.Event] = deque(maxlen=MOST_EVENTS)
+        self._num_asked = 0
+        self.exchange_s = float("inf")  # the shortest, of a message without rows
+
+    def note(self, event: steps.Event) -> None:
+        """For the next message."""
+        self._events.append(event)
+
+    def ask(self, share: Share) -> None:
+        """For rows of the layer that was noted last. Raises HostLost."""
+        events = list(self._events)
+        self._events.clear()
+        self._num_asked += 1
+        self.wire.send(RowsRequest(self._num_asked, events, share).message())
+
+    def answer(self) -> Tensor:
+        """To what was asked last: a step that was cut short has left others. Raises HostLost."""
+        while (message := self._receive()).fields.get("number") != self._num_asked:
+            pass
+        if "error" in message.fields:
+            raise HostLost(message.fields["error"])
+        return message.tensors["out"]
+
+    def opened(self) -> dict[str, Any]:
+        """What it says once it has opened the checkpoint. Raises HostLost."""
+        return self._receive().fields
+
+    def measure(self) -> None:
+        """How long an exchange takes. Raises HostLost."""
+        for _ in range(PINGS):
+            started = time.perf_counter()
+            self.wire.send(WireMessage({"ping": True}, {}))
+            self._receive()
+            self.exchange_s = min(self.exchange_s, time.perf_counter() - started)
+
+    def _receive(self) -> WireMessage:
+        while (message := self.wire.receive()).fields.get("works"):
+            pass
+        return message
+
+
+class Asked:
+    """What one MoE layer of a step asks of which hosts."""
+
+    def __init__(
+        self, own: list[int], work: SharedWork, lose: Callable[[int, HostLost], None]
+    ) -> None:
+        self.own = own  # experts that the head computes
+        self._work = work
+        self._lose = lose
+        self._shares: list[tuple[int, Host, Share]] = []
+
+    def ask(self, share_idx: int, host: Host, expert_idxs: list[int]) -> None:
+        """The experts of a host that cannot be asked are the head's."""
+        share = self._work.share(expert_idxs)
+        try:
+            host.ask(share)
+            self._shares.append((share_idx, host, share))
+        except HostLost as error:
+            self._lose(share_idx, error)
+            self.own = sorted([*self.own, *expert_idxs])
+
+    def collect(self) -> list[int]:
+        """Hand the answers on; returns the experts of hosts that gave none."""
+        lost: list[int] = []
+        for share_idx, host, share in self._shares:
+            try:
+                self._work.put(share, host.answer())
+            except HostLost as error:
+                self._lose(share_idx, error)
+                lost += share.expert_idxs
+        return sorted(lost)
+
+
+class ExpertHosts:
+    """All hosts of one model. They call back, each for its share, when they have been started."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        setup: dict[str, Any],
+        digest: str,
+        *,
+        owners_LE: NDArray[np.int64],  # of every expert, whose it is
+        own_LE: NDArray[np.bool_],  # those that the head computes now; changed in place
+        timeout_s: float,
+    ) -> None:
+        self.num_hosts = int(owners_LE.max())
+        self.placement = placement
+        self._setup = setup
+        self._digest = digest
+        self._owners_LE = owners_LE
+        self.own_LE = own_LE
+        self._timeout_s = timeout_s
+        self._key = secrets.token_bytes(32)
+        self.running: dict[int, Host] = {}  # those that take part, by share
+        self._ready: dict[int, Host] = {}  # those that may from the next step on
+        self._pause_s = dict.fromkeys(range(1, self.num_hosts + 1), FIRST_PAUSE_S)
+        self._restarting: set[int] = set()  # each by one thread
+        self._changing = Lock()  # of the three above and the one below
+        self._errors: dict[int, str] = {}  # why a host cannot be used, by share
+        self._is_closed = Event()
+        self._listener = socket.create_server((placement.listen_on, 0), backlog=self.num_hosts)
+        self._listener.settimeout(GLANCE_S)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        Thread(target=self._listen, name="moe-infinity-hosts", daemon=True).start()
+        for share_idx in range(1, self.num_hosts + 1):
+            placement.start(share_idx, self.address, self._key)
+
+    # Steps
+
+    def begin_step(self, step: Step) -> None:
+        """A forward pass begins; hosts that are back take part from now on."""
+        with self._changing:
+            for share_idx, host in self._ready.items():
+                if share_idx in self.running:
+                    self.running[share_idx].wire.close()
+                self.running[share_idx] = host
+                self.own_LE &= self._owners_LE != share_idx
+            self._ready.clear()
+        for host in self.running.values():
+            host.note(step)
+
+    def ask(self, moe_layer_idx: int, routing: Routing, work: SharedWork) -> Asked:
+        """For what the experts of others make of this layer's rows."""
+        assert routing.experts_TK is not None, routing
+        event = LayerRouting(moe_layer_idx, routing.experts_TK)
+        for host in self.running.values():
+            host.note(event)
+        experts_of: dict[int, list[int]] = {}
+        for expert_idx in routing.activated:
+            share_idx = int(self._owners_LE[moe_layer_idx, expert_idx])
+            where = share_idx if share_idx in self.running else HEAD
+            experts_of.setdefault(where, []).append(expert_idx)
+        asked = Asked(experts_of.pop(HEAD, []), work, self._lose)
+        for share_idx, expert_idxs in experts_of.items():
+            asked.ask(share_idx, self.running[share_idx], expert_idxs)
+        return asked
+
+    def _lose(self, share_idx: int, error: HostLost) -> None:
+        """Do without this host, and start it again."""
+        logger.warning(
+            "expert host %d is given up, its share is computed here: %s", share_idx, error
+        )
+        self.own_LE |= self._owners_LE == share_idx
+        with self._changing:
+            self.running.pop(share_idx).wire.close()
+            if share_idx in self._restarting:  # it was lost again before that was seen
+                return
+            self._restarting.add(share_idx)
+        Thread(target=self._restart, args=(share_idx,), daemon=True).start()
+
+    def _restart(self, share_idx: int) -> None:
+        """Until it is back."""
+        while not self._is_closed.wait(self._pause_s[share_idx]):
+            self._pause_s[share_idx] = min(2 * self._pause_s[share_idx], LONGEST_PAUSE_S)
+            with self._changing:
+                self._errors.pop(share_idx, None)
+            self.placement.start(share_idx, self.address, self._key)
+            give_up_at = time.monotonic() + OPEN_S
+            while time.monotonic() < give_up_at and not self._is_closed.wait(GLANCE_S):
+                with self._changing:
+                    if share_idx in self._ready or share_idx in self.running:
+                        self._restarting.discard(share_idx)
+                        return
+                    if share_idx in self._errors:
+                        break
+                if self.placement.has_ended(share_idx):
+                    break
+
+    # Hosts that call
+
+    def wait(self) -> float:
+        """Until all have opened the checkpoint; returns the seconds that an exchange with the
+        slowest takes. Raises ConfigError.
+        """
+        give_up_at = time.monotonic() + OPEN_S
+        while True:
+            with self._changing:
+                ready = dict(self._ready)
+                error = next(iter(self._errors.values()), None)
+            for share_idx in range(1, self.num_hosts + 1):
+                if share_idx not in ready and self.placement.has_ended(share_idx):
+                    error = error or f"number {share_idx} ended before it was ready"
+            if error is None and time.monotonic() > give_up_at:
+                error = f"only {len(ready)} of {self.num_hosts} are ready after {OPEN_S:.0f} s"
+            if error is not None:
+                raise ConfigError(f"expert hosts: {error}")
+            if len(ready) == self.num_hosts:
+                return max(host.exchange_s for host in ready.values())
+            time.sleep(0.01)
+
+    def _listen(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                connected, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return  # closed
+            Thread(target=self._greet, args=(connected,), daemon=True).start()
+
+    def _greet(self, connected: socket.socket) -> None:
+        """Somebody calls."""
+        try:
+            wire = Wire(connected, self._key, is_caller=False)
+        except HostLost as error:
+            logger.warning("a caller at the port of expert hosts was refused: %s", error)
+            return
+        share_idx = HEAD
+        try:
+            wire.limit(SIGNS_S, SIGNS_S)
+            share_idx = int(wire.receive().fields["share_idx"])
+            if not 1 <= share_idx <= self.num_hosts:
+                raise ValueError(f"there is no share {share_idx}")
+            wire.send(WireMessage(self._setup, {}))
+            host = Host(wire)
+            told = host.opened()
+            if told.get("digest") != self._digest:
+                raise HostLost(told.get("error") or "it has another checkpoint")
+            host.measure()
+            wire.limit(self._timeout_s, self._timeout_s)
+        except (HostLost, KeyError, ValueError) as error:
+            wire.close()
+            logger.warning("expert host %d cannot be used: %s", share_idx, error)
+            with self._changing:
+                self._errors[share_idx] = f"one cannot be used: {error}"
+            return
+        with self._changing:
+            self._ready[share_idx] = host
+            is_closed = self._is_closed.is_set()
+        if is_closed:
+            wire.close()
+
+    def close(self) -> None:
+        """End all hosts."""
+        self._listener.close()
+        with self._changing:
+            self._is_closed.set()
+            hosts = [*self.running.values(), *self._ready.values()]
+        for host in hosts:
+            host.wire.close()
+        self.placement.close()

@@ -1,0 +1,95 @@
+"""What a head tells an expert host: steps that begin, what routers chose, and rows to compute.
+
+A host keeps account of every step as the head does, so that its policy and its predictions are
+those of one machine. What does not concern a host yet waits for the next message to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_infinity.cluster.share import Share
+from moe_infinity.cluster.wire import WireMessage
+from moe_infinity.experts import Ints, Phase, Step
+
+ARRAYS_OF_A_STEP = ("begins_B", "counted_T", "token_ids_T", "sequence_T")
+
+
+class LayerRouting(NamedTuple):
+    """What the router of one MoE layer chose, [T, K]."""
+
+    moe_layer_idx: int
+    experts_TK: Ints
+
+
+Event = Step | LayerRouting
+
+
+class RowsRequest(NamedTuple):
+    """What happened since the last request, the newest last, and rows of the newest layer."""
+
+    number: int  # the answer has it, too
+    events: Sequence[Event]
+    share: Share
+
+    def message(self) -> WireMessage:
+        tensors: dict[str, Tensor] = {"x": self.share.x_ID, "input": self.share.input_P}
+        events = []
+        for idx, event in enumerate(self.events):
+            fields, arrays = _told(event)
+            events.append(fields)
+            tensors |= {f"{idx} {name}": torch.from_numpy(array) for name, array in arrays.items()}
+        fields = {
+            "number": self.number,
+            "events": events,
+            "experts": self.share.expert_idxs,
+            "stops": self.share.stops,
+            "by_kernels": self.share.by_kernels,
+        }
+        return WireMessage(fields, tensors)
+
+    @classmethod
+    def of(cls, message: WireMessage) -> RowsRequest:
+        fields, tensors = message
+        events = []
+        for idx, told in enumerate(fields["events"]):
+            names = (name.partition(" ") for name in tensors if name.startswith(f"{idx} "))
+            events.append(
+                _event(told, {name: tensors[f"{idx} {name}"].numpy() for _, _, name in names})
+            )
+        share = Share(
+            fields["experts"],
+            fields["stops"],
+            tensors["x"],
+            tensors["input"],
+            fields["by_kernels"],
+        )
+        return cls(fields["number"], events, share)
+
+
+def _told(event: Event) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    if isinstance(event, LayerRouting):
+        return {"layer": event.moe_layer_idx}, {
+            "experts_TK": np.ascontiguousarray(event.experts_TK)
+        }
+    arrays = {name: getattr(event, name) for name in ARRAYS_OF_A_STEP}
+    fields = {
+        "phase": event.phase.value,
+        "num_sequences": event.num_sequences,
+        "tokens_per_sequence": event.tokens_per_sequence,
+    }
+    return fields, {
+        name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None
+    }
+
+
+def _event(told: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Event:
+    if "layer" in told:
+        return LayerRouting(told["layer"], arrays["experts_TK"])
+    return Step(Phase(told["phase"]), told["num_sequences"], told["tokens_per_sequence"], **arrays)

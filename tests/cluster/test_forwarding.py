@@ -1,0 +1,158 @@
+"""Answers of replicas: forwarded as they come, asked of another replica until there is a token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from moe_infinity.cluster import forwarding
+from moe_infinity.cluster.forwarding import AnswerPart, Forwarded, HttpCall, answered, call_of
+
+
+class Died(Exception):
+    """What Ray raises when an actor has died."""
+
+
+replica_app = FastAPI()
+
+
+@replica_app.post("/echo")
+async def echo(request: Request) -> Response:
+    return JSONResponse(
+        {"body": (await request.body()).decode(), "key": request.headers.get("x-key")},
+        status_code=201,
+        headers={"x-more": "yes"},
+    )
+
+
+@replica_app.get("/stream")
+async def stream() -> Response:
+    async def pieces() -> AsyncGenerator[str, None]:
+        for idx in range(3):
+            yield f"data: {idx}\n\n"
+
+    return StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+Ask = Callable[[HttpCall], AsyncGenerator[AnswerPart, None]]
+
+
+def ingress(ask: Ask) -> httpx.AsyncClient:
+    app = FastAPI()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def forward(request: Request, path: str) -> Response:
+        return Forwarded(await call_of(request, 100), ask, (Died,))
+
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x")
+
+
+def fetched(ask: Ask, method: str, path: str, **about: Any) -> httpx.Response:
+    async def fetch() -> httpx.Response:
+        async with ingress(ask) as client:
+            return await client.request(method, path, **about)
+
+    return asyncio.run(fetch())
+
+
+async def alive(call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+    async for part in answered(replica_app, call):
+        yield part
+
+
+class Dying:
+    """Some replicas die before they answer, or after so many parts."""
+
+    def __init__(self, *after: int | None) -> None:
+        self._after = list(after)
+
+    async def __call__(self, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+        left = self._after.pop(0)
+        async for part in answered(replica_app, call):
+            if left == 0:
+                raise Died("killed")
+            left = None if left is None else left - 1
+            yield part
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "PAUSE_S", 0.0)
+
+
+def test_status_headers_and_body_pass_both_ways():
+    answer = fetched(alive, "POST", "/echo?a=1", content=b"text", headers={"x-key": "k"})
+    assert (answer.status_code, answer.headers["x-more"]) == (201, "yes")
+    assert answer.json() == {"body": "text", "key": "k"}
+
+
+def test_a_stream_passes_piece_by_piece():
+    assert fetched(alive, "GET", "/stream").text == "data: 0\n\ndata: 1\n\ndata: 2\n\n"
+
+
+def test_a_body_that_is_too_long_arrives_as_too_long():
+    answer = fetched(alive, "POST", "/echo", content=b"x" * 500)
+    assert len(answer.json()["body"]) == 101
+
+
+@pytest.mark.parametrize("path", ["/stream", "/echo"])
+def test_a_replica_that_dies_before_its_first_token_is_as_if_it_was_not_asked(path):
+    method = "GET" if path == "/stream" else "POST"
+    answer = fetched(Dying(0, 0, None), method, path)
+    expected = fetched(alive, method, path)
+    assert (answer.status_code, answer.content) == (expected.status_code, expected.content)
+
+
+def test_a_replica_that_dies_later_ends_the_stream_with_an_error():
+    answer = fetched(Dying(2, None), "GET", "/stream")
+    assert answer.text.startswith("data: 0\n\ndata: 1\n\ndata: {")
+    assert '"code": "replica_lost"' in answer.text
+    assert "data: 2" not in answer.text
+
+
+def test_replicas_that_all_die_are_an_error():
+    answer = fetched(Dying(*[0] * forwarding.MOST_ATTEMPTS), "GET", "/stream")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "replica_lost"
+
+
+def test_a_client_that_leaves_ends_the_work_of_the_replica():
+    ended = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+                await asyncio.sleep(0.001)
+        finally:
+            ended.set()
+
+    async def ask(call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+        async for part in answered(endless, call):
+            yield part
+
+    async def leave() -> None:
+        sent = asyncio.Event()
+
+        async def receive() -> Any:
+            await sent.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                sent.set()
+
+        scope = {"type": "http", "path": "/", "headers": []}
+        await asyncio.wait_for(
+            Forwarded(HttpCall(scope, b""), ask, (Died,))(scope, receive, send), 20
+        )
+        assert ended.is_set()
+
+    asyncio.run(leave())

@@ -1,0 +1,274 @@
+"""Decode steps that the device decides, on a fake device with the reference kernels. They give the
+tokens of the same arithmetic on a CPU, whatever the budgets; the host counts what happened.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from moe_infinity import MoE
+from moe_infinity.cache.activation_aware import ActivationAware
+from moe_infinity.engine import compute
+from moe_infinity.errors import ConfigError
+from moe_infinity.experimental.gpu import slot_kernels
+from moe_infinity.experimental.gpu.device_steps import DeviceSteps
+from moe_infinity.experimental.gpu.device_table import DeviceTable
+from moe_infinity.experimental.gpu.slot_kernels import SlotKernels
+from moe_infinity.kernels import has_triton_kernels
+from tests.experimental.gpu.fake_cuda import FakeCudaDevice, fake_device
+from tests.experimental.gpu.fast_device import (
+    CACHES,
+    FAST,
+    STATIC,
+    compute_as_the_device_does,
+    on_device,
+    tokens_of_a_cpu,
+)
+from tests.experimental.gpu.on_device import (
+    LONG_PROMPT,
+    PROMPT,
+    SOME_POLICIES,
+    assert_same_tokens,
+    greedy,
+)
+from tests.server.driving import Client, generated, make_engine, run_all
+
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint):
+    return tokens_of_a_cpu(tiny_checkpoint)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("host_memory", ["34%", "60%", "100%"])  # 8, 14, 24 experts
+@pytest.mark.parametrize("device_memory", ["5%", "30%", "100%"])  # 1, 7, 24
+def test_no_budget_of_either_tier_changes_a_token(
+    tiny_checkpoint, device_memory, host_memory, cache
+):
+    expected = tokens_of_a_cpu(tiny_checkpoint, **cache)
+    with on_device(tiny_checkpoint, device_memory, host_memory) as moe:
+        for _ in range(2):
+            assert torch.equal(greedy(moe, **cache), expected[0])
+            moe.check_invariants()
+            assert torch.equal(greedy(moe, LONG_PROMPT, **cache), expected[1])
+            moe.check_invariants()
+        decode = moe.report().decode
+        assert decode.steps == 2 * 2 * 15
+        assert decode.lookups == decode.steps * 3 * 2
+
+
+@pytest.mark.parametrize("policy", SOME_POLICIES)
+def test_no_policy_changes_a_token(tiny_checkpoint, expected, policy):
+    with on_device(tiny_checkpoint, "30%", "60%", policy=policy) as moe:
+        assert_same_tokens(moe, expected, rounds=2)
+        assert moe.report().decode.hits > 0
+
+
+def test_a_graph_and_no_graph_give_the_tokens_of_a_cpu_in_any_order(tiny_checkpoint):
+    chances = random.Random(0)
+    kinds = [(cache, tokens_of_a_cpu(tiny_checkpoint, **cache)) for cache in ({}, STATIC)]
+    with on_device(tiny_checkpoint, "40%", "50%", policy="lru") as moe:
+        for _ in range(8):
+            (cache, expected), which = chances.choice(kinds), chances.randint(0, 1)
+            assert torch.equal(greedy(moe, (PROMPT, LONG_PROMPT)[which], **cache), expected[which])
+            moe.check_invariants()
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_batch_is_decided_by_the_device_too(tiny_checkpoint, cache):
+    batch = {
+        "input_ids": torch.tensor([[2, 2, 2, 5, 9, 40], [7, 3, 17, 5, 9, 40]]),
+        "attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
+    }
+    kwargs = {"max_new_tokens": 8, "do_sample": False}
+    found = []
+    for budgets in (("100%", "100%"), ("10%", "40%")):
+        with on_device(tiny_checkpoint, *budgets) as moe:
+            found.append(moe.generate(**batch, **kwargs, **cache).tolist())
+            moe.check_invariants()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("expert_dtype", ["int8", "fp8"])
+def test_packed_experts_are_read_as_they_are_stored(tiny_checkpoint, expert_dtype):
+    found = []
+    for budgets in (("100%", "100%"), ("10%", "40%")):
+        with on_device(tiny_checkpoint, *budgets, expert_dtype=expert_dtype) as moe:
+            found.append(greedy(moe, num_tokens=8, **STATIC).tolist())
+            assert moe.report().decode.steps == 7
+            moe.check_invariants()
+    assert found[0] == found[1]
+
+
+def test_the_server_is_given_the_tokens_of_generate(tiny_checkpoint):
+    prompts = [[5, 6, 9, 100, 31], [77, 12, 3], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
+    with on_device(tiny_checkpoint, "30%", "50%") as moe:
+        expected = [generated(moe, prompt) for prompt in prompts]
+        for max_batch in (1, 3):
+            engine = make_engine(moe, max_batch=max_batch)
+            clients = [Client(engine, prompt) for prompt in prompts]
+            run_all(engine, *clients)
+            moe.check_invariants()
+            if max_batch == 1:  # attention of a batch rounds differently
+                assert [client.token_ids for client in clients] == expected
+            assert all(client.error is None for client in clients)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or not has_triton_kernels(),
+    reason="needs triton's interpreter, which reads the memory of a fake device",
+)
+def test_with_tritons_kernels_no_budget_changes_a_token_either(tiny_checkpoint, monkeypatch):
+    from moe_infinity.experimental.gpu import resolve as triton_resolve
+    from moe_infinity.experimental.gpu.kernels import experts as triton_experts
+
+    monkeypatch.setattr(triton_resolve, "FILL_PROGRAMS", 1)  # they run one after the other
+    compiled = SlotKernels(
+        triton_resolve.resolve,
+        triton_resolve.fill,
+        triton_experts.compute_pairs,
+        triton_experts.sum_pairs,
+    )
+    monkeypatch.setattr(slot_kernels, "slot_kernels", lambda device: compiled)
+    monkeypatch.setattr(compute, "slot_kernels", lambda device: compiled)
+    found = []
+    for budgets in (("100%", "100%"), ("10%", "100%"), ("10%", "34%")):
+        with on_device(tiny_checkpoint, *budgets) as moe:
+            found.append(greedy(moe, num_tokens=5, **STATIC).tolist())
+            moe.check_invariants()
+    assert found[0] == found[1] == found[2]
+
+
+# What the host knows
+
+
+def counted(moe: MoE) -> tuple[Any, ...]:
+    """What was looked up, and what recorder and policies learned of it."""
+    decode = moe.report().decode
+    eams = [eam.decode.tolist() for eam in moe.request_eams()]
+    scores = [tier.policy.scores().tolist() for tier in moe.engine.tiers]
+    return decode.hits, decode.misses, decode.steps, moe.report().evictions, eams, scores
+
+
+@pytest.mark.parametrize("policy", SOME_POLICIES)
+def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
+    tiny_checkpoint, policy, monkeypatch
+):
+    """The reference path with the same arithmetic, so with the same routing."""
+    with on_device(tiny_checkpoint, "100%", "100%", policy=policy) as moe:
+        greedy(moe)
+        greedy(moe, LONG_PROMPT, **STATIC)
+        by_device = counted(moe)
+    monkeypatch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
+    compute_as_the_device_does(monkeypatch)
+    with on_device(tiny_checkpoint, "100%", "100%", policy=policy) as moe:
+        greedy(moe)
+        greedy(moe, LONG_PROMPT, **STATIC)
+        assert counted(moe) == by_device
+
+
+def test_scores_are_those_after_each_part_of_the_layers(tiny_checkpoint, monkeypatch):
+    asked: list[int] = []
+    uploaded: list[tuple[Any, int]] = []
+    scores_after, upload = ActivationAware.scores_after, DeviceTable.upload_scores
+
+    def asking(self: ActivationAware, moe_layer_idx: int) -> Any:
+        asked.append(moe_layer_idx)
+        return scores_after(self, moe_layer_idx)
+
+    def uploading(self: DeviceTable, scores_LHE: Any, first_layer: int) -> None:
+        uploaded.append((scores_LHE.copy(), first_layer))
+        upload(self, scores_LHE, first_layer)
+
+    monkeypatch.setattr(DeviceTable, "upload_scores", uploading)
+    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        greedy(moe)
+        monkeypatch.setattr(ActivationAware, "scores_after", asking)
+        uploaded.clear()
+        policy = moe.engine.tiers[0].policy
+        moe.engine.tiers[0].table._transient[:] = False  # their scores are lower
+        steps = moe.engine.device_steps
+        assert steps is not None
+        for moe_layer_idx in (None, 0, 1, 2):
+            steps.poller.upload_scores(moe_layer_idx)
+        assert asked == 4 * [0, 2]
+        (whole, first_layer), *layers = uploaded
+        assert first_layer == 0
+        after = [policy.scores_after(0), policy.scores_after(2)]
+        assert (whole.transpose(1, 0, 2) == after).all()
+        assert (whole[:, 0] != whole[:, 1]).any()
+        for (scores, first_layer), expected, moe_layer_idx in zip(
+            layers, whole, range(3), strict=True
+        ):
+            assert first_layer == moe_layer_idx
+            assert (scores == expected).all()
+
+
+def test_a_recording_has_every_token(tiny_checkpoint):
+    with on_device(tiny_checkpoint, "30%", "100%") as moe, moe.recording() as finish:
+        greedy(moe, **STATIC)
+        (trace,) = finish()
+        assert len(trace.experts_TLK) == len(PROMPT[0]) + 15
+
+
+def test_the_device_decides_once_host_has_all_experts(tiny_checkpoint, monkeypatch):
+    """In the background, and whatever the host has decided before."""
+    decided: list[bool] = []
+    begin = DeviceSteps.begin_step
+
+    def watched(self: DeviceSteps, step: Any) -> bool:
+        decided.append(begin(self, step))
+        return decided[-1]
+
+    monkeypatch.setattr(DeviceSteps, "begin_step", watched)
+    options = {"device_memory": "30%", "host_memory": "100%", "preload": "idle", **FAST}
+    expected = tokens_of_a_cpu(tiny_checkpoint)
+    with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, options) as moe:
+        until = time.monotonic() + 60
+        while not any(decided):
+            assert torch.equal(greedy(moe), expected[0])
+            assert time.monotonic() < until
+        assert moe.engine.is_preloaded
+        assert_same_tokens(moe, expected)
+
+
+def test_memory_that_cannot_be_page_locked_is_refused_and_says_what_to_do(tiny_checkpoint):
+    cuda_device = FakeCudaDevice(is_locking=False)
+    with fake_device(cuda_device), MoE(tiny_checkpoint, device_memory="30%", **FAST) as moe:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="page-locked .*\nhint: lower host_memory"):
+                greedy(moe)
+
+
+def test_by_default_the_host_decides_where_memory_cannot_be_page_locked(tiny_checkpoint, caplog):
+    expected, _ = tokens_of_a_cpu(tiny_checkpoint)
+    cuda_device = FakeCudaDevice(is_locking=False)
+    with fake_device(cuda_device), MoE(tiny_checkpoint, device_memory="30%") as moe:
+        for _ in range(2):
+            assert torch.equal(greedy(moe), expected)
+    assert caplog.text.count("the machine locks no more memory") == 1
+
+
+def test_by_default_the_host_decides_where_host_memory_is_small(tiny_checkpoint, caplog):
+    budgets = {"device_memory": "30%", "host_memory": "30%"}
+    with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, **budgets) as moe:
+        assert moe.engine.device_steps is None
+        assert "without CUDA graphs: host memory for some experts only" in caplog.text
+        greedy(moe)
+
+
+def test_prefetch_leaves_every_step_to_the_host(tiny_checkpoint, caplog):
+    with on_device(tiny_checkpoint, "30%", "100%", prefetch=True) as moe:
+        assert moe.engine.device_steps is None
+        assert "the host decides in every step" in caplog.text
+        greedy(moe, **STATIC)
