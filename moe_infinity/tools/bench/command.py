@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from moe_infinity.cli.opening import open_model
+from moe_infinity.cli.models import ensure_here, open_model
 from moe_infinity.cli.options import AsJson, Model, ModelOptions, Yes, with_options_of
-from moe_infinity.cli.pulling import ensure_here
 from moe_infinity.cli.terminal import stderr, write
 from moe_infinity.tools.bench.config import BenchConfig
 

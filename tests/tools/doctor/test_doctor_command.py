@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def without(name: str, *args: str) -> subprocess.CompletedProcess[str]:
     """The command where a package cannot be imported."""
     program = (
-        f"import sys; sys.modules[{name!r}] = None; from moe_infinity.cli.app import main; main()"
+        f"import sys; sys.modules[{name!r}] = None; from moe_infinity.__main__ import main; main()"
     )
     return subprocess.run(
         [sys.executable, "-c", program, *args],
