@@ -13,7 +13,7 @@ import pytest
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.tools.doctor import examination
-from moe_infinity.tools.doctor.line import Line, error, ok, warning
+from moe_infinity.tools.doctor.lines import Line, error, ok, warning
 from moe_infinity.tools.planning import disk
 from tests.system.other_systems import WINDOWS, use
 
