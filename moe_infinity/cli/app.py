@@ -39,6 +39,7 @@ from moe_infinity.cli.options import (
 )
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
 from moe_infinity.cli.terminal import byte_bar, prepare_streams, stderr, talk, write
+from moe_infinity.cluster.options import ClusterOptions
 from moe_infinity.errors import ConfigError, MoEInfinityError
 from moe_infinity.system.processes import interrupt_main
 
@@ -115,7 +116,7 @@ def options_of_all(
 def run_watched_by(watcher: type[RunWatcher]) -> Command:
     """The command `run`, with the options of a watcher."""
 
-    @with_options_of(watcher, ModelOptions)
+    @with_options_of(watcher, ModelOptions, ClusterOptions)
     def run(
         model: Model,
         prompt: Annotated[
@@ -177,7 +178,7 @@ def _result_of(stream: TextStream, moe: MoE) -> dict[str, Any]:
     }
 
 
-@with_options_of(ModelOptions)
+@with_options_of(ModelOptions, ClusterOptions)
 def chat(
     context: typer.Context,
     model: Annotated[
