@@ -60,13 +60,14 @@ ALLOWED = {
         "a prediction needs the routing and no model",
     ),
 }
+ROOTS = ("__main__", "entrypoints")  # what puts the command line together, and starts it
 # Who may import a folder beside itself.
 IMPORTED_BY = {
-    "cli": Rule(("entrypoints", "tools", "cluster"), "the library works without its command line"),
-    "server": Rule(
-        ("cli", "cluster", "entrypoints"), "the library works without its server's packages"
-    ),
-    "tools": Rule(("cli",), "what looks at runs and machines is not what runs"),
+    "cli": Rule((*ROOTS, "tools", "cluster"), "the library works without its command line"),
+    "server": Rule(("cli", "cluster"), "the library works without its server's packages"),
+    "tools": Rule(ROOTS, "what looks at runs and machines is not what runs"),
+    "experimental": Rule((*ROOTS, "engine"), "what is not proven is not what runs by default"),
+    "entrypoints": Rule((), "commands of an older MoE-Infinity are nothing to build on"),
 }
 
 

@@ -39,7 +39,7 @@ GIB = 1 << 30
 def plan(model: str, folder: Path, memory_gib: int, disk_gb: int) -> dict[str, Any]:
     """What `moe-infinity plan --json` prints; models are folders below `folder`."""
     machine = f"ram={memory_gib}GiB,disk={disk_gb}GB/s"
-    command = [sys.executable, "-m", "moe_infinity.cli"]
+    command = [sys.executable, "-m", "moe_infinity"]
     done = subprocess.run(
         ["env", f"PYTHONPATH={ROOT}", *command, "plan", model, "--machine", machine, "--json"],
         cwd=folder,
