@@ -53,7 +53,7 @@ from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.history import load_history, save_history
 from moe_infinity.predict.options import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
-from moe_infinity.report import Report, TierOccupancy
+from moe_infinity.report import Report, TierOccupancy, count_paths
 from moe_infinity.streaming import TextStream, check_one_sequence
 
 if TYPE_CHECKING:
@@ -297,6 +297,7 @@ class MoE:
         disk = TierOccupancy(Tier.DISK.value, num_experts, num_experts, engine.stored_expert_bytes)
         counters = copy.deepcopy(engine.bookkeeping.counters)
         table = engine.tiers[0].table
+        around = [] if self._small_batches is None else self._small_batches.paths()
         return Report(
             policy=self.config.policy,
             experts=engine.description,
@@ -308,6 +309,7 @@ class MoE:
             preload=counters.preload,
             evictions=table.evictions,
             tiers=(*tiers, disk),
+            paths=count_paths([computer.path_taken for computer in engine.path.computers], around),
         )
 
     def expert_states(self) -> NDArray[np.int8]:

@@ -90,7 +90,7 @@ class ExpertsModule:
 class Adapter:
     """The classes of the interface. Adapters of other classes override what differs."""
 
-    # In which order a token's experts are summed, see engine/exact.py; None: as configured.
+    # In which order a token's experts are summed, see engine/torch_backend.py; None: as configured.
     is_eager: bool | None = None
     weighs_input = False  # the routing weight scales what goes into an expert, not what comes out
     is_block = False  # the module routes, too

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from moe_infinity.architectures.answered_ahead import AnsweredAhead
+from moe_infinity.architectures.answered_ahead import AnsweredAhead, TensorVersion
 from moe_infinity.architectures.attention_inputs import Angles, add_token, can_grow, with_room
 from moe_infinity.architectures.decoder_search import LayerKind, described, dtype_of
 from moe_infinity.architectures.early_router import EarlyRouter
@@ -207,17 +207,21 @@ class KnownRouting:
     def __init__(self, router: nn.Module) -> None:
         self._stock = router.forward
         self._attended: Attended | None = None
+        self._version: TensorVersion | None = None  # of its input; None in inference mode
         vars(router)["forward"] = self._forward
 
     def expect(self, attended: Attended) -> None:
         """Keep the next input, and what the router would make of it."""
         self._attended = attended
+        self._version = TensorVersion.of(attended.normed)
 
     def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         attended = self._attended
         self._attended = None
         if attended is None or x.data_ptr() != attended.normed.data_ptr() or args or kwargs:
             return self._stock(x, *args, **kwargs)
+        if self._version is not None and not self._version.is_of(attended.normed):
+            return self._stock(x, *args, **kwargs)  # the block has changed it in place
         return attended.logits.to(x.dtype), attended.shares, attended.chosen
 
 
@@ -289,7 +293,7 @@ class LayersAhead:
         """Return the experts and parts of the cache of the layers that one call can compute."""
         residents: list[Residents] = []
         cache_layers: list[Any] = []
-        if x.is_inference():  # has no version: a change in place would not be noticed
+        if x.is_inference() or torch.is_inference_mode_enabled():  # a change would not be noticed
             return residents, cache_layers
         for layer in self._layers[number:]:
             joins = not residents or (

@@ -77,7 +77,9 @@ def find_kind(layer: nn.Module, rotations: Sequence[nn.Module]) -> Verdict[Layer
     gate: Verdict[Gate] = FellBack("its block has no single router")
     if router is not None:
         gate = find_gate(router)
-    alone = find_experts_alone(block) if isinstance(gate, Found) else gate
+    alone: Verdict[None] = FellBack("kernels do not know its router")
+    if isinstance(gate, Found):
+        alone = find_experts_alone(block)
     return Found(LayerKind(attention.path, gate, alone))
 
 

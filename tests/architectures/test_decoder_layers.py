@@ -5,6 +5,7 @@ gives, to rounding, and whatever the kernel does not know goes to that code.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ TOKENS = torch.arange(3, 3 + 2 * 40).view(2, 40) * 37 % 128
 
 def saved(name: str, folder: Path, **more: Any) -> Path:
     """A tiny random model in float32."""
-    config = getattr(transformers, f"{name}Config")(**SMALL | MODELS[name] | more)
+    config = getattr(transformers, f"{name}Config")(**SMALL | MODELS.get(name, {}) | more)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
@@ -260,6 +261,42 @@ def test_what_was_computed_ahead_is_dropped_when_something_comes_between(tmp_pat
         assert runs == [1, 1] * 3  # the layers around it
 
 
+def test_routers_choose_for_what_their_block_gives_them(tmp_path):
+    """A block that changed its input in place got the choice for the input as it had been."""
+    folder = saved("Mixtral", tmp_path)
+    stock: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    with MoE(folder, host_memory="50%") as moe:
+        for model in (stock, moe.model):
+            for layer in model.model.layers:
+                block = layer.mlp
+                vars(block)["forward"] = partial(_negated, block.forward)
+        assert_close(logits_of(moe.model, TOKENS[:1]), logits_of(stock, TOKENS[:1]))
+
+
+def _negated(forward: Any, x: Tensor) -> Any:
+    return forward(x.neg_())
+
+
+def test_inference_mode_takes_embeddings_from_outside_of_it(tmp_path, runs):
+    """Its tensors count no versions, so nothing is computed ahead: this was a RuntimeError."""
+    with MoE(saved("Mixtral", tmp_path)) as moe:
+        moe.preload()
+        embed = moe.model.get_input_embeddings()
+
+        def step() -> Tensor:
+            cache = DynamicCache(config=moe.model.config)
+            moe.model(TOKENS[:1, :7], past_key_values=cache)
+            return moe.model(inputs_embeds=embedded, past_key_values=cache).logits
+
+        with torch.no_grad():
+            embedded = embed(TOKENS[:1, 7:8])
+            expected = step()
+        assert runs == [3]
+        with torch.inference_mode():
+            assert torch.equal(step(), expected)
+        assert runs == [3]
+
+
 def test_a_step_that_ended_early_leaves_nothing_behind(tmp_path, runs):
     with MoE(saved("Mixtral", tmp_path)) as moe, torch.no_grad():
         model = moe.model
@@ -390,3 +427,54 @@ def test_a_layer_that_computes_a_little_otherwise_is_left_alone(tmp_path):
     other.self_attn.q_norm.forward = lambda x: x
     assert isinstance(find_attention(other, rotations), FellBack)
     KernelLayers(Scaled(layer), None)
+
+
+def test_report_says_which_path_each_module_takes_and_why(tmp_path):
+    with MoE(saved("Mixtral", tmp_path / "usual"), exact=True) as moe:
+        (path,) = moe.report().paths
+        assert str(path) == (
+            "3 x MixtralExperts: the module's own code (transformers' bits were asked for)"
+        )
+    with MoE(tmp_path / "usual") as moe:
+        experts, *around = moe.report().paths
+        assert str(experts) == "3 x MixtralExperts: kernel"
+        assert [(p.taken.kind, p.count, p.taken.reason) for p in around] == [
+            ("layer", 3, None),
+            ("router", 3, None),
+            ("block", 3, None),
+        ]
+        hook = moe.model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+        report = moe.report()
+        assert "1 x MixtralDecoderLayer: the module's own code (a hook on self_attn)\n" in str(
+            report
+        )
+        assert "2 x MixtralDecoderLayer: kernel\n" in str(report)
+        hook.remove()
+        norm = moe.model.model.layers[0].input_layernorm
+        norm.weight = nn.Parameter(norm.weight.clone())
+        assert {
+            "kind": "layer",
+            "class_name": "MixtralDecoderLayer",
+            "count": 1,
+            "path": "own code",
+            "reason": "its weights were replaced",
+        } in moe.report().as_dict()["paths"]
+
+
+@pytest.mark.parametrize(
+    ("name", "class_name", "reason"),
+    [
+        ("Qwen2Moe", "Qwen2MoeSparseMoeBlock", "more than a router and experts follows attention"),
+        ("Glm4Moe", "Glm4MoeTopkRouter", "it does not choose the experts with the largest logits"),
+        ("GptOss", "GptOssExperts", "kernels do not read its weights"),
+        ("DeepseekV2", "DeepseekV2DecoderLayer", "self_attn has no linear layer q_proj"),
+    ],
+)
+def test_report_says_why_modules_fell_back(tmp_path, name, class_name, reason):
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    more = latent | {"v_head_dim": 16, "n_routed_experts": 8} if name == "DeepseekV2" else {}
+    with MoE(saved(name, tmp_path, **more)) as moe:
+        paths = [count.taken for count in moe.report().paths]
+    (fell_back,) = [path.reason for path in paths if path.class_name == class_name]
+    assert fell_back is not None
+    assert fell_back.startswith(reason)
