@@ -259,7 +259,7 @@ def test_torch_has_its_threads_again_after_ctrl_c(tiny_checkpoint, monkeypatch, 
         raise KeyboardInterrupt
 
     with MoE(tiny_checkpoint, device="cpu") as moe:
-        monkeypatch.setattr(moe.engine, "moe_layer", press)
+        monkeypatch.setattr(moe.engine, "layer", press)
         ((call, options),) = way.items()
         with pytest.raises(KeyboardInterrupt), torch.no_grad():
             getattr(moe, call)(torch.tensor([[5]]), **options)
