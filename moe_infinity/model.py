@@ -110,7 +110,11 @@ class MoE:
                 self._experts.close()
                 raise
             experts_backend.attach(self.model, plan.layers, self._experts, early_router)
-            self._steps = StepReader(self.model, self._experts)
+            self._steps = StepReader(
+                self.model,
+                begin_step=self._experts.begin_step,
+                leave_step=self._experts.leave_step,
+            )
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
             if self.config.preload != "off":
                 self.engine.start_preloading()

@@ -1,5 +1,5 @@
-"""What a model did so far: lookups, bytes, waiting, how full each tier is, and which modules are
-computed by kernels.
+"""The report of what a model did so far: lookups, bytes, waiting, how full each tier is, and which
+modules kernels compute.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def count_paths(*paths: Iterable[PathTaken]) -> tuple[PathCount, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A snapshot; `as_dict()` for programs, `print()` for people."""
+    """A snapshot. `as_dict()` is for programs, `print()` for people."""
 
     policy: str
     experts: str  # how they are stored in slots, and computed

@@ -60,7 +60,7 @@ TRIED_TOKENS = 32  # of a router
 
 
 class LayerKind(NamedTuple):
-    """What layers of one kind have in common, as far as kernels know it."""
+    """The common ground of layers of one kind, as far as kernels know it."""
 
     attention: Attention  # of one of them
     gate: Verdict[Gate]  # how the router chooses
@@ -230,7 +230,7 @@ def _search_attention(layer: nn.Module, rotation: nn.Module, *, gives_two: bool)
 
 
 class _TrialRun:
-    """What a layer's own code gives for random tokens: two of a prompt, then one more."""
+    """A run of a layer's own code on random tokens: two of a prompt, then one more."""
 
     def __init__(
         self, layer: nn.Module, rotation: nn.Module, *, strength: float, gives_two: bool

@@ -145,14 +145,11 @@ class KernelLayers:
     def paths(self) -> Iterator[PathTaken]:
         """Yield which path each layer, router and block of experts takes, as of now."""
         for layer, verdict in self._verdicts.items():
-            if isinstance(verdict, FellBack):
-                yield path_taken("layer", layer, verdict)
-                continue
-            obstacle = self._connected[layer].obstacle()
-            if obstacle is not None:
-                yield path_taken("layer", layer, FellBack(obstacle))
-                continue
+            if isinstance(verdict, Found) and (obstacle := self._connected[layer].obstacle()):
+                verdict = FellBack(obstacle)
             yield path_taken("layer", layer, verdict)
+            if isinstance(verdict, FellBack):
+                continue
             block = feed_forward(layer)
             if (router := router_of(block)) is not None:
                 yield path_taken("router", router, verdict.path.gate)

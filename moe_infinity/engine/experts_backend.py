@@ -31,7 +31,7 @@ def experts_forward(
     self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
 ) -> Tensor:
     """What transformers calls instead of its own loop over experts."""
-    layer: EngineLayer = getattr(self, CALL_ATTRIBUTE)
+    layer: EngineLayer = vars(self)[CALL_ATTRIBUTE]  # from Adapter.connect, see `attach` below
     return layer(x_TD, top_k_index_TK, top_k_weights_TK)
 
 
