@@ -17,8 +17,9 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
 
-from moe_infinity.architectures.adapters import INTERFACE
-from moe_infinity.kernels.activation import LARGE, Activation, find_activation
+from moe_infinity.architectures.adapters import INTERFACE, LARGE, find_activation
+from moe_infinity.architectures.trial import FellBack, Found
+from moe_infinity.kernels.activation import Activation
 
 pytestmark = pytest.mark.arithmetic
 
@@ -41,8 +42,9 @@ def gated(act: Any) -> Any:
 @pytest.mark.parametrize(("name", "function"), NAMES.items())
 def test_activations_of_transformers_are_found(name, function):
     act = ACT2FN[name]
-    assert find_activation(gated(act), is_gated=True) == (Activation(function), False)
-    assert find_activation(act, is_gated=False) == (Activation(function, is_gated=False), False)
+    assert find_activation(gated(act), is_gated=True) == Found((Activation(function), False))
+    expected = Activation(function, is_gated=False)
+    assert find_activation(act, is_gated=False) == Found((expected, False))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_gates_of_classes_are_measured(experts, attributes, expected, dtype):
         found: Tensor = experts._apply_gate(module, outputs.to(dtype))
         return found
 
-    assert find_activation(gate, is_gated=True) == (Activation(**numbers), is_interleaved)
+    assert find_activation(gate, is_gated=True) == Found((Activation(**numbers), is_interleaved))
 
 
 def clamped(outputs: Tensor, low: float = -7.0, high: float = 7.0, gate: float = 7.0) -> Tensor:
@@ -102,7 +104,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_anything_else_is_not_taken_for_it(name):
-    assert find_activation(WRONG[name], is_gated=True) is None
+    assert isinstance(find_activation(WRONG[name], is_gated=True), FellBack)
 
 
 def test_it_is_asked_for_rows_as_experts_ask_for_them():
@@ -110,12 +112,12 @@ def test_it_is_asked_for_rows_as_experts_ask_for_them():
         width = outputs.shape[1] // 2
         return SILU(outputs[:, :width]) * outputs[:, width:]
 
-    assert find_activation(gate, is_gated=True) == (Activation(), False)
+    assert find_activation(gate, is_gated=True) == Found((Activation(), False))
 
 
 def test_without_a_gate_a_gate_is_not_found():
-    assert find_activation(gated(SILU), is_gated=False) is None
-    assert find_activation(SILU, is_gated=True) is None
+    assert isinstance(find_activation(gated(SILU), is_gated=False), FellBack)
+    assert isinstance(find_activation(SILU, is_gated=True), FellBack)
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
@@ -127,12 +129,12 @@ def test_experts_with_a_norm_after_them_are_not_two_products(has_norm):
 
 def test_limits_may_be_as_large_as_any_that_is_asked():
     found = find_activation(lambda outputs: clamped(outputs, -99, 99, 99), is_gated=True)
-    assert found == (Activation(limit=99.0), False)
+    assert found == Found((Activation(limit=99.0), False))
     beyond = 3 * LARGE  # that no output of a model reaches
     found = find_activation(
         lambda outputs: clamped(outputs, -beyond, beyond, beyond), is_gated=True
     )
-    assert found == (Activation(), False)
+    assert found == Found((Activation(), False))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -145,7 +147,7 @@ def test_any_of_them_may_have_limits(name):
         found: Tensor = ACT2FN[name](x.clamp(max=5.5)) * (up.clamp(-5.5, 5.5) + 0.25)
         return found
 
-    assert find_activation(gate, is_gated=True) == (expected, False)
+    assert find_activation(gate, is_gated=True) == Found((expected, False))
 
 
 @pytest.mark.parametrize("name", NAMES)
