@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moe_infinity.engine.routing import NO_EXPERT, Routing
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout
 from moe_infinity.kernels.reference import expert_mlp
+from moe_infinity.routing import NO_EXPERT, Routing
 
 # Set by transformers' `use_experts_implementation` on every experts module of the interface.
 INTERFACE_ATTRIBUTES = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts"}

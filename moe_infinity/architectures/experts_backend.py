@@ -15,9 +15,9 @@ from transformers.integrations.moe import ExpertsInterface
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE, ExpertCalls, ExpertsModule
 from moe_infinity.architectures.early_router import EarlyRouter, Routed
 from moe_infinity.architectures.gradients import without_gradient
-from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import Ints
 from moe_infinity.kernels.residents import Residents
+from moe_infinity.routing import Routing
 
 BACKEND = "moe_infinity"  # the name of our experts implementation in transformers
 

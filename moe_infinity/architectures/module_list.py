@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from moe_infinity.architectures.adapters import ExpertsModule, MoeLayer, OneModuleEach
 from moe_infinity.architectures.gradients import without_gradient
-from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.routing import Routing
 
 
 @dataclass(slots=True)

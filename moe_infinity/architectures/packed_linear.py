@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from moe_infinity.checkpoint.layout import PackedWeight
+from moe_infinity.layout import PackedWeight
 
 
 class PackedLinear(nn.Module):

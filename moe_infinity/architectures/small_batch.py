@@ -23,11 +23,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moe_infinity.architectures.decoder_layers import use_kernels
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.packed_linear import Linear, PackedLinear, is_linear, weight_of
-from moe_infinity.checkpoint.layout import PackedWeight
 from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.threads import give_torch_all, leave_torch_one
 from moe_infinity.kernels.many_rows import MOST_TOKENS, is_for_torch
+from moe_infinity.layout import PackedWeight
 
 MARK = "_moe_infinity_takes_small_batches"  # set on every module of a model that we run
 Attention = Callable[..., tuple[Tensor, Tensor | None]]

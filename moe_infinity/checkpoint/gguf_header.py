@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, NoReturn
 from gguf import GGMLQuantizationType
 
 from moe_infinity.checkpoint.extents import STORED_DTYPES, Extent, StoredTensor
-from moe_infinity.checkpoint.ggml import BLOCKS
 from moe_infinity.errors import CheckpointError
+from moe_infinity.kernels.unpack import BLOCKS
 
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 1 << 28  # vocabularies of 300,000 tokens take 20 MB

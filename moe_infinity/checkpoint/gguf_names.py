@@ -26,7 +26,6 @@ from transformers.core_model_loading import (
 
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.extents import STORED_DTYPES, StoredTensor
-from moe_infinity.checkpoint.ggml import BLOCKS, blocks_layout, row_bytes
 from moe_infinity.checkpoint.gguf_file import GgufModel
 from moe_infinity.checkpoint.gguf_undo import (
     JoinHeads,
@@ -35,11 +34,12 @@ from moe_infinity.checkpoint.gguf_undo import (
     log_of_negative,
     subtract_one,
 )
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
 from moe_infinity.checkpoint.plan import Weights, find_experts
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.experts import ParamSpec
+from moe_infinity.kernels.unpack import BLOCKS, blocks_layout, row_bytes
+from moe_infinity.layout import WeightLayout
 
 NUMBER = re.compile(r"\.(\d+)\.")
 # How transformers calls what the gguf package knows by the name of an older checkpoint.

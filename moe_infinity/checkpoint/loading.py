@@ -30,12 +30,12 @@ from moe_infinity.checkpoint.extents import STORED_NAMES, StoredTensor
 from moe_infinity.checkpoint.gguf_names import weights_of
 from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
 from moe_infinity.checkpoint.kind import Kind, find_kind
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.packed_dense import PackedDense, find_packed_dense
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
+from moe_infinity.layout import WeightLayout
 from moe_infinity.memory.pages import uint8_memory
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from moe_infinity.architectures.packed_linear import PackedLinear
 from moe_infinity.checkpoint.extents import StoredTensor
-from moe_infinity.checkpoint.layout import PackedWeight, WeightLayout
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.experts import ExpertLayout
+from moe_infinity.layout import PackedWeight, WeightLayout
 from moe_infinity.memory.pages import uint8_memory
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from moe_infinity.checkpoint.extents import STORED_DTYPES
 from moe_infinity.checkpoint.formats import PACKED_BY_US
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
-from moe_infinity.checkpoint.layout import WeightLayout, view_of
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import Recipe, Shapes
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.pack import Precision, pack, precision_of
+from moe_infinity.layout import WeightLayout, view_of
 
 GROUP_SIZE = 32  # columns of int4 that share a scale; `moe-infinity pack` has the same default
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.extents import StoredTensor
-from moe_infinity.checkpoint.layout import Block, Parts, Unpack, WeightLayout
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ParamSpec
+from moe_infinity.layout import Block, Parts, Unpack, WeightLayout
 
 PADDING = re.compile(r"padding\.\d+")  # with which our packer fills up pages
 

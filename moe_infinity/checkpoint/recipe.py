@@ -26,11 +26,11 @@ from torch import Tensor
 
 from moe_infinity.checkpoint.chunks import Piece
 from moe_infinity.checkpoint.extents import Extent, StoredTensor
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ParamSpec
+from moe_infinity.layout import WeightLayout
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype)
 

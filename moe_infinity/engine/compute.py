@@ -21,7 +21,6 @@ from moe_infinity.cluster.share import Share
 from moe_infinity.engine.exact import ExactBackend
 from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.engine.fused import FusedBackend
-from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.slots import SlotBackend, SlotResidents
 from moe_infinity.experimental.gpu.slot_kernels import has_slot_kernels, slot_kernels
 from moe_infinity.experts import ExpertKey
@@ -29,6 +28,7 @@ from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.host import Slots
+from moe_infinity.routing import Routing
 
 
 class Work(Protocol):

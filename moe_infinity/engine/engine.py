@@ -31,7 +31,6 @@ from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import Work
 from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
 from moe_infinity.engine.preloader import Preloader, start_turns
-from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.slots import ComingRouting, SlotResidents
 from moe_infinity.errors import Cancelled, ClosedError, UnsupportedModelError
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
@@ -41,6 +40,7 @@ from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
+from moe_infinity.routing import Routing
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.recipe import Recipe
 from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation, find_activation
+from moe_infinity.layout import WeightLayout
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts

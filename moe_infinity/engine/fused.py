@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.cluster.share import Share
-from moe_infinity.engine.routing import Routing, rows_of_experts
+from moe_infinity.routing import Routing, rows_of_experts
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts, Rows

@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import view_of
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, ExpertLayout
+from moe_infinity.layout import view_of
 from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
 from moe_infinity.memory.pages import huge_pages
 from moe_infinity.sizes import format_bytes, parse_size

@@ -7,10 +7,10 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
-from moe_infinity.checkpoint.ggml import BLOCKS, blocks_layout
-from moe_infinity.checkpoint.layout import PLAIN, WORDS, WeightLayout
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels import unpack
+from moe_infinity.kernels.unpack import BLOCKS, blocks_layout
+from moe_infinity.layout import PLAIN, WORDS, WeightLayout
 
 HALVES = {  # where a block of GGML's has its float16 numbers
     "q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q2_k": (80, 82),

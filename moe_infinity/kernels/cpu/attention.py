@@ -26,7 +26,6 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import KINDS
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu.compiler import machine_code
 from moe_infinity.kernels.cpu.loaders import LOADERS
@@ -49,6 +48,7 @@ from moe_infinity.kernels.cpu.vectors import (
     sum_of_lanes,
 )
 from moe_infinity.kernels.cpu.work import call_rows
+from moe_infinity.layout import KINDS
 
 FINITE = 1e30  # more than any score
 MAX_WIDTH = 16 * LANES  # of values: as many sums as a machine has registers

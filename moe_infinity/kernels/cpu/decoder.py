@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import KINDS, PackedWeight
 from moe_infinity.kernels.cpu.attention import MAX_WIDTH
 from moe_infinity.kernels.cpu.decoder_call import (
     HALVES,
@@ -38,6 +37,7 @@ from moe_infinity.kernels.cpu.steps import (
 )
 from moe_infinity.kernels.cpu.vectors import LANES
 from moe_infinity.kernels.cpu.work import BIASES
+from moe_infinity.layout import KINDS, PackedWeight
 from moe_infinity.system.processes import yield_address
 
 Weight = Tensor | PackedWeight

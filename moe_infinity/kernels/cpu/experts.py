@@ -27,7 +27,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import EXPONENTS, WORDS, WeightLayout, block_of
 from moe_infinity.experts import Ints, ParamSpec
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
@@ -47,6 +46,7 @@ from moe_infinity.kernels.cpu.steps import (
 from moe_infinity.kernels.cpu.threads import num_threads
 from moe_infinity.kernels.cpu.words import BLOCK_ROWS
 from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, Weights, run_job
+from moe_infinity.layout import EXPONENTS, WORDS, WeightLayout, block_of
 
 BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
 SPARE_BYTES = 128  # behind the outputs of up, of which vectors are read

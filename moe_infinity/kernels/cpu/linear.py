@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import PackedWeight, WeightLayout
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu.experts import Product
 from moe_infinity.kernels.cpu.steps import arrange
 from moe_infinity.kernels.cpu.threads import num_threads
 from moe_infinity.kernels.cpu.work import Weights, run_job
+from moe_infinity.layout import PackedWeight, WeightLayout
 
 # What takes less is done before a second thread has woken up.
 MIN_SHARED_BYTES = 2 << 20  # of weights to read

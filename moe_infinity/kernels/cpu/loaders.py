@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from moe_infinity.checkpoint.ggml import BLOCKS
-from moe_infinity.checkpoint.layout import WORDS
 from moe_infinity.kernels.cpu.blocks import BLOCK_KINDS, BlockKind
 from moe_infinity.kernels.cpu.vectors import (
     F32,
@@ -27,7 +25,8 @@ from moe_infinity.kernels.cpu.vectors import (
     nibbles_of,
     vector_of,
 )
-from moe_infinity.kernels.unpack import NIBBLES
+from moe_infinity.kernels.unpack import BLOCKS
+from moe_infinity.layout import NIBBLES, WORDS
 
 # (builder, number of vectors, address of the first value) -> those vectors, each when asked for:
 # then few registers hold values that wait for their use

@@ -21,7 +21,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from moe_infinity.checkpoint.layout import WORDS, Block
 from moe_infinity.experts import DTYPE_BYTES
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu.compiler import machine_code, named, reader_of
@@ -37,7 +36,8 @@ from moe_infinity.kernels.cpu.vectors import (
     repeated,
     store,
 )
-from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
+from moe_infinity.kernels.unpack import ZERO_OF_SYMMETRIC
+from moe_infinity.layout import NIBBLES, WORDS, Block
 
 NIBBLE_UNITS = np.array([*(16.0**-k for k in range(NIBBLES - 1)), 1.0], np.float32)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import PackedWeight
 from moe_infinity.kernels.cpu.decoder import (
     HALVES,
     NEIGHBOURS,
@@ -20,6 +19,7 @@ from moe_infinity.kernels.cpu.decoder import (
     Router,
 )
 from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
+from moe_infinity.layout import PackedWeight
 
 WIDTH = 96
 SHAPES = {  # heads, heads of keys, width of a head, of its values

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels.activation import Activation
+from moe_infinity.layout import WeightLayout
 
 KINDS = ("bf16", "int8", "fp8", "int4", "mxfp4", "gptq", "awq")
 WIDTH, EXPERT_WIDTH = 2048, 768
