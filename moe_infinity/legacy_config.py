@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_infinity.config import OffloadConfig, options_of
 from moe_infinity.errors import ConfigError
-from moe_infinity.memory.machine import device_memory_bytes, machine_memory_bytes
+from moe_infinity.system.machine import machine_memory_bytes
 
 # What to tell the user of an option that has no effect.
 LEGACY_IGNORED = {
@@ -58,6 +58,15 @@ def memory_of_ratio(ratio: Any, device: str) -> int | None:
     share = _ratio("device_memory_ratio", ratio)
     num_bytes = device_memory_bytes(device)
     return None if num_bytes is None else int(share * num_bytes)
+
+
+def device_memory_bytes(device: str) -> int | None:
+    """Bytes of the CUDA device that "cuda:1", "cuda" or "auto" names; None if there is none."""
+    import torch  # takes seconds, and only a config of an older MoE-Infinity needs it
+
+    if device in ("cpu", "mps") or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.mem_get_info(0 if device == "auto" else device)[1])
 
 
 def _ratio(name: str, ratio: Any) -> float:

@@ -13,9 +13,9 @@ import pytest
 
 from moe_infinity import ConfigError, MoE, OffloadConfig
 from moe_infinity.legacy_config import config_of
-from moe_infinity.memory.machine import machine_memory_bytes
 from moe_infinity.predict.options import check_policy
 from moe_infinity.sizes import parse_size
+from moe_infinity.system.machine import machine_memory_bytes
 from moe_infinity.tools.simulator.baselines import BASELINES
 
 OLDER_KEYS_WITHOUT_EFFECT = {

@@ -10,9 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from moe_infinity.checkpoint.chunks import BLOCK_BYTES, BounceBuffer, Chunk
-from moe_infinity.system import features
+from moe_infinity.system import linux
 from moe_infinity.system.files import REFUSALS, PositionalFile, open_past_cache, open_to_read
-from moe_infinity.system.linux import is_cached
 
 # What a machine has room for anyway stays in the page cache. Reads through it cost 0.5-1.7 s of CPU
 # time per GB when they miss, those past it 0.1 in place and 0.2-0.3 by way of a bounce buffer.
@@ -31,7 +30,7 @@ class OpenFile:
         self._is_small = self._cached.num_bytes < SMALL_FILE_BYTES
         self._direct: PositionalFile | None = None
         self._is_refused = False
-        self._may_ask = features.found().page_cache  # what is cached
+        self._may_ask = linux.is_linux()  # what is cached
         if not self._is_small:
             self._direct = open_past_cache(path)
         if self._direct is not None:
@@ -46,7 +45,7 @@ class OpenFile:
         if not self._may_ask or self._direct is None or self._is_refused:
             return False
         try:
-            if not is_cached(self._cached.descriptor, chunk.offset, chunk.num_bytes):
+            if not linux.is_cached(self._cached.descriptor, chunk.offset, chunk.num_bytes):
                 return False
             return self._cached.read_from_memory(chunk.parts, chunk.offset) == chunk.num_bytes
         except BlockingIOError:  # evicted meanwhile

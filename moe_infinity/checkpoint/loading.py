@@ -35,8 +35,8 @@ from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
+from moe_infinity.kernels import uint8_memory
 from moe_infinity.layout import WeightLayout
-from moe_infinity.memory.pages import uint8_memory
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from moe_infinity.checkpoint.chunks import Chunk
-from moe_infinity.memory.pages import address_of
-from moe_infinity.system.memory import make_present, map_file
+from moe_infinity.system.memory import address_of, make_present, map_file
 
 
 class MappedFile:

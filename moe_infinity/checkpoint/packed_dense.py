@@ -17,8 +17,8 @@ from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.experts import ExpertLayout
+from moe_infinity.kernels import uint8_memory
 from moe_infinity.layout import PackedWeight, WeightLayout
-from moe_infinity.memory.pages import uint8_memory
 
 
 @dataclass(frozen=True, slots=True)

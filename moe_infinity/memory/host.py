@@ -12,9 +12,9 @@ from torch import Tensor
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, ExpertLayout
 from moe_infinity.layout import view_of
-from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
-from moe_infinity.memory.pages import huge_pages
 from moe_infinity.sizes import format_bytes, parse_size
+from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes
+from moe_infinity.system.memory import huge_pages
 
 # The share that experts get of what is free once the dense weights are loaded, unless host_memory
 # is set. The rest is for the KV cache, activations and other programs; a convention, not a

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.host import Slots
-from moe_infinity.memory.pages import huge_pages
+from moe_infinity.system.memory import huge_pages
 
 PlaceOf = Callable[[ExpertKey], memoryview | None]
 

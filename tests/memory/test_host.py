@@ -9,8 +9,8 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertLayout
 from moe_infinity.memory import host
 from moe_infinity.memory.host import HostSlots, num_host_slots
-from moe_infinity.memory.machine import machine_memory_bytes
 from moe_infinity.sizes import format_bytes
+from moe_infinity.system.machine import machine_memory_bytes
 
 MIB = 1 << 20
 LAYOUT = ExpertLayout.of({"up": ((3, 5), "bfloat16"), "down": ((5, 3), "float32")})

@@ -11,14 +11,15 @@ import torch
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.inspection import Summary
+from moe_infinity.legacy_config import device_memory_bytes
 from moe_infinity.memory.host import AUTOMATIC_SHARE
-from moe_infinity.memory.machine import (
-    available_memory_bytes,
-    device_memory_bytes,
-    machine_memory_bytes,
-)
 from moe_infinity.sizes import format_bytes, parse_size
-from moe_infinity.system.machine import num_cores, processor_name
+from moe_infinity.system.machine import (
+    available_memory_bytes,
+    machine_memory_bytes,
+    num_cores,
+    processor_name,
+)
 
 PACKAGES = ("moe-infinity", "torch", "transformers", "numba")
 SHARE = 0.8  # of the free memory that models may take together

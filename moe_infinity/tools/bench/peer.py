@@ -14,7 +14,6 @@ from threading import Thread
 from typing import IO, Any
 
 from moe_infinity.errors import ConfigError, MoEInfinityError
-from moe_infinity.system.processes import without_ctrl_c
 from moe_infinity.tools.bench import llama_process
 from moe_infinity.tools.bench.rows import LLAMA_CPP, Needs, Sample
 
@@ -72,7 +71,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            **without_ctrl_c(),  # it is ours
+            start_new_session=True,  # Ctrl-C is ours
         )
         Thread(target=self._read, daemon=True).start()
         self.needs: Needs | None = None

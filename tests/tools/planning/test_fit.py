@@ -8,7 +8,7 @@ import pytest
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory import host
-from moe_infinity.memory import machine as engine_machine
+from moe_infinity.system import machine as system_machine
 from moe_infinity.tools.planning.fit import fit
 
 
@@ -82,4 +82,4 @@ def test_memory_is_what_a_new_process_may_have(monkeypatch):
     found = machine.this_machine({"disk": lambda: 5.0}, None)
     assert (found.ram, found.runtime) == (10, 3)
     assert (found.disk, sorted(found.assumed)) == (5.0, ["memory", "new_memory", "products"])
-    assert engine_machine.available_memory_bytes() > 0
+    assert system_machine.available_memory_bytes() > 0
