@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_infinity import MoE
 from moe_infinity.checkpoint import expert_loader, layer_recipes
-from moe_infinity.checkpoint.extents import Extent
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.mapped_file import MappedFile
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError

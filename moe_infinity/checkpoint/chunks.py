@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_infinity.checkpoint.extents import Extent
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.system.memory import address_of, huge_pages
 
 BLOCK_BYTES = 4096  # file systems ask O_DIRECT reads for multiples of 512, a few for 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from moe_infinity.checkpoint.extents import Extent
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError

@@ -25,7 +25,6 @@ from transformers.core_model_loading import (
 )
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.extents import STORED_DTYPES, StoredTensor
 from moe_infinity.checkpoint.gguf_file import GgufModel
 from moe_infinity.checkpoint.gguf_undo import (
     JoinHeads,
@@ -34,6 +33,7 @@ from moe_infinity.checkpoint.gguf_undo import (
     log_of_negative,
     subtract_one,
 )
+from moe_infinity.checkpoint.headers import STORED_DTYPES, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
 from moe_infinity.checkpoint.plan import Weights, find_experts
 from moe_infinity.errors import CheckpointError, UnsupportedModelError

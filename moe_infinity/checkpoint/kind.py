@@ -11,9 +11,10 @@ from typing import Any
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from moe_infinity.checkpoint.file_names import find_gguf
 from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.gguf_config import config_of
-from moe_infinity.checkpoint.gguf_file import GgufModel, find_gguf, read_gguf
+from moe_infinity.checkpoint.gguf_file import GgufModel, read_gguf
 from moe_infinity.checkpoint.packing import Format
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_infinity.checkpoint.extents import Extent
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import Recipe, Shapes
 from moe_infinity.experts import ExpertLayout

@@ -26,9 +26,9 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.extents import STORED_NAMES, StoredTensor
+from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.gguf_names import weights_of
-from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
+from moe_infinity.checkpoint.headers import STORED_NAMES, StoredTensor, read_headers
 from moe_infinity.checkpoint.kind import Kind, find_kind
 from moe_infinity.checkpoint.packed_dense import PackedDense, find_packed_dense
 from moe_infinity.checkpoint.packing import PackedTensor

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from moe_infinity.architectures.packed_linear import PackedLinear
-from moe_infinity.checkpoint.extents import StoredTensor
+from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader

@@ -12,8 +12,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.extents import STORED_DTYPES
 from moe_infinity.checkpoint.formats import PACKED_BY_US
+from moe_infinity.checkpoint.headers import STORED_DTYPES
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.extents import StoredTensor
+from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ParamSpec
 from moe_infinity.layout import Block, Parts, Unpack, WeightLayout

@@ -31,8 +31,7 @@ from moe_infinity.architectures.adapters import (
     ParameterLocation,
 )
 from moe_infinity.architectures.module_list import LIST, is_list_of_experts
-from moe_infinity.checkpoint.extents import StoredTensor
-from moe_infinity.checkpoint.headers import Headers
+from moe_infinity.checkpoint.headers import Headers, StoredTensor
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.packing import Format, PackedTensor
 from moe_infinity.checkpoint.recipe import Recipe, Source

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.chunks import Piece
-from moe_infinity.checkpoint.extents import Extent, StoredTensor
+from moe_infinity.checkpoint.headers import Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
@@ -73,7 +73,9 @@ class Source:
         """Of one expert, in the order of `stored_shapes`."""
         if not self.num_parts:
             return [part.extent for _, part in self.weights[expert_idx].parts]
-        return [part.extent.part(expert_idx, self.num_parts) for _, part in self.weights[0].parts]
+        return [
+            part.extent.equal_part(expert_idx, self.num_parts) for _, part in self.weights[0].parts
+        ]
 
 
 class OneExpertModel:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.checkpoint.extents import Extent
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.checkpoint.recipe import Recipe, Shapes

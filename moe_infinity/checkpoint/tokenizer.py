@@ -6,8 +6,8 @@ from typing import Any
 
 import transformers
 
+from moe_infinity.checkpoint.file_names import find_gguf
 from moe_infinity.checkpoint.gguf_config import WITH_CONFIG
-from moe_infinity.checkpoint.gguf_file import find_gguf
 from moe_infinity.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_infinity.checkpoint import files
-from moe_infinity.checkpoint.extents import Extent
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.memory.host import HostSlots
 

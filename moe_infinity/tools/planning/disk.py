@@ -17,8 +17,8 @@ from pathlib import Path
 from threading import Lock
 
 from moe_infinity.checkpoint.chunks import BounceBuffer, Chunk, chunks_of
-from moe_infinity.checkpoint.extents import Extent
 from moe_infinity.checkpoint.files import SMALL_FILE_BYTES, OpenFile
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import NUM_READ_THREADS
 from moe_infinity.errors import CheckpointError
 from moe_infinity.memory import threads
