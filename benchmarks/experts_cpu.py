@@ -64,7 +64,7 @@ def layout_of(kind: str, shape: tuple[int, int], parts: dict[str, ParamSpec]) ->
         return blocks_layout(kind, shape, parts["values"])
     if kind == "bf16":
         return WeightLayout.plain(parts["values"])
-    return PACKED_BY_US[kind].place(parts, is_transposed=False)
+    return PACKED_BY_US[kind].layout_of(parts, is_transposed=False)
 
 
 class Slots:

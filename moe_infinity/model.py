@@ -33,9 +33,8 @@ from moe_infinity.architectures import experts_backend
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.packed_linear import bytes_by_type
 from moe_infinity.architectures.step_reader import StepReader
-from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
-from moe_infinity.checkpoint.signature import signature_of
-from moe_infinity.checkpoint.tokenizer import load_tokenizer
+from moe_infinity.checkpoint.kind import load_tokenizer
+from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts, signature_of
 from moe_infinity.cluster.opening import build_with_hosts
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.device import ComputeDevice

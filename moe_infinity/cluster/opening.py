@@ -19,7 +19,7 @@ from moe_infinity.config import OffloadConfig, options_of
 from moe_infinity.engine.build import build_engine
 from moe_infinity.engine.engine import ExpertEngine
 from moe_infinity.errors import ConfigError
-from moe_infinity.memory.host import AUTOMATIC_SHARE, num_host_slots
+from moe_infinity.memory.slots import AUTOMATIC_SHARE, num_host_slots
 from moe_infinity.system.machine import available_memory_bytes
 
 # What a host needs of a config. The rest is about the model as a whole.

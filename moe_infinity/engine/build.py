@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
-from moe_infinity.checkpoint.expert_loader import ExpertLoader
+from moe_infinity.checkpoint.layer_recipes import ExpertLoader
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.cluster.head import ExpertHosts
@@ -27,8 +27,8 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
-from moe_infinity.memory.mapped import MappedSlots
 from moe_infinity.memory.mover import Mover
+from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.memory.tiers import make_tiers
 from moe_infinity.predict.payoff import PayOff
 from moe_infinity.predict.predictor import Predictor
@@ -110,7 +110,7 @@ def _bookkeeping(
         ),
         fills=(loader.read, loader.read_ahead),
         in_file_order=loader.in_file_order,
-        place_of=loader.place_of,
+        mapped_bytes=loader.mapped_bytes,
         can_map=loader.can_map,
     )
     return Bookkeeping(

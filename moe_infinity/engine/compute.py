@@ -27,7 +27,7 @@ from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.device import DeviceSlots
-from moe_infinity.memory.host import Slots
+from moe_infinity.memory.slots import Slots
 from moe_infinity.routing import Routing
 
 

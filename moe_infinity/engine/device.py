@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from moe_infinity.checkpoint.packed_on_load import packed_on_load
+from moe_infinity.checkpoint.packed_plan import packed_on_load
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError, OutOfMemory

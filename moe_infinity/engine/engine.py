@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls
-from moe_infinity.checkpoint.expert_loader import ExpertLoader
+from moe_infinity.checkpoint.layer_recipes import ExpertLoader
 from moe_infinity.cluster.head import ExpertHosts
 from moe_infinity.cluster.share import Share
 from moe_infinity.engine.bookkeeping import Bookkeeping

@@ -14,7 +14,7 @@ from moe_infinity.checkpoint import files
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
-from moe_infinity.memory.host import HostSlots
+from moe_infinity.memory.slots import HostSlots
 from moe_infinity.system import linux
 from tests.checkpoint.test_page_cache import cached_bytes
 

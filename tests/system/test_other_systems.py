@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from moe_infinity import CheckpointError, ConfigError
-from moe_infinity.checkpoint import chunks, expert_loader, files
+from moe_infinity.checkpoint import chunks, files, layer_recipes
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.system.files import locked, open_to_read
 from moe_infinity.system.machine import keep_to_cores, num_cores
@@ -35,7 +35,7 @@ CONTENT = random.Random(0).randbytes(100_003)  # ends within a block
 @pytest.fixture(autouse=True)
 def small_files_are_treated_as_large_ones(monkeypatch):
     monkeypatch.setattr(files, "SMALL_FILE_BYTES", 0)
-    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
+    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 0)
 
 
 @pytest.fixture

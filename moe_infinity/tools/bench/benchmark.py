@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.checkpoint.kind import find_kind
-from moe_infinity.checkpoint.tokenizer import load_tokenizer
+from moe_infinity.checkpoint.kind import find_kind, load_tokenizer
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError, UnsupportedModelError
 from moe_infinity.inspection import Summary, inspect_checkpoint

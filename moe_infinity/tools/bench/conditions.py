@@ -12,7 +12,7 @@ import torch
 from moe_infinity.errors import ConfigError
 from moe_infinity.inspection import Summary
 from moe_infinity.legacy_config import device_memory_bytes
-from moe_infinity.memory.host import AUTOMATIC_SHARE
+from moe_infinity.memory.slots import AUTOMATIC_SHARE
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.system.machine import (
     available_memory_bytes,

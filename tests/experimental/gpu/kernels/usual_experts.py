@@ -38,10 +38,10 @@ def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
     if kind == "bf16":
         return WeightLayout.plain(parts["values"])
     if kind in PACKED_BY_US:
-        return PACKED_BY_US[kind].place(parts, is_transposed=False)
+        return PACKED_BY_US[kind].layout_of(parts, is_transposed=False)
     config = {"quant_method": kind, "bits": 4, "group_size": GROUP_OF_WORDS, "desc_act": False}
     (weight_format,) = find_format(config).weights
-    return weight_format.place(parts, is_transposed=False)
+    return weight_format.layout_of(parts, is_transposed=False)
 
 
 def mlp_of(kind: str) -> SlotMlp:
