@@ -48,9 +48,9 @@ from moe_infinity.errors import (
 )
 from moe_infinity.experts import Ints, Step, Tier
 from moe_infinity.legacy_config import config_of
-from moe_infinity.predict.eam import RequestEam
+from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.history import load_history, save_history
-from moe_infinity.predict.options import check_policy
+from moe_infinity.predict.predictor import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.streaming import TextStream, check_one_sequence

@@ -95,7 +95,7 @@ def test_a_package_that_its_own_modules_import_is_part_of_a_circle():
     ("file", "imported"),
     [
         ("kernels/cpu/rows", "engine.layer"),
-        ("cache/policies", "predict.eam"),
+        ("cache/policies", "predict.eamc"),
         ("predict/prefetcher", "memory.mover"),
         ("engine/layer", "server.app"),
         ("model", "cli.app"),

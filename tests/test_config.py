@@ -13,7 +13,7 @@ import pytest
 
 from moe_infinity import ConfigError, MoE, OffloadConfig
 from moe_infinity.legacy_config import config_of
-from moe_infinity.predict.options import check_policy
+from moe_infinity.predict.predictor import check_policy
 from moe_infinity.sizes import parse_size
 from moe_infinity.system.machine import machine_memory_bytes
 from moe_infinity.tools.simulator.baselines import BASELINES

@@ -27,9 +27,8 @@ from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.memory.tiers import make_tiers
-from moe_infinity.predict.payoff import PayOff
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.prefetcher import Prefetcher
+from moe_infinity.predict.prefetcher import PayOff, Prefetcher
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.cli.options import above_zero
 from moe_infinity.cli.terminal import stderr
 from moe_infinity.errors import ConfigError
-from moe_infinity.predict.features import FACTORS
+from moe_infinity.predict.knowledge import FACTORS
 from moe_infinity.tools.pictures.figures import check_picture
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.tools.simulator.routers import ROUTERS
