@@ -25,7 +25,7 @@ from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.packed_linear import Linear, PackedLinear, is_linear, weight_of
 from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.linear import fused_linear
-from moe_infinity.kernels.cpu.threads import give_torch_all, leave_torch_one
+from moe_infinity.kernels.cpu.team import give_torch_all, leave_torch_one
 from moe_infinity.kernels.many_rows import MOST_TOKENS, is_for_torch
 from moe_infinity.layout import PackedWeight
 

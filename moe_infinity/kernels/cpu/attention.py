@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.kernels import host_float32
+from moe_infinity.kernels.cpu.arrangement import arranged
 from moe_infinity.kernels.cpu.compiler import machine_code
-from moe_infinity.kernels.cpu.loaders import LOADERS
 from moe_infinity.kernels.cpu.rows import row_function
-from moe_infinity.kernels.cpu.steps import arguments_for, arranged, loop_for
+from moe_infinity.kernels.cpu.steps import LOADERS, arguments_for, loop_for
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,

@@ -8,8 +8,8 @@ at every group, or scales spread in memory.
 A weight is decoded once for all tokens of a tile. The bits of an output depend on nothing but its
 row of the weight and its token: the additions are the same in tiles of every size.
 
-steps.py says what a step is and how x is arranged, loaders.py how values are read, blocks.py how
-those are that have scales among them.
+steps.py says what a step is and how values are read, blocks.py how those are that have scales among
+them, arrangement.py how x is arranged.
 """
 
 from __future__ import annotations
