@@ -32,9 +32,8 @@ from numpy.typing import NDArray
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import bytes_by_type
 from moe_infinity.architectures.step_reader import StepReader
-from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
-from moe_infinity.checkpoint.signature import signature_of
-from moe_infinity.checkpoint.tokenizer import load_tokenizer
+from moe_infinity.checkpoint.kind import load_tokenizer
+from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts, signature_of
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine import experts_backend
 from moe_infinity.engine.build import build_experts, gpu_engine
@@ -48,9 +47,9 @@ from moe_infinity.errors import (
     UnsupportedModelError,
 )
 from moe_infinity.experts import Ints, Step, Tier
-from moe_infinity.predict.eam import RequestEam
+from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.history import load_history, save_history
-from moe_infinity.predict.options import check_policy
+from moe_infinity.predict.predictor import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.report import Report, TierOccupancy, count_paths
 from moe_infinity.streaming import TextStream, check_one_sequence

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moe_infinity.checkpoint import files
+from moe_infinity.system import linux
 
 
 class Read(NamedTuple):
@@ -29,7 +29,7 @@ class Disk:
         self._preadv = os.preadv
         self._numbers = {is_ahead: itertools.count() for is_ahead in (False, True)}
         monkeypatch.setattr(os, "preadv", self._read)
-        monkeypatch.setattr(files, "is_cached", lambda *where: False)  # all reads are the disk's
+        monkeypatch.setattr(linux, "is_cached", lambda *where: False)  # all reads are the disk's
 
     def fail(self, which: Callable[[Read], bool]) -> None:
         """These reads end in an error of the disk."""

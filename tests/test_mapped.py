@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint import expert_loader, layer_recipes
-from moe_infinity.checkpoint.extents import Extent
-from moe_infinity.checkpoint.mapped_file import MappedFile
+from moe_infinity.checkpoint import layer_recipes
+from moe_infinity.checkpoint.files import MappedFile
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertKey
-from moe_infinity.memory.mapped import MappedSlots
+from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.system import linux
 from tests.closeness import logits_of_steps
 from tests.gguf_files import WIDE, build
@@ -31,7 +31,7 @@ IDS = torch.arange(3, 15).view(1, 12)
 
 @pytest.fixture(autouse=True)
 def small_models_are_mapped(monkeypatch):
-    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
+    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def computed(folder: Path, **options: Any) -> tuple[Tensor, bool]:
 def test_mapped_experts_have_the_bits_of_copied_ones(tiny_checkpoint, is_exact, monkeypatch):
     mapped, is_mapped = computed(tiny_checkpoint, exact=is_exact)
     assert is_mapped
-    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
+    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 1 << 40)
     copied, is_mapped = computed(tiny_checkpoint, exact=is_exact)
     assert not is_mapped
     assert torch.equal(mapped, copied)
@@ -71,13 +71,13 @@ def test_mapped_experts_have_the_bits_of_copied_ones(tiny_checkpoint, is_exact, 
 def watched_places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertKey, memoryview | None]]:
     """Every expert that a slot is given to, and its place in a file, if it is used there."""
     asked = []
-    place_of = expert_loader.ExpertLoader.place_of
+    mapped_bytes = layer_recipes.ExpertLoader.mapped_bytes
 
     def watched(self: Any, key: ExpertKey) -> memoryview | None:
-        asked.append((key, place_of(self, key)))
+        asked.append((key, mapped_bytes(self, key)))
         return asked[-1][1]
 
-    monkeypatch.setattr(expert_loader.ExpertLoader, "place_of", watched)
+    monkeypatch.setattr(layer_recipes.ExpertLoader, "mapped_bytes", watched)
     return asked
 
 
@@ -88,7 +88,7 @@ def test_an_expert_in_two_files_is_copied(sharded_checkpoint, monkeypatch):
     mapped, is_mapped = computed(sharded_checkpoint)
     assert is_mapped
     assert {place is None for _, place in asked} == {True, False}
-    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
+    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 1 << 40)
     assert torch.equal(mapped, computed(sharded_checkpoint)[0])
 
 
@@ -110,11 +110,11 @@ def test_experts_whose_parts_lie_apart_have_the_bits_of_copied_ones(
         mapped, is_mapped = computed(file, exact=is_exact)
         assert is_mapped == bool(layers)
         assert {key.moe_layer_idx for key, place in asked if place is not None} == layers
-        monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
+        monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 1 << 40)
         copied, is_mapped = computed(file, exact=is_exact)
         assert not is_mapped
         assert torch.equal(mapped, copied)
-        monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
+        monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 0)
 
 
 def test_experts_that_do_not_all_fit_or_are_packed_on_load_are_copied(tiny_checkpoint):

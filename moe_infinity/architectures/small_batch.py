@@ -43,12 +43,12 @@ from moe_infinity.architectures.model_parts import (
     weight_of,
 )
 from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
-from moe_infinity.checkpoint.layout import PackedWeight
 from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 from moe_infinity.kernels.cpu.linear import fused_linear
-from moe_infinity.kernels.cpu.threads import give_torch_all, leave_torch_one
+from moe_infinity.kernels.cpu.team import give_torch_all, leave_torch_one
 from moe_infinity.kernels.many_rows import MOST_TOKENS, is_for_torch
+from moe_infinity.layout import PackedWeight
 from moe_infinity.report import PathTaken
 
 MARK = "_moe_infinity_takes_small_batches"  # set on every module of a model that we run

@@ -12,8 +12,7 @@ import numpy as np
 
 from moe_infinity.cache.policies import EvictionPolicy, Experts, Scores
 from moe_infinity.experts import Ints, Phase, Step
-from moe_infinity.predict.eam import RequestEam
-from moe_infinity.predict.eamc import Eamc, EamcMatch
+from moe_infinity.predict.eamc import Eamc, EamcMatch, RequestEam
 
 EAMC_CAPACITY = 120  # v3 Fig 9: no gain beyond
 EPSILON = 1e-8  # unspecified in the paper; the published code's

@@ -16,7 +16,7 @@ import pytest
 from moe_infinity import MoE
 from moe_infinity.cache.counters import Counters, PhaseCounters, PrefetchCounters
 from moe_infinity.errors import OutputError
-from moe_infinity.predict.eam import RequestEam
+from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.tools.pictures import run_page
 from moe_infinity.tools.pictures.cells import LEVELS, levels_of, path_of, state_paths
