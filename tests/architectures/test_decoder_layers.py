@@ -20,6 +20,7 @@ from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
 from moe_infinity.architectures.decoder_trial import find_attention
 from moe_infinity.architectures.routers import find_gate, gives_experts_alone
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
+from tests.on_demand import ON_DEMAND
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
@@ -205,7 +206,7 @@ def test_modules_that_fail_in_a_trial_compute_by_their_own_code(tmp_path, part):
 @pytest.mark.parametrize("has_history", [False, True])
 def test_nothing_is_predicted_once_all_experts_are_in_memory(tmp_path, has_history):
     history = tmp_path / "history" if has_history else None
-    with MoE(saved("Mixtral", tmp_path), history=history, preload="off") as moe:
+    with MoE(saved("Mixtral", tmp_path), history=history, **ON_DEMAND) as moe:
         assert moe.engine.predictor is not None
         moe.preload()
         assert (moe.engine.predictor is not None) == has_history
