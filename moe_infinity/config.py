@@ -112,10 +112,16 @@ class OffloadConfig:
         config: OffloadConfig | dict[str, Any] | str | Path | None,
         options: dict[str, Any],
     ) -> OffloadConfig:
-        """A config with keyword options on top. Raises ConfigError."""
+        """A config with keyword options on top. Names of the older MoE-Infinity are understood.
+        Raises ConfigError.
+        """
         merged = options_of(config) | options
         known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(merged) - known)
+        if not merged.keys() <= known:
+            from moe_infinity import legacy  # no config of ours needs it
+
+            merged = legacy.translated(merged)
+        unknown = sorted(merged.keys() - known)
         if unknown:
             raise ConfigError(
                 f"unknown option {', '.join(unknown)}, expected some of: {', '.join(sorted(known))}"

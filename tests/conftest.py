@@ -41,7 +41,7 @@ from transformers import (
 )
 
 from moe_infinity import MoE
-from moe_infinity.cli import app as cli
+from moe_infinity import __main__ as cli
 from tests import other_machine, safetensors_file
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts jobs in the background

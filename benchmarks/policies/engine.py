@@ -28,7 +28,7 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.experts import ExpertKey
-from moe_infinity.tracing import read_prompts
+from moe_infinity.tools.tracing import read_prompts
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "lru": {"policy": "lru"},
