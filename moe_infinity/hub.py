@@ -269,6 +269,7 @@ def _do_all(jobs: Sequence[Callable[[], None]], glance: Callable[[], None], stop
     """Do the jobs, several at once, and glance meanwhile. Raises the first error, and sets `stop`
     then. The threads do not keep a process from ending.
     """
+    glance()  # at what is here before anything comes
     waiting = iter(jobs)
     errors: list[BaseException] = []
 
@@ -283,7 +284,6 @@ def _do_all(jobs: Sequence[Callable[[], None]], glance: Callable[[], None], stop
     for thread in threads:
         thread.start()
     try:
-        glance()
         while any(thread.is_alive() for thread in threads):
             if errors:
                 raise errors[0]

@@ -222,7 +222,7 @@ class MoE:
 
     def preload(self, on_experts: Callable[[int, int], None] | None = None) -> None:
         """Fill the free slots of host memory with experts, and wait for it. `on_experts` gets how
-        many slots are taken, and how many there are.
+        many slots are filled, and how many there are.
         """
         with self._lock:
             self._require_open()
@@ -231,8 +231,9 @@ class MoE:
         slots = self.engine.tiers[-1]
         while not self.engine.is_preloaded:
             if on_experts is not None:
-                on_experts(len(slots.table), slots.slots.num_slots)
+                on_experts(slots.table.num_resident, slots.slots.num_slots)
             time.sleep(GLANCE_S)
+            self.engine.recover()  # a step that was cut short holds the loads up
 
     def _await_preload(self, cancelled: threading.Event | None) -> None:
         """Raises Cancelled if nobody waits for an answer any more."""
@@ -240,6 +241,7 @@ class MoE:
             if cancelled is not None and cancelled.is_set():
                 raise Cancelled("generation was stopped before its prompt")
             time.sleep(GLANCE_S)
+            self.engine.recover()
 
     def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
         """Generate from text, or from what the tokenizer returned with return_tensors="pt"; iterate
@@ -292,7 +294,7 @@ class MoE:
         """
         engine = self.engine
         tiers = [
-            TierOccupancy(t.tier.value, len(t.table), t.slots.num_slots, t.slots.num_bytes)
+            TierOccupancy(t.tier.value, t.table.num_resident, t.slots.num_slots, t.slots.num_bytes)
             for t in engine.tiers
         ]
         num_experts = engine.bookkeeping.total_experts

@@ -24,6 +24,7 @@ from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.system import linux
 from tests.closeness import logits_of_steps
 from tests.gguf_files import WIDE, build
+from tests.on_demand import ON_DEMAND
 from tools.convert_to_gguf import convert
 
 IDS = torch.arange(3, 15).view(1, 12)
@@ -50,7 +51,7 @@ def slots_of(moe: MoE) -> Any:
 
 def computed(folder: Path, **options: Any) -> tuple[Tensor, bool]:
     """Logits after a prompt and twelve tokens, and whether experts were mapped."""
-    with MoE(folder, preload="off", **options) as moe, torch.no_grad():
+    with MoE(folder, **options) as moe, torch.no_grad():
         assert ("in the page cache" in moe.report().experts) == isinstance(
             slots_of(moe), MappedSlots
         )
@@ -147,7 +148,7 @@ def test_a_file_that_was_shortened_is_an_error_and_a_whole_one_is_used_again(
     shutil.copytree(tiny_checkpoint, folder)
     file = folder / "model.safetensors"
     whole = file.read_bytes()
-    with MoE(folder, preload="off") as moe, torch.no_grad():
+    with MoE(folder, **ON_DEMAND) as moe, torch.no_grad():
         assert isinstance(slots_of(moe), MappedSlots)
         file.write_bytes(whole[: len(whole) // 8])
         with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read at byte"):

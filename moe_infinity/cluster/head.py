@@ -170,6 +170,7 @@ class ExpertHosts:
         self._restarting: set[int] = set()  # each by one thread
         self._changing = Lock()  # of the three above and the one below
         self._errors: dict[int, str] = {}  # why a host cannot be used, by share
+        self._starting = Lock()  # held while a host is started again: none is after `close`
         self._is_closed = Event()
         self._listener = socket.create_server((placement.listen_on, 0), backlog=self.num_hosts)
         self._listener.settimeout(GLANCE_S)
@@ -227,7 +228,10 @@ class ExpertHosts:
             self._pause_s[share_idx] = min(2 * self._pause_s[share_idx], LONGEST_PAUSE_S)
             with self._changing:
                 self._errors.pop(share_idx, None)
-            self.placement.start(share_idx, self.address, self._key)
+            with self._starting:
+                if self._is_closed.is_set():
+                    return
+                self.placement.start(share_idx, self.address, self._key)
             give_up_at = time.monotonic() + OPEN_S
             while time.monotonic() < give_up_at and not self._is_closed.wait(GLANCE_S):
                 with self._changing:
@@ -311,4 +315,5 @@ class ExpertHosts:
             hosts = [*self.running.values(), *self._ready.values()]
         for host in hosts:
             host.wire.close()
-        self.placement.close()
+        with self._starting:
+            self.placement.close()

@@ -123,7 +123,7 @@ def run(command: Callable[..., Any], *options: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("host_memory", ["25%", "100%"])
 def test_the_demo_model_writes_the_same_on_other_systems(command, host_memory, monkeypatch):
-    options = ("--host-memory", host_memory, "--preload", "off", "--no-prefetch")
+    options = ("--host-memory", host_memory)
     here = run(command, *options)
     leave_linux(monkeypatch)
     there = run(command, *options)

@@ -198,7 +198,7 @@ def test_a_page_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, 
 
 @pytest.fixture
 def moe(tiny_checkpoint) -> Iterator[MoE]:
-    with MoE(tiny_checkpoint, host_memory="50%", policy="lru", preload="off") as moe:
+    with MoE(tiny_checkpoint, host_memory="50%", policy="lru") as moe:
         yield moe
 
 
