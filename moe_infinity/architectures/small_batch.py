@@ -4,7 +4,7 @@ exact=True does not use them, since their bits are not those of transformers.
     layers          decoder_layers.py, those that decoder_search.py finds
     linear layers   kernels/cpu/linear.py, those that are given the same tensor together
     attention       kernels/cpu/attention.py, in layers that were not found
-    threads         kernels have them all, torch has one; see kernels/cpu/threads.py
+    threads         kernels have them all, torch has one; see kernels/cpu/team.py
 
 Longer inputs are computed by torch. The "sdpa" function in transformers' registry is shared by all
 models, so it is wrapped once, and calls the stock function for modules of other models.
