@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import bytes_by_type
-from moe_infinity.architectures.step_reader import StepReader
 from moe_infinity.checkpoint.kind import load_tokenizer
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts, signature_of
 from moe_infinity.config import OffloadConfig
@@ -40,6 +39,7 @@ from moe_infinity.engine.build import build_experts, gpu_engine
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.engine.experts import Experts
+from moe_infinity.engine.step_reader import StepReader
 from moe_infinity.errors import (
     Cancelled,
     ClosedError,
@@ -109,11 +109,7 @@ class MoE:
                 self._experts.close()
                 raise
             experts_backend.attach(self.model, plan.layers, self._experts, early_router)
-            self._steps = StepReader(
-                self.model,
-                begin_step=self._experts.begin_step,
-                leave_step=self._experts.leave_step,
-            )
+            self._steps = StepReader(self.model, self._experts)
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
             if self.config.preload != "off":
                 self.engine.start_preloading()
