@@ -6,6 +6,7 @@ the .npz find damage. Beyond that only shapes are checked: values are those that
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,40 @@ from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
 from moe_infinity.output import DAMAGED, read_arrays, write_arrays
+from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.predictor import Predictor
 
 FORMAT_VERSION = 1
 FOLLOW_TABLES = ("transitions", "layers")
+
+
+class History:
+    """The file in which one model's predictor keeps what it learned, if there is to be one."""
+
+    def __init__(self, path: str | Path | None, signature: str) -> None:
+        """`signature` tells this model from others; None for `path`: nothing is kept."""
+        self._path = None if path is None else Path(path)
+        self._signature = signature
+
+    def load(self, predictor: Predictor | None) -> None:
+        """Let a fresh predictor go on from what earlier runs learned. Raises TraceError, also if
+        nothing could be written at the end.
+        """
+        if self._path is None or predictor is None:
+            return
+        folder = self._path.absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise TraceError(
+                f"{self._path}: the history could not be written: no such writable folder"
+            )
+        if self._path.exists():
+            load_history(self._path, predictor, signature=self._signature)
+
+    def save(self, predictor: Predictor | None, last_eams: list[RequestEam]) -> None:
+        """Write what was learned, with the last requests. Raises TraceError."""
+        if self._path is not None and predictor is not None:
+            predictor.finish(last_eams)
+            save_history(self._path, predictor, signature=self._signature)
 
 
 def save_history(path: Path, predictor: Predictor, *, signature: str) -> None:
