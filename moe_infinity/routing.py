@@ -1,4 +1,5 @@
-"""What the router of one MoE layer chose in one step. Made once, and handed on.
+"""The experts that the router of one MoE layer chose in one step. A Routing is made once, and
+passed on.
 
 T tokens, K experts per token, P = T * K (token, k) pairs.
 """
@@ -27,12 +28,12 @@ class Routing(NamedTuple):
 
     @classmethod
     def of(cls, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Routing:
-        """From what a router returns. The CPU waits here for the device."""
+        """Make a Routing of the results of a router. The CPU waits here for the device."""
         return cls.of_experts(top_k_index_TK.cpu().numpy(), top_k_weights_TK)
 
     @classmethod
     def of_experts(cls, experts_TK: Ints, weights_TK: Tensor | None) -> Routing:
-        """From expert ids that are on the host already."""
+        """Make a Routing of expert ids that are on the host already."""
         num_tokens = len(experts_TK)
         if num_tokens == 1:  # a decode step: numpy would take longer
             chosen = experts_TK[0].tolist()
@@ -48,7 +49,9 @@ class Routing(NamedTuple):
 
 
 def rows_of_experts(routing: Routing) -> dict[int, slice]:
-    """Of the pairs sorted by expert, those of each activated one. Pairs without one come first."""
+    """The pairs of each activated expert among all pairs sorted by expert. Pairs without one come
+    first.
+    """
     first = routing.num_without
     if isinstance(routing.counts, int):
         stops = [*range(first + 1, first + len(routing.activated) + 1)]
@@ -58,8 +61,8 @@ def rows_of_experts(routing: Routing) -> dict[int, slice]:
 
 
 def without_gaps(experts_TK: Ints) -> Ints:
-    """For the recorder and the predictor, which do not know NO_EXPERT: replaced by another expert
-    of the token, or by 0 if the token has none.
+    """Expert ids for the recorder and the predictor, which do not know NO_EXPERT: it is replaced by
+    another expert of the token, or by 0 if the token has none.
     """
     another_T1 = experts_TK.max(axis=1, keepdims=True).clip(0)
     return np.where(experts_TK == NO_EXPERT, another_T1, experts_TK)

@@ -11,7 +11,9 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(value: int | str, *, whole_bytes: int) -> int:
-    """Bytes of 8_000_000_000, "8GiB", "500 MB" or "25%" (of `whole_bytes`). Raises ConfigError."""
+    """The bytes of 8_000_000_000, "8GiB", "500 MB" or "25%" (of `whole_bytes`). Raises
+    ConfigError.
+    """
     text = str(value).strip()
     percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
     sized = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
@@ -26,7 +28,7 @@ def parse_size(value: int | str, *, whole_bytes: int) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """The size as text: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"

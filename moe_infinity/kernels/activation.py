@@ -1,5 +1,5 @@
-"""What an expert computes between its two products, as a few numbers that kernels are given. They
-are found by trying out what an architecture computes: no architecture is known by name.
+"""The activation between the two products of an expert, as a few numbers that kernels are given.
+They are found by trying the architecture's own code: no architecture is known by name.
 
     hidden = function(min(gate, limit)) * (clamp(up, -limit, limit) + shift)        with a gate
     hidden = function(up)                                                         without one
@@ -23,7 +23,7 @@ TRIED = (0.0, 0.1, 0.6, 1.0, 1.5, 3.0, 5.0, 6.5, 8.0, 12.0, 30.0, LARGE)  # and 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Called with tensors it is the reference that kernels are tested against."""
+    """An activation. Called with tensors it is the reference that kernels are tested against."""
 
     function: str = "silu"
     is_gated: bool = True
@@ -47,9 +47,9 @@ class Activation:
 def find_activation(
     compute: Callable[[Tensor], Tensor], *, is_gated: bool
 ) -> tuple[Activation, bool] | None:
-    """What `compute` does to the outputs of the first product, [R, 2F] or [R, F], and whether the
-    columns of gate and up alternate there, instead of all of gate before all of up. None: it is no
-    activation that kernels know.
+    """The activation that `compute` applies to the outputs of the first product, [R, 2F] or [R, F],
+    and True if the columns of gate and up alternate there, instead of all of gate before all of up.
+    None: it is no activation that kernels know.
     """
     values = torch.tensor([*TRIED, *(-x for x in TRIED)], dtype=torch.float64, device="cpu")
     gate, up = (axis.flatten() for axis in torch.meshgrid(values, values, indexing="ij"))
@@ -98,7 +98,7 @@ def _match(
 def _measured(
     apply: Callable[[Tensor, Tensor], Tensor], *, is_gated: bool
 ) -> tuple[float, float, float]:
-    """alpha, shift and limit, as they would be for silu."""
+    """Measure alpha, shift and limit, as they would be for silu."""
     up = torch.tensor([0.0, 1.0, LARGE], dtype=torch.float64, device="cpu")
     none, one, most = apply(torch.ones_like(up), up).tolist()
     slope = one - none if is_gated else one  # what the gate gives for 1
@@ -111,5 +111,5 @@ def _measured(
 
 
 def _rounded(number: float) -> float:
-    """To 6 digits, which is how it stands in the model's code."""
+    """The number to 6 digits, which is how it stands in the model's code."""
     return float(f"{number:.6g}")

@@ -106,7 +106,7 @@ class Eamc:
         return np.array(self._mean_LE)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What a file keeps: prefill and decode as float32 [P, L, E]."""
+        """The arrays that a file keeps: prefill and decode as float32 [P, L, E]."""
         stored_LEP = {ph.value: of[:, :, : self.num_stored] for ph, of in self.cells.items()}
         return {name: of.transpose(2, 0, 1) for name, of in stored_LEP.items()}
 

@@ -1,5 +1,5 @@
-"""What to load ahead now: the absent experts that save most waiting, as many as the link can begin
-before the next plan.
+"""Plans which experts to load ahead now: the absent ones that save most waiting, as many as the
+link can begin before the next plan.
 
 A plan is made after every MoE layer and holds for that layer only. Nothing waits in a queue, so an
 expert that is no longer predicted is simply not in the next plan.
@@ -50,7 +50,7 @@ class Planner:
         self._most_loading = table.num_slots // LOADING_SHARE
 
     def num_loads(self, *, load_s: float, layer_s: float, queued_s: float) -> int:
-        """How many loads the link can begin before the next plan; 0 or less for none."""
+        """The number of loads that the link can begin before the next plan; 0 or less for none."""
         wanted = ceil((layer_s - queued_s) / load_s)
         return min(wanted, self._most_loading - self._table.num_loading)
 

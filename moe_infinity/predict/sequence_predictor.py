@@ -46,7 +46,7 @@ class SequencePredictor:
         self.begin(knowledge)
 
     def begin(self, knowledge: Knowledge) -> None:
-        """A new request: nothing is known but what is true of all."""
+        """Begin a new request, of which nothing is known but what is true of all."""
         for features_FLE in (self._now_FLE, self._next_FLE):
             features_FLE[:] = 0
             features_FLE[Feature.BASE] = knowledge.log_base_LE
@@ -133,7 +133,7 @@ class SequencePredictor:
         self.chance_LE[moe_layer_idx] = chances_of(knowledge.weights[Stage.NEXT].dot(next_FE))
 
     def hint(self, moe_layer_idx: int, experts_TK: Ints) -> None:
-        """What the router of this layer chose when it was asked early."""
+        """Note the experts that the router of this layer chose when it was asked early."""
         self._now_FLE[Feature.ROUTER, moe_layer_idx] = 0
         self._now_FLE[Feature.ROUTER, moe_layer_idx, experts_TK.ravel()] = 1
 
@@ -161,7 +161,7 @@ class SequencePredictor:
         np.add.at(recent_E, experts_TK.ravel(), weight_P)
 
     def _match_step(self, num_layers: int) -> None:
-        """Tell the match with earlier requests what this step activated."""
+        """Add the experts that this step activated to the match with earlier requests."""
         match = self._match[self._phase]
         if len(self._token_ids_T) == 1:
             one_token = [self._experts[layer] for layer in range(num_layers)]
