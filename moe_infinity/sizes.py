@@ -11,9 +11,7 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(value: int | str, *, whole_bytes: int) -> int:
-    """The bytes of 8_000_000_000, "8GiB", "500 MB" or "25%" (of `whole_bytes`). Raises
-    ConfigError.
-    """
+    """Bytes of 8_000_000_000, "8GiB", "500 MB" or "25%" (of `whole_bytes`). Raises ConfigError."""
     text = str(value).strip()
     percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
     sized = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)

@@ -177,15 +177,17 @@ def headless_docstrings(file: Path, tree: ast.Module) -> Iterator[str]:
 
 def empty_names(file: Path, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
-        names: list[str] = []
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            names.append(node.name)
+            names = {node.name}
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names.append(node.attr)
+            names = {node.attr}
+        else:
+            continue
         if isinstance(node, ast.ClassDef):
-            fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
-            names += [field.id for field in fields if isinstance(field, ast.Name)]
-        for name in set(names) & {*EMPTY_NAMES}:
+            names |= {
+                ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)
+            }
+        for name in sorted(names & {*EMPTY_NAMES}):
             yield f"{file}:{node.lineno}: {name} is a name that says nothing"
 
 
