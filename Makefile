@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PROMPT ?= The old house stood at the edge of the moor, and
 FAST := "not slow and not gpu and not network and not weights and not browser and not cluster"
-BOOKKEEPING := $(addprefix tests/,cache predict simulator)
+BOOKKEEPING := $(addprefix tests/,cache predict tools/simulator)
 BENCHMARKS := benchmarks/machinery.py benchmarks/policies/cost.py
 
 BIN := .venv/bin

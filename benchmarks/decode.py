@@ -27,7 +27,7 @@ from typing import Any
 from copy_bandwidth import disk_bandwidth
 from limits import drop_from_page_cache, run_limited
 
-TEXT = Path(__file__).resolve().parents[1] / "docs" / "experiments.md"
+TEXT = Path(__file__).resolve().parents[1] / "notes" / "log.md"
 NUM_PROMPT = 32  # a longer one warms up: 600 tokens activate every expert of a layer
 
 
@@ -40,7 +40,7 @@ def decode(
 
     from moe_infinity import MoE
 
-    with MoE(model, preload="off", **options) as moe, torch.no_grad():
+    with MoE(model, preload="off", stream_layers=False, **options) as moe, torch.no_grad():
         ids = moe.tokenizer(TEXT.read_text("utf-8"), return_tensors="pt").input_ids
         ids = ids[:, : num_prompt + num_tokens]
         cache = DynamicCache(config=moe.model.config)

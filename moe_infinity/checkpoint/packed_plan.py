@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from moe_infinity.architectures.packed_linear import PackedLinear
+from moe_infinity.architectures.model_parts import PackedLinear
 from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.packed_recipes import PackedRecipe
