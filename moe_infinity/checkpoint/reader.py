@@ -31,7 +31,7 @@ from moe_infinity.memory.threads import ReadThreads
 # In random reads of 9.4 MB experts through bounce buffers, 1, 2, 4 and 8 threads reached 0.5, 0.8,
 # 0.9 and 1.0 GB/s, of 2.5 MB ones 0.7, 0.8, 0.9 and 0.9 (2 cores, a virtual disk of 1.0-1.7 GB/s).
 NUM_READ_THREADS = 4
-GLANCE_S = 0.02  # how often a read that gives way looks whether somebody waits for it by now
+GLANCE_S = 0.02  # between two looks of a read that gives way whether a layer waits for it by now
 
 
 class Reader:

@@ -21,7 +21,7 @@ from moe_infinity.experts import ExpertKey
 # Chance of being used below which nothing is loaded ahead. Chosen, not tuned: halved or doubled it
 # changed no stall that showed (docs/experiments.md, one request of each trace).
 MIN_CHANCE = 0.1
-LOADING_SHARE = 4  # of the slots, one in so many may be loading: the others are for demand
+LOADING_SHARE = 4  # one slot in four may be loading: the others are for demand loads
 
 
 @runtime_checkable

@@ -97,26 +97,26 @@ class Predictor(Knowledge):
         for eam in running:
             self.eamc.add(eam)
 
-    def observe(self, moe_layer_idx: int, experts_TK: Ints) -> None:
+    def observe(self, moe_layer_idx: int, top_k_index_TK: Ints) -> None:
         """The routing of the counted tokens in one layer of this step."""
         sequence_T = self._sequence_of_token_T
         if sequence_T is None:
-            self._sequences[0].observe(self, moe_layer_idx, experts_TK)
+            self._sequences[0].observe(self, moe_layer_idx, top_k_index_TK)
         else:
             for idx, sequence in enumerate(self._sequences):
-                mine_TK = experts_TK[sequence_T == idx]
+                mine_TK = top_k_index_TK[sequence_T == idx]
                 if len(mine_TK):
                     sequence.observe(self, moe_layer_idx, mine_TK)
         self._combine_sequences(slice(moe_layer_idx, moe_layer_idx + 1))
 
-    def hint(self, moe_layer_idx: int, experts_TK: Ints) -> None:
+    def hint(self, moe_layer_idx: int, top_k_index_TK: Ints) -> None:
         """Note the experts that the router of a layer chose for the counted tokens when it was
         asked early.
         """
         sequence_T = self._sequence_of_token_T
         for idx, sequence in enumerate(self._sequences):
             mine = slice(None) if sequence_T is None else sequence_T == idx
-            sequence.hint(moe_layer_idx, experts_TK[mine])
+            sequence.hint(moe_layer_idx, top_k_index_TK[mine])
 
     def look_ahead(self, moe_layer_idx: int) -> None:
         """Refine the chances of the layer after this one by the routing of this one."""

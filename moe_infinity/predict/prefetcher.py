@@ -19,7 +19,7 @@ from moe_infinity.predict.planner import Planner
 FIRST = 32  # steps before the first trial: short answers are not tried on
 BLOCK = 4
 TRIAL = (False, True, True, False)  # blocks with and without prefetch
-KEPT = 256  # steps between two trials; 8 steps of prefetch in so many cost 1 % if it costs a third
+KEPT = 256  # steps between two trials; 8 of them with prefetch cost 1 % if it costs a third
 LAYER_TIME_RATE = 0.1  # of the moving average of the time between two layers
 
 

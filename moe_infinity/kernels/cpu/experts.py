@@ -260,14 +260,14 @@ class Rows:
             out=self.out_PD.data_ptr(),
         )
 
-    def sum(self, row_P: Ints, weights_TK: Tensor) -> Tensor:
+    def sum(self, row_P: Ints, top_k_weights_TK: Tensor) -> Tensor:
         """[T, D]: the weighted sum of each token's rows, in the order of k. `row_P` is the row of
         each pair, token by token; negative: it has none. Weights are float32, contiguous.
         """
-        num_tokens, top_k = weights_TK.shape
+        num_tokens, top_k = top_k_weights_TK.shape
         total_TD = host_float32(num_tokens, self.out_PD.shape[1]).zero_()
         experts_work.add_weighted(
             self.out_PD.data_ptr(), self.out_PD.shape[1], row_P.ctypes.data,
-            weights_TK.data_ptr(), top_k, total_TD.data_ptr(), num_tokens,
+            top_k_weights_TK.data_ptr(), top_k, total_TD.data_ptr(), num_tokens,
         )  # fmt: skip
         return total_TD
