@@ -1,7 +1,9 @@
-"""What a predictor learned, on disk: the collection of earlier requests, the tables, the weights.
+"""The knowledge of a predictor on disk: the collection of earlier requests, the tables, the
+weights.
 
-A file belongs to one model, told by a signature, and to one version of the format. The checksums of
-the .npz find damage. Beyond that only shapes are checked: values are those that a predictor wrote.
+A file belongs to one model, known by a signature, and to one version of the format. The checksums
+of the .npz find damage. Beyond that only shapes are checked: values are those that a predictor
+wrote.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class History:
 
 
 def save_history(path: Path, predictor: Predictor, *, signature: str) -> None:
-    """Raises TraceError, and leaves neither a partial file nor a changed old one."""
+    """Write what a predictor learned. Raises TraceError, and leaves neither a partial file nor a
+    changed old one.
+    """
     arrays: dict[str, Any] = {
         "format_version": np.array(FORMAT_VERSION),
         "signature": np.array(signature),
@@ -90,7 +94,9 @@ def load_history(path: Path, predictor: Predictor, *, signature: str) -> None:
 
 
 def _restore(predictor: Predictor, arrays: dict[str, NDArray[Any]]) -> None:
-    """Raises ValueError or KeyError for arrays that do not fit; some may have been taken then."""
+    """Restore a predictor. Raises ValueError or KeyError for arrays that do not fit; some may have
+    been taken then.
+    """
     predictor.eamc.restore(arrays)
     for name in FOLLOW_TABLES:
         getattr(predictor, name).restore(arrays[f"{name}_counts"], arrays[f"{name}_uses"])
