@@ -25,9 +25,10 @@ DTYPES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @pytest.fixture(autouse=True)
 def threads():
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    torch.set_num_threads(1)
+    torch.set_num_threads(before)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
