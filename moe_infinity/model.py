@@ -174,11 +174,14 @@ class MoE:
                 self._steps.end_ids = self._steps.prompt_mask = None
                 self.engine.settle()
 
-    def forward(self, step: Step, **inputs: Any) -> Any:
+    def forward(self, step: Step, *, cache: Any = None, **inputs: Any) -> Any:
         """One forward pass of the model, for a caller who batches requests himself: `step` says
         which sequence each token belongs to. Nothing is kept for gradients. Of a step that a device
-        decided all rows are in the report when the next one begins.
+        decided all rows are in the report when the next one begins. `cache` is the KV cache,
+        under whatever name the model takes it. Raises UnsupportedModelError if it takes none.
         """
+        if cache is not None:
+            inputs[self._steps.cache_parameter] = cache
         with self._lock, torch.no_grad(), self._device.explaining():
             self._require_open()
             self._await_preload(None)

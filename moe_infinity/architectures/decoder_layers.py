@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from moe_infinity.architectures import growing_cache
 from moe_infinity.architectures.angles import Angles
+from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_in
 from moe_infinity.architectures.decoder_parts import described, has_usual_parts, kind_of
 from moe_infinity.architectures.decoder_trial import find_attention
 from moe_infinity.architectures.early_router import EarlyRouter
@@ -39,7 +40,7 @@ from moe_infinity.kernels.residents import Residents
 
 MOST_SEQUENCES = 64  # of a step
 # Arguments of a layer that the kernel serves, or that say nothing to it; others only if not given.
-SERVED = {"attention_mask", "past_key_values", "position_embeddings"}
+SERVED = {"attention_mask", "position_embeddings", *CACHE_NAMES}
 KNOWN = SERVED | {"position_ids", "use_cache", "cache_position"}
 
 
@@ -125,7 +126,7 @@ class DecoderLayer:
 
     def cache_layer(self, x: Tensor, kwargs: dict[str, Any]) -> Any | None:
         """Its part of the cache; None if a call with these arguments is not the kernel's."""
-        cache: Any = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         index = getattr(self._attention, "layer_idx", None)
         known = (
             x.shape[1] == 1

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from moe_infinity.architectures.cache_argument import cache_parameter
 from moe_infinity.architectures.decoder_parts import described
 from moe_infinity.architectures.layer_parts import (
     ATTENTION,
@@ -91,9 +92,9 @@ class _Trial:
             x,
             attention_mask=mask,
             position_ids=None,
-            past_key_values=cache,
             use_cache=True,
             position_embeddings=angles,
+            **{cache_parameter(self._layer.forward): cache},
         )
         if not isinstance(out, Tensor):
             raise TypeError(f"a decoder layer that returns {type(out).__name__}")

@@ -42,6 +42,13 @@ def can_grow(layer: Any) -> bool:
     return type(layer) is DynamicLayer and layer.is_initialized and layer.keys.numel() > 0
 
 
+def keeps_nothing(layer: Any) -> bool:
+    """Whether it stands for a layer of the model that has no tokens of its own. transformers 5.17
+    has no such class.
+    """
+    return type(layer).__name__ == "DummyLayer"
+
+
 def with_room(layer: Any) -> tuple[Tensor, Tensor]:
     """The layer's keys and values [B, G, N, ...], and behind them a place for one more token. The
     layer itself has it after `take`.

@@ -126,7 +126,11 @@ class CachedStep:
 
 
 def _is_known(layer: Any) -> bool:
-    return growing_cache.can_grow(layer) or type(layer) is LinearAttentionLayer
+    return (
+        growing_cache.can_grow(layer)
+        or growing_cache.keeps_nothing(layer)
+        or type(layer) is LinearAttentionLayer
+    )
 
 
 def _states_of(layers: Sequence[Any]) -> list[int]:
