@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 BLOCK = 16  # tokens
 # A block counts as this much however small its keys and values are: its tokens and its node take
 # about as much. So `num_bytes` bounds the number of blocks in any case.
-LEAST_BLOCK_BYTES = 1024
+LEAST_BLOCK_BYTES = 512
 TRIAL_TOKENS = 32  # of `why_no_snapshots`
 TRIAL_CUT = 19  # tokens of the first of two passes
 # Of the largest logit. Models that continue were seen to differ by 1e-5 in float32 and by 0.01 in
