@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu-code test-rounding test-cluster test-compiled check docs bench dist format clean
+.PHONY: help demo test test-all test-gpu-code test-rounding test-cluster test-compiled check same-bits docs bench dist format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,10 @@ check: $(INSTALLED) ## format, lint, types, layout: changes nothing
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/python scripts/check_layout.py
+
+same-bits: export HF_HUB_OFFLINE = 1
+same-bits: $(INSTALLED) ## one line that a refactor does not change: hashes of logits, tokens and counters
+	$(BIN)/python -m scripts.same_bits $(if $(DETAILS),--details $(DETAILS))
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(INSTALLED) ## the documentation site in build/site; a broken link is an error

@@ -67,7 +67,7 @@ def measure(moe: MoE, *, layers: int, experts: int, top_k: int) -> dict[str, lis
         engine.begin_step(Step(Phase.DECODE, 1, experts, begins_B=np.zeros(1, dtype=bool)))
         x_TD = torch.randn(experts, 32, dtype=torch.bfloat16)
         index_TK = torch.arange(experts)[:, None]
-        engine.moe_layer(layer, x_TD, index_TK, torch.ones(experts, 1))
+        engine.layer(layer, x_TD, index_TK, torch.ones(experts, 1))
     x_TD, weights_TK = torch.randn(1, 32, dtype=torch.bfloat16), torch.rand(1, top_k)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS):
@@ -77,7 +77,7 @@ def measure(moe: MoE, *, layers: int, experts: int, top_k: int) -> dict[str, lis
                 engine.begin_step(Step(Phase.DECODE, 1, 1, begins_B=np.zeros(1, dtype=bool)))
                 started = time.perf_counter()
                 for layer in range(layers):
-                    engine.moe_layer(layer, x_TD, routing[layer], weights_TK)
+                    engine.layer(layer, x_TD, routing[layer], weights_TK)
                 times[name].append((time.perf_counter() - started) / layers * 1e6)
     assert moe.report().decode.misses == layers * experts, "every measured lookup must be a hit"
     return times

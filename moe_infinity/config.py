@@ -23,9 +23,8 @@ EXACT_IMPLEMENTATIONS = ("grouped_mm", "eager")
 EXPERTS_IMPLEMENTATIONS = ("auto", "fast", *EXACT_IMPLEMENTATIONS)
 EXPERT_DTYPES = ("int4", "int8", "fp8")
 PRELOADS = ("off", "idle", "wait")
+GPU_ENGINES = ("host", "graphs")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
-MOST_HOSTS = 64
-MOST_SILENCE_S = 3600
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -56,29 +55,24 @@ class OffloadConfig:
     expert_dtype: str | None = None  # pack experts into one of EXPERT_DTYPES as they are loaded
     exact: bool = False  # the bits of transformers, more slowly; short for "grouped_mm" below
     experts_implementation: str = "auto"  # how experts compute, see EXPERTS_IMPLEMENTATIONS
-    cuda_graph: bool = (
-        True  # decode steps as CUDA graphs, on a GPU whose host memory has all experts
-    )
+    # Drives a GPU: "host", or "graphs", an experimental engine that has never run on one.
+    gpu_engine: str = "host"
     trust_remote_code: bool = False  # run Python code that the checkpoint brings with it
     num_read_threads: int = 4  # experts read at once, and threads that share their bytes
-    expert_hosts: int = 0  # other hosts, each with its share of the experts in its own memory
-    cluster: str | None = None  # address of the Ray cluster that has them; None: processes here
-    expert_host_timeout: float = 2.0  # seconds of silence after which one is given up
 
     def __post_init__(self) -> None:
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("expert_dtype", (None, *EXPERT_DTYPES))
         self._require_one_of("preload", PRELOADS)
+        self._require_one_of("gpu_engine", GPU_ENGINES)
         self._require_one_of("experts_implementation", EXPERTS_IMPLEMENTATIONS)
         if not isinstance(self.config_from, str | None):
             raise ConfigError(f"config_from must be a folder or hub id, got {self.config_from!r}")
-        if not isinstance(self.cluster, str | None):
-            raise ConfigError(f"cluster must be the address of a Ray cluster, got {self.cluster!r}")
         if not isinstance(self.history, str | Path | None):
             raise ConfigError(f"history must be a file name, got {self.history!r}")
         if self.prefetch not in (None, False, True):
             raise ConfigError(f"prefetch must be None, True or False, got {self.prefetch!r}")
-        for name in ("early_router", "exact", "cuda_graph", "trust_remote_code"):
+        for name in ("early_router", "exact", "trust_remote_code"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
@@ -96,21 +90,6 @@ class OffloadConfig:
             )
         if self.device == "mps" and self.experts_implementation == "fast":
             raise ConfigError("experts_implementation='fast': none of our kernels runs on mps")
-        if self.device == "mps" and self.expert_hosts:
-            raise ConfigError("expert_hosts: experts compute on CPUs there, so use device='cpu'")
-        if type(self.expert_hosts) is not int or not 0 <= self.expert_hosts <= MOST_HOSTS:
-            raise ConfigError(
-                f"expert_hosts must be a whole number from 0 to {MOST_HOSTS}, "
-                f"got {self.expert_hosts!r}"
-            )
-        silence = self.expert_host_timeout
-        if not isinstance(silence, int | float) or not 0 < silence <= MOST_SILENCE_S:
-            raise ConfigError(
-                f"expert_host_timeout must be seconds above 0, at most {MOST_SILENCE_S}, "
-                f"got {silence!r}"
-            )
-        if self.expert_hosts and self.early_router:
-            raise ConfigError("early_router does not know the caches of other hosts")
         threads = self.num_read_threads
         if type(threads) is not int or threads < 1:
             raise ConfigError(f"num_read_threads must be a whole number above 0, got {threads!r}")

@@ -23,14 +23,16 @@ LEGACY_IGNORED = {
 
 
 def config_of(
-    config: OffloadConfig | dict[str, Any] | str | Path | None, options: dict[str, Any]
+    config: OffloadConfig | dict[str, Any] | str | Path | None,
+    options: dict[str, Any],
+    kind: type[OffloadConfig] = OffloadConfig,
 ) -> OffloadConfig:
-    """What `MoE(...)` was given, as an OffloadConfig. Older options are understood, except on top
-    of an OffloadConfig. Raises ConfigError.
+    """Return what `MoE(...)` was given as a config of this kind. Older options are understood,
+    except on top of an OffloadConfig. Raises ConfigError.
     """
     if isinstance(config, OffloadConfig):
-        return OffloadConfig.from_options(config, options)
-    return OffloadConfig.from_options(None, translate_legacy(options_of(config) | options))
+        return kind.from_options(config, options)
+    return kind.from_options(None, translate_legacy(options_of(config) | options))
 
 
 def translate_legacy(options: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ model.
         print(moe.tokenizer.decode(out[0]), moe.report(), sep="\\n")
 
 The way of a token: transformers runs the model (`generate`); at each MoE layer our backend
-(architectures/experts_backend.py) passes the routing to the engine (engine/layer.py), which finds,
+(engine/experts_backend.py) passes the routing to the engine (engine/layer.py), which finds,
 loads, holds and computes the activated experts.
 """
 
@@ -23,27 +23,27 @@ from contextlib import contextmanager
 from functools import cache, cached_property
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_infinity.architectures import experts_backend
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.packed_linear import bytes_by_type
 from moe_infinity.architectures.step_reader import StepReader
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
 from moe_infinity.checkpoint.tokenizer import load_tokenizer
-from moe_infinity.cluster.opening import build_with_hosts
 from moe_infinity.config import OffloadConfig
+from moe_infinity.engine import experts_backend
+from moe_infinity.engine.build import build_experts, gpu_engine
 from moe_infinity.engine.device import ComputeDevice
-from moe_infinity.engine.engine import ExpertEngine
+from moe_infinity.engine.engine import LocalExperts
+from moe_infinity.engine.experts import Experts
 from moe_infinity.errors import (
     Cancelled,
     ClosedError,
-    ConfigError,
     TraceError,
     UnsupportedModelError,
 )
@@ -54,7 +54,10 @@ from moe_infinity.predict.history import load_history, save_history
 from moe_infinity.predict.options import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.report import Report, TierOccupancy
-from moe_infinity.streaming import TextStream
+from moe_infinity.streaming import TextStream, check_one_sequence
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 GLANCE_S = 0.05  # between looks at whether experts are preloaded
 
@@ -63,6 +66,8 @@ class MoE:
     """A model with its dense weights in memory and its experts cached. Safe to call from several
     threads, one at a time.
     """
+
+    config_class = OffloadConfig
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class MoE:
         UnsupportedModelError.
         """
         self.checkpoint = str(checkpoint)
-        self.config = config_of(config, options)
+        self.config = config_of(config, options, self.config_class)
         check_policy(self.config)
         with torch.inference_mode(False):  # what is made inside of it cannot be changed outside
             self._device = ComputeDevice(self.config)
@@ -95,7 +100,7 @@ class MoE:
                 early_router = None
                 if self.config.early_router:
                     early_router = EarlyRouter(self.model, plan.layers)
-                self.engine = self._build_engine(loaded, early_router)
+                self._experts = self._build_experts(loaded, early_router)
             except BaseException:
                 loaded.reader.close()
                 raise
@@ -103,12 +108,10 @@ class MoE:
                 self._signature = signature_of(self.model, plan.layers)
                 self._load_history()
             except BaseException:
-                self.engine.close()
+                self._experts.close()
                 raise
-            experts_backend.attach(self.model, plan.layers, self.engine, early_router)
-            self._fused = self._device.fused_modules(self.model)
-            self._graphed = self._device.graphed_step(self.model, self.engine)
-            self._steps = StepReader(self.model, self.engine)
+            experts_backend.attach(self.model, plan.layers, self._experts, early_router)
+            self._steps = StepReader(self.model, self._experts)
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
             if self.config.preload != "off":
                 self.engine.start_preloading()
@@ -129,16 +132,22 @@ class MoE:
                 on_bytes=on_bytes,
             )
 
-    def _build_engine(self, loaded: LoadedModel, early_router: EarlyRouter | None) -> ExpertEngine:
-        return build_with_hosts(
-            self.checkpoint,
+    def _build_experts(self, loaded: LoadedModel, early_router: EarlyRouter | None) -> Experts:
+        experts = build_experts(
             loaded.plan,
             loaded.reader,
             self.config,
-            model=self.model,
             device_slots=self._device.slots,
             early_router=early_router,
         )
+        if self.config.gpu_engine == "host":
+            return experts
+        return gpu_engine(self.config.gpu_engine)(experts, self.model, loaded.plan, self.config)
+
+    @property
+    def engine(self) -> LocalExperts:
+        """The experts of this process, with the bookkeeping that `report` reads."""
+        return self._experts.local
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -172,7 +181,7 @@ class MoE:
                     return self.model.generate(*args, **kwargs)
             finally:
                 self._steps.end_ids = self._steps.prompt_mask = None
-                self.engine.settle()
+                self._experts.settle()
 
     def forward(self, step: Step, *, cache: Any = None, **inputs: Any) -> Any:
         """One forward pass of the model, for a caller who batches requests himself: `step` says
@@ -197,6 +206,7 @@ class MoE:
         """
         with self._lock:
             self._require_open()
+            self._experts.settle()
             self.engine.note_known(step, experts_TLK)
 
     def last_routing(self) -> Ints | None:
@@ -240,14 +250,7 @@ class MoE:
         """
         self._require_open()
         inputs = self.tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else prompt
-        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-            raise ConfigError("stream() takes text, or tokenizer(text, return_tensors='pt')")
-        num_sequences, num_tokens = ids.shape
-        if num_sequences != 1:
-            raise ConfigError(f"stream() takes one sequence, got {num_sequences}; use generate()")
-        if num_tokens == 0:
-            raise ConfigError("the prompt is empty: there is nothing to continue")
+        check_one_sequence(inputs)
         return TextStream(self._generate, self.tokenizer, {**inputs, **kwargs})
 
     def request_eams(self) -> list[RequestEam]:
@@ -255,15 +258,8 @@ class MoE:
         sequence of its batch.
         """
         with self._lock:
-            self.engine.settle()
+            self._experts.settle()
             return copy.deepcopy(self.engine.recorder.request_eams())
-
-    @property
-    def has_cuda_graph(self) -> bool:
-        """Whether the last step was a CUDA graph: on a GPU whose host memory has all experts, once
-        as many sequences have decoded together before.
-        """
-        return self._graphed is not None and self._graphed.has_graph
 
     @property
     def num_experts(self) -> int:
@@ -277,7 +273,7 @@ class MoE:
         """
         with self._lock:
             self._require_open()
-            self.engine.settle()
+            self._experts.settle()
             self.engine.recorder.begin_tokens()
         finish = cache(self._finish_tokens)
         try:
@@ -287,7 +283,7 @@ class MoE:
             self.engine.recorder.drop_tokens()
 
     def _finish_tokens(self) -> list[SequenceTrace]:
-        self.engine.conclude()
+        self._experts.settle()
         self._steps.leave_pass()
         return self.engine.recorder.finish_tokens()
 
@@ -306,7 +302,7 @@ class MoE:
         table = engine.tiers[0].table
         return Report(
             policy=self.config.policy,
-            experts=engine.experts,
+            experts=engine.description,
             prefill=counters.prefill,
             decode=counters.decode,
             startup_bytes_read=self._startup_bytes_read,
@@ -318,23 +314,11 @@ class MoE:
         )
 
     def expert_states(self) -> NDArray[np.int8]:
-        """[MoE layers, experts], as of now and without waiting: -1 no such expert, 0 absent, 1
+        """Return [MoE layers, experts], where each expert is now: -1 no such expert, 0 absent, 1
         loading, 2 resident, 3 resident and activated by the last step, 4 resident in a slower tier
-        only. Takes no lock, so a pass never waits for it; an expert that moves meanwhile may be
-        shown where it was.
+        only. It takes no lock, so an expert that moves meanwhile may be shown where it was.
         """
-        bookkeeping = self.engine.bookkeeping
-        table = self.engine.tiers[0].table
-        states_LE = np.where(bookkeeping.exists_LE, 0, -1).astype(np.int8)
-        for tier in self.engine.tiers[1:]:
-            states_LE[tier.table.cells()] = 4
-        states_LE[table.cells()] = 2
-        for key in table.loading_keys():
-            states_LE[key] = 1
-        for moe_layer_idx, activated in enumerate(bookkeeping.activated):
-            here = states_LE[moe_layer_idx, activated] == 2
-            states_LE[moe_layer_idx, np.array(activated, dtype=int)[here]] = 3
-        return states_LE
+        return self.engine.bookkeeping.expert_states()
 
     def check_invariants(self) -> None:
         """Assert that the bookkeeping of slots is consistent; for tests and for doubt."""
@@ -351,13 +335,9 @@ class MoE:
                 return
             self._is_closed = True
             self._steps.close()
-            if self._graphed is not None:
-                self._graphed.close()
             if self._small_batches is not None:
                 self._small_batches.close()
-            if self._fused is not None:
-                self._fused.close()
-            self.engine.close()
+            self._experts.close()
             self._save_history()
 
     def _load_history(self) -> None:
@@ -389,7 +369,7 @@ class MoE:
         if self._is_closed:
             raise ClosedError(f"the model {self.checkpoint} was closed")
 
-    def __enter__(self) -> MoE:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

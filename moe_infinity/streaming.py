@@ -9,7 +9,7 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
-from moe_infinity.errors import Cancelled, MoEInfinityError
+from moe_infinity.errors import Cancelled, ConfigError, MoEInfinityError
 
 POLL_S = 0.5  # between a waiting reader's checks that the generating thread is alive
 STOP_TIMEOUT_S = 120.0  # generation stops at the next token, which a slow disk may delay
@@ -98,6 +98,18 @@ class TextStream:
             self._error = error
         finally:
             self._streamer.text_queue.put(self._streamer.stop_signal)
+
+
+def check_one_sequence(inputs: Any) -> None:
+    """Raise ConfigError unless these are tensors of one sequence that is not empty."""
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise ConfigError("stream() takes text, or tokenizer(text, return_tensors='pt')")
+    num_sequences, num_tokens = ids.shape
+    if num_sequences != 1:
+        raise ConfigError(f"stream() takes one sequence, got {num_sequences}; use generate()")
+    if num_tokens == 0:
+        raise ConfigError("the prompt is empty: there is nothing to continue")
 
 
 class _TimedStreamer(TextIteratorStreamer):  # type: ignore[misc]

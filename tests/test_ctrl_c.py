@@ -156,14 +156,14 @@ def test_a_stream_ends_between_two_experts_of_its_prompt(moe, monkeypatch, expec
     computers = {id(computer): computer for computer in moe.engine.path.computers}.values()
     computed: list[int] = []
     for computer in computers:
-        run = computer.run
+        compute = computer.compute
 
-        def running(work: Any, keys: Any, slot_ids: Any, run: Any = run) -> None:
+        def running(work: Any, keys: Any, slot_ids: Any, compute: Any = compute) -> None:
             computed.append(len(keys))
             stream._cancelled.set()
-            run(work, keys, slot_ids)
+            compute(work, keys, slot_ids)
 
-        monkeypatch.setattr(computer, "run", running)
+        monkeypatch.setattr(computer, "compute", running)
     assert list(stream) == []
     assert computed == [1]
     monkeypatch.undo()
@@ -191,15 +191,15 @@ def test_a_stream_ends_while_it_waits_for_an_expert_of_its_prompt(moe, disk, exp
 def leave(moe: MoE, monkeypatch: pytest.MonkeyPatch, at_row: int) -> None:
     """A stream, in the middle of its prompt."""
     stream = moe.stream(INPUTS, **FOR_LONG)
-    moe_layer = moe.engine.moe_layer
+    layer = moe.engine.layer
 
     def cancelling(moe_layer_idx: int, *args: Any) -> Any:
         if moe_layer_idx == at_row:
             stream._cancelled.set()
-        return moe_layer(moe_layer_idx, *args)
+        return layer(moe_layer_idx, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(moe.engine, "moe_layer", cancelling)
+        patched.setattr(moe.engine, "layer", cancelling)
         assert list(stream) == []
     assert stream.token_ids == []
 

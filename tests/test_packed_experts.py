@@ -174,10 +174,10 @@ def test_kernels_are_near_the_bits_of_stock_and_with_wrong_experts_are_not(sourc
         with MoE(source, dtype="float32", host_memory=host_memory) as moe:
             assert distance(logits_of_steps(moe.model, ids), exact) < 1e-4
             assert moe.report().experts == "as stored, fast"
-    run = FusedWork.run
+    compute = FusedWork.compute
 
     def exchanged(self: Any, expert_idxs: list[int], slot_ids: list[int]) -> None:
-        run(self, expert_idxs, slot_ids[::-1])
+        compute(self, expert_idxs, slot_ids[::-1])
 
-    monkeypatch.setattr(FusedWork, "run", exchanged)
+    monkeypatch.setattr(FusedWork, "compute", exchanged)
     assert distance(token_by_token(source), token_by_token(source, exact=True)) > 0.1

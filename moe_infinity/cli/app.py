@@ -42,6 +42,7 @@ from moe_infinity.cli.pulling import ensure_here, pull
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
 from moe_infinity.cli.terminal import stderr, talk, write
 from moe_infinity.cluster.command import cluster
+from moe_infinity.cluster.options import ClusterOptions
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.system.processes import interrupt_main
 from moe_infinity.tools.bench.command import bench
@@ -86,7 +87,7 @@ def options_of_all(
 
 
 @app.command()
-@with_options_of(ModelOptions)
+@with_options_of(ModelOptions, ClusterOptions)
 def run(
     model: Model,
     prompt: Annotated[
@@ -146,7 +147,7 @@ def run(
 
 
 @app.command()
-@with_options_of(ModelOptions)
+@with_options_of(ModelOptions, ClusterOptions)
 def chat(
     context: typer.Context,
     model: Annotated[

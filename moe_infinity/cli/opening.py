@@ -24,12 +24,14 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
     # Imported here: torch and transformers take seconds to import.
     from transformers.utils.logging import disable_progress_bar
 
+    from moe_infinity.cluster.model import ClusterMoE
     from moe_infinity.model import MoE
 
+    model_class = ClusterMoE if "expert_hosts" in options else MoE
     checkpoint = checkpoint_for(model, yes=yes, cluster=options.get("cluster"))
     disable_progress_bar()  # of transformers
     with byte_bar("loading weights") as on_bytes:
-        moe = MoE(checkpoint, on_bytes=on_bytes, **options)
+        moe = model_class(checkpoint, on_bytes=on_bytes, **options)
     with moe:
         # Else Python looks through all that was imported and loaded now and then, in 0.3 s.
         gc.freeze()

@@ -154,32 +154,12 @@ class ModelOptions:
             "cannot use them; grouped_mm, eager: as transformers' of that name, bit for bit.",
         ),
     ] = "auto"
-    cuda_graph: Annotated[
-        bool,
-        typer.Option("--graph/--no-graph", help="On a GPU: decode steps as CUDA graphs."),
-    ] = True
-    expert_hosts: Annotated[
-        int,
+    gpu_engine: Annotated[
+        str,
         typer.Option(
-            min=0,
-            help="Other hosts that share the experts, each with host memory of its own; without "
-            "--cluster processes of this machine.",
+            help="Drives a GPU: host, or graphs, an experimental engine that has never run on one."
         ),
-    ] = 0
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Address of a Ray cluster for --expert-hosts or --replicas. Needs the extra "
-            "cluster.",
-            metavar="ADDRESS",
-        ),
-    ] = None
-    expert_host_timeout: Annotated[
-        float,
-        typer.Option(
-            callback=above_zero, help="Seconds of silence after which one of them is given up."
-        ),
-    ] = 2.0
+    ] = "host"
     trust_remote_code: TrustRemoteCode = False
 
 

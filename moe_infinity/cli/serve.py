@@ -14,6 +14,7 @@ import typer
 from moe_infinity.cli.opening import checkpoint_for, open_model
 from moe_infinity.cli.options import Model, ModelOptions, Yes, with_options_of
 from moe_infinity.cli.terminal import talk
+from moe_infinity.cluster.options import ClusterOptions
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.config import ServeConfig
 
@@ -41,7 +42,7 @@ class ServedReplicas:
     ] = "least-loaded"
 
 
-@with_options_of(ServeConfig, ServedReplicas, ModelOptions)
+@with_options_of(ServeConfig, ServedReplicas, ModelOptions, ClusterOptions)
 def serve(model: Model, yes: Yes = False, **options: Any) -> None:
     """Serve a model to several users with OpenAI's and Anthropic's HTTP APIs, and a page at /."""
     require_extra()

@@ -19,6 +19,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
+from moe_infinity.cluster.model import ClusterMoE
 from moe_infinity.cluster.placement import RayPlacement
 from moe_infinity.cluster.replicas import build_app
 from moe_infinity.model import MoE
@@ -70,8 +71,8 @@ def _text(moe: MoE, prompt: str) -> str:
 def _expert_hosts(model: str, address: str, alone: list[str], say: Say) -> bool:
     say("expert host: one more process computes every second expert")
     options: dict[str, Any] = OPTIONS | {"expert_hosts": 1, "cluster": address}
-    with MoE(model, **options) as moe:
-        hosts = moe.engine.hosts
+    with ClusterMoE(model, **options) as moe:
+        hosts = moe.hosts
         assert hosts is not None
         assert isinstance(hosts.placement, RayPlacement)
         first = [_text(moe, prompt) for prompt in PROMPTS]

@@ -21,10 +21,11 @@ import torch
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.cluster.ownership import digest_of, owners
+from moe_infinity.cluster.share import work_of_share
 from moe_infinity.cluster.steps import LayerRouting, RowsRequest
 from moe_infinity.cluster.wire import Wire, WireMessage
 from moe_infinity.config import OffloadConfig
-from moe_infinity.engine.build import build_engine
+from moe_infinity.engine.build import build_experts
 from moe_infinity.engine.device import in_slots
 from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import HostLost, MoEInfinityError
@@ -52,8 +53,8 @@ class ExpertHost:
         plan = in_slots(plan, config)
         reader = Reader(num_threads=config.num_read_threads)
         self.digest = digest_of(plan, reader)
-        self.engine = build_engine(
-            plan, reader, config, own_LE=owners(plan.layers, num_shares) == share_idx
+        self.engine = build_experts(
+            plan, reader, config, local_LE=owners(plan.layers, num_shares) == share_idx
         )
         if config.preload != "off":
             self.engine.start_preloading()
@@ -70,7 +71,11 @@ class ExpertHost:
                 self.engine.begin_step(event)
         routing = Routing.of_experts(asked.experts_TK, None)
         with torch.no_grad():
-            return self.engine.compute_share(asked.moe_layer_idx, routing, request.share)
+            layer_idx = asked.moe_layer_idx
+            share = request.share
+            work = work_of_share(self.engine.path.computers[layer_idx], share)
+            self.engine.compute(layer_idx, routing, share.expert_idxs, work)
+            return work.outputs()
 
     def close(self) -> None:
         self.engine.close()

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from moe_infinity.cluster import steps
 from moe_infinity.cluster.ownership import HEAD
-from moe_infinity.cluster.share import Share
+from moe_infinity.cluster.share import Share, put_share, share_of
 from moe_infinity.cluster.steps import LayerRouting, RowsRequest
 from moe_infinity.cluster.wire import Wire, WireMessage
-from moe_infinity.engine.compute import SharedWork
+from moe_infinity.engine.fused import FusedWork
 from moe_infinity.engine.routing import Routing
+from moe_infinity.engine.torch_backend import TorchWork
 from moe_infinity.errors import ConfigError, HostLost
 from moe_infinity.experts import Step
 
@@ -110,29 +111,32 @@ class Asked:
     """What one MoE layer of a step asks of which hosts."""
 
     def __init__(
-        self, own: list[int], work: SharedWork, lose: Callable[[int, HostLost], None]
+        self,
+        local: list[int],
+        work: FusedWork | TorchWork,
+        lose: Callable[[int, HostLost], None],
     ) -> None:
-        self.own = own  # experts that the head computes
+        self.local = local  # experts that the head computes
         self._work = work
         self._lose = lose
         self._shares: list[tuple[int, Host, Share]] = []
 
     def ask(self, share_idx: int, host: Host, expert_idxs: list[int]) -> None:
         """The experts of a host that cannot be asked are the head's."""
-        share = self._work.share(expert_idxs)
+        share = share_of(self._work, expert_idxs)
         try:
             host.ask(share)
             self._shares.append((share_idx, host, share))
         except HostLost as error:
             self._lose(share_idx, error)
-            self.own = sorted([*self.own, *expert_idxs])
+            self.local = sorted([*self.local, *expert_idxs])
 
     def collect(self) -> list[int]:
         """Hand the answers on; returns the experts of hosts that gave none."""
         lost: list[int] = []
         for share_idx, host, share in self._shares:
             try:
-                self._work.put(share, host.answer())
+                put_share(self._work, share, host.answer())
             except HostLost as error:
                 self._lose(share_idx, error)
                 lost += share.expert_idxs
@@ -149,7 +153,7 @@ class ExpertHosts:
         digest: str,
         *,
         owners_LE: NDArray[np.int64],  # of every expert, whose it is
-        own_LE: NDArray[np.bool_],  # those that the head computes now; changed in place
+        local_LE: NDArray[np.bool_],  # those that the head computes now; changed in place
         timeout_s: float,
     ) -> None:
         self.num_hosts = int(owners_LE.max())
@@ -157,7 +161,7 @@ class ExpertHosts:
         self._setup = setup
         self._digest = digest
         self._owners_LE = owners_LE
-        self.own_LE = own_LE
+        self.local_LE = local_LE
         self._timeout_s = timeout_s
         self._key = secrets.token_bytes(32)
         self.running: dict[int, Host] = {}  # those that take part, by share
@@ -183,12 +187,12 @@ class ExpertHosts:
                 if share_idx in self.running:
                     self.running[share_idx].wire.close()
                 self.running[share_idx] = host
-                self.own_LE &= self._owners_LE != share_idx
+                self.local_LE &= self._owners_LE != share_idx
             self._ready.clear()
         for host in self.running.values():
             host.note(step)
 
-    def ask(self, moe_layer_idx: int, routing: Routing, work: SharedWork) -> Asked:
+    def ask(self, moe_layer_idx: int, routing: Routing, work: FusedWork | TorchWork) -> Asked:
         """For what the experts of others make of this layer's rows."""
         assert routing.experts_TK is not None, routing
         event = LayerRouting(moe_layer_idx, routing.experts_TK)
@@ -209,7 +213,7 @@ class ExpertHosts:
         logger.warning(
             "expert host %d is given up, its share is computed here: %s", share_idx, error
         )
-        self.own_LE |= self._owners_LE == share_idx
+        self.local_LE |= self._owners_LE == share_idx
         with self._changing:
             self.running.pop(share_idx).wire.close()
             if share_idx in self._restarting:  # it was lost again before that was seen

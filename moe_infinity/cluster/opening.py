@@ -12,13 +12,15 @@ import torch
 from moe_infinity.architectures.module_list import ListOfExperts
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.cluster.config import ClusterConfig
 from moe_infinity.cluster.head import ExpertHosts, Placement
 from moe_infinity.cluster.local import LocalProcesses
 from moe_infinity.cluster.ownership import HEAD, digest_of, owners
-from moe_infinity.config import OffloadConfig, options_of
-from moe_infinity.engine.build import build_engine
-from moe_infinity.engine.engine import ExpertEngine
+from moe_infinity.cluster.remote import RemoteExperts
+from moe_infinity.config import options_of
+from moe_infinity.engine.build import build_experts
 from moe_infinity.errors import ConfigError
+from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.host import AUTOMATIC_SHARE, num_host_slots
 from moe_infinity.memory.machine import available_memory_bytes
 
@@ -35,32 +37,37 @@ logger = logging.getLogger(__name__)
 
 
 def build_with_hosts(
-    checkpoint: str, plan: Plan, reader: Reader, config: OffloadConfig, **parts: Any
-) -> ExpertEngine:
-    """`build_engine`, with the expert hosts that the config wants. Raises ConfigError."""
-    if not config.expert_hosts:
-        return build_engine(plan, reader, config, **parts)
+    checkpoint: str,
+    plan: Plan,
+    reader: Reader,
+    config: ClusterConfig,
+    *,
+    device_slots: DeviceSlots | None,
+) -> RemoteExperts:
+    """Start the expert hosts that the config asks for, and build the experts of this process beside
+    them. Raises ConfigError.
+    """
     apart = [layer.name for layer in plan.layers if isinstance(layer.adapter, ListOfExperts)]
     if apart:
         raise ConfigError(f"expert_hosts: {apart[0]} calls its experts one by one, here only")
-    if parts.get("device_slots") is not None:
+    if device_slots is not None:
         raise ConfigError("expert_hosts: experts compute on CPUs there, so use device='cpu'")
     placement = _placement(config)
-    own = config
+    local_config = config
     if placement.is_one_machine and config.host_memory is None:  # share what is free
         free = int(available_memory_bytes() * AUTOMATIC_SHARE)
-        own = replace(config, host_memory=free // (config.expert_hosts + 1))
-    hosts = _start(checkpoint, plan, reader, own, placement)
+        local_config = replace(config, host_memory=free // (config.expert_hosts + 1))
+    hosts = _start(checkpoint, plan, reader, local_config, placement)
     try:
-        engine = build_engine(plan, reader, own, hosts=hosts, own_LE=hosts.own_LE, **parts)
+        local = build_experts(plan, reader, local_config, local_LE=hosts.local_LE)
         _say_whether_it_pays(plan, config, hosts.wait())
-        return engine
+        return RemoteExperts(local, hosts)
     except BaseException:
         hosts.close()
         raise
 
 
-def _placement(config: OffloadConfig) -> Placement:
+def _placement(config: ClusterConfig) -> Placement:
     if config.cluster is None:
         return LocalProcesses()
     try:
@@ -71,7 +78,7 @@ def _placement(config: OffloadConfig) -> Placement:
 
 
 def _start(
-    checkpoint: str, plan: Plan, reader: Reader, config: OffloadConfig, placement: Placement
+    checkpoint: str, plan: Plan, reader: Reader, config: ClusterConfig, placement: Placement
 ) -> ExpertHosts:
     num_shares = config.expert_hosts + 1
     owners_LE = owners(plan.layers, num_shares)
@@ -91,12 +98,12 @@ def _start(
         setup,
         digest_of(plan, reader),
         owners_LE=owners_LE,
-        own_LE=owners_LE == HEAD,
+        local_LE=owners_LE == HEAD,
         timeout_s=config.expert_host_timeout,
     )
 
 
-def _say_whether_it_pays(plan: Plan, config: OffloadConfig, exchange_s: float) -> None:
+def _say_whether_it_pays(plan: Plan, config: ClusterConfig, exchange_s: float) -> None:
     """What hosts cost each token, beside what they save."""
     slot_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
     num_experts = sum(layer.num_experts for layer in plan.layers)

@@ -20,8 +20,8 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
+from moe_infinity.cluster.config import ClusterConfig
 from moe_infinity.cluster.forwarding import AnswerPart, Forwarded, HttpCall, answered, call_of
-from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.config import ServeConfig
 
@@ -42,12 +42,12 @@ class ServedReplica:
 
     def __init__(self, checkpoint: str, model: dict[str, Any], server: dict[str, Any]) -> None:
         # Imported here: in the process that starts replicas torch has nothing to do.
-        from moe_infinity.model import MoE
+        from moe_infinity.cluster.model import ClusterMoE
         from moe_infinity.server.app import create_app
         from moe_infinity.server.engine import Engine
 
         config = ServeConfig(**server)
-        self._moe = MoE(checkpoint, OffloadConfig.from_options(None, model))
+        self._moe = ClusterMoE(checkpoint, model)
         self._engine = Engine(self._moe, config)
         self._app = create_app(self._moe, self._engine, config)
         self._engine.start()
@@ -113,7 +113,7 @@ def build_app(
     if router not in ROUTERS:
         raise ConfigError(f"unknown router {router!r}, expected one of: {', '.join(ROUTERS)}")
     model = model or {}
-    OffloadConfig.from_options(None, model)
+    ClusterConfig.from_options(None, model)
     config = ServeConfig(**(server or {}))
     numbers = numbers_of(replicas)
     options: dict[str, Any] = {"num_replicas": numbers.start}

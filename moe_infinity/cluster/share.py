@@ -6,12 +6,16 @@ P rows, I inputs, D model width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moe_infinity.engine.compute import LayerComputer
+from moe_infinity.engine.fused import FusedBackend, FusedWork
+from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
 from moe_infinity.experts import Ints
 
 
@@ -51,3 +55,63 @@ class Share(NamedTuple):
     def rows_of(self) -> dict[int, slice]:
         """By expert."""
         return dict(zip(self.expert_idxs, map(slice, [0, *self.stops], self.stops), strict=False))
+
+
+def share_of(work: FusedWork | TorchWork, expert_idxs: list[int]) -> Share:
+    """The rows that these experts have in a layer's work, for another host."""
+    if isinstance(work, FusedWork):
+        return Share.of(work.rows_of, expert_idxs, work.x_TD, work.input_P, by_kernels=True)
+    input_P = np.arange(len(work.inputs_PD))
+    return Share.of(work.rows_of, expert_idxs, work.inputs_PD, input_P, by_kernels=False)
+
+
+def put_share(work: FusedWork | TorchWork, share: Share, out_PD: Tensor) -> None:
+    """Hand the outputs of another host to the layer's work."""
+    for expert_idx, rows in share.rows_of.items():
+        work.put(expert_idx, out_PD[rows])
+
+
+def work_of_share(computer: LayerComputer, share: Share) -> FusedShareWork | TorchShareWork:
+    """Begin the work that a head asked for, with the backend that the head has chosen."""
+    if not share.by_kernels:
+        return TorchShareWork(computer.by_torch, share)
+    assert computer.by_kernels is not None, computer.how
+    return FusedShareWork(computer.by_kernels, share)
+
+
+class FusedShareWork:
+    """The rows of a share, computed by kernels."""
+
+    def __init__(self, backend: FusedBackend, share: Share) -> None:
+        self._backend = backend
+        self._rows_of = share.rows_of
+        self._rows = backend.experts.begin(share.x_ID, len(share.input_P), share.input_P)
+
+    def compute(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
+        """Compute these experts, which lie in these slots, and keep their outputs."""
+        self._backend.compute(self._rows, self._rows_of, expert_idxs, slot_ids)
+
+    def outputs(self) -> Tensor:
+        """Return [P, D] in float32, not weighted."""
+        return self._rows.out_PD
+
+
+class TorchShareWork:
+    """The rows of a share, computed by torch."""
+
+    def __init__(self, backend: TorchBackend, share: Share) -> None:
+        self._backend = backend
+        self._rows_of = share.rows_of
+        self._inputs_PD = share.x_ID[share.input_P]
+        self._outputs: dict[int, Tensor] = {}
+
+    def compute(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
+        """Compute these experts, which lie in these slots, and keep their outputs."""
+        for expert_idx, slot_id in zip(expert_idxs, slot_ids, strict=True):
+            inputs_RD = self._inputs_PD[self._rows_of[expert_idx]]
+            weights = self._backend.weights_of(slot_id)
+            self._outputs[expert_idx] = self._backend.mlp(weights, inputs_RD)
+
+    def outputs(self) -> Tensor:
+        """Return [P, D], not weighted."""
+        return torch.cat([self._outputs[expert_idx] for expert_idx in self._rows_of])

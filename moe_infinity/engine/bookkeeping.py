@@ -29,14 +29,14 @@ class Bookkeeping:
         layer_bytes: Sequence[int],
         predictor: Predictor | None,
         keeps_history: bool,  # what the predictor has learned is wanted in the end
-        own_LE: NDArray[np.bool_] | None = None,  # computed here, may change; None: all
+        local_LE: NDArray[np.bool_] | None = None,  # computed here, may change; None: all
     ) -> None:
         self.tiers = tiers
         self.keys = keys
         self.total_experts = sum(map(len, keys))
         # [MoE layers, experts of the widest]: False where a layer has fewer experts.
         self.exists_LE = np.array([[e < len(own) for e in range(num_experts)] for own in keys])
-        self.own_LE = self.exists_LE if own_LE is None else own_LE
+        self.local_LE = self.exists_LE if local_LE is None else local_LE
         self.predictor = predictor
         self.recorder = Recorder(len(keys), num_experts)
         self.counters = Counters()
@@ -44,10 +44,24 @@ class Bookkeeping:
         self._layer_bytes = layer_bytes
         self._keeps_history = keeps_history
 
-    def own_keys(self, moe_layer_idx: int) -> Sequence[ExpertKey]:
+    def local_keys(self, moe_layer_idx: int) -> Sequence[ExpertKey]:
         """Of the experts of a layer that are computed here."""
-        is_own_E = self.own_LE[moe_layer_idx]
-        return [key for key in self.keys[moe_layer_idx] if is_own_E[key.expert_idx]]
+        is_local_E = self.local_LE[moe_layer_idx]
+        return [key for key in self.keys[moe_layer_idx] if is_local_E[key.expert_idx]]
+
+    def expert_states(self) -> NDArray[np.int8]:
+        """Return [MoE layers, experts], where each expert is now, see `MoE.expert_states`."""
+        table = self.tiers[0].table
+        states_LE = np.where(self.exists_LE, 0, -1).astype(np.int8)
+        for tier in self.tiers[1:]:
+            states_LE[tier.table.cells()] = 4
+        states_LE[table.cells()] = 2
+        for key in table.loading_keys():
+            states_LE[key] = 1
+        for moe_layer_idx, activated in enumerate(self.activated):
+            here = states_LE[moe_layer_idx, activated] == 2
+            states_LE[moe_layer_idx, np.array(activated, dtype=int)[here]] = 3
+        return states_LE
 
     def note_begin(self, step: Step) -> None:
         """A forward pass begins."""

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
 from moe_infinity.checkpoint.expert_loader import ExpertLoader
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.cluster.head import ExpertHosts
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer
-from moe_infinity.engine.engine import ExpertEngine
-from moe_infinity.engine.expert_kernels import slot_layer
+from moe_infinity.engine.engine import LocalExperts
+from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.layer import LayerPath
 from moe_infinity.engine.preloader import Preloader
-from moe_infinity.errors import ConfigError
-from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.mapped import MappedSlots
@@ -37,46 +34,47 @@ from moe_infinity.predict.prefetcher import Prefetcher
 logger = logging.getLogger(__name__)
 
 
-def build_engine(
+# Other ways to drive a GPU, by the option gpu_engine. The core imports none of them.
+OTHER_GPU_ENGINES = {"graphs": "moe_infinity.experimental.gpu.build"}
+
+
+def gpu_engine(name: str) -> Callable[..., Experts]:
+    """`build_device_experts(local, model, plan, config)` of the engine of this name."""
+    build: Callable[..., Experts] = import_module(OTHER_GPU_ENGINES[name]).build_device_experts
+    return build
+
+
+def build_experts(
     plan: Plan,
     reader: Reader,
     config: OffloadConfig,
     *,
-    model: PreTrainedModel | None = None,  # None: another host has it, and asks for experts' rows
     device_slots: DeviceSlots | None = None,  # None: experts compute on the CPU
     early_router: EarlyRouter | None = None,
-    hosts: ExpertHosts | None = None,  # that compute some of the experts
-    own_LE: NDArray[np.bool_] | None = None,  # which experts are computed here; None: all
-) -> ExpertEngine:
-    """Raises ConfigError for budgets that are too small or too large."""
+    local_LE: NDArray[np.bool_] | None = None,  # which experts are computed here; None: all
+) -> LocalExperts:
+    """Build the experts of this process. Raises ConfigError for budgets that do not fit."""
     loader = ExpertLoader(plan.recipes, reader, plan.layers[0].num_experts)
-    bookkeeping = _bookkeeping(plan, loader, config, device_slots, own_LE)
+    bookkeeping = _bookkeeping(plan, loader, config, device_slots, local_LE)
     is_mapped = isinstance(bookkeeping.tiers[-1].slots, MappedSlots)
     if is_mapped:
         loader.map_apart()
     path = _layer_path(plan, config, bookkeeping, early_router)
-    device_steps = None
-    if model is not None and hosts is None:
-        device_steps = _device_steps(model, plan, config, bookkeeping)
     ways = " or ".join(sorted({computer.how for computer in path.computers}))
-    experts = f"{plan.packing or 'as stored'}, {ways}"
+    description = f"{plan.packing or 'as stored'}, {ways}"
     if is_mapped:
-        experts += ", in the page cache"
-    if device_steps is not None:
-        experts += ", steps of few tokens by the device alone"
+        description += ", in the page cache"
     stored = {  # tied experts once
         id(recipes): layer.num_experts * recipes.bytes_per_expert()
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     }
-    return ExpertEngine(
+    return LocalExperts(
         path=path,
         bookkeeping=bookkeeping,
         loader=loader,
-        device_steps=device_steps,
         preloader=Preloader(bookkeeping, loader.in_file_order),
-        experts=experts,
+        description=description,
         stored_expert_bytes=sum(stored.values()),
-        hosts=hosts,
     )
 
 
@@ -85,7 +83,7 @@ def _bookkeeping(
     loader: ExpertLoader,
     config: OffloadConfig,
     device_slots: DeviceSlots | None,
-    own_LE: NDArray[np.bool_] | None,
+    local_LE: NDArray[np.bool_] | None,
 ) -> Bookkeeping:
     """The tiers, and the bookkeeping of what happens in them."""
     num_experts = max(layer.num_experts for layer in plan.layers)
@@ -100,7 +98,7 @@ def _bookkeeping(
         config,
         device_slots,
         layer_slot_bytes=[recipes.layout.slot_bytes for recipes in plan.recipes],
-        num_experts=sum(map(len, keys)) if own_LE is None else int(own_LE.sum()),
+        num_experts=sum(map(len, keys)) if local_LE is None else int(local_LE.sum()),
         make_policy=partial(
             make_policy,
             config.policy,
@@ -120,7 +118,7 @@ def _bookkeeping(
         layer_bytes=[recipes.bytes_per_expert() for recipes in plan.recipes],
         predictor=predictor,
         keeps_history=config.history is not None,
-        own_LE=own_LE,
+        local_LE=local_LE,
     )
 
 
@@ -147,7 +145,7 @@ def _layer_path(
     if config.prefetch or (is_tried and config.policy == ACTIVATION_AWARE):
         pay_off = PayOff() if is_tried else None
         prefetcher = Prefetcher(
-            tier.table, tier.policy, tier.mover, bookkeeping.own_LE, pay_off=pay_off
+            tier.table, tier.policy, tier.mover, bookkeeping.local_LE, pay_off=pay_off
         )
     return LayerPath(
         tier=tier,
@@ -171,34 +169,3 @@ def _warn_of_slow_experts(plan: Plan, computers: Sequence[LayerComputer]) -> Non
             "which is slow\nhint: some types, and experts of few columns, have none "
             "(docs/checkpoints.md)", len(slow), len(computers), kinds,
         )  # fmt: skip
-
-
-def _device_steps(
-    model: PreTrainedModel, plan: Plan, config: OffloadConfig, bookkeeping: Bookkeeping
-) -> DeviceSteps | None:
-    """What decides steps of few tokens on the device; None: the host decides every step. Raises
-    ConfigError for "fast" without kernels.
-    """
-    if config.is_exact or len(bookkeeping.tiers) == 1:
-        return None
-    mlps = [slot_layer(*pair) for pair in zip(plan.layers, plan.recipes, strict=True)]
-    known = [mlp for mlp in mlps if mlp is not None]
-    reasons = {
-        "prefetch": bool(config.prefetch),
-        "an encoder": model.config.is_encoder_decoder,
-        "experts that no kernel of ours reads": len(known) < len(mlps),
-        "host memory for some experts only": (
-            bookkeeping.tiers[1].slots.num_slots < bookkeeping.total_experts
-        ),
-    }
-    found = " and ".join(reason for reason, is_so in reasons.items() if is_so)
-    is_required = config.experts_implementation == "fast"
-    try:
-        if not found:
-            return DeviceSteps(bookkeeping, known, is_required=is_required)
-    except ConfigError as error:
-        if is_required:
-            raise
-        found = str(error).splitlines()[0]
-    logger.warning("the host decides in every step, without CUDA graphs: %s", found)
-    return None

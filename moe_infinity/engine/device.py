@@ -9,15 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.packed_on_load import packed_on_load
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError, OutOfMemory
-from moe_infinity.experimental.gpu.fused_modules import FusedModules
-from moe_infinity.experimental.gpu.graphed_step import GraphedStep
 from moe_infinity.memory.cuda import CudaDevice, open_cuda_device
 from moe_infinity.memory.device import (
     SLOT_ALIGNMENT,
@@ -30,7 +27,6 @@ from moe_infinity.sizes import format_bytes
 if TYPE_CHECKING:
     from moe_infinity.architectures.early_router import EarlyRouter
     from moe_infinity.architectures.small_batch import SmallBatchSteps
-    from moe_infinity.engine.engine import ExpertEngine
 
 
 def in_slots(plan: Plan, config: OffloadConfig) -> Plan:
@@ -88,19 +84,6 @@ class ComputeDevice:
             dense_bytes=dense_bytes,
         )
         return DeviceSlots(cuda_device, num_slots, slot_bytes)
-
-    def fused_modules(self, model: nn.Module) -> FusedModules | None:
-        """Modules of few kernels on a GPU; None if results are to be exact."""
-        if self.slots is None or self._config.is_exact:
-            return None
-        return FusedModules(model, self.device)
-
-    def graphed_step(self, model: Any, engine: ExpertEngine) -> GraphedStep | None:
-        """Decode steps on a GPU; None if results are to be exact."""
-        if self.slots is None or self._config.is_exact:
-            return None
-        with engine.without_experts():
-            return GraphedStep(model, engine.device_steps, may_capture=self._config.cuda_graph)
 
     def reads_packed(self, weight: WeightLayout) -> bool:
         """Whether dense weights that are stored so are multiplied with as they are."""

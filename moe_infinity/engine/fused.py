@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_infinity.cluster.share import Share
 from moe_infinity.engine.routing import Routing, rows_of_experts
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ NO_ROW = -1  # of a pair without an expert
 
 
 class FusedBackend:
-    """For the experts of one MoE layer."""
+    """Computes the experts of one MoE layer with our kernels."""
 
     def __init__(
         self, experts: FusedExperts, address_of: Callable[[int], int], *, weighs_input: bool
@@ -48,12 +47,6 @@ class FusedBackend:
             [self.address_of(slot_id) for slot_id in slot_ids],
         )
 
-    def begin(self, x_TD: Tensor, routing: Routing) -> FusedWork:
-        return FusedWork(self, x_TD, routing)
-
-    def begin_share(self, share: Share) -> FusedShare:
-        return FusedShare(self, share)
-
 
 class FusedWork:
     """One MoE layer in one step: rows sorted by expert, each row's output kept in float32."""
@@ -68,50 +61,28 @@ class FusedWork:
         self._row_P = np.empty_like(order_P)
         self._row_P[order_P] = np.arange(len(order_P))
         self._row_P[order_P[: routing.num_without]] = NO_ROW
-        self._rows_of = rows_of_experts(routing)
+        self.rows_of = rows_of_experts(routing)
         self._weights_TK = routing.weights_TK.to(torch.float32).contiguous()
         tokens_P = None
-        self._input_P = order_P // top_k
+        self.input_P = order_P // top_k
         if backend.weighs_input:
             pairs_P = torch.from_numpy(order_P)
             x_TD = x_TD[pairs_P // top_k] * routing.weights_TK.reshape(-1, 1)[pairs_P]
             self._weights_TK = torch.ones_like(self._weights_TK)
-            self._input_P = np.arange(len(order_P))
+            self.input_P = np.arange(len(order_P))
         elif num_tokens > 1 or not isinstance(routing.counts, int):
-            tokens_P = torch.from_numpy(self._input_P)
-        self._x = x_TD
+            tokens_P = torch.from_numpy(self.input_P)
+        self.x_TD = x_TD
         self._rows = backend.experts.begin(x_TD, len(order_P), tokens_P)
 
-    def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
+    def compute(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
         """Compute these experts, which lie in these slots, and keep their outputs."""
-        self._backend.compute(self._rows, self._rows_of, expert_idxs, slot_ids)
+        self._backend.compute(self._rows, self.rows_of, expert_idxs, slot_ids)
 
-    def share(self, expert_idxs: list[int]) -> Share:
-        """The part of the work that these experts have, for another host."""
-        return Share.of(self._rows_of, expert_idxs, self._x, self._input_P, by_kernels=True)
-
-    def put(self, share: Share, out_PD: Tensor) -> None:
-        """Keep what another host has computed."""
-        for expert_idx, rows in share.rows_of.items():
-            self._rows.out_PD[self._rows_of[expert_idx]] = out_PD[rows]
+    def put(self, expert_idx: int, out_RD: Tensor) -> None:
+        """Keep the output of an expert, not weighted, whatever computed it."""
+        self._rows.out_PD[self.rows_of[expert_idx]] = out_RD
 
     def sum(self) -> Tensor:
         """[T, D]: in the order of k, so the same bits in whatever order experts were run."""
         return self._rows.sum(self._row_P, self._weights_TK).to(self._dtype)
-
-
-class FusedShare:
-    """The rows that another host asks for."""
-
-    def __init__(self, backend: FusedBackend, share: Share) -> None:
-        self._backend = backend
-        self._rows_of = share.rows_of
-        self._rows = backend.experts.begin(share.x_ID, len(share.input_P), share.input_P)
-
-    def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
-        """Compute these experts, which lie in these slots, and keep their outputs."""
-        self._backend.compute(self._rows, self._rows_of, expert_idxs, slot_ids)
-
-    def outputs(self) -> Tensor:
-        """[P, D] in float32, not weighted."""
-        return self._rows.out_PD

@@ -7,6 +7,9 @@
     5 compute    the residents, then the others             engine/compute.py
     6 release    the held experts
 
+A decode step prefetches by prediction. A prompt does not: it streams the next layer's experts in
+file order, and it can be cancelled between two groups of experts.
+
 If a layer activates more experts than there are slots, steps 2 to 6 are repeated in waves. The sum
 over experts has a fixed order, so a result depends neither on the budget nor on the policy nor on
 which expert arrives first.
@@ -20,11 +23,10 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.cache.counters import PhaseCounters
+from moe_infinity.cache.residency import Held
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer, Work
 from moe_infinity.engine.routing import Routing
-from moe_infinity.engine.slots import SlotResidents
 from moe_infinity.experts import ExpertKey, Phase, Step
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
@@ -32,18 +34,18 @@ from moe_infinity.predict.prefetcher import Prefetcher
 
 # A prompt that activates this share of a layer's experts is taken to need all of the next layer's.
 STREAMED_SHARE = 0.75
-# Rows that experts of a prompt compute before anybody may stop it: 0.1 to 0.5 s on two cores, with
+# Rows that experts of a prompt compute before it can be cancelled: 0.1 to 0.5 s on two cores, with
 # experts of 9 MB in bf16.
 STOPPABLE_ROWS = 512
 BEFORE_THE_FIRST = -1  # in place of the index of an MoE layer
 
 
 class OngoingStep(NamedTuple):
-    """The forward pass under way, as far as the engine has come with it."""
+    """How far the engine has come in the current forward pass."""
 
     step: Step
     moe_layer_idx: int = BEFORE_THE_FIRST  # the last one that was entered
-    is_loading: bool = False  # stays so if an error or Ctrl-C cut a layer short
+    is_loading: bool = False  # stays True if an error or Ctrl-C cut a layer short
 
 
 class LayerPath:
@@ -57,8 +59,8 @@ class LayerPath:
         bookkeeping: Bookkeeping,
         prefetcher: Prefetcher | None,
         early_router: EarlyRouter | None,
-        # Begins to load experts that a long prompt will need next; returns those it began. None:
-        # they are loaded when their layer asks for them.
+        # Begins to load experts that a long prompt will need next and returns those that it began.
+        # None: they are loaded when their layer asks for them.
         stream: Callable[[Sequence[ExpertKey]], Sequence[ExpertKey]] | None,
         streams_while_computing: bool,  # and not only when a layer has computed
     ) -> None:
@@ -70,64 +72,111 @@ class LayerPath:
         self._early_router = early_router
         self._stream = stream
         self._streams_while_computing = streams_while_computing
-        self._residents: dict[int, Residents | SlotResidents | None] = {}  # once all experts are
+        self._residents: dict[int, Residents | None] = {}  # once all experts are in their slots
 
-    def record(self, moe_layer_idx: int, routing: Routing) -> None:
-        """What the router of a layer of this step chose."""
-        self._books.note_routing(moe_layer_idx, routing)  # 1 record
-
-    def run(
+    def layer(
         self,
         ongoing: OngoingStep,
         routing: Routing,
         expert_idxs: Sequence[int],
         work: Work,
-        go_on: Callable[[], None],
+        stop_if_cancelled: Callable[[], None],
     ) -> None:
         """Do the work that these experts have in the layer that `ongoing` has just entered.
-        `go_on` is called now and then and may raise. Raises CheckpointError if an expert cannot be
-        read.
+        Usually they are all that the routing activates. Raises CheckpointError if an expert cannot
+        be read, and what `stop_if_cancelled` raises.
         """
+        self._books.note_routing(ongoing.moe_layer_idx, routing)  # 1 record
+        self.compute(ongoing, routing, expert_idxs, work, stop_if_cancelled)
+
+    def compute(
+        self,
+        ongoing: OngoingStep,
+        routing: Routing,
+        expert_idxs: Sequence[int],
+        work: Work,
+        stop_if_cancelled: Callable[[], None],
+    ) -> None:
+        """Do the same for a layer whose routing is recorded already."""
+        if ongoing.step.phase is Phase.DECODE:
+            self._decode_layer(ongoing, expert_idxs, work)
+        else:
+            self._prefill_layer(ongoing, routing, expert_idxs, work, stop_if_cancelled)
+
+    def _decode_layer(self, ongoing: OngoingStep, expert_idxs: Sequence[int], work: Work) -> None:
+        """Steps 2 to 6 for one token of each sequence."""
         layer_idx = ongoing.moe_layer_idx
-        phase = ongoing.step.phase
-        counters = self._books.counters.of(phase)
-
-        if self._prefetcher is not None:
-            self._prefetcher.begin_layer(phase, self._books.counters)
-        keys = self._books.keys[layer_idx]
-        waiting: Sequence[ExpertKey] = [keys[expert_idx] for expert_idx in expert_idxs]
-        self._books.note_lookups(waiting)
-
-        may_prefetch = phase is Phase.DECODE
-        most_at_once = len(waiting)
-        if phase is Phase.PREFILL:
-            num_rows = max(int(np.sum(routing.counts)), 1)
-            most_at_once = max(len(waiting) * STOPPABLE_ROWS // num_rows, 1)
+        counters = self._books.counters.decode
+        waiting = self._begin_lookups(layer_idx, expert_idxs, Phase.DECODE)
+        is_first_wave = True
         while waiting:
-            wave = self._table.next_wave(waiting, phase)
-            with self._table.holding(wave, phase) as held:  # 2 look up
-                if held.absent:
-                    self._mover.load_now(held.absent, held.slot_ids)  # 3 load
-                    self._books.note_loads(layer_idx, self._mover.num_read(held.absent))
-                if may_prefetch:
+            wave = self._table.next_wave(waiting, Phase.DECODE)
+            with self._table.holding(wave, Phase.DECODE) as held:  # 2 look up
+                self._load_absent(layer_idx, held)  # 3 load
+                if is_first_wave:
                     self.prefetch(ongoing)  # 4 prefetch
-                    may_prefetch = False
-                is_last = len(wave) == len(waiting)
-                if phase is Phase.PREFILL and is_last and self._streams_while_computing:
-                    self._stream_next(layer_idx, len(routing.activated))
-                for some in self._arrivals(wave, counters, most_at_once):
-                    go_on()
-                    if some:
-                        self.computers[layer_idx].run(work, some, held.slot_ids)  # 5 compute
+                for arrived in self._mover.arrivals(wave, counters):
+                    if arrived:
+                        self.computers[layer_idx].compute(work, arrived, held.slot_ids)  # 5 compute
             # 6 release: leaving `holding`, from where on a slot may be given to another expert
             waiting = [key for key in waiting if key not in held.slot_ids]
+            is_first_wave = False
 
-        if phase is Phase.PREFILL:
-            self._stream_next(layer_idx, len(routing.activated))
+    def _prefill_layer(
+        self,
+        ongoing: OngoingStep,
+        routing: Routing,
+        expert_idxs: Sequence[int],
+        work: Work,
+        stop_if_cancelled: Callable[[], None],
+    ) -> None:
+        """Steps 2 to 6 for all tokens of a prompt. Streaming takes the place of step 4."""
+        layer_idx = ongoing.moe_layer_idx
+        waiting = self._begin_lookups(layer_idx, expert_idxs, Phase.PREFILL)
+        num_rows = max(int(np.sum(routing.counts)), 1)
+        group_size = max(len(waiting) * STOPPABLE_ROWS // num_rows, 1)
+        while waiting:
+            wave = self._table.next_wave(waiting, Phase.PREFILL)
+            with self._table.holding(wave, Phase.PREFILL) as held:  # 2 look up
+                self._load_absent(layer_idx, held)  # 3 load
+                if len(wave) == len(waiting) and self._streams_while_computing:
+                    self._stream_next(layer_idx, len(routing.activated))
+                for group in self._arriving_groups(wave, group_size):
+                    stop_if_cancelled()
+                    if group:
+                        self.computers[layer_idx].compute(work, group, held.slot_ids)  # 5 compute
+            # 6 release, as in a decode step
+            waiting = [key for key in waiting if key not in held.slot_ids]
+        self._stream_next(layer_idx, len(routing.activated))
 
-    def residents(self, moe_layer_idx: int) -> Residents | SlotResidents | None:
-        """The experts of one layer, where they stay; None if not all experts of the model are in
-        their slots, or this layer's are not computed by kernels as they are.
+    def _begin_lookups(
+        self, layer_idx: int, expert_idxs: Sequence[int], phase: Phase
+    ) -> Sequence[ExpertKey]:
+        """Note that a layer was routed, and count its lookups before anything is loaded for it."""
+        if self._prefetcher is not None:
+            self._prefetcher.begin_layer(phase, self._books.counters)
+        keys = [self._books.keys[layer_idx][expert_idx] for expert_idx in expert_idxs]
+        self._books.note_lookups(keys)
+        return keys
+
+    def _load_absent(self, layer_idx: int, held: Held) -> None:
+        if held.absent:
+            self._mover.load_now(held.absent, held.slot_ids)
+            self._books.note_loads(layer_idx, self._mover.num_read(held.absent))
+
+    def _arriving_groups(
+        self, keys: Sequence[ExpertKey], group_size: int
+    ) -> Iterator[Sequence[ExpertKey]]:
+        """Yield the experts of a prompt as they become RESIDENT, at most `group_size` at a time; an
+        empty group now and then while nothing arrives.
+        """
+        for arrived in self._mover.arrivals(keys, self._books.counters.prefill):
+            for start in range(0, len(arrived) or 1, group_size):
+                yield arrived[start : start + group_size]
+
+    def residents(self, moe_layer_idx: int) -> Residents | None:
+        """The experts of one layer at their fixed addresses. None if not all experts of the model
+        are in their slots, or if no kernel computes this layer's experts in place.
         """
         if self._table.num_resident < self._books.total_experts:
             self._residents.clear()
@@ -136,13 +185,6 @@ class LayerPath:
             slot_ids = self._table.slots_of(self._books.keys[moe_layer_idx])
             self._residents[moe_layer_idx] = self.computers[moe_layer_idx].residents(slot_ids)
         return self._residents[moe_layer_idx]
-
-    def _arrivals(
-        self, keys: Sequence[ExpertKey], counters: PhaseCounters, most: int
-    ) -> Iterator[Sequence[ExpertKey]]:
-        """The experts as they become RESIDENT, at most so many together."""
-        for arrived in self._mover.arrivals(keys, counters):
-            yield from (arrived[at : at + most] for at in range(0, len(arrived) or 1, most))
 
     def prefetch(self, ongoing: OngoingStep) -> None:
         """Begin loads for later layers, as many as the link can begin while this layer computes."""
@@ -159,31 +201,32 @@ class LayerPath:
 
     @property
     def is_prefetching(self) -> bool:
+        """True if predictions may begin loads."""
         return self._prefetcher is not None
 
     def begin_step(self) -> None:
-        """A forward pass begins that the host decides."""
+        """Begin a forward pass."""
         if self._early_router is not None:
             self._early_router.begin_step()
 
     def begin_decode(self, ongoing: OngoingStep) -> None:
-        """Before the first layer of a decode step: its experts may be predicted already."""
+        """Prefetch before the first layer of a decode step, whose experts may be predicted."""
         if self._prefetcher is not None:
             self._prefetcher.begin_decode()
             self._prefetcher.begin_layer(ongoing.step.phase, self._books.counters)
             self.prefetch(ongoing)
 
     def _stream_next(self, layer_idx: int, num_activated: int) -> None:
-        """In a layer of a long prompt: keep the link busy until the next one is routed."""
+        """In a layer of a long prompt, keep the link busy until the next layer is routed."""
         keys = self._books.keys
         next_idx = layer_idx + 1
         is_long = num_activated >= STREAMED_SHARE * len(keys[layer_idx])
         if self._stream is not None and is_long and next_idx < len(keys):
-            begun = self._stream(self._books.own_keys(next_idx))
+            begun = self._stream(self._books.local_keys(next_idx))
             self._books.note_loads(next_idx, self._mover.num_read(begun))
 
     def recover(self) -> None:
-        """After a layer that was cut short: release what it held, settle what it had begun."""
+        """Recover from a layer that was cut short: release what it held, settle what it began."""
         self._residents.clear()
         self._table.recover()
         self._mover.recover()

@@ -78,8 +78,8 @@ class Preloader:
         """The absent experts that are likeliest to be used; equals in the order of the files."""
         if self._keys is None:
             self._keys = self._in_file_order([key for keys in self._books.keys for key in keys])
-        own_LE = self._books.own_LE
-        absent = [key for key in self._keys if own_LE[key] and self._table.lookup(key) is None]
+        local_LE = self._books.local_LE
+        absent = [key for key in self._keys if local_LE[key] and self._table.lookup(key) is None]
         predictor = self._books.predictor
         if predictor is not None:
             base_LE = predictor.base_LE

@@ -110,8 +110,8 @@ def profiling(moe: MoE) -> Iterator[Profile]:
         for module in moe.model.modules()
         if type(module).__name__.endswith("Attention")
     ]
-    replaced += [(engine, "moe_layer", EXPERT_CACHE), (engine, "answer_calls", EXPERT_CACHE)]
-    replaced += [(computer, "run", EXPERTS) for computer in engine.path.computers]
+    replaced += [(engine, "layer", EXPERT_CACHE), (engine, "answer_calls", EXPERT_CACHE)]
+    replaced += [(computer, "compute", EXPERTS) for computer in engine.path.computers]
     for owner, name, part in replaced:
         setattr(owner, name, profile.timed(part, getattr(owner, name)))
     begin_step = profile.timed(EXPERT_CACHE, engine.begin_step)

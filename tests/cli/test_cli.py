@@ -16,7 +16,6 @@ from rich.console import Console
 from moe_infinity import MoE
 from moe_infinity.cli import terminal
 from moe_infinity.cli.opening import open_model
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice, fake_device
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
 NUM_MOE_LAYERS = 3
@@ -75,16 +74,6 @@ def test_run_json_is_one_object_with_the_promised_keys(command, tiny_checkpoint,
 def test_run_exact_gives_the_tokens_of_stock(command, tiny_checkpoint, stock_model):
     outcome = command(*run_args(tiny_checkpoint, "--exact", "--json"))
     assert json.loads(outcome.out)["token_ids"] == continued(stock_model)
-
-
-@pytest.mark.parametrize("arguments", [[], ["--no-graph"]])
-def test_run_on_a_gpu_makes_graphs_unless_told_otherwise(
-    command, tiny_checkpoint, graphs, arguments
-):
-    with fake_device(FakeCudaDevice()):
-        options = "--device-memory", "100%", "--host-memory", "100%", "--preload", "wait"
-        assert command(*run_args(tiny_checkpoint, *arguments, *options)).code == 0
-    assert len(graphs) == (0 if arguments else 1)
 
 
 def test_run_json_reports_what_the_cache_did(command, tiny_checkpoint):

@@ -52,7 +52,7 @@ def test_chat_wants_one_of_a_model_and_a_server(command, arguments):
         (["--device", "cuda", "--prefetch"], "--device, --prefetch: "),
         (["--device", "auto"], "--device: "),  # typed, though it is the default
         (["--experts-implementation", "fast"], "--experts-implementation: "),
-        (["--no-graph"], "--graph: "),
+        (["--gpu-engine", "graphs"], "--gpu-engine: "),
     ],
 )
 def test_options_of_a_model_are_refused_with_a_server(command, options, named):

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity import MoE
 from moe_infinity.cluster import head, opening
 from moe_infinity.cluster.local import LocalProcesses
+from moe_infinity.cluster.model import ClusterMoE
 from moe_infinity.cluster.wire import LENGTHS, Wire
 from moe_infinity.errors import ConfigError, HostLost
 from tests.closeness import logits_of_steps
@@ -46,23 +46,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(folder: Path, ids: Tensor = IDS, **options: Any) -> Tensor:
-    with MoE(folder, device="cpu", **options) as moe, torch.no_grad():
+    with ClusterMoE(folder, device="cpu", **options) as moe, torch.no_grad():
         return logits_of_steps(moe.model, ids, num_prompt=5)
 
 
-def hosts_of(moe: MoE) -> dict[int, Any]:
-    assert moe.engine.hosts is not None
-    return moe.engine.hosts.running
+def hosts_of(moe: ClusterMoE) -> dict[int, Any]:
+    assert moe.hosts is not None
+    return moe.hosts.running
 
 
-def processes_of(moe: MoE) -> dict[int, subprocess.Popen[bytes]]:
-    assert moe.engine.hosts is not None
-    placement = moe.engine.hosts.placement
+def processes_of(moe: ClusterMoE) -> dict[int, subprocess.Popen[bytes]]:
+    assert moe.hosts is not None
+    placement = moe.hosts.placement
     assert isinstance(placement, LocalProcesses)
     return dict(placement.processes)
 
 
-def asked_of(moe: MoE) -> dict[int, int]:
+def asked_of(moe: ClusterMoE) -> dict[int, int]:
     """Rows that each host has computed since now, as it goes on counting."""
     counted: dict[int, int] = {}
     for share_idx, host in hosts_of(moe).items():
@@ -91,22 +91,22 @@ def test_hosts_change_no_bit(name, is_exact, placement, tmp_path):
 
 
 def test_every_host_computes_its_share(checkpoint, placement):
-    with MoE(checkpoint, device="cpu", expert_hosts=2) as moe, torch.no_grad():
+    with ClusterMoE(checkpoint, device="cpu", expert_hosts=2) as moe, torch.no_grad():
         logits_of_steps(moe.model, IDS[:, :2])
         counted = asked_of(moe)
         before = moe.report().prefill.lookups
         moe.model(IDS)
         assert min(counted.values()) > 0
         own = moe.report().prefill.lookups - before
-        assert 0 < own <= moe.engine.bookkeeping.own_LE.sum()
+        assert 0 < own <= moe.engine.bookkeeping.local_LE.sum()
         assert moe.engine.tiers[-1].slots.num_slots <= -(-16 // 3)
 
 
 def test_packed_experts_and_text(checkpoint, placement):
     options = {"device": "cpu", "expert_dtype": "int8"}
-    with MoE(checkpoint, **options) as moe:
+    with ClusterMoE(checkpoint, **options) as moe:
         alone = moe.generate(IDS, max_new_tokens=6)
-    with MoE(checkpoint, expert_hosts=1, **options) as moe:
+    with ClusterMoE(checkpoint, expert_hosts=1, **options) as moe:
         assert torch.equal(moe.generate(IDS, max_new_tokens=6), alone)
 
 
@@ -124,7 +124,7 @@ def trouble(kind: str) -> Callable[[ThreadHosts], None]:
 def test_a_host_that_is_lost_changes_no_bit_and_comes_back(kind, checkpoint, placement, caplog):
     alone = logits(checkpoint)
     options: dict[str, Any] = {"expert_hosts": 2, "expert_host_timeout": 0.3}
-    with MoE(checkpoint, device="cpu", **options) as moe, torch.no_grad():
+    with ClusterMoE(checkpoint, device="cpu", **options) as moe, torch.no_grad():
         assert torch.equal(logits_of_steps(moe.model, IDS, num_prompt=5), alone)
         setattr(placement.wires[1], kind, True)
         with caplog.at_level(logging.WARNING):
@@ -142,7 +142,7 @@ def test_a_host_that_is_lost_changes_no_bit_and_comes_back(kind, checkpoint, pla
 
 def test_without_any_host_the_head_goes_on(checkpoint, placement):
     alone = logits(checkpoint)
-    with MoE(checkpoint, device="cpu", expert_hosts=2) as moe, torch.no_grad():
+    with ClusterMoE(checkpoint, device="cpu", expert_hosts=2) as moe, torch.no_grad():
         placement.may_start.clear()
         for wire in placement.wires.values():
             wire.close()
@@ -156,17 +156,17 @@ def test_a_step_that_is_cut_short_leaves_no_answer_for_the_next_one(
     checkpoint, placement, monkeypatch
 ):
     alone = logits(checkpoint)
-    with MoE(checkpoint, device="cpu", expert_hosts=1) as moe, torch.no_grad():
+    with ClusterMoE(checkpoint, device="cpu", expert_hosts=1) as moe, torch.no_grad():
         logits_of_steps(moe.model, IDS[:, :2])
-        run = moe.engine.path.run
+        layer = moe.engine.path.layer
 
         def interrupted(*args: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(moe.engine.path, "run", interrupted)
+        monkeypatch.setattr(moe.engine.path, "layer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             moe.model(IDS)
-        monkeypatch.setattr(moe.engine.path, "run", run)
+        monkeypatch.setattr(moe.engine.path, "layer", layer)
         assert torch.equal(logits_of_steps(moe.model, IDS, num_prompt=5), alone)
         assert set(hosts_of(moe)) == {1}
 
@@ -176,7 +176,7 @@ def test_ctrl_c_while_an_answer_comes_leaves_no_wrong_one(
     num_bytes, checkpoint, placement, monkeypatch
 ):
     alone = logits(checkpoint)
-    with MoE(checkpoint, device="cpu", expert_hosts=1) as moe, torch.no_grad():
+    with ClusterMoE(checkpoint, device="cpu", expert_hosts=1) as moe, torch.no_grad():
         logits_of_steps(moe.model, IDS[:, :2])
         wire = hosts_of(moe)[1].wire
         read = wire._socket.recv_into
@@ -208,13 +208,13 @@ def test_ctrl_c_while_an_answer_comes_leaves_no_wrong_one(
 def test_a_host_that_cannot_open_the_checkpoint_is_an_error(checkpoint, placement, monkeypatch):
     monkeypatch.setattr(opening, "digest_of", lambda plan, reader: "another")
     with pytest.raises(ConfigError, match="it has another checkpoint"):
-        MoE(checkpoint, device="cpu", expert_hosts=1)
+        ClusterMoE(checkpoint, device="cpu", expert_hosts=1)
 
 
 @pytest.mark.parametrize("wrong", [-1, 65, 1.5, True])
 def test_numbers_of_hosts_are_checked(wrong, checkpoint):
     with pytest.raises(ConfigError, match="expert_hosts must be a whole number"):
-        MoE(checkpoint, expert_hosts=wrong)
+        ClusterMoE(checkpoint, expert_hosts=wrong)
 
 
 @pytest.fixture
@@ -276,9 +276,9 @@ def test_what_is_no_message_is_an_error(data, listener):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_processes_that_are_killed_change_no_token_and_none_is_left(checkpoint):
-    with MoE(checkpoint, device="cpu") as moe:
+    with ClusterMoE(checkpoint, device="cpu") as moe:
         alone = moe.generate(IDS, max_new_tokens=12)
-    with MoE(checkpoint, device="cpu", expert_hosts=2) as moe:
+    with ClusterMoE(checkpoint, device="cpu", expert_hosts=2) as moe:
         processes = processes_of(moe)
         assert torch.equal(moe.generate(IDS, max_new_tokens=12), alone)
         os.kill(processes[1].pid, signal.SIGKILL)
@@ -295,4 +295,4 @@ def test_processes_that_are_killed_change_no_token_and_none_is_left(checkpoint):
 def test_a_host_that_ends_at_once_is_an_error(checkpoint, monkeypatch):
     monkeypatch.setattr(LocalProcesses, "command", (sys.executable, "-c", "raise SystemExit(3)"))
     with pytest.raises(ConfigError, match="number 1 ended before it was ready"):
-        MoE(checkpoint, device="cpu", expert_hosts=1)
+        ClusterMoE(checkpoint, device="cpu", expert_hosts=1)

@@ -20,6 +20,7 @@ import torch
 from moe_infinity import MoE
 from moe_infinity.cluster import head, opening
 from moe_infinity.cluster.local import LocalProcesses
+from moe_infinity.cluster.model import ClusterMoE
 from moe_infinity.system.machine import numa_nodes
 from tests.gguf_files import build
 
@@ -45,7 +46,7 @@ def tokens(moe: MoE) -> torch.Tensor:
 def survives(
     caplog: pytest.LogCaptureFixture,
     checkpoint: Path,
-    trouble: Callable[[MoE], None],
+    trouble: Callable[[ClusterMoE], None],
     repair: Callable[[], None] | None = None,
 ) -> None:
     """Trouble at random moments of answers changes no token, and the host comes back."""
@@ -54,8 +55,8 @@ def survives(
         alone = tokens(moe)
     moments = random.Random(0)
     options = {"expert_host_timeout": 0.5}
-    with MoE(checkpoint, options, device="cpu", expert_hosts=1) as moe:
-        hosts = moe.engine.hosts
+    with ClusterMoE(checkpoint, options, device="cpu", expert_hosts=1) as moe:
+        hosts = moe.hosts
         assert hosts is not None
         tokens(moe)
         started = time.monotonic()
@@ -81,9 +82,9 @@ def survives(
     assert caplog.text.count("expert host 1 is given up") >= NUM_MOMENTS // 2
 
 
-def process_of(moe: MoE) -> subprocess.Popen[bytes]:
-    assert moe.engine.hosts is not None
-    placement = moe.engine.hosts.placement
+def process_of(moe: ClusterMoE) -> subprocess.Popen[bytes]:
+    assert moe.hosts is not None
+    placement = moe.hosts.placement
     assert isinstance(placement, LocalProcesses)
     return placement.processes[1]
 
@@ -104,9 +105,9 @@ def test_a_host_that_is_killed_at_any_moment_changes_no_token(checkpoint, caplog
 @pytest.mark.timeout(120)
 def test_hosts_end_with_a_head_that_is_killed(checkpoint):
     program = (
-        "import sys; from moe_infinity import MoE\n"
-        f"moe = MoE({str(checkpoint)!r}, device='cpu', expert_hosts=2)\n"
-        "print(*(p.pid for p in moe.engine.hosts.placement.processes.values()), flush=True)\n"
+        "import sys; from moe_infinity.cluster.model import ClusterMoE\n"
+        f"moe = ClusterMoE({str(checkpoint)!r}, device='cpu', expert_hosts=2)\n"
+        "print(*(p.pid for p in moe.hosts.placement.processes.values()), flush=True)\n"
         "sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", program]

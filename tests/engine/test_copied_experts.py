@@ -14,8 +14,8 @@ import torch
 from moe_infinity import ConfigError, MoE, OffloadConfig
 from moe_infinity.engine import device
 from moe_infinity.engine.compute import _copying
-from moe_infinity.engine.exact import ExactBackend
 from moe_infinity.engine.routing import Routing
+from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
 from tests.closeness import logits_of_steps
 
 IDS = torch.arange(3, 15).view(1, 12)
@@ -65,16 +65,16 @@ def test_a_layer_is_computed_where_its_rows_are(is_eager, weighs_input):
     slot = {"up": torch.empty(8, 8, dtype=torch.bfloat16, device="cpu")}
 
     def work_of(mlp: Any) -> Any:
-        backend = ExactBackend(
+        backend = TorchBackend(
             mlp, lambda slot_id: slot, is_eager=is_eager, weighs_input=weighs_input
         )
-        return backend.begin(x_TD, Routing.of(chosen, shares_TK))
+        return TorchWork(backend, x_TD, Routing.of(chosen, shares_TK))
 
     work = work_of(_copying(product))
-    work.run([0, 1, 2], [0, 1, 2])
+    work.compute([0, 1, 2], [0, 1, 2])
     assert work.sum().device.type == "meta"
     with pytest.raises(AssertionError):
-        work_of(product).run([0], [0])
+        work_of(product).compute([0], [0])
 
 
 def product(weights: Any, x_RD: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,6 @@ def product(weights: Any, x_RD: torch.Tensor) -> torch.Tensor:
     [
         ({"device_memory": "1GiB"}, "with device='mps' use host_memory"),
         ({"experts_implementation": "fast"}, "none of our kernels runs on mps"),
-        ({"expert_hosts": 1}, "use device='cpu'"),
     ],
 )
 def test_what_needs_our_kernels_or_a_gpu_of_cuda_is_refused(options, said):

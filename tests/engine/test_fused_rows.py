@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.layout import WeightLayout
-from moe_infinity.engine.compute import Backend
-from moe_infinity.engine.exact import ExactBackend
-from moe_infinity.engine.fused import FusedBackend
+from moe_infinity.engine.fused import FusedBackend, FusedWork
 from moe_infinity.engine.routing import NO_EXPERT, Routing
+from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels import many_rows
 from moe_infinity.kernels.activation import Activation
@@ -68,8 +67,8 @@ def fused_backend(*, weighs_input: bool = False) -> FusedBackend:
     )
 
 
-def exact_backend(*, weighs_input: bool = False) -> ExactBackend:
-    return ExactBackend(
+def exact_backend(*, weighs_input: bool = False) -> TorchBackend:
+    return TorchBackend(
         lambda weights, x: expert_mlp(Gated, weights, x),
         weights_of,
         is_eager=False,
@@ -77,12 +76,22 @@ def exact_backend(*, weighs_input: bool = False) -> ExactBackend:
     )
 
 
-def sum_of(backend: Backend, num_tokens: int, portions: list[list[int]]) -> Tensor:
+def work_of(
+    backend: FusedBackend | TorchBackend, x_TD: Tensor, routing: Routing
+) -> FusedWork | TorchWork:
+    if isinstance(backend, FusedBackend):
+        return FusedWork(backend, x_TD, routing)
+    return TorchWork(backend, x_TD, routing)
+
+
+def sum_of(
+    backend: FusedBackend | TorchBackend, num_tokens: int, portions: list[list[int]]
+) -> Tensor:
     """Slot i holds expert i."""
     routing, x_TD = routing_of(num_tokens)
-    work = backend.begin(x_TD, routing)
+    work = work_of(backend, x_TD, routing)
     for portion in portions:
-        work.run(portion, portion)
+        work.compute(portion, portion)
     return work.sum()
 
 
@@ -110,8 +119,8 @@ def test_a_pair_without_an_expert_adds_nothing():
     found = []
     for backend in (fused_backend(), exact_backend()):
         routing = Routing.of(with_gap, weights_TK)
-        work = backend.begin(x_TD, routing)
-        work.run(routing.activated, routing.activated)
+        work = work_of(backend, x_TD, routing)
+        work.compute(routing.activated, routing.activated)
         found.append(work.sum())
     assert (found[0] - found[1]).abs().max() < 1e-4 * found[1].abs().max()
 
@@ -120,8 +129,8 @@ def test_a_token_may_name_an_expert_twice():
     index_TK = torch.tensor([[3, 1, 3]])
     x_TD = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1))
     routing = Routing.of(index_TK, torch.tensor([[0.5, 1.0, 0.25]]))
-    work = fused_backend().begin(x_TD, routing)
-    work.run([3, 1], [3, 1])
+    work = FusedWork(fused_backend(), x_TD, routing)
+    work.compute([3, 1], [3, 1])
     one, three = (expert_mlp(Gated, weights_of(expert), x_TD) for expert in (1, 3))
     expected = one + 0.75 * three
     assert (work.sum() - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -135,8 +144,8 @@ def test_a_token_gets_the_same_bits_with_any_number_of_others():
     for token in range(0, 90, 7):
         rows = slice(token, token + 1)
         alone = Routing.of(torch.from_numpy(routing.experts_TK[rows]), routing.weights_TK[rows])
-        work = fused_backend().begin(x_TD[rows], alone)
-        work.run(alone.activated, alone.activated)
+        work = FusedWork(fused_backend(), x_TD[rows], alone)
+        work.compute(alone.activated, alone.activated)
         assert torch.equal(work.sum(), together[rows])
 
 

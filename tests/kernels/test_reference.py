@@ -26,8 +26,8 @@ from transformers import MixtralConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from moe_infinity.engine.exact import ExactBackend
 from moe_infinity.engine.routing import NO_EXPERT, Routing
+from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
 from moe_infinity.kernels.reference import expert_mlp
 
 pytestmark = pytest.mark.arithmetic
@@ -201,16 +201,16 @@ def our_layer(
 ) -> Tensor:
     """What the engine does; `order`: permutation in which the activated experts arrive."""
     routing = Routing.of(index_TK, weights_TK)
-    backend = ExactBackend(
+    backend = TorchBackend(
         partial(expert_mlp, experts),
         partial(weights_of, experts),
         is_eager=is_eager,
         weighs_input=False,
     )
-    work, activated = backend.begin(x_TD, routing), routing.activated
+    work, activated = TorchWork(backend, x_TD, routing), routing.activated
     for position in order if order is not None else range(len(activated)):
         expert_idx = activated[position % len(activated)]
-        work.run([expert_idx], [expert_idx])  # slot i holds expert i
+        work.compute([expert_idx], [expert_idx])  # slot i holds expert i
     return work.sum()
 
 
@@ -346,8 +346,8 @@ def test_every_expert_gets_the_rows_of_its_tokens(top_k_index, is_eager):
         return inputs_RD
 
     routing = Routing.of(torch.from_numpy(index_TK), torch.ones(num_tokens, top_k))
-    backend = ExactBackend(note, slots, is_eager=is_eager, weighs_input=False)
-    backend.begin(x_TD, routing).run(routing.activated, routing.activated)
+    backend = TorchBackend(note, slots, is_eager=is_eager, weighs_input=False)
+    TorchWork(backend, x_TD, routing).compute(routing.activated, routing.activated)
     assert [*inputs] == routing.activated == sorted(set(index_TK.ravel().tolist()))
     pairs = [(t, k) for k in range(top_k) for t in range(num_tokens)]
     for expert_idx, got in inputs.items():

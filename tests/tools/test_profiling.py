@@ -52,7 +52,7 @@ def moe(tiny_checkpoint):
 def test_time_shows_where_it_was_spent(moe, monkeypatch):
     num_layers = len(moe.engine.bookkeeping.activated)
     least_s = (NUM_TOKENS - 1) * num_layers * SLOW_S
-    monkeypatch.setattr(LayerComputer, "run", slowed(LayerComputer.run))
+    monkeypatch.setattr(LayerComputer, "compute", slowed(LayerComputer.compute))
     assert profile_of(moe).seconds[EXPERTS] >= least_s
     monkeypatch.undo()
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 OF_MODEL = (
     "device", "device_memory", "policy", "prefetch", "early_router", "preload", "config_from",
-    "dtype", "expert_dtype", "exact", "experts_implementation", "cuda_graph", "trust_remote_code",
+    "dtype", "expert_dtype", "exact", "experts_implementation", "gpu_engine", "trust_remote_code",
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ top_k_index [T, K], top_k_weights [T, K]), all padding included, sequences flatt
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +15,7 @@ from transformers.integrations.moe import ExpertsInterface
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE, ExpertCalls, ExpertsModule
 from moe_infinity.architectures.early_router import EarlyRouter, Routed
 from moe_infinity.architectures.gradients import without_gradient
+from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import Ints
 from moe_infinity.kernels.residents import Residents
@@ -35,50 +36,36 @@ def register() -> None:
     ExpertsInterface.register(BACKEND, experts_forward)
 
 
-class LayerEngine(Protocol):
-    """What computes MoE layers by their index; see engine/engine.py."""
-
-    def moe_layer(
-        self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
-    ) -> Tensor: ...
-
-    def answer_calls(self, moe_layer_idx: int, routing: Routing, calls: ExpertCalls) -> None: ...
-
-    def residents(self, moe_layer_idx: int) -> Residents | None: ...
-
-    def note_residents(self, moe_layer_idx: int, experts_TK: Ints) -> None: ...
-
-
 class EngineLayer:
-    """One MoE layer of an engine, as adapters call it."""
+    """One MoE layer of a model's experts, as adapters call it."""
 
     def __init__(
-        self, engine: LayerEngine, moe_layer_idx: int, early_router: EarlyRouter | None
+        self, experts: Experts, moe_layer_idx: int, early_router: EarlyRouter | None
     ) -> None:
-        self._engine = engine
+        self._experts = experts
         self._moe_layer_idx = moe_layer_idx
         self._early_router = early_router
 
     def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
         if self._is_asked_early:
             raise Routed(top_k_index_TK.cpu().numpy())
-        routing = top_k_index_TK, top_k_weights_TK
+        layer_idx = self._moe_layer_idx
         return without_gradient(
-            x_TD, lambda: self._engine.moe_layer(self._moe_layer_idx, x_TD, *routing)
+            x_TD, lambda: self._experts.layer(layer_idx, x_TD, top_k_index_TK, top_k_weights_TK)
         )
 
     def answer_calls(self, calls: ExpertCalls, routing: Routing) -> None:
         if self._is_asked_early:
             raise Routed(routing.experts_TK)
-        self._engine.answer_calls(self._moe_layer_idx, routing, calls)
+        self._experts.local.answer_calls(self._moe_layer_idx, routing, calls)
 
     def residents(self) -> Residents | None:
         """The layer's experts, if those of all layers are in memory and none has to leave."""
-        return None if self._is_asked_early else self._engine.residents(self._moe_layer_idx)
+        return None if self._is_asked_early else self._experts.local.residents(self._moe_layer_idx)
 
     def note(self, experts_TK: Ints) -> None:
         """Those were computed for these tokens."""
-        self._engine.note_residents(self._moe_layer_idx, experts_TK)
+        self._experts.local.note_residents(self._moe_layer_idx, experts_TK)
 
     @property
     def _is_asked_early(self) -> bool:
@@ -89,9 +76,9 @@ class EngineLayer:
 def attach(
     model: PreTrainedModel,
     layers: list[ExpertsModule],
-    engine: LayerEngine,
+    experts: Experts,
     early_router: EarlyRouter | None,
 ) -> None:
-    """Let the experts modules of `model` call the engine."""
+    """Let the experts modules of `model` call `experts`."""
     for moe_layer_idx, layer in enumerate(layers):
-        layer.connect(model, EngineLayer(engine, moe_layer_idx, early_router))
+        layer.connect(model, EngineLayer(experts, moe_layer_idx, early_router))

@@ -1,4 +1,4 @@
-"""The exact backend: experts compute one by one, with the bits of stock transformers.
+"""The torch backend: experts compute one by one, with the bits of stock transformers.
 
 Two of transformers' implementations are reproduced, in whatever order experts arrive:
 
@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moe_infinity.cluster.share import Share
 from moe_infinity.engine.routing import Routing, rows_of_experts
 from moe_infinity.experts import Ints
 
@@ -26,8 +24,8 @@ ExpertMlp = Callable[..., Tensor]  # (weights of one expert by name, its rows [R
 Weights = Mapping[str, Tensor]  # of one expert, by name
 
 
-class ExactBackend:
-    """For the experts of one MoE layer."""
+class TorchBackend:
+    """Computes the experts of one MoE layer with torch."""
 
     def __init__(
         self,
@@ -45,29 +43,23 @@ class ExactBackend:
         self.is_eager = is_eager
         self.weighs_input = weighs_input
 
-    def begin(self, x_TD: Tensor, routing: Routing) -> ExactWork:
-        return ExactWork(self, x_TD, routing)
 
-    def begin_share(self, share: Share) -> ExactShare:
-        return ExactShare(self, share)
-
-
-class ExactWork:
+class TorchWork:
     """One MoE layer in one step: rows sorted by expert, outputs kept by (token, k) pair."""
 
-    def __init__(self, backend: ExactBackend, x_TD: Tensor, routing: Routing) -> None:
+    def __init__(self, backend: TorchBackend, x_TD: Tensor, routing: Routing) -> None:
         assert routing.experts_TK is not None, routing
         assert routing.weights_TK is not None, routing
         self._backend = backend
         self._shape_TK = routing.experts_TK.shape
         self._dtype = x_TD.dtype
         self._num_without = routing.num_without
-        self._rows = rows_of_experts(routing)
+        self.rows_of = rows_of_experts(routing)  # of `inputs_PD`, by expert
         self._pairs_P = torch.from_numpy(self._order(routing.experts_TK)).to(x_TD.device)
-        self._inputs_PD = x_TD[self._pairs_P // self._shape_TK[1]]
+        self.inputs_PD = x_TD[self._pairs_P // self._shape_TK[1]]
         self._weights_P1: Tensor | None = routing.weights_TK.reshape(-1, 1)
         if backend.weighs_input:
-            self._inputs_PD = self._inputs_PD * self._weights_P1[self._pairs_P]
+            self.inputs_PD = self.inputs_PD * self._weights_P1[self._pairs_P]
             self._weights_P1 = None
         self._outputs_PD: Tensor | None = None
 
@@ -80,25 +72,16 @@ class ExactWork:
         order: Ints = order_P % num_tokens * top_k + order_P // num_tokens
         return order
 
-    def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
+    def compute(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
         """Compute these experts, which lie in these slots, and keep their weighted outputs."""
         backend = self._backend
         for expert_idx, slot_id in zip(expert_idxs, slot_ids, strict=True):
-            inputs_RD = self._inputs_PD[self._rows[expert_idx]]
-            self._add(expert_idx, backend.mlp(backend.weights_of(slot_id), inputs_RD))
+            inputs_RD = self.inputs_PD[self.rows_of[expert_idx]]
+            self.put(expert_idx, backend.mlp(backend.weights_of(slot_id), inputs_RD))
 
-    def share(self, expert_idxs: list[int]) -> Share:
-        """The part of the work that these experts have, for another host."""
-        input_P = np.arange(len(self._inputs_PD))
-        return Share.of(self._rows, expert_idxs, self._inputs_PD, input_P, by_kernels=False)
-
-    def put(self, share: Share, out_PD: Tensor) -> None:
-        """Keep what another host has computed."""
-        for expert_idx, rows in share.rows_of.items():
-            self._add(expert_idx, out_PD[rows])
-
-    def _add(self, expert_idx: int, out_RD: Tensor) -> None:
-        pairs_R = self._pairs_P[self._rows[expert_idx]]
+    def put(self, expert_idx: int, out_RD: Tensor) -> None:
+        """Keep the output of an expert, weighted, whatever computed it."""
+        pairs_R = self._pairs_P[self.rows_of[expert_idx]]
         if self._weights_P1 is not None:
             out_RD = out_RD * self._weights_P1[pairs_R]
         if self._outputs_PD is None:
@@ -110,40 +93,17 @@ class ExactWork:
         """[T, D]: the layer's output, the same bits in whatever order experts were run."""
         num_tokens, top_k = self._shape_TK
         if self._outputs_PD is None:
-            assert not self._rows, "run() comes first"
-            return self._inputs_PD.new_zeros(
-                num_tokens, self._inputs_PD.shape[1], dtype=self._dtype
-            )
+            assert not self.rows_of, "compute() comes first"
+            return self.inputs_PD.new_zeros(num_tokens, self.inputs_PD.shape[1], dtype=self._dtype)
         if not self._backend.is_eager:
             return self._outputs_PD.view(num_tokens, top_k, -1).sum(dim=1).to(self._dtype)
         total_TD = self._outputs_PD.new_zeros(
             num_tokens, self._outputs_PD.shape[1], dtype=self._dtype
         )
-        for rows in self._rows.values():
+        for rows in self.rows_of.values():
             pairs_R = self._pairs_P[rows]
             total_TD.index_add_(0, pairs_R // top_k, self._outputs_PD[pairs_R].to(self._dtype))
         return total_TD
-
-
-class ExactShare:
-    """The rows that another host asks for."""
-
-    def __init__(self, backend: ExactBackend, share: Share) -> None:
-        self._backend = backend
-        self._rows = share.rows_of
-        self._inputs_PD = share.x_ID[share.input_P]
-        self._outputs: dict[int, Tensor] = {}
-
-    def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
-        """Compute these experts, which lie in these slots, and keep their outputs."""
-        for expert_idx, slot_id in zip(expert_idxs, slot_ids, strict=True):
-            inputs_RD = self._inputs_PD[self._rows[expert_idx]]
-            weights = self._backend.weights_of(slot_id)
-            self._outputs[expert_idx] = self._backend.mlp(weights, inputs_RD)
-
-    def outputs(self) -> Tensor:
-        """[P, D], not weighted."""
-        return torch.cat([self._outputs[expert_idx] for expert_idx in self._rows])
 
 
 def _order_of_grouped_mm(experts_P: Ints) -> Ints:
