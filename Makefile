@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PROMPT ?= The old house stood at the edge of the moor, and
 FAST := "not slow and not gpu and not network and not weights and not browser and not cluster"
-BOOKKEEPING := $(addprefix tests/,cache predict simulator)
+BOOKKEEPING := $(addprefix tests/,cache predict tools/simulator)
 BENCHMARKS := benchmarks/machinery.py benchmarks/policies/cost.py
 
 BIN := .venv/bin
@@ -15,13 +15,16 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu-code test-newest test-rounding test-cluster test-compiled check same-bits docs bench dist format clean
+.PHONY: help demo gate test test-all test-gpu-code test-newest test-rounding test-cluster test-compiled check same-bits docs bench dist format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## generate text with the bundled model, a quarter of its experts in memory
 	$(BIN)/moe-infinity run models/demo -p "$(PROMPT)" --max-new-tokens 64 --temperature 0.8 --top-p 0.9 --seed 0 --host-memory 25% --report
+
+gate: check test ## what has to pass before a change is taken, and what CI runs
+	$(MAKE) test-rounding ROUNDINGS="OTHER_ROUNDING=2"
 
 test: export HF_HUB_OFFLINE = 1
 test: $(INSTALLED) ## fast tests
@@ -68,6 +71,7 @@ check: $(INSTALLED) ## format, lint, types, layout: changes nothing
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/python scripts/check_layout.py
+	$(BIN)/python scripts/rings.py
 
 same-bits: export HF_HUB_OFFLINE = 1
 same-bits: $(INSTALLED) ## one line that a refactor does not change: hashes of logits, tokens and counters

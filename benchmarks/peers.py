@@ -119,7 +119,7 @@ def make_files(model: Path, form: Format, llama_python: str) -> None:
     if form.packed and not folder.exists():
         # The rounding does not change the speed of what is packed; "nearest" takes less time.
         options = ["--experts", form.packed, "--rounding", "nearest", "--output", str(folder)]
-        call(sys.executable, "-m", "moe_infinity.cli.app", "pack", str(model), *options)
+        call(sys.executable, "-m", "moe_infinity", "pack", str(model), *options)
     if form.gguf and not file.exists():
         make_files(model, FORMATS[0], llama_python)
     if not file.exists():

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from peers_cell import Prompt
+from peers_cell import BATCH, MICRO_BATCH, Prompt
 from peers_plan import (
     EXACT,
     FORMATS,
@@ -21,8 +21,6 @@ from peers_plan import (
     prefetch_name,
 )
 from peers_rows import Found, Row, rows
-
-from moe_infinity.tools.bench.llama_process import BATCH, MICRO_BATCH
 
 SYSTEMS = (OURS, EXACT, LLAMA_CPP)
 ONE, MANY = (WARM.index(Prompt(count, 32, NUM_DECODED)) for count in (1, NUM_SEQUENCES))

@@ -48,7 +48,6 @@ from moe_infinity.errors import (
     UnsupportedModelError,
 )
 from moe_infinity.experts import Ints, Step, Tier
-from moe_infinity.legacy_config import config_of
 from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.history import load_history, save_history
 from moe_infinity.predict.options import check_policy
@@ -85,7 +84,7 @@ class MoE:
         UnsupportedModelError.
         """
         self.checkpoint = str(checkpoint)
-        self.config = config_of(config, options, self.config_class)
+        self.config = self.config_class.from_options(config, options)
         check_policy(self.config)
         with torch.inference_mode(False):  # what is made inside of it cannot be changed outside
             self._device = ComputeDevice(self.config)

@@ -1,4 +1,4 @@
-"""The rules that keep the tree readable, and how many lines of code each folder has.
+"""The rules that keep the tree readable. scripts/rings.py counts its code lines.
 
     python scripts/check_layout.py     # exit status 1 when a rule is broken
 
@@ -13,18 +13,14 @@ In the package:
 - a tensor is made with its dtype and device, so that a user's defaults cannot change it;
 - no two values assigned in one statement, except to swap or replace them;
 - no TODO, FIXME or XXX.
-
-The table counts lines that hold code. It has no limits: what explains code is free.
 """
 
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -64,13 +60,14 @@ ALLOWED = {
         "a prediction needs the routing and no model",
     ),
 }
+ROOTS = ("__main__", "entrypoints")  # what puts the command line together, and starts it
 # Who may import a folder beside itself.
 IMPORTED_BY = {
-    "cli": Rule(("entrypoints", "tools", "cluster"), "the library works without its command line"),
-    "server": Rule(
-        ("cli", "cluster", "entrypoints"), "the library works without its server's packages"
-    ),
-    "tools": Rule(("cli",), "what looks at runs and machines is not what runs"),
+    "cli": Rule((*ROOTS, "tools", "cluster"), "the library works without its command line"),
+    "server": Rule(("cli", "cluster"), "the library works without its server's packages"),
+    "tools": Rule(ROOTS, "what looks at runs and machines is not what runs"),
+    "experimental": Rule((*ROOTS, "engine"), "what is not proven is not what runs by default"),
+    "entrypoints": Rule((), "commands of an older MoE-Infinity are nothing to build on"),
 }
 
 
@@ -269,33 +266,8 @@ def problems_of(texts: Mapping[Path, str]) -> Iterator[str]:
     yield from classes_of_one_name(modules)
 
 
-def code_lines(text: str) -> int:
-    """Lines that hold code: no blank lines, no comments, no docstrings."""
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    skipped |= {tokenize.ENCODING, tokenize.ENDMARKER}
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in skipped:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len(lines)
-
-
-def size_table(texts: Mapping[Path, str]) -> str:
-    """Code lines of each folder: top folders, and the package one folder deeper."""
-    sizes: Counter[str] = Counter()
-    for file, text in texts.items():
-        folders = file.parts[:-1]
-        sizes["/".join(folders[: 2 if folders[0] == PACKAGE else 1])] += code_lines(text)
-    rows = [*sorted(sizes.items()), ("total", sizes.total())]
-    return "\n".join(f"{name:<28}{num_lines:>7,}" for name, num_lines in rows)
-
-
 def main(root: Path = ROOT) -> int:
     texts = read_tree(root)
-    print(size_table(texts))
     problems = list(problems_of(texts))
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)

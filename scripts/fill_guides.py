@@ -37,7 +37,7 @@ Ask = Callable[[list[str]], str]  # what a command of `moe-infinity` prints
 
 def asked(folder: Path, arguments: list[str]) -> str:
     """What a command prints; models are folders below `folder`, named by their ids."""
-    command = [sys.executable, "-m", "moe_infinity.cli.app", *arguments]
+    command = [sys.executable, "-m", "moe_infinity", *arguments]
     environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "110"}
     done = subprocess.run(
         ["env", *(f"{name}={value}" for name, value in environment.items()), *command],

@@ -96,7 +96,7 @@ def commands() -> str:
     import typer.cli
     import typer.main
 
-    from moe_infinity.cli.app import app
+    from moe_infinity.__main__ import app
 
     command = typer.main.get_command(app)
     context = typer.Context(command, info_name="moe-infinity")

@@ -41,7 +41,7 @@ from transformers import (
 )
 
 from moe_infinity import MoE, OffloadConfig
-from moe_infinity.cli import app as cli
+from moe_infinity import __main__ as cli
 from tests import other_machine, safetensors_file
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts jobs in the background
@@ -178,11 +178,13 @@ def only_gpu_tests_use_a_gpu(
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_preloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a test asks for it: many count hits, misses and bytes."""
     defaults = OffloadConfig.__init__.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "preload", "off")
+    if "experimental" not in request.node.path.parts:
+        monkeypatch.setitem(defaults, "stream_layers", False)
 
 
 @pytest.fixture(scope="session")

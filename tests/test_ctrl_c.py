@@ -256,7 +256,7 @@ def test_a_stream_that_was_left_stops_no_other(moe, expected):
 INTERRUPTER = """
 import json, os, signal, sys, tempfile, time
 from moe_infinity import model
-from moe_infinity.cli import app as cli
+from moe_infinity import __main__ as cli
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 job = json.loads(sys.argv[1])
@@ -331,7 +331,7 @@ def test_a_command_ends_soon_with_code_130_and_not_a_word(tmp_path, times):
 
 IN_A_FINALIZER = """
 import os, signal, time
-from moe_infinity.cli import app as cli
+from moe_infinity import __main__ as cli
 
 class Held:
     def __del__(self):

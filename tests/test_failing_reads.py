@@ -179,7 +179,7 @@ def test_nobody_waits_long_for_a_disk_that_hangs(tiny_checkpoint, disk, monkeypa
 
 HANGING = """
 import os, sys, threading
-from moe_infinity.cli import app as cli
+from moe_infinity import __main__ as cli
 from moe_infinity.memory import mover, threads
 
 def hang(*args, preadv=os.preadv):

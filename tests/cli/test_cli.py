@@ -15,7 +15,7 @@ from rich.console import Console
 
 from moe_infinity import MoE
 from moe_infinity.cli import terminal
-from moe_infinity.cli.opening import open_model
+from moe_infinity.cli.models import open_model
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
 NUM_MOE_LAYERS = 3

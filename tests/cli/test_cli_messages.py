@@ -109,7 +109,7 @@ def test_a_reader_that_leaves_early_ends_the_command_without_a_traceback(tiny_ch
     """`moe-infinity run ... | head -c 1`, in processes of their own."""
     program = f"""
 import sys
-from moe_infinity.cli import app as cli
+from moe_infinity import __main__ as cli
 sys.argv = ["moe-infinity", "run", {str(tiny_checkpoint)!r}, "-p", "w5", "--max-new-tokens", "200",
             "--host-memory", "25%"]
 cli.main()

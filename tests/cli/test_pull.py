@@ -184,7 +184,7 @@ def test_after_ctrl_c_the_same_command_fetches_only_the_rest(hub, tmp_path):
     hub.faults.num_cuts = 1
     hub.faults.resumes = Event()  # never: until the process has ended
     cache = tmp_path / "cache"
-    command = [sys.executable, "-m", "moe_infinity.cli", "pull", "some/model"]
+    command = [sys.executable, "-m", "moe_infinity", "pull", "some/model"]
     environment = hub.environment(cache)
 
     def is_half_here() -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_infinity.predict.affinity import matrix_of
+from moe_infinity.experts import Ints
+from moe_infinity.predict.tables import Floats
 from moe_infinity.predict.tracefile import Trace
 from moe_infinity.tools.pictures.figures import figure, save, shown, title
 
@@ -68,3 +69,11 @@ def covered(counts_LE: Numbers) -> Numbers:
     sums = np.concatenate([[0.0], np.cumsum(in_order)])
     shares: Numbers = 100 * sums / max(sums[-1], 1.0)
     return shares
+
+
+def matrix_of(experts_TLK: Ints, shape: tuple[int, ...]) -> Floats:
+    """[L, E]: how many tokens each expert served."""
+    eam_LE = np.zeros(shape, dtype=np.float32)
+    for moe_layer_idx, experts_TK in enumerate(experts_TLK.transpose(1, 0, 2)):
+        eam_LE[moe_layer_idx] = np.bincount(experts_TK.ravel(), minlength=shape[1])
+    return eam_LE

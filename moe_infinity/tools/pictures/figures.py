@@ -53,6 +53,11 @@ def check_picture(path: Path) -> None:
             "pictures need matplotlib, which is not installed\n"
             "hint: pip install 'moe-infinity[plot]'"
         )
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Raises OutputError where no file can be written."""
     if reason := why_unwritable(path):
         raise OutputError(f"{path}: {reason}")
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.errors import OutputError
 from moe_infinity.experts import Ints, Phase
-from moe_infinity.output import whole_file, why_unwritable
+from moe_infinity.output import whole_file
 from moe_infinity.predict.eam import RequestEam
 from moe_infinity.report import Report
 from moe_infinity.sizes import format_bytes
@@ -46,12 +46,6 @@ class FinishedRun:
     states_LE: NDArray[np.int8]  # MoE.expert_states()
     steps: Sequence[PhaseCounters]  # of decoding
     seconds: Mapping[str, float]  # of decode steps, by part
-
-
-def check_page(path: Path) -> None:
-    """Say what is wrong before the long work. Raises OutputError."""
-    if reason := why_unwritable(path):
-        raise OutputError(f"{path}: {reason}")
 
 
 def write_page(run: FinishedRun, path: Path) -> None:

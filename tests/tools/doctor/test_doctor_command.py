@@ -13,7 +13,7 @@ import pytest
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.tools.doctor import examination
-from moe_infinity.tools.doctor.line import Line, error, ok, warning
+from moe_infinity.tools.doctor.lines import Line, error, ok, warning
 from moe_infinity.tools.planning import disk
 from tests.system.other_systems import WINDOWS, use
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def without(name: str, *args: str) -> subprocess.CompletedProcess[str]:
     """The command where a package cannot be imported."""
     program = (
-        f"import sys; sys.modules[{name!r}] = None; from moe_infinity.cli.app import main; main()"
+        f"import sys; sys.modules[{name!r}] = None; from moe_infinity.__main__ import main; main()"
     )
     return subprocess.run(
         [sys.executable, "-c", program, *args],

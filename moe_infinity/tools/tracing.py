@@ -1,18 +1,66 @@
-"""Record the routing of prompts: which experts every token used, in the prompt and in what the
-model wrote.
-"""
+"""`moe-infinity trace`: which experts every token used, in prompts and in what the model wrote."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import typer
+
+from moe_infinity.cli.models import open_model
+from moe_infinity.cli.options import MaxNewTokens, Model, ModelOptions, Yes, with_options_of
+from moe_infinity.cli.terminal import count_bar, stderr
 from moe_infinity.errors import TraceError
-from moe_infinity.model import MoE
 from moe_infinity.output import why_unwritable
-from moe_infinity.predict.tracefile import save_trace
+from moe_infinity.predict.tracefile import load_trace, save_trace
+from moe_infinity.tools.pictures.figures import check_picture
+
+if TYPE_CHECKING:
+    from moe_infinity.model import MoE
+
+OF_MODEL = (
+    "device", "device_memory", "host_memory", "config_from", "dtype", "exact", "trust_remote_code",
+)  # fmt: skip
+
+
+@with_options_of(ModelOptions, only=OF_MODEL)
+def trace(
+    model: Model,
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines, each with a 'prompt'.", exists=True, dir_okay=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .npz to write.")],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw what was activated: a file .svg or .png. Needs the extra plot.",
+            dir_okay=False,
+        ),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 64,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first prompts, at most this many.")
+    ] = None,
+    yes: Yes = False,
+    **options: Any,
+) -> None:
+    """Record the experts that each token of prompts and outputs was routed to."""
+    if plot is not None:
+        check_picture(plot)
+    texts = read_prompts(prompts)[:limit]
+    with open_model(model, yes=yes, **options) as moe, count_bar("tracing") as on_prompt:
+        written = record_trace(
+            moe, texts, output, max_new_tokens=max_new_tokens, on_prompt=on_prompt
+        )
+    stderr.print(
+        f"{output}: {written.sequences} sequences, {written.tokens} tokens", highlight=False
+    )
+    if plot is not None:
+        from moe_infinity.tools.pictures.activation import draw_activation
+
+        draw_activation(load_trace(output), plot, name=Path(model).name)
 
 
 class Written(NamedTuple):

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_infinity.experts import Ints
 from moe_infinity.predict.tables import PRIOR, Floats
 
 RECENT = 0.1  # weight of the newest request in what a replica served lately
@@ -90,14 +89,6 @@ class Served:
     def beyond(self, base_LE: Floats) -> Floats:
         """[L, E]: what is above the base rate, and what below; zeros if it has served nothing."""
         return self._share_LE - base_LE if self._num_requests else np.zeros_like(base_LE)
-
-
-def matrix_of(experts_TLK: Ints, shape: tuple[int, ...]) -> Floats:
-    """[L, E]: how many tokens each expert served."""
-    eam_LE = np.zeros(shape, dtype=np.float32)
-    for moe_layer_idx, experts_TK in enumerate(experts_TLK.transpose(1, 0, 2)):
-        eam_LE[moe_layer_idx] = np.bincount(experts_TK.ravel(), minlength=shape[1])
-    return eam_LE
 
 
 def similarity(one_LE: Floats, other_LE: Floats) -> float:

@@ -7,9 +7,14 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from moe_infinity.tools.bench.rows import Measured, Needs, Sample
-from moe_infinity.tools.bench.run import measure
-from moe_infinity.tools.bench.workload import BenchTest, Workload
+from moe_infinity.tools.bench.measuring import (
+    BenchTest,
+    Measured,
+    Needs,
+    Sample,
+    Workload,
+    measure,
+)
 
 WORKLOAD = Workload(lengths=(2, 3), num_decoded=1, repeats=2, vocab_size=9)
 

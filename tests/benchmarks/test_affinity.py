@@ -5,14 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_infinity.predict import affinity
-from moe_infinity.predict.affinity import (
-    RequestForecast,
-    Served,
-    choose,
-    matrix_of,
-    similarity,
-)
+from benchmarks.replicas import affinity
+from benchmarks.replicas.affinity import RequestForecast, Served, choose, similarity
+from moe_infinity.tools.pictures.activation import matrix_of
 
 LAYERS, EXPERTS = 2, 6
 
@@ -22,11 +17,6 @@ def of_task(task: int, num_tokens: int = 12) -> np.ndarray:
     rng = np.random.default_rng(task)
     cells = rng.random((num_tokens, LAYERS, 3)).argsort(axis=2)[:, :, :2]
     return cells + 3 * task
-
-
-def test_a_matrix_counts_tokens():
-    experts_TLK = np.array([[[0, 1], [2, 3]], [[0, 2], [2, 4]]])
-    assert matrix_of(experts_TLK, (2, 5)).tolist() == [[2, 1, 1, 0, 0], [0, 0, 2, 1, 1]]
 
 
 def test_tokens_tell_the_task():

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moe_infinity.errors import ConfigError, TraceError
-from moe_infinity.experts import Phase
-from moe_infinity.predict.tracefile import SequenceTrace, load_trace, save_trace
-from moe_infinity.tools.simulator.cluster import (
+from benchmarks.replicas.__main__ import main
+from benchmarks.replicas.cluster import (
     ClusterCell,
     ClusterExperiment,
     Recorded,
@@ -24,10 +19,13 @@ from moe_infinity.tools.simulator.cluster import (
     run_cell,
     run_cluster,
 )
+from benchmarks.replicas.replica import Replica, SimulatedRequest
+from benchmarks.replicas.routers import ROUTERS
+from moe_infinity.errors import ConfigError, TraceError
+from moe_infinity.experts import Phase
+from moe_infinity.predict.tracefile import SequenceTrace, load_trace, save_trace
 from moe_infinity.tools.simulator.hardware import Hardware
 from moe_infinity.tools.simulator.replay import Setup, replay
-from moe_infinity.tools.simulator.replica import Replica, SimulatedRequest
-from moe_infinity.tools.simulator.routers import ROUTERS
 from moe_infinity.tools.simulator.schedule import interleave, steps_of
 from tests.tools.simulator.traces import one_after_the_other, sequence
 
@@ -220,45 +218,18 @@ def test_every_cell_is_a_row(trace):
         assert 0 < row["first_token_s_p50"] <= row["latency_s_p50"] <= row["latency_s_p95"]
 
 
-def test_the_command_prints_a_table_and_names_mistakes(command, trace):
-    args = ["--replicas", "2", "--router", "least-loaded", "--capacity", "50%"]
-    found = command("simulate", trace, *args)
-    assert found.code == 0
-    assert "least-loaded" in found.out
+def test_the_command_prints_a_table_and_names_mistakes(trace, capsys):
+    args = [str(trace), "--replicas", "2", "--router", "least-loaded", "--capacity", "50%"]
+    main([*args, "--jobs", "1"])
+    assert "least-loaded" in capsys.readouterr().out
     for wrong, said in (
         (["--replicas", "two"], "'two' is not a list of numbers"),
         (["--replicas", "0"], "'0' is not a list of numbers"),
         (["--router", "fate"], "unknown router 'fate'"),
         (["--warmup", "6"], "a warm-up of 6 leaves no request"),
         (["--draw", "7"], "cannot draw 7 of 6 requests"),
+        (["--rate", "0"], "--rate is not above 0"),
     ):
-        found = command("simulate", trace, *args, *wrong)
-        assert (found.code, found.out) == (1, "")
-        assert found.said(said)
-
-
-@pytest.mark.slow
-def test_processes_end_with_a_command_that_is_killed(trace):
-    command = [
-        sys.executable,
-        "-m",
-        "moe_infinity.cli",
-        "simulate",
-        str(trace),
-        "--replicas",
-        "1",
-        "--jobs",
-        "2",
-    ]
-    command += ["--router", ",".join(["eam"] * 200), "--capacity", "50%"]
-    with subprocess.Popen(command, start_new_session=True) as it:
-        children = Path(f"/proc/{it.pid}/task/{it.pid}/children")
-        give_up_at = time.monotonic() + 60
-        while not (pids := children.read_text().split()):
-            assert time.monotonic() < give_up_at
-        time.sleep(1)
-        pids = children.read_text().split()
-        it.kill()
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.1)
+        with pytest.raises(SystemExit, match=said):
+            main([*args, *wrong])
+    assert capsys.readouterr().out == ""

@@ -1,14 +1,17 @@
-"""`moe-infinity cluster demo`: a cluster of two local Ray nodes, to see that it works.
+"""A cluster of two local Ray nodes, to see that it works. Needs the extra `cluster`.
+
+    python examples/cluster_demo.py [MODEL]
 
 An expert host computes a part of the bundled model's experts and is killed; two replicas serve the
-model, and one of them is killed while it answers. Every answer has the tokens of one process.
+model, and one of them is killed while it answers. Every answer has the tokens of one process: only
+then the exit code is 0.
 """
 
 import logging
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,26 +38,23 @@ NUM_TOKENS = 24
 OPTIONS = {"host_memory": "50%", "device": "cpu"}
 BACK_S = 120.0  # for a killed host or replica to be back
 
-logger = logging.getLogger(__name__)
-
-Say = Callable[[str], None]
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 
 
-def demo(model: str, say: Say) -> bool:
-    """Whether all answers were equal, and what was killed was survived."""
-    model = str(Path(model).resolve())
+def run(model: str) -> bool:
+    """Return True if all answers were equal, and the work went on after each kill."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this machine alone
-    say("alone: one process, half of the experts in memory")
+    print("alone: one process, half of the experts in memory")
     with MoE(model, **OPTIONS) as moe:
         alone = [_text(moe, prompt) for prompt in PROMPTS]
     nodes = {"num_cpus": 2, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-    say("cluster: starting two local Ray nodes")
+    print("cluster: starting two local Ray nodes")
     cluster = Cluster(initialize_head=True, head_node_args=nodes)
     try:
         cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES)
         cluster.wait_for_nodes()
         ray.init(address=cluster.address, logging_level=logging.WARNING, log_to_driver=False)
-        survived = [_expert_hosts(model, cluster.address, alone, say), _replicas(model, alone, say)]
+        survived = [_expert_hosts(model, cluster.address, alone), _replicas(model, alone)]
         return all(survived)
     finally:
         ray.shutdown()
@@ -68,8 +68,8 @@ def _text(moe: MoE, prompt: str) -> str:
     return stream.text
 
 
-def _expert_hosts(model: str, address: str, alone: list[str], say: Say) -> bool:
-    say("expert host: one more process computes every second expert")
+def _expert_hosts(model: str, address: str, alone: list[str]) -> bool:
+    print("expert host: one more process computes every second expert")
     options: dict[str, Any] = OPTIONS | {"expert_hosts": 1, "cluster": address}
     with ClusterMoE(model, **options) as moe:
         hosts = moe.hosts
@@ -77,7 +77,7 @@ def _expert_hosts(model: str, address: str, alone: list[str], say: Say) -> bool:
         assert isinstance(hosts.placement, RayPlacement)
         first = [_text(moe, prompt) for prompt in PROMPTS]
         took_part = set(hosts.running) == {1}
-        say(f"  it took part: {took_part}; same text: {first == alone}")
+        print(f"  it took part: {took_part}; same text: {first == alone}")
         stream = moe.stream(PROMPTS[0], max_new_tokens=NUM_TOKENS, do_sample=False)
         pieces = iter(stream)
         next(pieces)
@@ -85,17 +85,17 @@ def _expert_hosts(model: str, address: str, alone: list[str], say: Say) -> bool:
         for _ in pieces:
             pass
         second = [stream.text, *(_text(moe, prompt) for prompt in PROMPTS[1:])]
-        say(f"  killed while it computed; same text: {second == alone}")
+        print(f"  killed while it computed; same text: {second == alone}")
         give_up_at = time.monotonic() + BACK_S
         while set(hosts.running) != {1} and time.monotonic() < give_up_at:
             third = [_text(moe, prompt) for prompt in PROMPTS]
         is_back = set(hosts.running) == {1}
-        say(f"  started again, and takes part: {is_back}; same text: {third == alone}")
+        print(f"  started again, and takes part: {is_back}; same text: {third == alone}")
     return took_part and is_back and first == second == third == alone
 
 
-def _replicas(model: str, alone: list[str], say: Say) -> bool:
-    say("replicas: two processes behind one address")
+def _replicas(model: str, alone: list[str]) -> bool:
+    print("replicas: two processes behind one address")
     port = _free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     app = build_app(model, replicas=2, model=OPTIONS, server={"max_batch": 1}, cores=0.5)
@@ -111,7 +111,7 @@ def _replicas(model: str, alone: list[str], say: Say) -> bool:
             return str(answer.json()["choices"][0]["text"])
 
         first = [ask(prompt) for prompt in PROMPTS]
-        say(f"  same text: {first == alone}")
+        print(f"  same text: {first == alone}")
         replicas = serve.get_deployment_handle("Replica", "default")
         pid = replicas.pid.remote().result()
         with ThreadPoolExecutor(len(PROMPTS)) as threads:
@@ -119,7 +119,7 @@ def _replicas(model: str, alone: list[str], say: Say) -> bool:
             time.sleep(0.2)
             psutil.Process(pid).kill()
             second = [answer.result() for answer in answers]
-        say(f"  one killed while 16 requests were there; same text: {second == alone * 4}")
+        print(f"  one killed while 16 requests were there; same text: {second == alone * 4}")
     serve.shutdown()
     return first == alone and second == alone * 4
 
@@ -127,3 +127,15 @@ def _replicas(model: str, alone: list[str], say: Say) -> bool:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+def main() -> None:
+    """Run the demo, and end with exit code 1 if anything differs."""
+    model = Path(sys.argv[1] if len(sys.argv) > 1 else DEMO)
+    if not run(str(model.resolve())):
+        sys.exit("not all was as it should be")
+    print("all as with one process")
+
+
+if __name__ == "__main__":
+    main()

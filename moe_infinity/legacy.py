@@ -1,19 +1,17 @@
-"""Options of the MoE-Infinity that was published with the paper: each is honoured, or answered by a
-warning that says what replaces it.
+"""Options of the MoE-Infinity that was published with the paper. A config asks here about the names
+it does not know: each is honoured, or answered by a warning that says what replaces it.
 """
 
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
-from moe_infinity.config import OffloadConfig, options_of
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.machine import device_memory_bytes, machine_memory_bytes
 
 # What to tell the user of an option that has no effect.
-LEGACY_IGNORED = {
+IGNORED = {
     "offload_path": "experts are read in place from the checkpoint, no copy is kept; remove it",
     "device_memory_ratio": "torch finds no CUDA device, experts run on the CPU; remove it",
     "trace_capacity": "the collection of earlier requests keeps 120; remove it",
@@ -22,21 +20,8 @@ LEGACY_IGNORED = {
 }
 
 
-def config_of(
-    config: OffloadConfig | dict[str, Any] | str | Path | None,
-    options: dict[str, Any],
-    kind: type[OffloadConfig] = OffloadConfig,
-) -> OffloadConfig:
-    """Return what `MoE(...)` was given as a config of this kind. Older options are understood,
-    except on top of an OffloadConfig. Raises ConfigError.
-    """
-    if isinstance(config, OffloadConfig):
-        return kind.from_options(config, options)
-    return kind.from_options(None, translate_legacy(options_of(config) | options))
-
-
-def translate_legacy(options: dict[str, Any]) -> dict[str, Any]:
-    """Honour or answer each key of the older config dict."""
+def translated(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without older names. Raises ConfigError for a bad ratio."""
     kept: dict[str, Any] = {}
     for name, value in options.items():
         device_memory = None
@@ -44,10 +29,9 @@ def translate_legacy(options: dict[str, Any]) -> dict[str, Any]:
             device_memory = memory_of_ratio(value, str(options.get("device", "auto")))
         if device_memory is not None:
             kept["device_memory"] = device_memory
-        elif name in LEGACY_IGNORED:
-            warnings.warn(
-                f"option {name!r} has no effect: {LEGACY_IGNORED[name]}", UserWarning, stacklevel=4
-            )
+        elif name in IGNORED:
+            text = f"option {name!r} has no effect: {IGNORED[name]}"
+            warnings.warn(text, UserWarning, stacklevel=4)  # of the caller of MoE
         elif name == "host_memory_ratio":
             kept["host_memory"] = int(_ratio(name, value) * machine_memory_bytes())
         else:

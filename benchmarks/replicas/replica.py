@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.replicas.affinity import Served
 from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.experts import Phase, Step
-from moe_infinity.predict.affinity import Served, matrix_of
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.tables import Floats
 from moe_infinity.predict.tracefile import SequenceTrace
+from moe_infinity.tools.pictures.activation import matrix_of
 from moe_infinity.tools.simulator.baselines import make_policy
 from moe_infinity.tools.simulator.replay import Cell, Machine, Setup, keys_of
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 from zlib import crc32
 
-from moe_infinity.predict.affinity import RequestForecast, choose, similarity
+from benchmarks.replicas.affinity import RequestForecast, choose, similarity
+from benchmarks.replicas.replica import Replica, SimulatedRequest, decode_matrix
 from moe_infinity.predict.tables import Floats
-from moe_infinity.tools.simulator.replica import Replica, SimulatedRequest, decode_matrix
 
 POINTS_OF_A_REPLICA = 64  # on the circle of the consistent hash
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.replicas.replica import Replica, SimulatedRequest
+from benchmarks.replicas.routers import ROUTERS, ReplicaRouter
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES
@@ -22,8 +24,6 @@ from moe_infinity.tools.simulator.hardware import Hardware
 from moe_infinity.tools.simulator.laboratory import hardware_of, num_slots_of, some_of
 from moe_infinity.tools.simulator.processes import OnWork, adding_up, run_all
 from moe_infinity.tools.simulator.replay import Setup
-from moe_infinity.tools.simulator.replica import Replica, SimulatedRequest
-from moe_infinity.tools.simulator.routers import ROUTERS, ReplicaRouter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
