@@ -33,6 +33,7 @@ def cache_parameter(forward: Callable[..., Any]) -> str:
     if name is None:
         raise UnsupportedModelError(
             f"{getattr(forward, '__qualname__', forward)}() takes no KV cache; "
-            f"expected a parameter named {' or '.join(CACHE_NAMES)}"
+            f"expected a parameter named {' or '.join(CACHE_NAMES)}\n"
+            "hint: without one there is no decode step; generate() with use_cache=False may run it"
         )
     return name

@@ -2,9 +2,9 @@
 residual that the current layer was given.
 
 The residual changes little from layer to layer, so most predictions are right: 80 % of the experts
-on the demo model (docs/log.md, 2026-11-21). No router has to be known by name: the block around the
-experts is called as the model calls it, and our experts function, instead of computing, raises an
-exception that carries the routing.
+on the demo model (notes/log.md, 2026-11-21). No router has to be known by name: the block around
+the experts is called as the model calls it, and our experts function, instead of computing, raises
+an exception that carries the routing.
 """
 
 from __future__ import annotations
