@@ -189,8 +189,8 @@ class Passes:
         num_tokens = inputs["attention_mask"].shape[1]
         if not has_tokens(inputs["cache"], num_tokens):
             raise UnsupportedModelError(
-                f"a forward pass left the KV cache without its tokens; expected {num_tokens} \n"
-                "hint: its code ignores the cache; generate() with use_cache=False may run it"
+                f"a forward pass left the KV cache without its tokens; expected {num_tokens}\n"
+                "hint: the model ignores the cache; generate() with use_cache=False may run it"
             )
         return logits_BTV
 

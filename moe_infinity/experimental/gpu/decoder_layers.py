@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
-from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_parameter
+from moe_infinity.architectures.cache_argument import CACHE_NAMES
 from moe_infinity.architectures.layer_parts import (
     ATTENTION,
     NORM,
@@ -137,7 +137,6 @@ def _adds_with(layer: nn.Module, block: nn.Module) -> bool:
     own = feed_forward(layer)
     x = _random(1, TRIED_ROWS, len(layer.get_submodule(RESIDUAL_NORM).get_parameter("weight")))
     given = {"attention_mask": None, "position_embeddings": (x, x)}
-    given[cache_parameter(layer.forward)] = None
     stubs = {own: block, layer.get_submodule(ATTENTION): _Attention(given)}
     tried: Any = copy.copy(layer)
     tried._modules = {
