@@ -192,10 +192,13 @@ class MoE:
 
     # Steps of a caller that batches requests by itself, as the server does
 
-    def forward(self, step: Step, **inputs: Any) -> Any:
+    def forward(self, step: Step, *, cache: Any = None, **inputs: Any) -> Any:
         """Run one forward pass of the model without gradients. `step` says which sequence each
-        token belongs to; `inputs` are the arguments of the model.
+        token belongs to, `cache` is the KV cache, whatever name the model has for it, and `inputs`
+        are the other arguments. Raises UnsupportedModelError if the model takes no cache.
         """
+        if cache is not None:
+            inputs[self._steps.cache_parameter] = cache
         with self._lock, torch.no_grad(), self._device.explaining():
             self._require_open()
             self._await_preload(None)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import check_layout
 from scripts.check_layout import ROOT, main, problems_of, read_tree
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe_infinity.architectures.cache_argument import cache_in, cache_parameter
 from moe_infinity.engine.experts import Experts
 from moe_infinity.experts import Phase, Step
 
@@ -43,6 +44,11 @@ class StepReader:
             for module, read in reads.items()
         ]
         self._hooks += [module.register_forward_hook(self._after_forward) for module in reads]
+
+    @cached_property
+    def cache_parameter(self) -> str:
+        """The model's name of the KV cache. Raises UnsupportedModelError if it takes none."""
+        return cache_parameter(self._model.forward)
 
     @contextmanager
     def generating(self, arguments: Mapping[str, Any]) -> Iterator[None]:
@@ -109,7 +115,7 @@ class StepReader:
             return None
         num_sequences, num_new = inputs.shape[:2]
         mask = kwargs.get("attention_mask")
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             num_cached = mask.shape[1] - num_new
         else:  # none, or expanded for attention already, as with a static cache
