@@ -40,7 +40,7 @@ def decode(
 
     from moe_infinity import MoE
 
-    with MoE(model, preload="off", **options) as moe, torch.no_grad():
+    with MoE(model, preload="off", stream_layers=False, **options) as moe, torch.no_grad():
         ids = moe.tokenizer(TEXT.read_text("utf-8"), return_tensors="pt").input_ids
         ids = ids[:, : num_prompt + num_tokens]
         cache = DynamicCache(config=moe.model.config)

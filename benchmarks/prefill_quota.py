@@ -33,7 +33,8 @@ def turn_off(moe: MoE) -> None:
 def hit_rates(
     args: argparse.Namespace, prompts: list[str], share: str, policy: str, *, is_on: bool
 ) -> dict[str, Any]:
-    with MoE(args.model, host_memory=share, policy=policy, preload="off") as moe:
+    asked_only = {"preload": "off", "stream_layers": False}  # nothing is read ahead
+    with MoE(args.model, host_memory=share, policy=policy, **asked_only) as moe:
         if not is_on:
             turn_off(moe)
         for prompt in prompts:

@@ -48,6 +48,7 @@ class OffloadConfig:
     # "idle": while slots are free, read experts that no layer has asked for; "wait": and fill all
     # slots before the first token; "off": read only what a layer asks for, or `prefetch` predicts.
     preload: str = "idle"
+    stream_layers: bool = True  # in a long prompt, load the next layer's experts while one computes
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     config_from: str | None = None  # folder or hub id with config and tokenizer of a GGUF file
@@ -72,7 +73,7 @@ class OffloadConfig:
             raise ConfigError(f"history must be a file name, got {self.history!r}")
         if self.prefetch not in (None, False, True):
             raise ConfigError(f"prefetch must be None, True or False, got {self.prefetch!r}")
-        for name in ("early_router", "exact", "trust_remote_code"):
+        for name in ("early_router", "stream_layers", "exact", "trust_remote_code"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):

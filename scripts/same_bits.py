@@ -57,9 +57,9 @@ MODES: dict[str, dict[str, Any]] = {
     "exact": {"exact": True},
     "eager": {"experts_implementation": "eager"},
 }
-# Without prefetch the order of loads follows from the routing alone, so that it can be counted.
+# The first loads only what layers ask for, so that what it loads, and when, can be counted.
 PRELOADS: dict[str, dict[str, Any]] = {
-    "off": {"preload": "off", "prefetch": False},
+    "off": {"preload": "off", "stream_layers": False, "prefetch": False},
     "idle": {"preload": "idle"},
 }
 POLICIES = ("activation-aware", "lru", "lfu", "request-lfu")

@@ -178,11 +178,13 @@ def only_gpu_tests_use_a_gpu(
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_preloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a test asks for it: many count hits, misses and bytes."""
     defaults = OffloadConfig.__init__.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "preload", "off")
+    if "experimental" not in request.node.path.parts:
+        monkeypatch.setitem(defaults, "stream_layers", False)
 
 
 @pytest.fixture(scope="session")

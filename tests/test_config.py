@@ -83,8 +83,8 @@ def test_an_unknown_option_is_named_with_those_that_exist(given):
         ("device_memory", "lots"), ("device_memory", "1GiB,1GiB"), ("device_memory", True),
         ("num_read_threads", 0), ("num_read_threads", -1), ("num_read_threads", "two"),
         ("num_read_threads", 1.5), ("num_read_threads", None),
-        ("prefetch", "yes"), ("early_router", 1), ("history", 3), ("without", "token"),
-        ("without", ["tokens"]), ("without", [["token"]]),
+        ("prefetch", "yes"), ("early_router", 1), ("stream_layers", 0), ("history", 3),
+        ("without", "token"), ("without", ["tokens"]), ("without", [["token"]]),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_where_the_option_is_made(name, value):

@@ -320,16 +320,13 @@ def test_a_stream_that_is_left_does_not_wait_for_it(tiny_checkpoint, disk):
 # The next layer of a long prompt
 
 
-def test_the_next_layer_of_a_long_prompt_is_read_while_one_computes(
-    tiny_checkpoint, expected, monkeypatch
-):
+def test_the_next_layer_of_a_long_prompt_is_read_while_one_computes(tiny_checkpoint):
     prompt = torch.arange(3, 99)[None]
-    with MoE(tiny_checkpoint, host_memory="100%", preload="off") as moe:
+    options = {"host_memory": "100%", "preload": "off"}  # only what the prompt itself asks for
+    with MoE(tiny_checkpoint, stream_layers=False, **options) as moe:
         logits = moe.model(prompt).logits
         assert moe.report().prefill.misses == NUM_EXPERTS
-    with MoE(tiny_checkpoint, host_memory="100%", preload="idle") as moe:
-        monkeypatch.setattr(moe.engine._preloader, "advance", lambda: False)
-        # only what the prompt itself asks for
+    with MoE(tiny_checkpoint, stream_layers=True, **options) as moe:
         assert torch.equal(moe.model(prompt).logits, logits)
         prefill = moe.report().prefill
         assert prefill.misses == 8, "of the first layer"
@@ -342,7 +339,7 @@ def test_under_a_limit_it_takes_no_more_than_a_prompt_may(tiny_checkpoint, host_
     prompt = torch.arange(3, 99)[None]
     with MoE(tiny_checkpoint, host_memory="100%", preload="off") as moe:
         logits = moe.model(prompt).logits
-    with MoE(tiny_checkpoint, host_memory=host_memory, preload="idle") as moe:
+    with MoE(tiny_checkpoint, host_memory=host_memory, preload="idle", stream_layers=True) as moe:
         for _ in range(3):
             assert torch.equal(moe.model(prompt).logits, logits)
             tokens_of(moe)

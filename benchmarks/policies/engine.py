@@ -98,7 +98,13 @@ def main() -> None:
         runs = {
             name: Run(
                 stack.enter_context(
-                    MoE(args.model, host_memory=args.host_memory, preload="off", **options)
+                    MoE(
+                        args.model,
+                        host_memory=args.host_memory,
+                        preload="off",
+                        stream_layers=False,
+                        **options,
+                    )
                 )
             )
             for name, options in SETTINGS.items()

@@ -120,6 +120,13 @@ class ModelOptions:
             "token) or off."
         ),
     ] = "idle"
+    stream_layers: Annotated[
+        bool,
+        typer.Option(
+            "--stream-layers/--no-stream-layers",
+            help="In a long prompt: load the next layer's experts while one layer computes.",
+        ),
+    ] = True
     history: Annotated[
         Path | None,
         typer.Option(

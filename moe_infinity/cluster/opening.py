@@ -26,7 +26,7 @@ from moe_infinity.memory.machine import available_memory_bytes
 
 # What a host needs of a config. The rest is about the model as a whole.
 OF_A_HOST = (
-    "host_memory", "policy", "prefetch", "preload", "without",
+    "host_memory", "policy", "prefetch", "preload", "stream_layers", "without",
     "config_from", "dtype", "expert_dtype", "exact", "experts_implementation",
     "trust_remote_code", "num_read_threads",
 )  # fmt: skip

@@ -153,7 +153,7 @@ def _layer_path(
         bookkeeping=bookkeeping,
         prefetcher=prefetcher,
         early_router=early_router,
-        stream=None if is_on_cpu and config.preload == "off" else tier.mover.stream,
+        stream=tier.mover.stream if config.stream_layers else None,
         streams_while_computing=is_on_cpu,
     )
 

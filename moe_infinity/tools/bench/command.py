@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from moe_infinity.tools.bench.measuring import BenchTest
 
 OF_MODEL = (
-    "device", "device_memory", "policy", "prefetch", "early_router", "preload", "config_from",
-    "dtype", "expert_dtype", "exact", "experts_implementation", "gpu_engine", "trust_remote_code",
+    "device", "device_memory", "policy", "prefetch", "early_router", "preload", "stream_layers",
+    "config_from", "dtype", "expert_dtype", "exact", "experts_implementation", "gpu_engine",
+    "trust_remote_code",
 )  # fmt: skip
 
 
