@@ -27,7 +27,7 @@ from typing import Any
 from copy_bandwidth import disk_bandwidth
 from limits import drop_from_page_cache, run_limited
 
-TEXT = Path(__file__).resolve().parents[1] / "docs" / "experiments.md"
+TEXT = Path(__file__).resolve().parents[1] / "notes" / "log.md"
 NUM_PROMPT = 32  # a longer one warms up: 600 tokens activate every expert of a layer
 
 

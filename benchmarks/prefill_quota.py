@@ -1,6 +1,6 @@
 """Does a prefill quota help decoding?
 
-The same prompts, one after the other on one cache, greedy, with the rule of decision 0004 and with
+The same prompts, one after the other on one cache, greedy, with the rule of decision 0002 and with
 it turned off (every load counts as decode). Tokens are the same; hit rates are not.
 
     python benchmarks/prefill_quota.py models/demo ../shared/data/prompts/gsm8k.jsonl [--limit 24]

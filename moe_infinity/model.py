@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.architectures.packed_linear import bytes_by_type
+from moe_infinity.architectures.model_parts import bytes_by_type
 from moe_infinity.architectures.step_reader import StepReader
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
 from moe_infinity.checkpoint.signature import signature_of
@@ -52,7 +52,7 @@ from moe_infinity.predict.eam import RequestEam
 from moe_infinity.predict.history import load_history, save_history
 from moe_infinity.predict.options import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
-from moe_infinity.report import Report, TierOccupancy
+from moe_infinity.report import Report, TierOccupancy, count_paths
 from moe_infinity.streaming import TextStream, check_one_sequence
 
 if TYPE_CHECKING:
@@ -110,7 +110,11 @@ class MoE:
                 self._experts.close()
                 raise
             experts_backend.attach(self.model, plan.layers, self._experts, early_router)
-            self._steps = StepReader(self.model, self._experts)
+            self._steps = StepReader(
+                self.model,
+                begin_step=self._experts.begin_step,
+                leave_step=self._experts.leave_step,
+            )
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
             if self.config.preload != "off":
                 self.engine.start_preloading()
@@ -296,6 +300,7 @@ class MoE:
         disk = TierOccupancy(Tier.DISK.value, num_experts, num_experts, engine.stored_expert_bytes)
         counters = copy.deepcopy(engine.bookkeeping.counters)
         table = engine.tiers[0].table
+        around = [] if self._small_batches is None else self._small_batches.paths()
         return Report(
             policy=self.config.policy,
             experts=engine.description,
@@ -307,6 +312,7 @@ class MoE:
             preload=counters.preload,
             evictions=table.evictions,
             tiers=(*tiers, disk),
+            paths=count_paths([computer.path_taken for computer in engine.path.computers], around),
         )
 
     def expert_states(self) -> NDArray[np.int8]:

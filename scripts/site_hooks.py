@@ -20,7 +20,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md")  # navigation has them, whoever links to them
+# In the navigation, so on the site even where no page links to them.
+ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "notes/log.md")
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 TITLE = re.compile(r"^# (.*)$", re.MULTILINE)
 COMMANDS = "<!-- commands -->"

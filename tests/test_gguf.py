@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from moe_infinity import CheckpointError, MoE
-from moe_infinity.architectures.packed_linear import PackedLinear
+from moe_infinity.architectures.model_parts import PackedLinear
 from moe_infinity.checkpoint.gguf_config import KNOWN
 from moe_infinity.checkpoint.gguf_names import CHECKED
 from moe_infinity.inspection import inspect_checkpoint

@@ -1,33 +1,38 @@
 """The experts of one MoE layer, whatever class holds them: where their parameters are, how one
 expert computes, and how the model's own code is made to call the engine.
 
-    Adapter          classes behind transformers' experts interface, which call our backend
-    its subclasses   the classes outside it (docs/models.md), each called in its own way
+    Adapter                classes behind transformers' experts interface, which call our backend
+    outside_interface.py   the classes outside it (docs/models.md), each called in its own way
     module_list.py         nn.ModuleList and nn.ModuleDict of expert MLPs, as in remote code
 
-T tokens, K experts per token, E experts, D model width, R rows of one expert.
+T tokens, K experts per token, D model width, R rows of one expert, F expert width.
 """
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from moe_infinity.engine.routing import NO_EXPERT, Routing
+from moe_infinity.architectures.trial import Differs, Verdict, first_found, first_that, verdict
+from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout
+from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout, Ints
+from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.reference import expert_mlp
+from moe_infinity.kernels.residents import Residents
 
 # Set by transformers' `use_experts_implementation` on every experts module of the interface.
 INTERFACE_ATTRIBUTES = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts"}
 CALL_ATTRIBUTE = "_moe_infinity_call"  # set on each module of the interface: its MoeLayer
+LARGE = 1e4  # beyond every limit of an activation
+TRIED = (0.0, 0.1, 0.6, 1.0, 1.5, 3.0, 5.0, 6.5, 8.0, 12.0, 30.0, LARGE)  # and their negatives
+TOLERANCE = 1e-6  # relative, below 1 absolute: some architectures round to float32 on the way
 
 
 class ExpertCalls(Protocol):
@@ -38,13 +43,19 @@ class ExpertCalls(Protocol):
 
 
 class MoeLayer(Protocol):
-    """One MoE layer of the engine, as an adapter calls it."""
+    """One MoE layer of the engine, as a model's modules call it."""
 
     def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
         """[T, D]: the weighted sum over each token's experts."""
 
     def answer_calls(self, calls: ExpertCalls, routing: Routing) -> None:
         """Answer the calls that a block makes of its experts by itself."""
+
+    def residents(self) -> Residents | None:
+        """Return the layer's experts if those of all layers are in memory and none has to leave."""
+
+    def note(self, top_k_index_TK: Ints) -> None:
+        """Enter the layer: the caller has computed its residents for these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +83,14 @@ class ExpertsModule:
     adapter: Adapter
 
     def connect(self, model: nn.Module, layer: MoeLayer) -> None:
+        """Let the model's code call `layer` from now on."""
         self.adapter.connect(self, model, layer)
 
 
 class Adapter:
-    """For the classes of the interface. Adapters of other classes override what differs."""
+    """The classes of the interface. Adapters of other classes override what differs."""
 
-    # In which order a token's experts are summed, see engine/exact.py; None: as configured.
+    # In which order a token's experts are summed, see engine/torch_backend.py; None: as configured.
     is_eager: bool | None = None
     weighs_input = False  # the routing weight scales what goes into an expert, not what comes out
     is_block = False  # the module routes, too
@@ -109,9 +121,11 @@ class Adapter:
         )
 
     def count(self, module: Any) -> int:
+        """Return the number of experts that have weights."""
         return int(module.num_experts)
 
     def locations(self, module: Any, num_experts: int) -> dict[str, ParameterLocation]:
+        """Return where each parameter of an expert is, by its name in a slot."""
         return {
             key: ParameterLocation((key,), True, num_experts)
             for key, param in module.named_parameters(recurse=False)
@@ -119,20 +133,23 @@ class Adapter:
         }
 
     def computation(self, module: Any) -> Callable[..., Tensor]:
+        """Return how one expert computes, see ExpertsModule.compute."""
         return partial(expert_mlp, module)
 
     def hidden(self, module: Any) -> Callable[[Tensor], Tensor] | None:
-        """What an expert computes between two products. None: it is not of that form."""
+        """Return what an expert computes between two products; None if it has another form."""
         if vars(module).get("has_post_expert_norm"):
             return None
-        found: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn
-        return found
+        hidden: Callable[[Tensor], Tensor]
+        hidden = module._apply_gate if module.has_gate else module.act_fn
+        return hidden
 
     def orientation(self, module: Any) -> bool | None:
+        """Return ExpertsModule.is_transposed."""
         return bool(module.is_transposed)
 
     def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
-        """From now on the model's code calls `layer`."""
+        """Let the model's code call `layer` from now on."""
         object.__setattr__(experts.module, CALL_ATTRIBUTE, layer)
 
 
@@ -142,259 +159,96 @@ def _shape_of_one(param: Tensor, location: ParameterLocation) -> tuple[int, ...]
     return tuple(param.shape[1:]) if location.rows == 1 else (location.rows, *param.shape[1:])
 
 
-class Outside(Adapter):
-    """Outside the interface: gate and up, an activation, and down. The class has `num_experts`,
-    `act_fn`, parameters stacked over experts, and is called with (x_TD, index_TK, weights_TK).
-    """
-
-    is_eager = True
-    gate_up = "gate_up_proj"
-    down = "down_proj"
-    is_transposed = False
-
-    def orientation(self, module: Any) -> bool | None:
-        return self.is_transposed
-
-    def locations(self, module: Any, num_experts: int) -> dict[str, ParameterLocation]:
-        paths = {"gate_up_proj": self.gate_up, "down_proj": self.down}
-        return {
-            key: ParameterLocation((path,), True, module.get_parameter(path).shape[0])
-            for key, path in paths.items()
-        }
-
-    def computation(self, module: Any) -> Callable[..., Tensor]:
-        return partial(
-            expert_mlp,
-            SimpleNamespace(
-                has_gate=True,
-                has_bias=False,
-                is_transposed=self.is_transposed,
-                _apply_gate=self.hidden(module),
-            ),
-        )
-
-    def hidden(self, module: Any) -> Callable[[Tensor], Tensor] | None:
-        activation = self.activation(module)
-
-        def gated(gate_up: Tensor) -> Tensor:
-            gate, up = gate_up.chunk(2, dim=-1)
-            product: Tensor = activation(gate) * up
-            return product
-
-        return getattr(module, "_apply_gate", gated)
-
-    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
-        found: Callable[[Tensor], Tensor] = module.act_fn
-        return found
-
-    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
-        experts.module.forward = partial(self.forward, experts.module, layer)
-
-    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Any:
-        """What runs in place of the module's forward, called with the same arguments."""
-        return layer(*args)
-
-
-class Step3p7(Outside):
-    """Called like the interface. Its activation clamps, with a limit that depends on the layer."""
-
-
-class LongcatFlash(Outside):
-    """Some experts of a layer are the identity: they have no weights to load."""
-
-    def count(self, module: Any) -> int:
-        return int(module.num_routed_experts)
-
-    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
-        x_TD, index_TK, weights_TK = args
-        is_expert_TK = index_TK < module.num_routed_experts
-        out_TD = layer(x_TD, index_TK.masked_fill(~is_expert_TK, NO_EXPERT), weights_TK)
-        # One after the other by expert id, as the class adds them; adding zero changes no bit.
-        order_TK = index_TK.argsort(dim=1)
-        identity_TK = weights_TK.masked_fill(is_expert_TK, 0).gather(1, order_TK)
-        for weight_T in identity_TK.unbind(dim=1):
-            out_TD = out_TD + (x_TD * weight_T[:, None]).to(out_TD.dtype)
-        return out_TD
-
-
-class Aria(Outside):
-    """Routes inside the experts module. In the interface since transformers 5.23."""
-
-    is_eager = False
-    gate_up = "fc1.weight"
-    down = "fc2.weight"
-    is_transposed = True
-
-    def count(self, module: Any) -> int:
-        return int(module.config.moe_num_experts)
-
-    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
-        return nn.functional.silu
-
-    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
-        x_TD, router_logits_TE = args
-        return layer(x_TD, *module.route_tokens_to_experts(router_logits_TE))
-
-
-class JetMoe(Outside):
-    """The module is the whole block. Its router gives sorted pairs, so the top-k is taken again. It
-    sums in float32 as grouped_mm does. Its attention experts (JetMoeMoA) are dense weights here."""
-
-    is_block = True
-    is_eager = False
-    gate_up = "input_linear.weight"
-    down = "output_linear.weight"
-
-    def count(self, module: Any) -> int:
-        return int(module.router.num_experts)
-
-    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
-        found: Callable[[Tensor], Tensor] = module.activation
-        return found
-
-    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
-        (x_BSD,) = args
-        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        logits_TE = module.router(x_TD)[-1]
-        top_k = logits_TE.topk(module.router.top_k, dim=1)
-        weights_TK = torch.softmax(top_k.values, dim=1).type_as(x_TD)
-        out_BSD: Tensor = layer(x_TD, top_k.indices, weights_TK).view(x_BSD.shape) + module.bias
-        return out_BSD
-
-
-class Llama4(Outside):
-    """The module is the whole block. The class computes every expert for every token; here an
-    expert computes only the tokens routed to it."""
-
-    is_block = True
-    is_eager = False
-    weighs_input = True
-    gate_up = "experts.gate_up_proj"
-    down = "experts.down_proj"
-    is_transposed = True
-
-    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
-        found: Callable[[Tensor], Tensor] = module.experts.act_fn
-        return found
-
-    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> tuple[Tensor, Tensor]:
-        x_TD = args[0].reshape(-1, module.hidden_dim)
-        scores_TE, logits_TE = module.router(x_TD)
-        index_TK = logits_TE.topk(module.top_k, dim=1).indices
-        out_TD = module.shared_expert(x_TD)
-        return out_TD.add_(layer(x_TD, index_TK, scores_TE.gather(1, index_TK))), logits_TE
-
-
-class Dbrx(Outside):
-    """Three weights, each [E * F, D]: an expert is F neighbouring rows of each."""
-
-    def orientation(self, module: Any) -> bool | None:
-        return None
-
-    def hidden(self, module: Any) -> None:
-        return None
-
-    def locations(self, module: Any, num_experts: int) -> dict[str, ParameterLocation]:
-        rows = int(module.ffn_hidden_size)
-        return {
-            key: ParameterLocation((f"mlp.{key}",), True, num_experts, rows)
-            for key in ("w1", "v1", "w2")
-        }
-
-    def computation(self, module: Any) -> Callable[..., Tensor]:
-        def glu(weights: dict[str, Tensor], x_RD: Tensor) -> Tensor:
-            gate = module.mlp.activation_fn(x_RD.matmul(weights["w1"].T))
-            out_RD: Tensor = (gate * x_RD.matmul(weights["v1"].T)).matmul(weights["w2"])
-            return out_RD
-
-        return glu
-
-    def forward(self, module: Any, layer: MoeLayer, *args: Any) -> Tensor:
-        x_BSD, index_TK, weights_TK = args
-        out_TD = layer(x_BSD.reshape(-1, x_BSD.shape[-1]), index_TK, weights_TK)
-        out_BSD: Tensor = out_TD.view(x_BSD.shape[0], -1, x_BSD.shape[-1])
-        return out_BSD
-
-
-class OneModuleEach(Adapter):
-    """A ModuleList or ModuleDict with one module per expert. One copy of such a module, without
-    weights of its own, computes every expert with the weights it is given."""
-
-    is_eager = True
-
-    def orientation(self, module: Any) -> bool | None:
-        return None
-
-    def hidden(self, module: Any) -> None:
-        return None
-
-    def count(self, module: Any) -> int:
-        return len(self.names(module))
-
-    def names(self, module: Any) -> list[str]:
-        """NLLB keeps a dropout among its experts."""
-        return [name for name, child in module.named_children() if list(child.parameters())]
-
-    def locations(self, module: Any, num_experts: int) -> dict[str, ParameterLocation]:
-        names = self.names(module)
-        keys = [key for key, _ in module.get_submodule(names[0]).named_parameters()]
-        return {
-            key: ParameterLocation(tuple(f"{name}.{key}" for name in names), False, num_experts)
-            for key in keys
-        }
-
-    def computation(self, module: Any) -> Callable[..., Tensor]:
-        template = copy.deepcopy(next(module.children())).eval()  # on meta; its forward stays
-
-        def run(weights: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-            out: Tensor = torch.func.functional_call(template, weights, args, kwargs)
-            return out
-
-        return run
-
-
-class SwitchTransformers(OneModuleEach):
-    """Called with the top-1 one-hot, [T, 1, E]; zeros beyond an expert's capacity (5.23)."""
-
-    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
-        def forward(x_TD: Tensor, chosen_T1E: Tensor, weights_T1: Tensor) -> Tensor:
-            index_T1 = chosen_T1E.argmax(dim=-1).masked_fill(~chosen_T1E.any(dim=-1), NO_EXPERT)
-            return layer(x_TD, index_T1, weights_T1)
-
-        experts.module.forward = forward
-
-
-class NllbMoe(OneModuleEach):
-    """As published, and as transformers 4 ran it: a token goes to every expert whose probability is
-    not zero. transformers 5 (5.23 at least) takes a one-hot for ids: only experts 0 and 1 run."""
-
-    def computation(self, module: Any) -> Callable[..., Tensor]:
-        run = super().computation(module)
-        kept = 1 - module.moe_token_dropout
-
-        def scaled(weights: dict[str, Tensor], x_RD: Tensor) -> Tensor:
-            out_RD: Tensor = run(weights, x_RD) * kept
-            return out_RD
-
-        return scaled
-
-    def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
-        def forward(x_TD: Tensor, first_choice_TE: Tensor, probabilities_TE: Tensor) -> Tensor:
-            weights_TK, index_TK = probabilities_TE.topk(2, dim=1)
-            return layer(x_TD, index_TK.masked_fill(weights_TK == 0, NO_EXPERT), weights_TK)
-
-        experts.module.forward = forward
-
-
-# By class name: classes outside the interface.
-ADAPTERS: dict[str, Adapter] = {
-    "AriaExperts": Aria(),
-    "DbrxExperts": Dbrx(),
-    "JetMoeMoE": JetMoe(),
-    "Llama4TextMoe": Llama4(),
-    "LongcatFlashExperts": LongcatFlash(),
-    "NllbMoeExperts": NllbMoe(),
-    "Step3p7Experts": Step3p7(),
-    "SwitchTransformersExperts": SwitchTransformers(),
-}
 INTERFACE = Adapter()
+
+
+# The activation of experts, found by trying
+
+
+def find_activation(
+    compute: Callable[[Tensor], Tensor], *, is_gated: bool
+) -> Verdict[tuple[Activation, bool]]:
+    """Find what `compute` does to the outputs of the first product, [R, 2F] or [R, F], and whether
+    the columns of gate and up alternate there, instead of all of gate before all of up.
+    """
+    arrangements = (False, True) if is_gated else (False,)
+    return first_found(
+        verdict(partial(_search_activation, compute, is_gated, is_interleaved))
+        for is_interleaved in arrangements
+    )
+
+
+def _search_activation(
+    compute: Callable[[Tensor], Tensor], is_gated: bool, is_interleaved: bool
+) -> tuple[Activation, bool]:
+    def apply(gate: Tensor, up: Tensor) -> Tensor:
+        if not is_gated:
+            return compute(gate[None])[0]
+        halves = [gate, up]
+        columns = torch.stack(halves, -1).flatten() if is_interleaved else torch.cat(halves)
+        return compute(columns[None])[0]
+
+    values = torch.tensor([*TRIED, *(-x for x in TRIED)], dtype=torch.float64, device="cpu")
+    gate, up = (axis.flatten() for axis in torch.meshgrid(values, values, indexing="ij"))
+    outputs = apply(gate, up)
+    if outputs.shape != gate.shape:
+        raise Differs("its activation gives another shape")
+    alpha, shift, limit = _measured(apply, is_gated=is_gated)
+    candidates = [
+        Activation(function, is_gated, alpha if function == "silu" else 1.0, shift, limit)
+        for function in FUNCTIONS
+    ]
+
+    def agrees(activation: Activation) -> bool:
+        expected = activation(gate, up if is_gated else None)
+        return bool(((outputs - expected).abs() <= TOLERANCE * expected.abs().clamp(min=1)).all())
+
+    return first_that(candidates, agrees, "kernels do not know its activation"), is_interleaved
+
+
+def _measured(
+    apply: Callable[[Tensor, Tensor], Tensor], *, is_gated: bool
+) -> tuple[float, float, float]:
+    """Return alpha, shift and limit, as they would be for silu."""
+    up = torch.tensor([0.0, 1.0, LARGE], dtype=torch.float64, device="cpu")
+    none, one, most = apply(torch.ones_like(up), up).tolist()
+    slope = one - none if is_gated else one  # what the gate gives for 1
+    alpha = math.log(slope / (1 - slope)) if 0 < slope < 1 else 1.0
+    if not is_gated or slope == 0:
+        return _rounded(alpha), 0.0, math.inf
+    shift = none / slope
+    limit = (most - none) / slope
+    return _rounded(alpha), _rounded(shift), math.inf if limit > LARGE / 2 else _rounded(limit)
+
+
+def _rounded(number: float) -> float:
+    """Return 6 digits of a number, as many as it has in the model's code."""
+    return float(f"{number:.6g}")
+
+
+# Gradients
+
+
+def without_gradient(x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """Return the result of `compute`, which depends on `x`. A backward pass through it raises
+    UnsupportedModelError: experts have no gradients.
+
+    Dense weights keep `requires_grad`, as in stock transformers. With it torch takes other kernels
+    for some matrix products, which changes the last bit of float32.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return compute()
+    out: Tensor = _Refusal.apply(x, compute)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Refusal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise UnsupportedModelError(
+            "a model whose experts are not in memory cannot be trained: they have no gradient"
+        )

@@ -1,11 +1,32 @@
-"""Decoder layers that kernels/cpu/decoder_steps.py computes in steps of one token of each sequence:
-one call for what surrounds a layer's experts or, while all experts are in memory, one call for this
-layer and those after it.
+"""Decoder layers of a model on a CPU, in steps of one new token of each sequence. A token takes one
+of two paths through them:
 
-Whether a layer is one of them is found by trying, not by the model's name: it has the usual parts,
-and on random tokens, in float32, it gives what the kernel gives. One layer of each kind is tried
-when the model is loaded. The others, and all longer inputs, go the usual way; so does a call with
-arguments that are not known here.
+    resident path: all experts are in memory      cached path: they are not
+
+    layer 0      DecoderLayer.forward             each layer   DecoderLayer.forward
+                   |                                             |
+                   v                                             v
+                 LayersAhead.run                               DecoderSteps.attend
+                   | one call of machine code                    | one call: norms, attention,
+                   | computes layers 0 to n,                     | residual, the router's choice
+                   | experts included                            v
+                   v                                           the model's block of experts
+                 answers 0 to n                                  |
+                   | answer 0 is returned,                       v
+                   | the others wait (AnsweredAhead)           engine/experts_backend.py
+                   v                                             |
+    layers 1..n  DecoderLayer.forward                            v
+                   takes the answer that waits                 engine/layer.py: record, look up,
+                   |                                           load, hold, compute, release
+                   v                                             |
+                 each tells the engine which                     v
+                 experts it activated                          residual + the experts' sum
+
+Both paths give the same bits. All longer inputs run the layer's own code, and so does a call with
+arguments that are not known here, under hooks, or with replaced weights.
+
+decoder_search.py finds which layers the kernel can compute: one of each kind is tried when the
+model is loaded.
 """
 
 from __future__ import annotations
@@ -17,12 +38,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from moe_infinity.architectures import growing_cache
-from moe_infinity.architectures.angles import Angles
-from moe_infinity.architectures.decoder_parts import described, has_usual_parts, kind_of
-from moe_infinity.architectures.decoder_trial import find_attention
+from moe_infinity.architectures.answered_ahead import AnsweredAhead, TensorVersion
+from moe_infinity.architectures.attention_inputs import Angles, add_token, can_grow, with_room
+from moe_infinity.architectures.decoder_search import LayerKind, described, dtype_of
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.architectures.layer_parts import (
+from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,
     RESIDUAL_NORM,
@@ -30,11 +50,10 @@ from moe_infinity.architectures.layer_parts import (
     feed_forward,
     router_of,
 )
-from moe_infinity.architectures.layers_ahead import LayersAhead
-from moe_infinity.architectures.routers import KnownRouting, find_gate, gives_experts_alone
+from moe_infinity.architectures.trial import Found
 from moe_infinity.experts import Ints
-from moe_infinity.kernels.cpu.decoder import Attention, DecoderKernel, Gate
-from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
+from moe_infinity.kernels.cpu.decoder import DecoderKernel
+from moe_infinity.kernels.cpu.decoder_steps import Attended, Cached, DecoderSteps
 from moe_infinity.kernels.residents import Residents
 
 MOST_SEQUENCES = 64  # of a step
@@ -43,16 +62,8 @@ SERVED = {"attention_mask", "past_key_values", "position_embeddings"}
 KNOWN = SERVED | {"position_ids", "use_cache", "cache_position"}
 
 
-class LayerKind(NamedTuple):
-    """What layers of one kind have in common, as far as kernels know it."""
-
-    attention: Attention  # of one of them
-    gate: Gate | None  # of the router
-    is_all: bool  # what follows the attention is a router and experts, no more
-
-
 class DecoderLayer:
-    """In place of the forward method of one decoder layer."""
+    """The forward method of one decoder layer that the kernel can compute."""
 
     def __init__(
         self,
@@ -63,24 +74,29 @@ class DecoderLayer:
         *,
         may_follow: bool,
     ) -> None:
+        """`may_follow`: the layer directly follows the one before it, with the same arguments."""
         block = feed_forward(layer)
+        attention = kind.attention
+        gate = kind.gate.path if isinstance(kind.gate, Found) else None
         self.kernel = DecoderKernel(
-            described(layer, kind.attention.rotated, kind.attention.pairs, kind.gate),
-            getattr(layer, NORM).weight.dtype,
+            described(layer, attention.rotated, attention.pairs, gate), dtype_of(layer)
         )
         self.angles = angles
-        self._call = experts_of(block) if kind.is_all else None
         self.may_follow = may_follow
+        self._experts = experts_of(block) if isinstance(kind.experts_alone, Found) else None
         self._early_router = early_router
         self._attention = getattr(layer, ATTENTION)
-        self._feed_forward = block
+        self._block = block
         self._stock: Callable[..., Any] = layer.forward
         router = router_of(block)
-        self._router = KnownRouting(router) if kind.gate is not None and router else None
-        self._followers = [block, *block.children()]
-        self._norms = getattr(layer, NORM), getattr(layer, RESIDUAL_NORM)
-        modules = [*self._attention.modules(), *self._norms]
-        if self._router is not None:
+        self._router = None
+        self._block_modules = [block, *block.children()]
+        self._replaced = {
+            name: layer.get_submodule(name) for name in (ATTENTION, NORM, RESIDUAL_NORM)
+        }
+        modules = [each for module in self._replaced.values() for each in module.modules()]
+        if gate is not None and router is not None:
+            self._router = KnownRouting(router)
             modules.append(router)
         self._weights = [
             (module._parameters, name, weight.data_ptr())
@@ -98,36 +114,36 @@ class DecoderLayer:
         vars(layer)["forward"] = self.forward
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method."""
+        """Compute what the layer's own forward method would."""
         if not args and (out := self._ahead.take(self._number, hidden_states, kwargs)) is not None:
             return out
         cache_layer = None if args else self.cache_layer(hidden_states, kwargs)
         if cache_layer is None:
             return self._stock(hidden_states, *args, **kwargs)
         out = self._ahead.run(self._number, hidden_states, kwargs)
-        return self._with_experts(hidden_states, cache_layer, kwargs) if out is None else out
+        return self._with_block(hidden_states, cache_layer, kwargs) if out is None else out
 
-    def _with_experts(self, x: Tensor, cache_layer: Any, kwargs: dict[str, Any]) -> Tensor:
-        """By the kernel, and then the block that has the experts."""
-        cached = Cached(*growing_cache.with_room(cache_layer))
+    def _with_block(self, x: Tensor, cache_layer: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Compute by the kernel up to the experts, and then by the model's block of experts."""
+        cached = Cached(*with_room(cache_layer))
         angles = self.angles.of(kwargs["position_embeddings"])
         mask = self.angles.mask_of(kwargs.get("attention_mask"), cached.keys.shape[2])
-        given = self._steps.attend(self._number, x[:, 0], angles, cached, mask)
-        growing_cache.take(cache_layer)
-        residual = given.residual[:, None]
+        attended = self._steps.attend(self._number, x[:, 0], angles, cached, mask)
+        add_token(cache_layer)
+        residual = attended.residual[:, None]
         if self._early_router is not None:
             self._early_router.note_residual(residual)
         if self._router is not None:
-            self._router.expect(given)
-        out = self._feed_forward(given.normed[:, None])
+            self._router.expect(attended)
+        out = self._block(attended.normed[:, None])
         added: Tensor = out[0] if isinstance(out, tuple) else out
         return residual + added
 
     def cache_layer(self, x: Tensor, kwargs: dict[str, Any]) -> Any | None:
-        """Its part of the cache; None if a call with these arguments is not the kernel's."""
+        """Return the layer's part of the cache; None if the layer's own code has to run."""
         cache: Any = kwargs.get("past_key_values")
         index = getattr(self._attention, "layer_idx", None)
-        known = (
+        is_for_kernel = (
             x.shape[1] == 1
             and x.is_contiguous()
             and len(x) <= MOST_SEQUENCES
@@ -137,95 +153,162 @@ class DecoderLayer:
             and index is not None
             and index < len(cache.layers)
             and all(kwargs[name] is None or kwargs[name] is False for name in kwargs.keys() - KNOWN)
-            and not self._is_watched()
-            and self._is_current()
+            and self.obstacle() is None
         )
-        if not known:
+        if not is_for_kernel:
             return None
         cache_layer = cache.layers[index]
-        if not growing_cache.can_grow(cache_layer) or len(cache_layer.keys) != len(x):
+        if not can_grow(cache_layer) or len(cache_layer.keys) != len(x):
             return None
         mask = kwargs.get("attention_mask")
         fits = mask is None or mask.shape == (len(x), 1, 1, cache_layer.keys.shape[2] + 1)
         return cache_layer if fits and cache_layer.keys.dtype == x.dtype else None
 
+    def obstacle(self) -> str | None:
+        """Return why the layer's own code has to run from now on; None if nothing is in the way."""
+        for name, module in self._replaced.items():
+            if self._has_hooks(module):
+                return f"a hook on {name}"
+        return None if self._has_its_weights() else "its weights were replaced"
+
     def residents(self) -> Residents | None:
-        """Its experts, if those of all layers are in memory and none has to leave. None also if
-        more than router and experts follows the attention, or somebody watches these.
+        """Return the layer's experts, if those of all layers are in memory and none has to leave.
+        None also if more than router and experts follows the attention, or if these have hooks.
         """
-        if self._call is None or any(map(self._has_hooks, self._followers)):
+        if self._experts is None or any(map(self._has_hooks, self._block_modules)):
             return None
-        found: Residents | None = self._call.residents()
-        return found
+        return self._experts.residents()
 
-    def note(self, experts_TK: Ints) -> None:
-        """The residents were computed for these tokens."""
-        assert self._call is not None
-        self._call.note(experts_TK)
+    def note(self, top_k_index_TK: Ints) -> None:
+        """Tell the engine that the residents were computed for these tokens."""
+        assert self._experts is not None
+        self._experts.note(top_k_index_TK)
 
-    def _is_current(self) -> bool:
-        """Whether the weights are still those that the kernel reads."""
+    def _has_its_weights(self) -> bool:
+        """Return True if the weights are still those that the kernel reads."""
         return all(
             (weight := parameters[name]) is not None and weight.data_ptr() == address
             for parameters, name, address in self._weights
         )
 
-    def _is_watched(self) -> bool:
-        """Whether somebody wants to see what the modules inside are called with."""
-        return any(map(self._has_hooks, (self._attention, *self._norms)))
-
     def _has_hooks(self, module: nn.Module) -> bool:
+        """Return True if the user has installed a hook. The early router's own does not count: it
+        gets the residual directly.
+        """
         return bool(module._forward_hooks) or any(
-            map(self._is_others, module._forward_pre_hooks.values())
+            self._early_router is None or getattr(hook, "__self__", 0) is not self._early_router
+            for hook in module._forward_pre_hooks.values()
         )
 
-    def _is_others(self, hook: Any) -> bool:
-        """Whether a hook is not the early router's, which is told of the residual as it is."""
-        return self._early_router is None or getattr(hook, "__self__", 0) is not self._early_router
+
+class KnownRouting:
+    """The forward method of a router: it returns what the kernel has chosen for its next input."""
+
+    def __init__(self, router: nn.Module) -> None:
+        self._stock = router.forward
+        self._attended: Attended | None = None
+        self._version: TensorVersion | None = None  # of its input; None in inference mode
+        vars(router)["forward"] = self._forward
+
+    def expect(self, attended: Attended) -> None:
+        """Keep the next input, and what the router would make of it."""
+        self._attended = attended
+        self._version = TensorVersion.of(attended.normed)
+
+    def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        attended = self._attended
+        self._attended = None
+        if attended is None or x.data_ptr() != attended.normed.data_ptr() or args or kwargs:
+            return self._stock(x, *args, **kwargs)
+        if self._version is not None and not self._version.is_of(attended.normed):
+            return self._stock(x, *args, **kwargs)  # the block has changed it in place
+        return attended.logits.to(x.dtype), attended.shares, attended.chosen
 
 
-def use_kernels(model: nn.Module, early_router: EarlyRouter | None) -> None:
-    """Replace the forward methods of the decoder layers of a model that kernels can compute."""
-    rotations = [m for m in model.modules() if hasattr(m, "inv_freq") and not list(m.children())]
-    kinds: dict[Any, LayerKind | None] = {}
-    angles: dict[int, Angles] = {}
-    found: list[tuple[nn.Module, DecoderLayer]] = []
-    before = ""
-    for name, layer in list(model.named_modules()):
-        if not has_usual_parts(layer):
-            continue
-        key = kind_of(layer)
-        if key not in kinds:
-            kinds[key] = _find_kind(layer, rotations)
-        kind = kinds[key]
-        if kind is not None:
-            num_pairs = kind.attention.rotated // 2
-            of_step = angles.setdefault(num_pairs, Angles(num_pairs))
-            follows = bool(before) and name == _next_name(before)
-            own = DecoderLayer(layer, kind, of_step, early_router, may_follow=follows)
-            found.append((layer, own))
-            before = name
-    by_dtype = {own.kernel.dtype for _, own in found}
-    if len(by_dtype) != 1:
-        return
-    steps = DecoderSteps([own.kernel for _, own in found])
-    ahead = LayersAhead(steps, [own for _, own in found])
-    for number, (layer, own) in enumerate(found):
-        own.connect(layer, number, steps, ahead)
+# The resident path
 
 
-def _find_kind(layer: nn.Module, rotations: Sequence[nn.Module]) -> LayerKind | None:
-    tried = (find_attention(layer, rotation) for rotation in rotations)
-    attention = next((good for good in tried if good is not None), None)
-    if attention is None:
-        return None
-    block = feed_forward(layer)
-    router = router_of(block)
-    gate = None if router is None else find_gate(router)
-    return LayerKind(attention, gate, gate is not None and gives_experts_alone(block))
+class _Answer(NamedTuple):
+    """The output of a layer that the model has not called yet, and what it is for."""
+
+    kwargs: dict[str, Any]
+    cache_layer: Any
+    keys: Tensor  # of the cache layer, to which a token is added
+    out: Tensor
+    top_k_index_BK: Ints
 
 
-def _next_name(name: str) -> str:
-    """Of the module after this one in its list."""
-    parent, _, index = name.rpartition(".")
-    return f"{parent}.{int(index) + 1}" if index.isdecimal() else ""
+class LayersAhead:
+    """The decoder layers of one model that the kernel computes, in the order of the model. One call
+    computes a layer and all that follow, while the experts of all of them are in memory.
+    """
+
+    def __init__(self, steps: DecoderSteps, layers: Sequence[DecoderLayer]) -> None:
+        self._steps = steps
+        self._layers = layers
+        self._answers: AnsweredAhead[int, _Answer] = AnsweredAhead()
+
+    def take(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the output of layer `number`; None if it was not computed for these arguments. If
+        only the keyword arguments differ, no later step computes ahead from the layer before it.
+        """
+        answer = self._answers.take(number, x)
+        if answer is None:
+            return None
+        is_same = kwargs.keys() == answer.kwargs.keys()
+        if not is_same or any(kwargs[name] is not answer.kwargs[name] for name in kwargs):
+            self._layers[number].may_follow = False
+            return None
+        return self._enter(number, answer) if answer.keys is answer.cache_layer.keys else None
+
+    def run(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the output of layer `number`, and compute all that follow as far as possible. None
+        if its experts are not all in memory.
+        """
+        self._answers.clear()
+        residents, cache_layers = self._reach(number, x, kwargs)
+        if not residents:
+            return None
+        cached = [Cached(*with_room(cache_layer)) for cache_layer in cache_layers]
+        angles = self._layers[number].angles
+        outs, routings = self._steps.run(
+            number,
+            x[:, 0],
+            angles.of(kwargs["position_embeddings"]),
+            cached,
+            angles.mask_of(kwargs.get("attention_mask"), cached[0].keys.shape[2]),
+            residents,
+        )
+        answers = [
+            _Answer(kwargs, cache_layer, cache_layer.keys, out[:, None], top_k_index_BK)
+            for cache_layer, out, top_k_index_BK in zip(cache_layers, outs, routings, strict=True)
+        ]
+        for i in range(1, len(answers)):
+            self._answers.put(number + i, answers[i - 1].out, answers[i])
+        return self._enter(number, answers[0])
+
+    def _reach(
+        self, number: int, x: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[list[Residents], list[Any]]:
+        """Return the experts and parts of the cache of the layers that one call can compute."""
+        residents: list[Residents] = []
+        cache_layers: list[Any] = []
+        if x.is_inference() or torch.is_inference_mode_enabled():  # a change would not be noticed
+            return residents, cache_layers
+        for layer in self._layers[number:]:
+            joins = not residents or (
+                layer.may_follow and layer.angles is self._layers[number].angles
+            )
+            experts = layer.residents() if joins else None
+            cache_layer = None if experts is None else layer.cache_layer(x, kwargs)
+            if experts is None or cache_layer is None:
+                break
+            residents.append(experts)
+            cache_layers.append(cache_layer)
+        return residents, cache_layers
+
+    def _enter(self, number: int, answer: _Answer) -> Tensor:
+        """Return an answer, and let cache and engine know that its layer was computed."""
+        self._layers[number].note(answer.top_k_index_BK)
+        add_token(answer.cache_layer)
+        return answer.out

@@ -1,43 +1,65 @@
-"""What surrounds the experts in a decode step on a CPU, computed by kernels made for few tokens.
-Not with exact=True, since the bits are not those of transformers.
+"""Decode steps on a CPU, in which kernels made for few tokens compute what surrounds the experts.
+exact=True does not use them, since their bits are not those of transformers.
 
-    linear layers   kernels/cpu/linear.py
-    attention       kernels/cpu/attention.py
+    layers          decoder_layers.py, those that decoder_search.py finds
+    linear layers   kernels/cpu/linear.py, those that are given the same tensor together
+    attention       kernels/cpu/attention.py, in layers that were not found
     threads         kernels have them all, torch has one; see kernels/cpu/threads.py
 
-Longer inputs are computed by torch, as ever. The "sdpa" function in transformers' registry is
-shared by all models, so it is wrapped once, and calls it for modules of other models.
+Longer inputs are computed by torch. The "sdpa" function in transformers' registry is shared by all
+models, so it is wrapped once, and calls the stock function for modules of other models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moe_infinity.architectures.decoder_layers import use_kernels
+from moe_infinity.architectures.answered_ahead import AnsweredAhead, TensorVersion
+from moe_infinity.architectures.attention_inputs import Angles
+from moe_infinity.architectures.decoder_layers import DecoderLayer, LayersAhead
+from moe_infinity.architectures.decoder_search import (
+    LayerKind,
+    dtype_of,
+    find_kind,
+    key_of,
+    unusual_part,
+)
 from moe_infinity.architectures.early_router import EarlyRouter
-from moe_infinity.architectures.packed_linear import Linear, PackedLinear, is_linear, weight_of
+from moe_infinity.architectures.model_parts import (
+    Linear,
+    PackedLinear,
+    feed_forward,
+    is_linear,
+    rotations_of,
+    router_of,
+    weight_of,
+)
+from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.checkpoint.layout import PackedWeight
 from moe_infinity.kernels.cpu.attention import attend
+from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.threads import give_torch_all, leave_torch_one
 from moe_infinity.kernels.many_rows import MOST_TOKENS, is_for_torch
+from moe_infinity.report import PathTaken
 
 MARK = "_moe_infinity_takes_small_batches"  # set on every module of a model that we run
-Attention = Callable[..., tuple[Tensor, Tensor | None]]
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class SmallBatchSteps:
-    """Lets kernels of ours compute the steps of few tokens of a model."""
+    """The steps of few tokens of one model, which our kernels compute until `close`."""
 
     def __init__(self, model: nn.Module, early_router: EarlyRouter | None) -> None:
-        use_kernels(model, early_router)
+        self._layers = KernelLayers(model, early_router)
         for module in model.modules():
             siblings = Siblings()
             for child in module.children():
@@ -61,68 +83,146 @@ class SmallBatchSteps:
 
         vars(model)["forward"] = forward
 
+    def paths(self) -> Iterator[PathTaken]:
+        """Yield which path each layer, router and block of experts takes, as of now."""
+        return self._layers.paths()
+
     def close(self) -> None:
+        """Give the model its own forward method back."""
         vars(self._model).pop("forward", None)
+
+
+class KernelLayers:
+    """The layers of a model. Those that the kernel can compute get another forward method."""
+
+    def __init__(self, model: nn.Module, early_router: EarlyRouter | None) -> None:
+        self._verdicts: dict[nn.Module, Verdict[LayerKind]] = {}
+        self._connected: dict[nn.Module, DecoderLayer] = {}
+        names: dict[nn.Module, str] = {}
+        kinds: dict[Any, Verdict[LayerKind]] = {}
+        for name, layer in list(model.named_modules()):
+            unusual = unusual_part(layer)
+            if unusual is None:
+                key = key_of(layer)
+                if key not in kinds:
+                    kinds[key] = find_kind(layer, rotations_of(model))
+                self._verdicts[layer] = kinds[key]
+                names[layer] = name
+            elif isinstance(layer, GradientCheckpointingLayer):
+                self._verdicts[layer] = FellBack(unusual)
+        self._connect(names, early_router)
+
+    def _connect(self, names: dict[nn.Module, str], early_router: EarlyRouter | None) -> None:
+        """Let kernels compute the layers that were found."""
+        kinds = {
+            layer: verdict.path
+            for layer, verdict in self._verdicts.items()
+            if isinstance(verdict, Found)
+        }
+        if len({dtype_of(layer) for layer in kinds}) > 1:
+            self._verdicts |= dict.fromkeys(kinds, FellBack("layers have several dtypes"))
+            return
+        angles: dict[int, Angles] = {}
+        before = ""
+        for layer, kind in kinds.items():
+            num_pairs = kind.attention.rotated // 2
+            self._connected[layer] = DecoderLayer(
+                layer,
+                kind,
+                angles.setdefault(num_pairs, Angles(num_pairs)),
+                early_router,
+                may_follow=bool(before) and names[layer] == _next_name(before),
+            )
+            before = names[layer]
+        if not kinds:
+            return
+        layers = list(self._connected.values())
+        steps = DecoderSteps([layer.kernel for layer in layers])
+        ahead = LayersAhead(steps, layers)
+        for number, (module, connected) in enumerate(self._connected.items()):
+            connected.connect(module, number, steps, ahead)
+
+    def paths(self) -> Iterator[PathTaken]:
+        """Yield which path each layer, router and block of experts takes, as of now."""
+        for layer, verdict in self._verdicts.items():
+            if isinstance(verdict, Found) and (obstacle := self._connected[layer].obstacle()):
+                verdict = FellBack(obstacle)
+            yield path_taken("layer", layer, verdict)
+            if isinstance(verdict, FellBack):
+                continue
+            block = feed_forward(layer)
+            if (router := router_of(block)) is not None:
+                yield path_taken("router", router, verdict.path.gate)
+                yield path_taken("block", block, verdict.path.experts_alone)
+
+
+def _next_name(name: str) -> str:
+    """Return the name of the module after this one in its list."""
+    parent, _, index = name.rpartition(".")
+    return f"{parent}.{int(index) + 1}" if index.isdecimal() else ""
 
 
 class Siblings:
     """The linear layers of one module. Some are given the very same tensor one after the other, as
     those of queries, keys and values are. From then on they are computed together, when the first
-    of them is called. Not under torch.inference_mode, where a tensor has no version, so that a
-    change of it in place between two calls would not be noticed.
+    of them is called. Under torch.inference_mode each is computed by itself, see `TensorVersion`.
     """
 
     def __init__(self) -> None:
-        self._x: Tensor | None = None  # the last input, and which layer it was given to first
-        self._version: int | None = None  # of its contents
-        self._first: Linear | None = None
+        self._input: TensorVersion | None = None  # the last one, and
+        self._first: Linear | None = None  # the layer that was given it first
         self._groups: dict[Linear, LinearGroup] = {}  # by their first
-        self._waiting: dict[Linear, Tensor] = {}  # products with x not yet returned
+        self._products: AnsweredAhead[Linear, Tensor] = AnsweredAhead()
 
     def forward(self, linear: Linear, x: Tensor) -> Tensor:
-        """By the kernel for few tokens without gradients, else by torch."""
+        """Compute a linear layer: few tokens without gradients by a kernel, all others by torch."""
         rows = x.shape[:-1]
         is_packed = isinstance(linear, PackedLinear)
         is_long = is_for_torch(rows.numel(), x.dtype, is_packed=is_packed)
         if is_long or torch.is_grad_enabled():
             return nn.functional.linear(x, linear.weight, linear.bias)
-        version = None if x.is_inference() else x._version
-        is_same = x is self._x and version is not None and version == self._version
-        if not is_same or linear is self._first:
-            self._x = x
-            self._version = version
-            self._first = linear
-            self._waiting = self._multiply(linear, x)
-        elif linear not in self._waiting:
-            self._waiting |= self._multiply(linear, x)
-            self._join(linear)
-        if linear not in self._waiting:
+        out = self._products.take(linear, x)
+        if out is None:
+            out = self._multiply(linear, x)
+        if out is None:
             return nn.functional.linear(x, linear.weight, linear.bias)
-        out = self._waiting.pop(linear)
         if linear.bias is not None:
             out = out + linear.bias
         # Without gaps, whether computed alone or together: torch's activations round by that.
         return out.to(x.dtype).contiguous().view(*rows, -1)
 
-    def _multiply(self, linear: Linear, x: Tensor) -> dict[Linear, Tensor]:
-        """The products of x with each layer of the group that `linear` is in, float32. Empty if
-        kernels do not read the weight.
+    def _multiply(self, linear: Linear, x: Tensor) -> Tensor | None:
+        """Return the product of x with a layer, float32. Those of other layers of its group wait
+        until these are called. None if kernels do not read the weight.
         """
+        is_next = self._input is not None and self._input.is_of(x) and linear is not self._first
+        if is_next:
+            self._join(linear)
+        else:
+            self._products.clear()
+            self._input = TensorVersion.of(x)
+            self._first = linear
         group = self._groups.get(linear)
         if group is None or not group.is_current:
             group = self._groups[linear] = LinearGroup([linear])
-        return group.multiply(x)
+        products = group.multiply(x)
+        for sibling, product in products.items():
+            if sibling is not linear:
+                self._products.put(sibling, x, product)
+        return products.get(linear)
 
     def _join(self, linear: Linear) -> None:
-        """Next time, compute this layer with the first."""
+        """Compute this layer with the first from the next step on."""
         assert self._first is not None
-        group = LinearGroup([*self._groups[self._first].linears, linear])
-        if group.fused is not None:
-            self._groups[self._first] = group
+        linears = self._groups[self._first].linears
+        if linear not in linears:
+            group = LinearGroup([*linears, linear])
+            if group.fused is not None:
+                self._groups[self._first] = group
 
 
 class LinearGroup:
-    """Layers that are computed together."""
+    """Linear layers that are computed together."""
 
     def __init__(self, linears: list[Linear]) -> None:
         self.linears = linears
@@ -132,7 +232,7 @@ class LinearGroup:
 
     @property
     def is_current(self) -> bool:
-        """Whether the weights are still those that it was made for: not moved, not cast."""
+        """Return True if the weights were neither moved nor cast since the group was made."""
         return all(
             _identity(weight_of(linear)) == made_for
             for linear, made_for in zip(self.linears, self._made_for, strict=True)
@@ -159,9 +259,9 @@ def _wrap_sdpa() -> None:
 
 
 class _SmallBatchSdpa:
-    """In place of transformers' function: by the kernel where a head has one query."""
+    """Transformers' function, but by the kernel where a head has one query."""
 
-    def __init__(self, stock: Attention) -> None:
+    def __init__(self, stock: AttentionFunction) -> None:
         self._stock = stock
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Hooks on a model: before each forward pass they read what kind of step it is from its arguments,
+"""Hooks on a model. Before each forward pass they read from its arguments what kind of step it is;
 after it they note that it ended.
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,30 +18,28 @@ from transformers import PreTrainedModel
 from moe_infinity.experts import Phase, Step
 
 
-class StepListener(Protocol):
-    """What a StepReader calls; see engine/engine.py."""
-
-    def begin_step(self, step: Step) -> None:
-        """A forward pass begins."""
-
-    def leave_step(self) -> None:
-        """The last forward pass did not end."""
-
-
 class StepReader:
-    """Calls the engine's `begin_step` before each forward pass. An encoder and its decoder make
-    steps of their own: the encoder's begins the requests, as a prompt does.
+    """Calls `begin_step` before each forward pass, and `leave_step` if the pass did not end. An
+    encoder and its decoder make steps of their own: the encoder's begins the requests, as a prompt
+    does.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: StepListener) -> None:
-        # Of the running generate(): tokens that end a sequence (None: the generation config's) and
-        # the mask of the prompt.
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        begin_step: Callable[[Step], None],
+        leave_step: Callable[[], None],
+    ) -> None:
+        # While generate() runs: tokens that end a sequence (None: the generation config's) and the
+        # mask of the prompt.
         self.end_ids: Any = None
         self.prompt_mask: Tensor | None = None
-        # Of the running forward(): the step as its caller names it.
+        # While forward() runs: the step as its caller names it.
         self.named: Step | None = None
         self._model = model
-        self._engine = engine
+        self._begin_step = begin_step
+        self._leave_step = leave_step
         self._is_in_pass = False  # if a pass does not end, it stays True until the next one
         self._finished_B: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._num_encoded = 0  # sequences the encoder ran for, until the decoder begins
@@ -60,26 +58,29 @@ class StepReader:
         self.leave_pass()
         step = self.named or read(args, kwargs)
         if step is not None:
-            self._engine.begin_step(step)
+            self._begin_step(step)
         self._is_in_pass = True
 
     def _after_forward(self, *_: object) -> None:
-        """torch does not call this after a pass that fails or is interrupted."""
+        """Note that a pass ended. torch does not call this if it failed or was interrupted."""
         self._is_in_pass = False
 
     def leave_pass(self) -> None:
-        """Call the engine's `leave_step` if the model's last pass did not end."""
+        """Call `leave_step` if the model's last pass did not end."""
         if self._is_in_pass:
-            self._engine.leave_step()
+            self._leave_step()
         self._is_in_pass = False
 
     def read_encoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """Return the step of an encoder."""
         step = self.read(args, kwargs)
         self._num_encoded = 0 if step is None else step.num_sequences
         return step
 
     def read_decoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        """Its first step goes on with the requests that the encoder's step began."""
+        """Return the step of a decoder. Its first one goes on with the requests that the encoder's
+        step began.
+        """
         step = self.read(args, kwargs)
         num_encoded, self._num_encoded = self._num_encoded, 0
         if step is None or step.num_sequences != num_encoded:
@@ -87,7 +88,9 @@ class StepReader:
         return replace(step, begins_B=np.zeros_like(step.begins_B))
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        """The step of a call with these arguments. None if it has neither ids nor embeddings."""
+        """Return the step of a call with these arguments; None if it has neither ids nor
+        embeddings.
+        """
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         inputs = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
         if inputs is None:
@@ -119,8 +122,8 @@ class StepReader:
         )
 
     def _finished(self, token_ids_B: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which sequences of a batch have ended. Tokens they are given while others go on do not
-        count for their request, from the token on that ended them.
+        """Return which sequences of a batch have ended. The token that ended a sequence, and those
+        that it is given while others go on, do not count for its request.
         """
         ends = self.end_ids
         if ends is None:
@@ -132,5 +135,6 @@ class StepReader:
         return self._finished_B
 
     def close(self) -> None:
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()

@@ -24,7 +24,7 @@ from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
 
-# The prefill quota: a prefill step may take num_slots / 8 slots from decoding (log.md 2026-11-21).
+# The prefill quota: a prefill step may take num_slots / 8 slots from decoding (notes/log.md).
 PREFILL_QUOTA_SHARE = 8
 
 

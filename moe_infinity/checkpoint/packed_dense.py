@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from moe_infinity.architectures.packed_linear import PackedLinear
+from moe_infinity.architectures.model_parts import PackedLinear
 from moe_infinity.checkpoint.extents import StoredTensor
 from moe_infinity.checkpoint.layout import PackedWeight, WeightLayout
 from moe_infinity.checkpoint.packing import PackedTensor

@@ -23,7 +23,6 @@ from transformers.core_model_loading import (
 )
 
 from moe_infinity.architectures.adapters import (
-    ADAPTERS,
     INTERFACE,
     INTERFACE_ATTRIBUTES,
     Adapter,
@@ -31,6 +30,7 @@ from moe_infinity.architectures.adapters import (
     ParameterLocation,
 )
 from moe_infinity.architectures.module_list import LIST, is_list_of_experts
+from moe_infinity.architectures.outside_interface import ADAPTERS
 from moe_infinity.checkpoint.extents import StoredTensor
 from moe_infinity.checkpoint.headers import Headers
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes

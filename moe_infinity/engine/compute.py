@@ -9,12 +9,13 @@ Both begin a piece of work from a routing, compute experts as they arrive, and s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule
+from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.engine.expert_kernels import fused_layer
 from moe_infinity.engine.fused import FusedBackend, FusedWork
@@ -25,6 +26,9 @@ from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.host import Slots
+
+if TYPE_CHECKING:
+    from moe_infinity.kernels.cpu.experts import FusedExperts
 
 
 class Work(Protocol):
@@ -57,11 +61,16 @@ class LayerComputer:
         )
         self.by_kernels: FusedBackend | None = None  # None: no kernel reads these experts
         uses_kernels = not (is_exact or copies_experts or isinstance(slots, DeviceSlots))
-        experts = fused_layer(layer, recipes) if uses_kernels else None
-        if experts is not None:
+        experts: Verdict[FusedExperts] = FellBack(
+            "transformers' bits were asked for" if is_exact else "not on the CPU"
+        )
+        if uses_kernels:
+            experts = fused_layer(layer, recipes)
+        if isinstance(experts, Found):
             self.by_kernels = FusedBackend(
-                experts, slots.address_of, weighs_input=layer.adapter.weighs_input
+                experts.path, slots.address_of, weighs_input=layer.adapter.weighs_input
             )
+        self.path_taken = path_taken("experts", layer.module, experts)
         self._is_packed = recipes.is_packed
         self._num_experts = layer.num_experts
         by_kernels, by_torch = (

@@ -5,7 +5,7 @@
                                ──leave_step──> if the pass did not end
 
 While all experts are in memory, a decode step may bypass `layer`: the model's decoder layers take
-`residents`, compute them, and call `note_residents` (architectures/layers_ahead.py).
+`residents`, compute them, and call `note_residents` (architectures/decoder_layers.py).
 
 Two threads decide about slots, one at a time: the thread that runs the model and, between its
 layers, the one that fills free slots (engine/preloader.py).

@@ -1,7 +1,7 @@
 """Which kernels of ours read the experts of an MoE layer where they lie in their slots.
 
 Kernels read experts of any class that compute two products with a known activation between them
-(kernels/activation.py), and whose weights have one of the layouts that kernels know.
+(architectures/adapters.py), and whose weights have one of the layouts that kernels know.
 """
 
 from __future__ import annotations
@@ -9,39 +9,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.architectures.adapters import ExpertsModule, find_activation
+from moe_infinity.architectures.trial import FellBack, Found, Verdict
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.recipe import Recipe
 from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.activation import Activation, find_activation
+from moe_infinity.kernels.activation import Activation
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts
 
 
-def fused_layer(layer: ExpertsModule, recipes: LayerRecipes) -> FusedExperts | None:
-    """For the CPU. None: the experts can only be computed one by one."""
+def fused_layer(layer: ExpertsModule, recipes: LayerRecipes) -> Verdict[FusedExperts]:
+    """Find the kernels of the CPU that compute all activated experts of a layer in one call."""
     mlp = _two_products(layer, recipes)
-    if mlp is None:
-        return None
+    if isinstance(mlp, FellBack):
+        return mlp
     from moe_infinity.kernels.cpu.experts import fused_experts
 
-    return fused_experts(
-        mlp.up,
-        mlp.down,
-        mlp.activation,
-        biases=mlp.biases,
-        is_interleaved=mlp.is_interleaved,
+    experts = fused_experts(
+        mlp.path.up,
+        mlp.path.down,
+        mlp.path.activation,
+        biases=mlp.path.biases,
+        is_interleaved=mlp.path.is_interleaved,
     )
+    return FellBack("kernels do not read its weights") if experts is None else Found(experts)
 
 
 def slot_layer(layer: ExpertsModule, recipes: LayerRecipes) -> SlotMlp | None:
     """For a GPU. None: its kernels do not read the experts."""
-    mlp = _two_products(layer, recipes)
-    if mlp is None or len(mlp.down) != 1:
+    two_products = _two_products(layer, recipes)
+    if isinstance(two_products, FellBack) or len(two_products.path.down) != 1:
         return None
+    mlp = two_products.path
     return slot_mlp(
         mlp.up,
         mlp.down[0],
@@ -62,22 +65,28 @@ class _TwoProducts(NamedTuple):
     is_interleaved: bool
 
 
-def _two_products(layer: ExpertsModule, recipes: LayerRecipes) -> _TwoProducts | None:
-    """None if the experts compute anything else, or if their slots are laid out otherwise."""
+def _two_products(layer: ExpertsModule, recipes: LayerRecipes) -> Verdict[_TwoProducts]:
+    """Find the two products of the experts, and their weights in a slot."""
     hidden = layer.adapter.hidden(layer.module)
-    filled_by = {spec.name: found for found in recipes.recipes for spec in found.targets.values()}
+    filled_by = {
+        spec.name: recipe for recipe in recipes.recipes for spec in recipe.targets.values()
+    }
     is_gated = "gate_up_proj" in filled_by
     names = ["gate_up_proj" if is_gated else "up_proj", "down_proj"]
     bias_names = [f"{name}_bias" for name in names if f"{name}_bias" in filled_by]
-    if hidden is None or set(filled_by) != {*names, *bias_names} or len(bias_names) == 1:
-        return None
+    if hidden is None:
+        return FellBack("an expert is more than an activation between two products")
+    if set(filled_by) != {*names, *bias_names} or len(bias_names) == 1:
+        return FellBack(f"an expert's parameters are {', '.join(sorted(filled_by))}")
     activation = find_activation(hidden, is_gated=is_gated)
+    if isinstance(activation, FellBack):
+        return activation
     is_transposed = bool(layer.is_transposed)
     up, down = (_matrices(filled_by[name], is_transposed=is_transposed) for name in names)
-    biases = [_bias(filled_by[name]) for name in bias_names]
-    if activation is None or up is None or down is None or None in biases:
-        return None
-    return _TwoProducts(up, down, [bias for bias in biases if bias is not None], *activation)
+    biases = [bias for name in bias_names if (bias := _bias(filled_by[name])) is not None]
+    if up is None or down is None or len(biases) < len(bias_names):
+        return FellBack("kernels do not read its weights as they lie in a slot")
+    return Found(_TwoProducts(up, down, biases, *activation.path))
 
 
 def _matrices(recipe: Recipe, *, is_transposed: bool) -> Sequence[WeightLayout] | None:

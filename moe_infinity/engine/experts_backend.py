@@ -12,9 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_infinity.architectures.adapters import CALL_ATTRIBUTE, ExpertCalls, ExpertsModule
+from moe_infinity.architectures.adapters import (
+    CALL_ATTRIBUTE,
+    ExpertCalls,
+    ExpertsModule,
+    without_gradient,
+)
 from moe_infinity.architectures.early_router import EarlyRouter, Routed
-from moe_infinity.architectures.gradients import without_gradient
 from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import Ints
@@ -27,7 +31,7 @@ def experts_forward(
     self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
 ) -> Tensor:
     """What transformers calls instead of its own loop over experts."""
-    layer: EngineLayer = getattr(self, CALL_ATTRIBUTE)
+    layer: EngineLayer = vars(self)[CALL_ATTRIBUTE]  # from Adapter.connect, see `attach` below
     return layer(x_TD, top_k_index_TK, top_k_weights_TK)
 
 

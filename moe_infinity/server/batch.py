@@ -23,7 +23,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from moe_infinity.architectures import growing_cache
+from moe_infinity.architectures import attention_inputs
 
 # Not DynamicIndexedLayer: sparse attention also selects positions of the padding, so a sequence's
 # tokens depend on its neighbours (seen with DeepSeek-V3.2 and GLM-5, tiny and random).
@@ -162,7 +162,9 @@ def with_tensors(layer: Any, convert: Callable[[Tensor], Tensor]) -> Any:
 def _copied(layer: Any) -> Any:
     """A layer whose tensors are replaced without a change of the other's."""
     copied = copy(layer)
-    vars(copied).pop(growing_cache.NAME, None)  # it would hold the memory of the other's tokens
+    vars(copied).pop(
+        attention_inputs.BUFFERS, None
+    )  # it would hold the memory of the other's tokens
     for name, value in vars(layer).items():
         if isinstance(value, dict):
             setattr(copied, name, dict(value))

@@ -5,6 +5,7 @@ gives, to rounding, and whatever the kernel does not know goes to that code.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from moe_infinity import MoE
-from moe_infinity.architectures import decoder_layers, growing_cache
-from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
-from moe_infinity.architectures.decoder_trial import find_attention
-from moe_infinity.architectures.routers import find_gate, gives_experts_alone
+from moe_infinity.architectures import attention_inputs
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
@@ -55,7 +53,7 @@ TOKENS = torch.arange(3, 3 + 2 * 40).view(2, 40) * 37 % 128
 
 def saved(name: str, folder: Path, **more: Any) -> Path:
     """A tiny random model in float32."""
-    config = getattr(transformers, f"{name}Config")(**SMALL | MODELS[name] | more)
+    config = getattr(transformers, f"{name}Config")(**SMALL | MODELS.get(name, {}) | more)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
@@ -186,22 +184,6 @@ def test_threads_that_come_late_do_no_harm(tmp_path, runs):
     assert runs == [6] * 55 * 6
 
 
-@pytest.mark.parametrize("part", ["block", "router"])
-def test_modules_that_fail_in_a_trial_compute_by_their_own_code(tmp_path, part):
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(saved("Mixtral", tmp_path))
-    block = model.model.layers[0].mlp
-    setattr(block.experts, CALL_ATTRIBUTE, object())
-    assert find_gate(block.gate) is not None
-    assert gives_experts_alone(block)
-
-    def fail(*_: Any) -> None:
-        raise ValueError("wants something else")
-
-    vars(block if part == "block" else block.gate)["forward"] = fail
-    assert not gives_experts_alone(block)
-    assert (find_gate(block.gate) is None) == (part == "router")
-
-
 @pytest.mark.parametrize("has_history", [False, True])
 def test_nothing_is_predicted_once_all_experts_are_in_memory(tmp_path, has_history):
     history = tmp_path / "history" if has_history else None
@@ -249,6 +231,42 @@ def test_what_was_computed_ahead_is_dropped_when_something_comes_between(tmp_pat
             assert len(seen) == 2
             spy.remove()
         assert runs == [1, 1] * 3  # the layers around it
+
+
+def test_routers_choose_for_what_their_block_gives_them(tmp_path):
+    """A block that changed its input in place got the choice for the input as it had been."""
+    folder = saved("Mixtral", tmp_path)
+    stock: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    with MoE(folder, host_memory="50%") as moe:
+        for model in (stock, moe.model):
+            for layer in model.model.layers:
+                block = layer.mlp
+                vars(block)["forward"] = partial(_negated, block.forward)
+        assert_close(logits_of(moe.model, TOKENS[:1]), logits_of(stock, TOKENS[:1]))
+
+
+def _negated(forward: Any, x: Tensor) -> Any:
+    return forward(x.neg_())
+
+
+def test_inference_mode_takes_embeddings_from_outside_of_it(tmp_path, runs):
+    """Its tensors count no versions, so nothing is computed ahead: this was a RuntimeError."""
+    with MoE(saved("Mixtral", tmp_path)) as moe:
+        moe.preload()
+        embed = moe.model.get_input_embeddings()
+
+        def step() -> Tensor:
+            cache = DynamicCache(config=moe.model.config)
+            moe.model(TOKENS[:1, :7], past_key_values=cache)
+            return moe.model(inputs_embeds=embedded, past_key_values=cache).logits
+
+        with torch.no_grad():
+            embedded = embed(TOKENS[:1, 7:8])
+            expected = step()
+        assert runs == [3]
+        with torch.inference_mode():
+            assert torch.equal(step(), expected)
+        assert runs == [3]
 
 
 def test_a_step_that_ended_early_leaves_nothing_behind(tmp_path, runs):
@@ -339,42 +357,14 @@ def test_a_cache_that_grows_is_not_copied_for_every_token():
     cache.update(keys, values, 0)
     layer = cache.layers[0]
     addresses = set()
-    for _ in range(growing_cache.MIN_ROOM):
-        new_keys, new_values = growing_cache.with_room(layer)
+    for _ in range(attention_inputs.MIN_ROOM):
+        new_keys, new_values = attention_inputs.with_room(layer)
         new_keys[:, :, -1] = layer.keys.shape[2]
         new_values[:, :, -1] = -layer.keys.shape[2]
-        growing_cache.take(layer)
+        attention_inputs.add_token(layer)
         addresses.add(layer.keys.data_ptr())
     assert len(addresses) == 1
     assert torch.equal(layer.keys[:, :, :5], keys)
     assert torch.equal(layer.values[:, :, :5], values)
-    assert layer.keys[0, 0, 5:, 0].tolist() == [*range(5, 5 + growing_cache.MIN_ROOM)]
-    assert cache.get_seq_length() == 5 + growing_cache.MIN_ROOM
-
-
-class Scaled(nn.Module):
-    """Adds less of the attention than others do."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.input_layernorm = layer.input_layernorm
-        self.self_attn = layer.self_attn
-        self.post_attention_layernorm = layer.post_attention_layernorm
-        self.mlp = layer.mlp
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        x = x + 0.999 * self.self_attn(self.input_layernorm(x), **kwargs)[0]
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def test_a_layer_that_computes_a_little_otherwise_is_left_alone(tmp_path):
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(saved("Qwen3Moe", tmp_path))
-    layer = model.model.layers[0]
-    assert find_attention(layer, model.model.rotary_emb) is not None
-    assert find_attention(Scaled(layer), model.model.rotary_emb) is None
-    layer.self_attn.scaling *= 1.01
-    assert find_attention(layer, model.model.rotary_emb) is not None
-    other = copy.deepcopy(layer)
-    other.self_attn.q_norm.forward = lambda x: x
-    assert find_attention(other, model.model.rotary_emb) is None
-    decoder_layers.use_kernels(Scaled(layer), None)
+    assert layer.keys[0, 0, 5:, 0].tolist() == [*range(5, 5 + attention_inputs.MIN_ROOM)]
+    assert cache.get_seq_length() == 5 + attention_inputs.MIN_ROOM

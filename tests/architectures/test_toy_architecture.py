@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from moe_infinity import MoE, UnsupportedModelError
-from moe_infinity.architectures.adapters import ADAPTERS, Outside
+from moe_infinity.architectures.outside_interface import ADAPTERS, Outside
 
 pytestmark = pytest.mark.arithmetic
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from moe_infinity.architectures.angles import Angles
-from moe_infinity.architectures.trials import in_float32, is_close
+from moe_infinity.architectures.attention_inputs import Angles
+from moe_infinity.architectures.trial import in_float32, is_close
 from moe_infinity.experimental.gpu.attention import EXPAND, AttentionSwitch, attention_kernels
 from moe_infinity.experimental.gpu.joined_weights import joined
 from moe_infinity.experimental.gpu.kernels.heads import PAIRS, Heads

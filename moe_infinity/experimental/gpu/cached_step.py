@@ -1,5 +1,5 @@
 """The keys and values of a decode step on a GPU: one more token of each sequence in transformers'
-dynamic cache, whose layers have room for it (architectures/growing_cache.py).
+dynamic cache, whose layers have room for it (architectures/attention_inputs.py).
 
 Kernels find them through a table on the device, which the host writes before each step. So a graph
 of a step depends neither on how long the cache is, nor on where it lies, nor on whose it is.
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from moe_infinity.architectures import growing_cache
+from moe_infinity.architectures import attention_inputs
 from moe_infinity.experimental.gpu.kernels.cached_layer import CachedLayer
 
 NAME = "_moe_infinity_place"  # an attribute of cache layers and of new keys, in a step
@@ -60,12 +60,12 @@ class CachedSteps:
             return None
         if not all(map(_is_known, cache.layers)):
             return None
-        growing = [layer for layer in cache.layers if growing_cache.can_grow(layer)]
+        growing = [layer for layer in cache.layers if attention_inputs.can_grow(layer)]
         if not growing or any(len(layer.keys) != num_seqs for layer in growing):
             return None
         if mask_BN is not None:
             mask_BN = mask_BN.to(torch.uint8).contiguous()
-        rooms = [growing_cache.with_room(layer) for layer in growing]
+        rooms = [attention_inputs.with_room(layer) for layer in growing]
         lengths = [keys.shape[2] for keys, _ in rooms]
         if mask_BN is not None and max(lengths) > mask_BN.shape[1]:
             return None
@@ -122,11 +122,11 @@ class CachedStep:
     def take(self) -> None:
         """The step has run: its token belongs to the cache."""
         for layer in self._layers:
-            growing_cache.take(layer)
+            attention_inputs.add_token(layer)
 
 
 def _is_known(layer: Any) -> bool:
-    return growing_cache.can_grow(layer) or type(layer) is LinearAttentionLayer
+    return attention_inputs.can_grow(layer) or type(layer) is LinearAttentionLayer
 
 
 def _states_of(layers: Sequence[Any]) -> list[int]:

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
-from moe_infinity.architectures.layer_parts import (
+from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,
     RESIDUAL_NORM,
     feed_forward,
     router_of,
 )
-from moe_infinity.architectures.trials import in_float32, is_close
+from moe_infinity.architectures.trial import in_float32, is_close
 from moe_infinity.experimental.gpu.norms import FusedNorm, added_up
 
 TRIED_ROWS = 3

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from moe_infinity.architectures.adapters import find_activation
+from moe_infinity.architectures.trial import Found
 from moe_infinity.experimental.gpu.joined_weights import joined
 from moe_infinity.experimental.gpu.kernels import reference
 from moe_infinity.kernels import has_triton_kernels
-from moe_infinity.kernels.activation import Activation, find_activation
+from moe_infinity.kernels.activation import Activation
 
 PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -82,7 +84,7 @@ def activation_of(module: nn.Module) -> Activation | None:
     halves = {"gate_proj": _Half(0), "up_proj": _Half(1), "down_proj": nn.Identity()}
     tried._modules = {**module._modules, **halves}
     found = find_activation(lambda gate_up: tried.forward(gate_up), is_gated=True)
-    return found[0] if found is not None and not found[1] else None
+    return found.path[0] if isinstance(found, Found) and not found.path[1] else None
 
 
 class _Half(nn.Module):

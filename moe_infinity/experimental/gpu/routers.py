@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_infinity.architectures.trials import for_trial, is_close
+from moe_infinity.architectures.trial import for_trial, is_close
 from moe_infinity.experimental.gpu.kernels import routing_reference
 from moe_infinity.experimental.gpu.kernels.choice import GROUP_SCORES, SCORES, SHARES, ExpertChoice
 from moe_infinity.kernels import has_triton_kernels

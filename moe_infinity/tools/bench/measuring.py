@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from moe_infinity.architectures.packed_linear import bytes_by_type, is_linear
+from moe_infinity.architectures.model_parts import bytes_by_type, is_linear
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import DTYPE_BYTES, Phase, Step
 from moe_infinity.inspection import Summary

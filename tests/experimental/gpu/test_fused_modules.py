@@ -26,7 +26,7 @@ from tests.sweep.discover import architectures_in
 pytestmark = pytest.mark.arithmetic
 
 CPU = torch.device("cpu")
-# Those that are named in docs/gpu.md: the rule of scores, and what shares are.
+# The rule of scores, and what becomes of the chosen ones.
 ROUTERS = {
     "qwen2_moe": ("softmax", "as they are"),
     "qwen3_moe": ("softmax", "as they are"),

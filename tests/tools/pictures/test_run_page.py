@@ -71,6 +71,7 @@ def a_run(**changes: Any) -> FinishedRun:
         decode=PhaseCounters(hits=6, late_hits=1, misses=1, steps=2, tokens=2),
         startup_bytes_read=1, dense_types={}, prefetches=PrefetchCounters(),
         preload=Counters().preload, evictions=0, tiers=(TierOccupancy("host", 3, 4, 2048),),
+        paths=(),
     )  # fmt: skip
     run = FinishedRun(
         model="some/model", version="1.2.3", options={"host_memory": "25%"}, prompt="Once",

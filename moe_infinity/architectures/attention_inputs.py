@@ -1,0 +1,134 @@
+"""The inputs of attention in a step: keys and values with room for the next token, and the cosines,
+sines and masks that all layers share.
+
+transformers copies a layer's cache for every new token. Here the tensors of a cache layer become
+views of larger buffers, and a new token is written behind the last. If other code replaced a
+layer's tensors, cropped them or kept an older view, the next token begins with a copy.
+
+Legend: B sequences, G heads of keys and values, N tokens of the cache, d width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+BUFFERS = "_moe_infinity_buffers"  # an attribute of cache layers
+MIN_ROOM = 256  # tokens
+
+
+@dataclass(slots=True)
+class _Buffers:
+    keys: Tensor  # [B, G, capacity, d]
+    values: Tensor
+    start: int  # of the layer's tokens
+    stop: int  # of the layer's tokens; the buffer is free from there on
+
+    def hold(self, cache_layer: Any) -> bool:
+        """Return True if the layer's tensors are these tokens, all of them and nothing more."""
+        return all(
+            tokens.shape[2] == self.stop - self.start
+            and tokens.shape[0] == buffer.shape[0]
+            and tokens.data_ptr()
+            == buffer.data_ptr() + self.start * buffer.stride(2) * tokens.itemsize
+            for tokens, buffer in (
+                (cache_layer.keys, self.keys),
+                (cache_layer.values, self.values),
+            )
+        )
+
+
+def can_grow(cache_layer: Any) -> bool:
+    """Return True if the layer has tokens, and is of a class that this module knows."""
+    if type(cache_layer) is DynamicSlidingWindowLayer:
+        has_all = cache_layer.is_initialized and not cache_layer.record_past
+        return bool(has_all and cache_layer.keys.numel())
+    is_known = type(cache_layer) is DynamicLayer and cache_layer.is_initialized
+    return is_known and cache_layer.keys.numel() > 0
+
+
+def with_room(cache_layer: Any) -> tuple[Tensor, Tensor]:
+    """Return the layer's keys and values [B, G, N, ...] with one more token at the end, which the
+    caller writes. It belongs to the layer once `add_token` was called.
+    """
+    buffers: _Buffers | None = vars(cache_layer).get(BUFFERS)
+    if buffers is None or buffers.stop == buffers.keys.shape[2] or not buffers.hold(cache_layer):
+        num_tokens = cache_layer.keys.shape[2]
+        capacity = num_tokens + max(MIN_ROOM, num_tokens // 2)
+        keys = _widened(cache_layer.keys, capacity)
+        values = _widened(cache_layer.values, capacity)
+        buffers = _Buffers(keys, values, 0, num_tokens)
+        vars(cache_layer)[BUFFERS] = buffers
+        _show(cache_layer, buffers)
+    tokens = slice(buffers.start, buffers.stop + 1)
+    return buffers.keys[:, :, tokens], buffers.values[:, :, tokens]
+
+
+def add_token(cache_layer: Any) -> None:
+    """Let the layer have the token that was written behind its last, see `with_room`."""
+    buffers: _Buffers = vars(cache_layer)[BUFFERS]
+    buffers.stop += 1
+    if isinstance(cache_layer, DynamicSlidingWindowLayer):
+        cache_layer.cumulative_length += 1
+        buffers.start = max(buffers.start, buffers.stop - (cache_layer.sliding_window - 1))
+    _show(cache_layer, buffers)
+
+
+def _show(cache_layer: Any, buffers: _Buffers) -> None:
+    tokens = slice(buffers.start, buffers.stop)
+    cache_layer.keys = buffers.keys[:, :, tokens]
+    cache_layer.values = buffers.values[:, :, tokens]
+
+
+def _widened(x_BGNd: Tensor, capacity: int) -> Tensor:
+    num_seqs, num_groups, num_tokens, width = x_BGNd.shape
+    shape = num_seqs, num_groups, capacity, width
+    wide = torch.empty(shape, dtype=x_BGNd.dtype, device=x_BGNd.device)
+    wide[:, :, :num_tokens] = x_BGNd
+    return wide
+
+
+class Angles:
+    """The cosines, sines and masks of a step in the form that kernels read. All layers of a step
+    are given the same tensors, so each is converted once.
+    """
+
+    def __init__(self, num_pairs: int) -> None:
+        self._num_pairs = num_pairs
+        self._given: Any = None
+        self._angles: tuple[Tensor, Tensor]
+        self._mask: Tensor | None = None
+        self._numbers: Tensor | None = None
+
+    def of(
+        self, given: tuple[Tensor, Tensor] | Tensor, num_tokens: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """[B or 1, N, ...], or complex numbers -> float32 [tokens or 1, pairs]."""
+        if given is not self._given:
+            cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given
+            self._angles = self._rows(cos, num_tokens), self._rows(sin, num_tokens)
+            self._given = given
+        return self._angles
+
+    def _rows(self, angle: Tensor, num_tokens: int) -> Tensor:
+        rows = angle[..., : self._num_pairs].to(torch.float32).flatten(0, 1).contiguous()
+        is_of_all = len(rows) in (1, num_tokens) or num_tokens == 1
+        return rows if is_of_all else rows.repeat(num_tokens // len(rows), 1)
+
+    def mask_of(self, mask: Tensor | None, num_tokens: int) -> Tensor | None:
+        """[B, 1, 1, N], added or True where to look -> float32 [B, N]."""
+        if mask is None:
+            return None
+        if mask is not self._mask:
+            numbers = mask.view(len(mask), num_tokens)
+            if numbers.dtype == torch.bool:
+                numbers = torch.zeros_like(numbers, dtype=torch.float32).masked_fill_(
+                    ~numbers, -torch.inf
+                )
+            self._numbers = numbers.to(torch.float32).contiguous()
+            self._mask = mask
+        return self._numbers

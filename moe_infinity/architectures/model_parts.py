@@ -1,0 +1,109 @@
+"""The modules of a model that kernels can compute: linear layers, whose weights may stay packed as
+the checkpoint stores them, and the children of a decoder layer.
+
+A decode step reads every dense weight, so packed ones make it faster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from moe_infinity.architectures.adapters import CALL_ATTRIBUTE, MoeLayer
+from moe_infinity.checkpoint.layout import PackedWeight
+
+NORM = "input_layernorm"
+ATTENTION = "self_attn"
+RESIDUAL_NORM = "post_attention_layernorm"
+
+
+class PackedLinear(nn.Module):
+    """A linear layer in the place of an `nn.Linear`. Kernels read `packed`; any other reader of
+    `weight` gets it unpacked, anew each time.
+    """
+
+    def __init__(self, linear: nn.Linear, packed: PackedWeight, dtype: torch.dtype) -> None:
+        """`dtype` is what the weight is unpacked to."""
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        self.packed = packed
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """[R, C]"""
+        return self.packed.unpacked(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Cast the module, as `float()` does: the weight stays as it is stored."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+Linear = nn.Linear | PackedLinear
+
+
+def is_linear(module: object) -> TypeGuard[Linear]:
+    """Return True for modules that multiply with a weight, add a bias, and do no more. A class
+    derived from `nn.Linear` may do anything.
+    """
+    return type(module) in (nn.Linear, PackedLinear)
+
+
+def weight_of(linear: Linear) -> Tensor | PackedWeight:
+    """Return the weight as kernels read it."""
+    return linear.packed if isinstance(linear, PackedLinear) else linear.weight.detach()
+
+
+def bytes_by_type(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of all weights in memory except experts', by dtype or kind of packing, the
+    largest first.
+    """
+    sizes: Counter[str] = Counter()
+    for param in model.parameters():
+        sizes[str(param.dtype).removeprefix("torch.")] += param.nbytes
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            sizes[module.packed.layout.kind] += module.packed.nbytes
+    return dict(sizes.most_common())
+
+
+def rotations_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that compute the cosines and sines of positions."""
+    return [m for m in model.modules() if hasattr(m, "inv_freq") and not list(m.children())]
+
+
+def feed_forward(layer: nn.Module) -> nn.Module:
+    """Return the child of a decoder layer that computes after attention."""
+    names = {name for name, _ in layer.named_children()} - {NORM, ATTENTION, RESIDUAL_NORM}
+    (name,) = names
+    module: nn.Module = layer.get_submodule(name)
+    return module
+
+
+def router_of(block: nn.Module) -> nn.Module | None:
+    """Return the child that has a weight [E, D] and code of its own; None if there is not one."""
+    routers = [
+        child
+        for child in block.children()
+        if not is_linear(child)
+        and not list(child.children())
+        and [name for name, param in child.named_parameters() if param.dim() == 2] == ["weight"]
+    ]
+    return routers[0] if len(routers) == 1 else None
+
+
+def experts_of(block: nn.Module) -> MoeLayer | None:
+    """Return what calls the engine for the only MoE layer in a block; None if there is not one."""
+    calls = [vars(child).get(CALL_ATTRIBUTE) for child in block.children()]
+    layers = [call for call in calls if call is not None]
+    return layers[0] if len(layers) == 1 else None
