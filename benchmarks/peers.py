@@ -60,8 +60,8 @@ from peers_plan import (
 from peers_report import conditions, measurements, table, write_csv
 
 from moe_infinity.inspection import inspect_checkpoint
-from moe_infinity.memory.machine import machine_memory_bytes
 from moe_infinity.sizes import parse_size
+from moe_infinity.system.machine import machine_memory_bytes
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 CELL = str(Path(__file__).with_name("peers_cell.py"))

@@ -1,5 +1,5 @@
 """The options of a model: what each is by default, its unit, and its check. Unknown names and
-impossible values fail here; predict/options.py checks which of them go with which policy.
+impossible values fail here; predict/predictor.py checks those that depend on the policy.
 
 Sizes are given as bytes (an int), as text with a unit ("8GiB", "500MB"), or as a share of all
 expert bytes ("25%").

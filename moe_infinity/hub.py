@@ -104,6 +104,7 @@ class Download:
         try:
             # Threads of a ThreadPool do not keep a process from ending, as after Ctrl-C.
             with explained(self.model, self.cache), ThreadPool(NUM_TRANSFERS) as pool:
+                on_bytes(here, self.num_bytes)
                 fetched = pool.imap_unordered(fetch, missing)
                 while not _is_at_end(fetched):
                     on_bytes(here + sum(int(each.n) for each in bars), self.num_bytes)

@@ -11,9 +11,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from moe_infinity.checkpoint.file_names import gguf_models, gguf_parts
-from moe_infinity.checkpoint.gguf_file import find_gguf
-from moe_infinity.checkpoint.headers import checkpoint_files
+from moe_infinity.checkpoint.file_names import checkpoint_files, find_gguf, gguf_models, gguf_parts
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan

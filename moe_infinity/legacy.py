@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.memory.machine import device_memory_bytes, machine_memory_bytes
+from moe_infinity.system.machine import machine_memory_bytes
 
 # What to tell the user of an option that has no effect.
 IGNORED = {
@@ -41,6 +41,8 @@ def translated(options: dict[str, Any]) -> dict[str, Any]:
 
 def memory_of_ratio(ratio: Any, device: str) -> int | None:
     """The device_memory of an older device_memory_ratio; None without a GPU. Raises ConfigError."""
+    from moe_infinity.memory.cuda import device_memory_bytes  # torch takes seconds to import
+
     share = _ratio("device_memory_ratio", ratio)
     num_bytes = device_memory_bytes(device)
     return None if num_bytes is None else int(share * num_bytes)

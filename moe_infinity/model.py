@@ -31,16 +31,15 @@ from numpy.typing import NDArray
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import bytes_by_type
-from moe_infinity.architectures.step_reader import StepReader
-from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts
-from moe_infinity.checkpoint.signature import signature_of
-from moe_infinity.checkpoint.tokenizer import load_tokenizer
+from moe_infinity.checkpoint.kind import load_tokenizer
+from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts, signature_of
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine import experts_backend
 from moe_infinity.engine.build import build_experts, gpu_engine
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.engine.experts import Experts
+from moe_infinity.engine.step_reader import StepReader
 from moe_infinity.errors import (
     Cancelled,
     ClosedError,
@@ -48,9 +47,9 @@ from moe_infinity.errors import (
     UnsupportedModelError,
 )
 from moe_infinity.experts import Ints, Step, Tier
-from moe_infinity.predict.eam import RequestEam
+from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.history import load_history, save_history
-from moe_infinity.predict.options import check_policy
+from moe_infinity.predict.predictor import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.report import Report, TierOccupancy, count_paths
 from moe_infinity.streaming import TextStream, check_one_sequence
@@ -110,11 +109,7 @@ class MoE:
                 self._experts.close()
                 raise
             experts_backend.attach(self.model, plan.layers, self._experts, early_router)
-            self._steps = StepReader(
-                self.model,
-                begin_step=self._experts.begin_step,
-                leave_step=self._experts.leave_step,
-            )
+            self._steps = StepReader(self.model, self._experts)
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
             if self.config.preload != "off":
                 self.engine.start_preloading()
@@ -223,7 +218,7 @@ class MoE:
 
     def preload(self, on_experts: Callable[[int, int], None] | None = None) -> None:
         """Fill the free slots of host memory with experts, and wait for it. `on_experts` gets how
-        many slots are taken, and how many there are.
+        many slots are filled, and how many there are.
         """
         with self._lock:
             self._require_open()
@@ -232,8 +227,9 @@ class MoE:
         slots = self.engine.tiers[-1]
         while not self.engine.is_preloaded:
             if on_experts is not None:
-                on_experts(len(slots.table), slots.slots.num_slots)
+                on_experts(slots.table.num_resident, slots.slots.num_slots)
             time.sleep(GLANCE_S)
+            self.engine.recover()  # a step that was cut short holds the loads up
 
     def _await_preload(self, cancelled: threading.Event | None) -> None:
         """Raises Cancelled if nobody waits for an answer any more."""
@@ -241,6 +237,7 @@ class MoE:
             if cancelled is not None and cancelled.is_set():
                 raise Cancelled("generation was stopped before its prompt")
             time.sleep(GLANCE_S)
+            self.engine.recover()
 
     def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
         """Generate from text, or from what the tokenizer returned with return_tensors="pt"; iterate
@@ -293,7 +290,7 @@ class MoE:
         """
         engine = self.engine
         tiers = [
-            TierOccupancy(t.tier.value, len(t.table), t.slots.num_slots, t.slots.num_bytes)
+            TierOccupancy(t.tier.value, t.table.num_resident, t.slots.num_slots, t.slots.num_bytes)
             for t in engine.tiers
         ]
         num_experts = engine.bookkeeping.total_experts

@@ -9,6 +9,7 @@ In the package:
 - no import circle, so that every module can be read after those it imports;
 - no two public classes of one name, so that a name means one thing;
 - folders import only what ALLOWED and IMPORTED_BY say;
+- no two folders import each other, so that a folder can be read alone;
 - the folders of NO_TORCH import no torch;
 - a tensor is made with its dtype and device, so that a user's defaults cannot change it;
 - no two values assigned in one statement, except to swap or replace them;
@@ -50,7 +51,7 @@ class Rule(NamedTuple):
 # What a folder may import of the package beside itself.
 ALLOWED = {
     "kernels": Rule(
-        ("experts", "errors", "system", "checkpoint.layout", "checkpoint.ggml"),
+        ("experts", "errors", "layout", "system"),
         "arithmetic is tested without an engine",
     ),
     "system": Rule((), "what differs between operating systems is below everything else"),
@@ -219,6 +220,33 @@ def forbidden_imports(imports: Imports) -> Iterator[str]:
                     yield f"{where}: {importer} must not import {folder}/: {rule.reason}"
 
 
+def folder_pairs(modules: Iterable[Module], imports: Imports) -> Iterator[str]:
+    """Pairs of folders that import each other, and what each of them imports of the other."""
+    folder_of = {module.name: folder_name(module) for module in modules}
+    names: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for importer, found in imports.items():
+        for imported in found:
+            names[folder_of[importer], folder_of[imported]].add(imported)
+    for (one, other), there in sorted(names.items()):
+        back = names.get((other, one))
+        if back and "" not in (one, other) and one < other:
+            yield (
+                f"{one}/ and {other}/ import each other: "
+                f"{one}/ imports {listed(there)}; {other}/ imports {listed(back)}"
+            )
+
+
+def folder_name(module: Module) -> str:
+    """The folder of the package that a module is in; empty for modules in none."""
+    folders = module.file.parts[1:-1]
+    return folders[0] if folders else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Modules of the package, separated by commas."""
+    return ", ".join(sorted(name.removeprefix(f"{PACKAGE}.") for name in names))
+
+
 def is_of(module: str, parts: Iterable[str]) -> bool:
     """Whether a module is one of some folders or modules of the package."""
     return any(f"{module}.".startswith(f"{PACKAGE}.{part}.") for part in parts)
@@ -263,6 +291,7 @@ def problems_of(texts: Mapping[Path, str]) -> Iterator[str]:
     imports = imports_of(modules)
     yield from forbidden_imports(imports)
     yield from import_circles(imports)
+    yield from folder_pairs(modules, imports)
     yield from classes_of_one_name(modules)
 
 

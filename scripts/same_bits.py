@@ -274,8 +274,11 @@ def cases_of_demo() -> list[Case]:
 
 def command(*arguments: str) -> str:
     """What `moe-infinity` prints."""
-    called = [sys.executable, "-m", "moe_infinity.cli", *arguments]
-    return subprocess.run(called, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    called = [sys.executable, "-m", "moe_infinity", *arguments]
+    finished = subprocess.run(called, cwd=ROOT, capture_output=True, text=True)
+    if finished.returncode:
+        raise RuntimeError(f"{' '.join(called)}: {finished.stderr}")
+    return finished.stdout
 
 
 def cases_of_own_trace() -> list[Case]:

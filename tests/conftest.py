@@ -40,7 +40,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moe_infinity import MoE, OffloadConfig
+from moe_infinity import MoE
 from moe_infinity import __main__ as cli
 from tests import other_machine, safetensors_file
 
@@ -175,16 +175,6 @@ def only_gpu_tests_use_a_gpu(
     """
     if not any(map(request.node.get_closest_marker, ("gpu", "triton"))):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_preloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a test asks for it: many count hits, misses and bytes."""
-    defaults = OffloadConfig.__init__.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "preload", "off")
-    if "experimental" not in request.node.path.parts:
-        monkeypatch.setitem(defaults, "stream_layers", False)
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,7 @@ def test_a_package_that_its_own_modules_import_is_part_of_a_circle():
     ("file", "imported"),
     [
         ("kernels/cpu/rows", "engine.layer"),
-        ("cache/policies", "predict.eam"),
+        ("cache/policies", "predict.eamc"),
         ("predict/prefetcher", "memory.mover"),
         ("engine/layer", "server.app"),
         ("model", "cli.app"),
@@ -111,7 +111,7 @@ def test_a_folder_imports_only_what_it_may(file, imported):
 @pytest.mark.parametrize(
     ("file", "imported"),
     [
-        ("kernels/cpu/rows", "checkpoint.layout"),
+        ("kernels/cpu/rows", "layout"),
         ("kernels/cpu/rows", "kernels.reference"),
         ("cache/policies", "experts"),
         ("predict/predictor", "cache.policies"),
@@ -127,6 +127,32 @@ def test_what_a_folder_may_import_is_no_problem(file, imported):
 def test_a_name_that_only_begins_like_an_allowed_one_is_refused():
     assert problems(
         {"cache/policies": "import moe_infinity.experts_backend", "experts_backend": ""}
+    )
+
+
+def test_folders_that_import_each_other_are_refused_with_the_names_of_both_sides():
+    (found,) = problems(
+        {
+            "memory/slots": "import moe_infinity.checkpoint.layout",
+            "memory/mover": "",
+            "checkpoint/layout": "",
+            "checkpoint/gguf/reader": "from moe_infinity.memory import mover",
+        }
+    )
+    assert found == (
+        "checkpoint/ and memory/ import each other: "
+        "checkpoint/ imports memory.mover; memory/ imports checkpoint.layout"
+    )
+
+
+def test_folders_may_share_what_is_in_neither():
+    assert not problems(
+        {
+            "layout": "",
+            "memory/slots": "import moe_infinity.layout\nimport moe_infinity.checkpoint.reader",
+            "checkpoint/reader": "from moe_infinity import layout",
+            "model": "import moe_infinity.memory.slots",
+        }
     )
 
 

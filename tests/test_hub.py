@@ -121,6 +121,7 @@ def test_a_download_has_the_files_of_the_repo(repo):
     assert all((came / name).read_bytes() == (folder / name).read_bytes()
                for name in names_of(download))  # fmt: skip
     assert seen == sorted(seen)
+    assert seen[0] == (0, download.num_bytes)
     assert seen[-1] == (download.num_bytes, download.num_bytes)
     assert find_local("some/model") == str(came)
 

@@ -26,9 +26,8 @@ from kmeans import from_kmeans
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.predict import knowledge, sequence_predictor
-from moe_infinity.predict.eam import RequestEam
-from moe_infinity.predict.eamc import Eamc, EamcMatch, row_normalised
-from moe_infinity.predict.features import FACTORS
+from moe_infinity.predict.eamc import Eamc, EamcMatch, RequestEam, row_normalised
+from moe_infinity.predict.knowledge import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.tools.simulator import baselines
 

@@ -222,7 +222,7 @@ class KnownRouting:
             return self._stock(x, *args, **kwargs)
         if self._version is not None and not self._version.is_of(attended.normed):
             return self._stock(x, *args, **kwargs)  # the block has changed it in place
-        return attended.logits.to(x.dtype), attended.shares, attended.chosen
+        return attended.logits.to(x.dtype), attended.top_k_weights_BK, attended.top_k_index_BK
 
 
 # The resident path

@@ -23,10 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moe_infinity.architectures.adapters import ExpertsModule, MoeLayer, without_gradient
+from moe_infinity.architectures.adapters import (
+    ExpertsModule,
+    MoeLayer,
+    without_gradient,
+)
 from moe_infinity.architectures.outside_interface import OneModuleEach
-from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.routing import Routing
 
 
 @dataclass(slots=True)

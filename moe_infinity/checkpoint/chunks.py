@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_infinity.checkpoint.extents import Extent
-from moe_infinity.memory.pages import address_of, huge_pages
+from moe_infinity.checkpoint.headers import Extent
+from moe_infinity.system.memory import address_of, huge_pages
 
 BLOCK_BYTES = 4096  # file systems ask O_DIRECT reads for multiples of 512, a few for 4096
 # How long a demand load may wait for a prefetch: 1 ms. 512 KiB cost a third more CPU time, of

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import Block, Parts, Unpack
 from moe_infinity.checkpoint.packing import Format, PartFormat, PartShapes, Shape, WeightFormat
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels import unpack
-from moe_infinity.kernels.unpack import NIBBLES
+from moe_infinity.layout import NIBBLES, Block, Parts, Unpack
 
 FLOATS = frozenset({"BF16", "F16", "F32"})
 INT32 = frozenset({"I32"})

@@ -12,6 +12,7 @@ Private names of transformers used here: `_load_pretrained_model`, `_from_config
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,23 +23,24 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.extents import STORED_NAMES, StoredTensor
+from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.gguf_names import weights_of
-from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
+from moe_infinity.checkpoint.headers import STORED_NAMES, StoredTensor, read_headers
 from moe_infinity.checkpoint.kind import Kind, find_kind
-from moe_infinity.checkpoint.layout import WeightLayout
-from moe_infinity.checkpoint.packed_dense import PackedDense, find_packed_dense
+from moe_infinity.checkpoint.packed_plan import PackedDense, find_packed_dense
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
-from moe_infinity.memory.pages import uint8_memory
+from moe_infinity.kernels import uint8_memory
+from moe_infinity.layout import WeightLayout
 
 CPU = torch.device("cpu")
+SIGNED_VALUES = 16  # of each dense parameter: enough to tell one fine-tuning from another
 
 
 @dataclass(slots=True)
@@ -277,3 +279,15 @@ def _take_out(model: Any, param_name: str) -> None:
     assert param is not None, param_name
     meta = torch.empty_like(param, device="meta", requires_grad=False)
     object.__setattr__(owner, name, meta)
+
+
+def signature_of(model: nn.Module, layers: list[ExpertsModule]) -> str:
+    """A short text that tells this model from others: its class, MoE layers and experts, and a hash
+    of some weights of every dense parameter. What was learned of one model is no use to another.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()[:SIGNED_VALUES].float().cpu().numpy()
+        digest.update(name.encode() + str(tuple(parameter.shape)).encode() + values.tobytes())
+    experts = "+".join(str(layer.num_experts) for layer in layers)
+    return f"{type(model).__name__} {experts} {digest.hexdigest()[:16]}"

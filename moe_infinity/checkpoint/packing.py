@@ -1,6 +1,6 @@
 """What it means that several stored tensors together stand for one weight.
 
-    WeightFormat --assemble--> PackedTensor, in files --place--> WeightLayout, in a slot
+    WeightFormat --assemble--> PackedTensor, in files --layout_of--> WeightLayout, in a slot
 
 A Format is the formats of weights that may occur in one checkpoint; formats.py knows which.
 """
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.extents import StoredTensor
-from moe_infinity.checkpoint.layout import Block, Parts, Unpack, WeightLayout
+from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ParamSpec
+from moe_infinity.layout import Block, Parts, Unpack, WeightLayout
 
 PADDING = re.compile(r"padding\.\d+")  # with which our packer fills up pages
 
@@ -57,7 +57,7 @@ class WeightFormat:
     is_transposed: bool = False  # the weight of the model is [C, R]
     has_free_rows: bool = False  # its one part is [R, bytes of a row]
 
-    def place(self, parts: dict[str, ParamSpec], *, is_transposed: bool) -> WeightLayout:
+    def layout_of(self, parts: dict[str, ParamSpec], *, is_transposed: bool) -> WeightLayout:
         """The layout of a weight whose parts lie there. Transposed: the experts' class has it as
         [C, R].
         """

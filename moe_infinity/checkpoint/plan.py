@@ -31,12 +31,11 @@ from moe_infinity.architectures.adapters import (
 )
 from moe_infinity.architectures.module_list import LIST, is_list_of_experts
 from moe_infinity.architectures.outside_interface import ADAPTERS
-from moe_infinity.checkpoint.extents import StoredTensor
-from moe_infinity.checkpoint.headers import Headers
+from moe_infinity.checkpoint.headers import Headers, StoredTensor
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
+from moe_infinity.checkpoint.packed_recipes import Order, ReorderedRecipe, order_of
 from moe_infinity.checkpoint.packing import Format, PackedTensor
 from moe_infinity.checkpoint.recipe import Recipe, Source
-from moe_infinity.checkpoint.reordered import Order, ReorderedRecipe, order_of
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
 SHARED_EXPERT = re.compile(r"\.shared?_(experts?|mlp)\b")

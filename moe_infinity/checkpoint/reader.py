@@ -22,9 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moe_infinity.checkpoint.chunks import BounceBuffer, Chunk, Piece, chunks_of
-from moe_infinity.checkpoint.extents import Extent
-from moe_infinity.checkpoint.files import OpenFile
-from moe_infinity.checkpoint.mapped_file import MappedFile
+from moe_infinity.checkpoint.files import MappedFile, OpenFile
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.errors import CheckpointError
 from moe_infinity.memory import threads
 from moe_infinity.memory.threads import ReadThreads

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from moe_infinity.checkpoint.chunks import Piece
-from moe_infinity.checkpoint.extents import Extent, StoredTensor
-from moe_infinity.checkpoint.layout import WeightLayout
+from moe_infinity.checkpoint.headers import Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ParamSpec
+from moe_infinity.layout import WeightLayout
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype)
 
@@ -73,7 +73,9 @@ class Source:
         """Of one expert, in the order of `stored_shapes`."""
         if not self.num_parts:
             return [part.extent for _, part in self.weights[expert_idx].parts]
-        return [part.extent.part(expert_idx, self.num_parts) for _, part in self.weights[0].parts]
+        return [
+            part.extent.equal_part(expert_idx, self.num_parts) for _, part in self.weights[0].parts
+        ]
 
 
 class OneExpertModel:
@@ -141,7 +143,7 @@ class Recipe:
             for role, shape_and_dtype in source.stored_shapes().items()
         }
 
-    def place(self, specs: dict[str, ParamSpec], *, is_transposed: bool) -> None:
+    def lay_out(self, specs: dict[str, ParamSpec], *, is_transposed: bool) -> None:
         """Fill in `stored` and `weights`, from where everything of `slot_shapes` lies. Transposed:
         the experts' class has matrices as [C, R].
         """
@@ -160,13 +162,13 @@ class Recipe:
         if source.packed is None:
             return WeightLayout.plain(parts[""])
         weight_format = source.packed.format
-        return weight_format.place(parts, is_transposed=weight_format.is_transposed)
+        return weight_format.layout_of(parts, is_transposed=weight_format.is_transposed)
 
     def extents(self, expert_idx: int) -> list[Extent]:
         return [extent for source in self.sources for extent in source.extents(expert_idx)]
 
-    def places(self, expert_idx: int) -> list[tuple[Extent, int]] | None:
-        """Which bytes of files go where in a slot, in bytes from its start; None if they are
+    def copies(self, expert_idx: int) -> list[tuple[Extent, int]] | None:
+        """Bytes of files, and where in a slot they go, in bytes from its start; None if they are
         converted on the way.
         """
         extents = self.extents(expert_idx)
@@ -180,10 +182,10 @@ class Recipe:
         return list(zip(extents, offsets, strict=True))
 
     def pieces(self, expert_idx: int, slot: memoryview) -> list[Piece] | None:
-        """The same for a slot that is there."""
-        if (places := self.places(expert_idx)) is None:
+        """The same bytes of files, and the memory of this slot that they go to."""
+        if (copies := self.copies(expert_idx)) is None:
             return None
-        return [(extent, slot[at : at + extent.num_bytes]) for extent, at in places]
+        return [(extent, slot[at : at + extent.num_bytes]) for extent, at in copies]
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
         """Bring what `slot` holds of this expert. Raises CheckpointError."""

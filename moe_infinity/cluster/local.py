@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 from moe_infinity.system.machine import numa_nodes
-from moe_infinity.system.processes import without_ctrl_c
 
 END_S = 5.0  # for a process to end by itself, once its head is gone
 
@@ -39,7 +38,7 @@ class LocalProcesses:
         }
         try:
             # Ctrl-C is the head's to handle.
-            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, **without_ctrl_c())
+            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, start_new_session=True)
             self.processes[share_idx] = process
             assert process.stdin is not None
             with process.stdin:

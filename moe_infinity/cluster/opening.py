@@ -21,8 +21,8 @@ from moe_infinity.config import options_of
 from moe_infinity.engine.build import build_experts
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.device import DeviceSlots
-from moe_infinity.memory.host import AUTOMATIC_SHARE, num_host_slots
-from moe_infinity.memory.machine import available_memory_bytes
+from moe_infinity.memory.slots import AUTOMATIC_SHARE, num_host_slots
+from moe_infinity.system.machine import available_memory_bytes
 
 # What a host needs of a config. The rest is about the model as a whole.
 OF_A_HOST = (

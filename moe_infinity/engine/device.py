@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_infinity.checkpoint.layout import WeightLayout
-from moe_infinity.checkpoint.packed_on_load import packed_on_load
+from moe_infinity.checkpoint.packed_plan import packed_on_load
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError, OutOfMemory
+from moe_infinity.layout import WeightLayout
 from moe_infinity.memory.cuda import CudaDevice, open_cuda_device
 from moe_infinity.memory.device import (
     SLOT_ALIGNMENT,

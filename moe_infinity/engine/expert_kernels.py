@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from moe_infinity.architectures.adapters import ExpertsModule, find_activation
 from moe_infinity.architectures.trial import FellBack, Found, Verdict
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.recipe import Recipe
 from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
+from moe_infinity.layout import WeightLayout
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts

@@ -20,9 +20,9 @@ from moe_infinity.architectures.adapters import (
 )
 from moe_infinity.architectures.early_router import EarlyRouter, Routed
 from moe_infinity.engine.experts import Experts
-from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import Ints
 from moe_infinity.kernels.residents import Residents
+from moe_infinity.routing import Routing
 
 BACKEND = "moe_infinity"  # the name of our experts implementation in transformers
 

@@ -84,6 +84,15 @@ class CudaDevice(Protocol):
         """Make the calling thread wait for all copies and kernels."""
 
 
+def device_memory_bytes(device: str) -> int | None:
+    """Return the bytes of the CUDA device that "cuda:1", "cuda" or "auto" names; None if there is
+    none.
+    """
+    if device in ("cpu", "mps") or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.mem_get_info(0 if device == "auto" else device)[1])
+
+
 def open_cuda_device(device: str) -> CudaDevice | None:
     """The device that "cuda", "cuda:1" or "auto" names, or None if
     slots for experts are in host memory.

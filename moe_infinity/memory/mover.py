@@ -136,14 +136,14 @@ class Mover:
         """
         for key in [key for key in self._ahead if self._loading[key].done()]:
             pool = self._ahead.pop(key)
-            try:
-                self._finish(key)
-            except Exception as error:
-                if pool is not self._preload_threads:
-                    logger.warning("prefetch of %s failed: %s", key, error)
-                elif not self.failed:
-                    logger.warning("preloading of experts ends: %s", error)
-                self.failed.add(key)
+            error = self._end_load(key)
+            if error is None:
+                continue
+            if pool is not self._preload_threads:
+                logger.warning("prefetch of %s failed: %s", key, error)
+            elif not self.failed:
+                logger.warning("preloading of experts ends: %s", error)
+            self.failed.add(key)
         return list(self._ahead.values()).count(self._ahead_threads) * self.load_s
 
     def arrivals(
@@ -183,7 +183,8 @@ class Mover:
                 waiting[self._loading[key]] = key
             arrived = [key for key in arrived if key not in again]
             for key in arrived:
-                self._finish(key)
+                if (error := self._end_load(key)) is not None:
+                    raise error
             yield arrived
             if done:
                 give_up_at = time.perf_counter() + LOAD_TIMEOUT_S
@@ -225,15 +226,15 @@ class Mover:
                 f"within {LOAD_TIMEOUT_S:.0f} s"
             )
 
-    def _finish(self, key: ExpertKey) -> None:
-        """Enter in the table that the read of `key` ended; raises its error if it failed."""
-        future = self._loading.pop(key)
-        error = future.exception()
+    def _end_load(self, key: ExpertKey) -> BaseException | None:
+        """Enter in the table that the read of `key` ended; return its error if it failed."""
+        error = self._loading.pop(key).exception()
         if error is not None:
             self._table.cancel_load(key)
-            raise error
+            return error
         self._table.finish_load(key)
         self.failed.discard(key)
+        return None
 
     def close(self) -> None:
         """Cancel reads that have not begun and wait a limited time for the others."""

@@ -1,17 +1,21 @@
-"""The EAM Collection: EAMs of past requests, and how like them a running one is (arXiv 2401.14361v3
-§4.4, §4.5, B.1).
+"""Expert Activation Matrices, the EAM Collection of past requests, and how like them a running one
+is (arXiv 2401.14361v3 §4.3-4.5, B.1).
+
+An EAM counts the tokens of one request that each expert served. It has a row for each MoE layer;
+for n tokens and top-k routing every row sums to n * k. Prefill and decode are counted apart: a
+prompt activates nearly every expert, while decoding repeats a few.
 
     finished request --add--> Eamc --EamcMatch--> nearest stored requests --> layers still to come
 
-A stored matrix has a row for each MoE layer, and each row sums to 1, so a long request counts as
-much as a short one. Only layers that the query has are compared: one that has not run yet says
-nothing about likeness. No torch: the engine and the simulator run this same code.
-Shapes: P stored requests, L MoE layers, E experts.
+Each row of a stored matrix sums to 1, so a long request counts as much as a short one. Only layers
+that the query has are compared: one that has not run yet says nothing about likeness. No torch: the
+engine and the simulator run this same code. Shapes: P stored requests, L MoE layers, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,11 +23,21 @@ from numpy.typing import NDArray
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Ints, Phase
-from moe_infinity.predict.eam import RequestEam
 
 TINY = np.finfo(np.float64).tiny  # squared norms start from it: 0 / sqrt(TINY) is 0, 0 / 0 is not
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEam:
+    """The two matrices of one request, each [MoE layers, experts]."""
+
+    prefill: Ints
+    decode: Ints
+
+    def of(self, phase: Phase) -> Ints:
+        return self.prefill if phase is Phase.PREFILL else self.decode
 
 
 def row_normalised(matrix_LE: NDArray[Any]) -> Floats:

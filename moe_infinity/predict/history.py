@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
-from moe_infinity.predict.archive import DAMAGED, read_arrays, write_arrays
+from moe_infinity.output import DAMAGED, read_arrays, write_arrays
 from moe_infinity.predict.predictor import Predictor
 
 FORMAT_VERSION = 1

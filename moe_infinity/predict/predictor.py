@@ -23,9 +23,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
+from moe_infinity.config import OffloadConfig
+from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Ints, Step
-from moe_infinity.predict.eam import RequestEam
-from moe_infinity.predict.knowledge import Knowledge
+from moe_infinity.predict.eamc import RequestEam
+from moe_infinity.predict.knowledge import FACTORS, Knowledge
 from moe_infinity.predict.sequence_predictor import SequencePredictor
 from moe_infinity.predict.tables import Floats
 
@@ -136,3 +139,34 @@ def _any_of(chances: Sequence[Floats]) -> Floats:
     for chance in chances[1:]:
         none *= 1 - chance
     return 1 - none
+
+
+def check_policy(config: OffloadConfig) -> None:
+    """Raise ConfigError for an unknown policy, and for options that the policy does not serve."""
+    policy = config.policy
+    if policy not in POLICIES:
+        raise ConfigError(
+            f"unknown policy {policy!r}, expected one of: {', '.join(POLICIES)}; "
+            "the baselines of `moe-infinity simulate` run in the simulator only"
+        )
+    predicts = policy == ACTIVATION_AWARE
+    if config.prefetch and not predicts:
+        raise ConfigError(
+            f"policy {policy} predicts nothing, so it cannot prefetch; use {ACTIVATION_AWARE}"
+        )
+    if config.early_router and not config.prefetch:
+        raise ConfigError(f"early_router serves prefetch=True with policy {ACTIVATION_AWARE}")
+    if config.history is not None and not predicts:
+        raise ConfigError(f"policy {policy} keeps no history, {ACTIVATION_AWARE} does")
+    _check_without(config)
+
+
+def _check_without(config: OffloadConfig) -> None:
+    without = config.without
+    is_list = isinstance(without, tuple | list)
+    if not is_list or not all(name in FACTORS for name in without):
+        raise ConfigError(f"without names some of {', '.join(FACTORS)}, not {without!r}")
+    if without and config.policy != ACTIVATION_AWARE:
+        raise ConfigError(f"policy {config.policy} has no factors to leave out")
+    if without and config.history is not None:
+        raise ConfigError("without is for ablation: it would spoil what the history keeps")

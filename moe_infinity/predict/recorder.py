@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Ints, Phase, Step
-from moe_infinity.predict.eam import RequestEam
+from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.tracefile import SequenceTrace
 
 

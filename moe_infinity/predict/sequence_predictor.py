@@ -9,8 +9,7 @@ import numpy as np
 
 from moe_infinity.experts import Ints, Phase
 from moe_infinity.predict.eamc import EamcMatch
-from moe_infinity.predict.features import Feature, Stage
-from moe_infinity.predict.knowledge import Knowledge, chances_of
+from moe_infinity.predict.knowledge import Feature, Knowledge, Stage, chances_of
 from moe_infinity.predict.tables import Floats
 
 REQUEST_RATE = 0.06  # of the moving average of a request, per token

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
 from moe_infinity.experts import Ints
-from moe_infinity.predict.archive import DAMAGED, read_arrays, write_arrays
+from moe_infinity.output import DAMAGED, read_arrays, write_arrays
 
 MOST_EXPERTS = 4096  # per layer: more is a damaged file, not a model
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.extents import Extent, StoredTensor
+from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.formats import PACKED_BY_US
-from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
+from moe_infinity.checkpoint.headers import Extent, StoredTensor, read_headers
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.config import EXPERT_DTYPES
@@ -229,7 +229,7 @@ class _Packing:
             num_experts = tensor.shape[0] if len(tensor.shape) == 3 else 0  # stacked
             for expert_idx in range(max(1, num_experts)):
                 name = f"{tensor.name}[{expert_idx}]" if num_experts else tensor.name
-                extent = tensor.extent.part(expert_idx, max(1, num_experts))
+                extent = tensor.extent.equal_part(expert_idx, max(1, num_experts))
                 one = StoredTensor(name, tensor.stored_dtype, tensor.shape[-2:], extent)
                 for role, data in self._pack(one).items():
                     yield tensor.name + self._suffix(role), expert_idx * len(data), data

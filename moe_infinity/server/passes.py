@@ -19,7 +19,6 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from moe_infinity.errors import ConfigError, UnsupportedModelError
 from moe_infinity.experts import Phase, Step
-from moe_infinity.memory.machine import available_memory_bytes
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch, has_recurrent_layers, layers_that_cannot_join
 from moe_infinity.server.config import ServeConfig
@@ -27,6 +26,7 @@ from moe_infinity.server.prefix_cache import PrefixCache, Snapshots, why_no_snap
 from moe_infinity.server.sampling import ChosenToken, prompt_logprobs
 from moe_infinity.server.sequences import NoEmbeddings, Running
 from moe_infinity.sizes import parse_size
+from moe_infinity.system.machine import available_memory_bytes
 
 logger = logging.getLogger(__name__)
 PREFIX_SHARE = 0.1  # of the memory that is free once the model is loaded

@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from moe_infinity import MoE
 from moe_infinity.architectures import attention_inputs
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
+from tests.on_demand import ON_DEMAND
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
@@ -187,7 +188,7 @@ def test_threads_that_come_late_do_no_harm(tmp_path, runs):
 @pytest.mark.parametrize("has_history", [False, True])
 def test_nothing_is_predicted_once_all_experts_are_in_memory(tmp_path, has_history):
     history = tmp_path / "history" if has_history else None
-    with MoE(saved("Mixtral", tmp_path), history=history, preload="off") as moe:
+    with MoE(saved("Mixtral", tmp_path), history=history, **ON_DEMAND) as moe:
         assert moe.engine.predictor is not None
         moe.preload()
         assert (moe.engine.predictor is not None) == has_history

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.engine.routing import Routing
 from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp
 from moe_infinity.experimental.gpu.slot_kernels import SlotKernels, SlotWork
 from moe_infinity.experts import Ints
 from moe_infinity.memory.cuda import CudaDevice
+from moe_infinity.routing import Routing
 
 
 class SlotBackend:

@@ -26,12 +26,11 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import KINDS
 from moe_infinity.kernels import host_float32
+from moe_infinity.kernels.cpu.arrangement import arranged
 from moe_infinity.kernels.cpu.compiler import machine_code
-from moe_infinity.kernels.cpu.loaders import LOADERS
 from moe_infinity.kernels.cpu.rows import row_function
-from moe_infinity.kernels.cpu.steps import arguments_for, arranged, loop_for
+from moe_infinity.kernels.cpu.steps import LOADERS, arguments_for, loop_for
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,
@@ -49,6 +48,7 @@ from moe_infinity.kernels.cpu.vectors import (
     sum_of_lanes,
 )
 from moe_infinity.kernels.cpu.work import call_rows
+from moe_infinity.layout import KINDS
 
 FINITE = 1e30  # more than any score
 MAX_WIDTH = 16 * LANES  # of values: as many sums as a machine has registers

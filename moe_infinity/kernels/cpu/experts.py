@@ -27,26 +27,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import EXPONENTS, WORDS, WeightLayout, block_of
 from moe_infinity.experts import Ints, ParamSpec
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cpu import work as experts_work
-from moe_infinity.kernels.cpu.loaders import LOADERS
+from moe_infinity.kernels.cpu.arrangement import (
+    Arrangement,
+    arrange,
+    arrangement_for,
+    one_behind_another,
+)
 from moe_infinity.kernels.cpu.rows import row_function
 from moe_infinity.kernels.cpu.steps import (
-    Arrangement,
+    LOADERS,
     InnerLoop,
     KernelArguments,
     arguments_for,
-    arrange,
-    arrangement_for,
     loop_for,
-    one_behind_another,
 )
-from moe_infinity.kernels.cpu.threads import num_threads
+from moe_infinity.kernels.cpu.team import num_threads
 from moe_infinity.kernels.cpu.words import BLOCK_ROWS
-from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, Weights, run_job
+from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, ExpertMlp, RowBlock, run_job
+from moe_infinity.layout import EXPONENTS, WORDS, WeightLayout, block_of
 
 BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
 SPARE_BYTES = 128  # behind the outputs of up, of which vectors are read
@@ -112,10 +114,10 @@ class Product:
 
     num_rows: int  # of all weights
     num_columns: int
-    places: Arrangement  # of x
+    arrangement: Arrangement  # of x
     arguments: NDArray[np.int64]  # by weight; blocks point here
-    blocks: NDArray[np.int64]  # see work.Weights
-    kept: list[array[int]]  # what `places` points to
+    blocks: NDArray[np.int64]  # RowBlocks
+    kept: list[array[int]]  # what `arrangement` points to
 
     @classmethod
     def of(cls, weights: Sequence[WeightLayout]) -> Product | None:
@@ -127,13 +129,13 @@ class Product:
         num_columns = weights[0].shape[1]
         arrangements = [arrangement_for(loop, num_columns) for loop in loops]
         distinct = list(dict.fromkeys(arrangements))
-        places, kept = one_behind_another(distinct)
+        arrangement, kept = one_behind_another(distinct)
         arguments = np.zeros((len(weights), len(KernelArguments._fields)), np.int64)
         blocks = []
         offset = 0
         for weight, loop, own, row in zip(weights, loops, arrangements, arguments, strict=True):
             row[:] = _arguments(weight, loop)._replace(
-                out_bytes=4 * num_rows, x_bytes=places.row_bytes
+                out_bytes=4 * num_rows, x_bytes=arrangement.row_bytes
             )
             x_offset = sum(before.row_bytes for before in distinct[: distinct.index(own)])
             function = row_function(loop).address
@@ -143,9 +145,10 @@ class Product:
             for first in range(0, weight.shape[0], at_once):
                 last = min(first + at_once, weight.shape[0])
                 at = row.ctypes.data
-                blocks.append((function, at, first, last, offset, places.row_bytes, x_offset))
+                block = RowBlock(function, at, first, last, offset, arrangement.row_bytes, x_offset)
+                blocks.append(block)
             offset += 4 * weight.shape[0]
-        return cls(num_rows, num_columns, places, arguments, np.array(blocks, np.int64), kept)
+        return cls(num_rows, num_columns, arrangement, arguments, np.array(blocks, np.int64), kept)
 
 
 def _arguments(weight: WeightLayout, loop: InnerLoop) -> KernelArguments:
@@ -176,8 +179,8 @@ class FusedExperts:
         numbers = activation.alpha, activation.shift, activation.limit
         self._numbers = np.array(numbers, np.float32)
         self.up_bytes = -(-4 * up.num_rows // 64) * 64  # so that no vector crosses a cache line
-        self.row_bytes = self.up_bytes + down.places.row_bytes
-        weights = Weights(
+        self.row_bytes = self.up_bytes + down.arrangement.row_bytes
+        mlp = ExpertMlp(
             up_blocks=up.blocks.ctypes.data,
             num_up=len(up.blocks),
             down_blocks=down.blocks.ctypes.data,
@@ -193,8 +196,8 @@ class FusedExperts:
             down_bias=biases[1].offset if biases else NO_BIAS,
             bias=BIASES.index(biases[0].dtype) if biases else 0,
         )
-        self.weights = array("q", weights)
-        self.hidden_places = array("q", down.places)
+        self.mlp = array("q", mlp)
+        self.hidden_arrangement = array("q", down.arrangement)
         self(host_float32(0, down.num_rows), [0], [])  # compiles
 
     def __call__(
@@ -221,10 +224,10 @@ class Rows:
         self, experts: FusedExperts, inputs_TD: Tensor, num_rows: int, tokens_P: Tensor | None
     ) -> None:
         x = inputs_TD.to(torch.float32).contiguous()
-        places = experts.up.places
+        arrangement = experts.up.arrangement
         self._experts = experts
-        self._x = host_float32(len(x), places.row_bytes // 4)
-        arrange(x.data_ptr(), 4 * x.shape[1], self._x.data_ptr(), len(x), places)
+        self._x = host_float32(len(x), arrangement.row_bytes // 4)
+        arrange(x.data_ptr(), 4 * x.shape[1], self._x.data_ptr(), len(x), arrangement)
         if tokens_P is not None:
             self._x = self._x[tokens_P]
         self._is_shared = len(self._x) < num_rows
@@ -242,8 +245,8 @@ class Rows:
         addresses[i], where it has to stay until this returns.
         """
         run_job(
-            self._experts.weights,
-            self._experts.hidden_places,
+            self._experts.mlp,
+            self._experts.hidden_arrangement,
             starts,
             stops,
             addresses,

@@ -8,8 +8,8 @@ at every group, or scales spread in memory.
 A weight is decoded once for all tokens of a tile. The bits of an output depend on nothing but its
 row of the weight and its token: the additions are the same in tiles of every size.
 
-steps.py says what a step is and how x is arranged, loaders.py how values are read, blocks.py how
-those are that have scales among them.
+steps.py says what a step is and how values are read, blocks.py how those are that have scales among
+them, arrangement.py how x is arranged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moe_infinity.checkpoint.layout import WORDS
 from moe_infinity.kernels.cpu.blocks import BlockStep
 from moe_infinity.kernels.cpu.compiler import c_function, processor
 from moe_infinity.kernels.cpu.steps import InnerLoop, KernelArguments, Tile
@@ -43,6 +42,7 @@ from moe_infinity.kernels.cpu.vectors import (
     store_sums,
 )  # fmt: skip
 from moe_infinity.kernels.cpu.words import STORED, emit_words, scales_of
+from moe_infinity.layout import WORDS
 
 PREFETCH_BYTES = 2048  # ahead, at least; bf16, one token, two threads: 47 GB/s, without it 43
 NUM_ARGUMENTS = len(KernelArguments._fields)

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from moe_infinity.kernels.cpu.compiler import processor
-from moe_infinity.kernels.unpack import NIBBLES
+from moe_infinity.layout import NIBBLES
 
 LANES = 16  # float32 values of a vector; LLVM splits them where the machine has narrower ones
 

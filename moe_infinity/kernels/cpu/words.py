@@ -37,7 +37,7 @@ from moe_infinity.kernels.cpu.vectors import (
     sum_of_lanes,
     vector_of,
 )  # fmt: skip
-from moe_infinity.kernels.unpack import NIBBLES
+from moe_infinity.layout import NIBBLES
 
 BLOCK_ROWS = {"gptq": 4 * LANES, "gptq_v2": 4 * LANES, "awq": NIBBLES * LANES}  # at once
 AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # of a word's nibbles

@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from moe_infinity.checkpoint.kind import find_kind
-from moe_infinity.checkpoint.tokenizer import load_tokenizer
+from moe_infinity.checkpoint.kind import find_kind, load_tokenizer
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.inspection import Summary, inspect_checkpoint
-from moe_infinity.memory.host import AUTOMATIC_SHARE
-from moe_infinity.memory.machine import (
-    available_memory_bytes,
-    device_memory_bytes,
-    machine_memory_bytes,
-)
+from moe_infinity.memory.cuda import device_memory_bytes
+from moe_infinity.memory.slots import AUTOMATIC_SHARE
 from moe_infinity.model import MoE
 from moe_infinity.sizes import format_bytes, parse_size
-from moe_infinity.system.machine import num_cores, processor_name
+from moe_infinity.system.machine import (
+    available_memory_bytes,
+    machine_memory_bytes,
+    num_cores,
+    processor_name,
+)
 from moe_infinity.tools.bench.config import BenchConfig
 from moe_infinity.tools.bench.measuring import OnRun, Workload, measure, opened_ours
 from moe_infinity.tools.bench.rows import Rates, Row, rows_of, table_of

@@ -17,10 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
-from moe_infinity.system import control_groups, features, machine
+from moe_infinity.system import linux, machine
 from moe_infinity.system.files import nearest_folder, open_past_cache, open_to_read
 from moe_infinity.system.linux import is_cached
+from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes
 from moe_infinity.system.memory import zeroed_memory
 from moe_infinity.tools.doctor import lines
 from moe_infinity.tools.doctor.lines import Line, error, warning
@@ -116,7 +116,7 @@ def _processor() -> Line:
 def _cores() -> Line:
     import torch
 
-    limit = control_groups.core_limit()
+    limit = machine.core_limit()
     return lines.cores_line(machine.num_cores(), limit, torch.get_num_threads(), os.environ)
 
 
@@ -128,10 +128,10 @@ def _swap() -> Line:
 
 
 def _group() -> Line:
-    limits = control_groups.memory_limits()
+    limits = machine.memory_limits()
     limit = min((found.num_bytes for found in limits), default=None)
     left = min((found.num_bytes - found.used_bytes for found in limits), default=0)
-    return lines.group_line(limit, left, control_groups.core_limit())
+    return lines.group_line(limit, left, machine.core_limit())
 
 
 def _gpu() -> Iterator[Line]:
@@ -203,7 +203,7 @@ def _is_read_directly(file: Path) -> bool:
 
 
 def _is_told(file: Path) -> bool:
-    if not features.found().page_cache:
+    if not linux.is_linux():
         return False
     opened = open_to_read(file)
     try:

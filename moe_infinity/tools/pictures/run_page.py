@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moe_infinity.cache.counters import PhaseCounters
 from moe_infinity.experts import Ints, Phase
-from moe_infinity.predict.eam import RequestEam
+from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.report import Report
 from moe_infinity.sizes import format_bytes
 from moe_infinity.tools.pictures.figures import written

@@ -10,7 +10,7 @@ from typing import Any
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
-from moe_infinity.memory.host import AUTOMATIC_SHARE as HOST_SHARE
+from moe_infinity.memory.slots import AUTOMATIC_SHARE as HOST_SHARE
 from moe_infinity.sizes import format_bytes, parse_size
 from moe_infinity.tools.planning.machine import PlanMachine
 from moe_infinity.tools.planning.sizes import ModelSizes

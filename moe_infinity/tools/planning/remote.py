@@ -21,7 +21,7 @@ from huggingface_hub.utils._http import hf_raise_for_status, http_backoff
 
 from moe_infinity.checkpoint.file_names import INDEX as INDEX_NAME
 from moe_infinity.checkpoint.file_names import WHOLE, gguf_models, gguf_parts, shards_of
-from moe_infinity.checkpoint.gguf_header import HeaderReader
+from moe_infinity.checkpoint.gguf_file import HeaderReader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.hub_errors import explained
 

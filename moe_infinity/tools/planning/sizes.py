@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.checkpoint.extents import StoredTensor
+from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan

@@ -16,8 +16,7 @@ from moe_infinity.cache import policies
 from moe_infinity.cache.activation_aware import Chances
 from moe_infinity.cache.policies import EvictionPolicy, Experts, Lru, Scores
 from moe_infinity.experts import Ints, Phase, Step
-from moe_infinity.predict.eam import RequestEam
-from moe_infinity.predict.eamc import Eamc, EamcMatch
+from moe_infinity.predict.eamc import Eamc, EamcMatch, RequestEam
 
 NEIGHBOR_LAYERS = 3  # as in the published code's lru_ds
 PROTECTED = 2.0**40  # added to a time, outranks every time; the sum is still exact in float64

@@ -13,7 +13,7 @@ import torch
 from moe_infinity import MoE
 from moe_infinity.cache.policies import Lru
 from moe_infinity.cache.residency import ResidencyTable
-from moe_infinity.checkpoint.expert_loader import ExpertLoader
+from moe_infinity.checkpoint.layer_recipes import ExpertLoader
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.experimental.gpu import resolve_reference

@@ -17,9 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_infinity import MoE
 from moe_infinity.architectures.trial import FellBack, Found
-from moe_infinity.checkpoint.extents import Extent, StoredTensor
 from moe_infinity.checkpoint.formats import find_format
-from moe_infinity.checkpoint.headers import Headers
+from moe_infinity.checkpoint.headers import Extent, Headers, StoredTensor
 from moe_infinity.checkpoint.plan import Plan, contents_of, plan_experts
 from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.experimental.gpu.kernels import reference as slot_reference

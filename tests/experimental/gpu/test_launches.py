@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from moe_infinity.engine import compute
-from moe_infinity.engine.routing import Routing
 from moe_infinity.experimental.gpu import slot_kernels
 from moe_infinity.experimental.gpu.slot_kernels import SlotKernels, SlotWork
 from moe_infinity.memory.device_mover import COPIED_GROUPS
+from moe_infinity.routing import Routing
 from tests.experimental.gpu.fast_device import on_device
 from tests.experimental.gpu.on_device import PROMPT
 

@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
+from moe_infinity.engine.exact import ExactWork
 
 from moe_infinity import MoE
 from moe_infinity.engine import compute
-from moe_infinity.engine.exact import ExactWork
 from moe_infinity.experimental.gpu import graphed_step
 from tests.experimental.gpu.fake_cuda import fake_device
 from tests.experimental.gpu.no_device import (

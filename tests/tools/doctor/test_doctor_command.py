@@ -15,7 +15,7 @@ from moe_infinity.errors import CheckpointError
 from moe_infinity.tools.doctor import examination
 from moe_infinity.tools.doctor.lines import Line, error, ok, warning
 from moe_infinity.tools.planning import disk
-from tests.system.other_systems import WINDOWS, use
+from tests.system.other_systems import leave_linux
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_written_is_not_tried(monkeypatch, tmp_path):
 
 def test_on_other_systems_the_same_is_asked_and_no_check_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(examination, "hub_cache", lambda: tmp_path)
-    use(monkeypatch, WINDOWS)
+    leave_linux(monkeypatch)
     lines = list(examination.examine(is_quick=True))
     assert not [line for line in lines if "could not be looked at" in line.found]
     (direct,) = [line for line in lines if line.check == "direct reads"]

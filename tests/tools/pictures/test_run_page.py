@@ -16,7 +16,7 @@ import pytest
 from moe_infinity import MoE
 from moe_infinity.cache.counters import Counters, PhaseCounters, PrefetchCounters
 from moe_infinity.errors import OutputError
-from moe_infinity.predict.eam import RequestEam
+from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.tools.pictures import run_page
 from moe_infinity.tools.pictures.reporting import RunReports
@@ -205,7 +205,7 @@ def test_a_page_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, 
 
 @pytest.fixture
 def moe(tiny_checkpoint) -> Iterator[MoE]:
-    with MoE(tiny_checkpoint, host_memory="50%", policy="lru", preload="off") as moe:
+    with MoE(tiny_checkpoint, host_memory="50%", policy="lru") as moe:
         yield moe
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.memory import host
-from moe_infinity.memory import machine as engine_machine
+from moe_infinity.memory import slots
+from moe_infinity.system import machine as system_machine
 from moe_infinity.tools.planning.fit import fit
 
 
@@ -23,9 +23,9 @@ def test_experts_get_seventy_percent_of_what_dense_weights_leave(sizes, machine)
 
 def test_the_engine_chooses_the_same_budget(sizes, machine, monkeypatch):
     left = int(machine.ram - machine.runtime - sizes.dense_bytes)
-    monkeypatch.setattr(host, "available_memory_bytes", lambda: left)
-    slots = host.num_host_slots(None, slot_bytes=sizes.slot_bytes, num_experts=1000)
-    assert fit(sizes, machine, context=0).host.num_slots == slots
+    monkeypatch.setattr(slots, "available_memory_bytes", lambda: left)
+    num_slots = slots.num_host_slots(None, slot_bytes=sizes.slot_bytes, num_experts=1000)
+    assert fit(sizes, machine, context=0).host.num_slots == num_slots
 
 
 def test_all_experts_in_memory_need_no_more_slots_than_experts(sizes, large_machine):
@@ -82,4 +82,4 @@ def test_memory_is_what_a_new_process_may_have(monkeypatch):
     found = machine.this_machine({"disk": lambda: 5.0}, None)
     assert (found.ram, found.runtime) == (10, 3)
     assert (found.disk, sorted(found.assumed)) == (5.0, ["memory", "new_memory", "products"])
-    assert engine_machine.available_memory_bytes() > 0
+    assert system_machine.available_memory_bytes() > 0

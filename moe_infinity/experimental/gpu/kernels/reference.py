@@ -11,9 +11,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import SCALES, view_of
 from moe_infinity.experimental.gpu.kernels.slot_mlp import Matrix, SlotMlp
 from moe_infinity.kernels.activation import Activation
+from moe_infinity.layout import SCALES, view_of
 
 
 def memory_at(address: int, num_bytes: int) -> Tensor:

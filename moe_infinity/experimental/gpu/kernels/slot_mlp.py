@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import gcd
 
-from moe_infinity.checkpoint.ggml import BLOCKS
-from moe_infinity.checkpoint.layout import EXPONENTS, WORDS, Block, WeightLayout, block_of
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
-from moe_infinity.kernels.unpack import NIBBLES
+from moe_infinity.kernels.unpack import BLOCKS
+from moe_infinity.layout import EXPONENTS, NIBBLES, WORDS, Block, WeightLayout, block_of
 
 LOAD_BYTES = 16
 LOADED = {  # values in one load

@@ -25,7 +25,8 @@ import triton.language as tl
 
 from moe_infinity.experimental.gpu.kernels.blocks import block_sums, block_values
 from moe_infinity.experimental.gpu.kernels.slot_mlp import LOAD_BYTES, X_EXPONENT
-from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
+from moe_infinity.kernels.unpack import ZERO_OF_SYMMETRIC
+from moe_infinity.layout import NIBBLES
 
 _LOAD_BYTES = tl.constexpr(LOAD_BYTES)
 _NIBBLES = tl.constexpr(NIBBLES)

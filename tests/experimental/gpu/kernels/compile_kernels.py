@@ -22,7 +22,6 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moe_infinity.checkpoint.ggml import blocks_layout, row_bytes
 from moe_infinity.experimental.gpu import resolve as triton_resolve
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.kernels import experts as triton_experts
@@ -39,6 +38,7 @@ from moe_infinity.experimental.gpu.kernels.routing import choose, router_logits
 from moe_infinity.experimental.gpu.kernels.slot_mlp import Matrix, SlotMlp
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
+from moe_infinity.kernels.unpack import blocks_layout, row_bytes
 from tests.experimental.gpu.kernels.compiled import AbsentGpu
 from tests.experimental.gpu.kernels.usual_experts import KINDS, mlp_of
 from tests.kernels.slot_moe import slot_moe

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.experimental.gpu.kernels.slot_mlp import slot_mlp
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
+from moe_infinity.layout import WeightLayout
 from tests.kernels.stored_weights import StoredExperts, layout_of, make_weight
 
 pytestmark = pytest.mark.arithmetic

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import PLAIN, WeightLayout
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.kernels import reference as slot_reference
 from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
+from moe_infinity.layout import PLAIN, WeightLayout
 from tests.kernels.slot_moe import slot_moe
 from tests.kernels.stored_weights import StoredExperts, layout_of
 

@@ -7,10 +7,10 @@ import torch
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertLayout
-from moe_infinity.memory import host
-from moe_infinity.memory.host import HostSlots, num_host_slots
-from moe_infinity.memory.machine import machine_memory_bytes
+from moe_infinity.memory import slots
+from moe_infinity.memory.slots import HostSlots, num_host_slots
 from moe_infinity.sizes import format_bytes
+from moe_infinity.system.machine import machine_memory_bytes
 
 MIB = 1 << 20
 LAYOUT = ExpertLayout.of({"up": ((3, 5), "bfloat16"), "down": ((5, 3), "float32")})
@@ -55,18 +55,17 @@ def test_a_share_of_experts_that_exceeds_the_machine_is_refused():
 
 
 def test_without_a_budget_a_share_of_free_memory_is_taken(monkeypatch):
-    monkeypatch.setattr(host, "available_memory_bytes", lambda: 20 * MIB)
-    slots = slots_for(None)
-    assert 1 <= slots < 20
+    monkeypatch.setattr(slots, "available_memory_bytes", lambda: 20 * MIB)
+    assert 1 <= slots_for(None) < 20
 
 
 def test_without_a_budget_no_more_than_all_experts_are_taken(monkeypatch):
-    monkeypatch.setattr(host, "available_memory_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(slots, "available_memory_bytes", lambda: 1 << 40)
     assert slots_for(None) == 100
 
 
 def test_without_a_budget_and_without_free_memory_is_a_clear_error(monkeypatch):
-    monkeypatch.setattr(host, "available_memory_bytes", lambda: 0)
+    monkeypatch.setattr(slots, "available_memory_bytes", lambda: 0)
     with pytest.raises(ConfigError, match="host_memory"):
         slots_for(None)
 

@@ -1,29 +1,34 @@
-"""Slots, each wide enough for an expert of any layer. Those of HOST are one allocation, cut into
-equal parts.
+"""Slots, each wide enough for an expert of any layer.
+
+HostSlots      one allocation in DRAM, cut into equal parts
+MappedSlots    experts stay where the page cache has them, for models of which all experts fit
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import view_of
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, ExpertLayout
-from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
-from moe_infinity.memory.pages import huge_pages
+from moe_infinity.layout import view_of
 from moe_infinity.sizes import format_bytes, parse_size
+from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes
+from moe_infinity.system.memory import huge_pages
 
 # The share that experts get of what is free once the dense weights are loaded, unless host_memory
 # is set. The rest is for the KV cache, activations and other programs; a convention, not a
 # measurement.
 AUTOMATIC_SHARE = 0.7
 
+MappedBytes = Callable[[ExpertKey], memoryview | None]
+
 
 class Slots(ABC):
-    """Places of `slot_bytes` bytes for experts, all in the memory of one device."""
+    """Buffers of `slot_bytes` bytes for experts, all in the memory of one device."""
 
     def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -46,7 +51,7 @@ class Slots(ABC):
 
 
 class BufferSlots(Slots):
-    """`buffer`, uint8 in any memory, cut into slots."""
+    """Slots cut from `buffer`, uint8 in any memory."""
 
     def __init__(self, buffer: Tensor, slot_bytes: int) -> None:
         super().__init__(len(buffer) // slot_bytes, slot_bytes, buffer.device)
@@ -56,7 +61,7 @@ class BufferSlots(Slots):
         return self._buffer.data_ptr() + slot_id * self.slot_bytes
 
     def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
-        """May reach into the slots that follow."""
+        """uint8 [num_bytes] from the slot's first byte; it may reach into the slots that follow."""
         start = slot_id * self.slot_bytes
         return self._buffer[start : start + num_bytes]
 
@@ -78,12 +83,41 @@ class HostSlots(BufferSlots):
         super().__init__(buffer, slot_bytes)
 
     def bytes_of(self, slot_id: int) -> memoryview:
-        """The slot as bytes that may be written now."""
+        """The bytes of the slot, which may be written now."""
         return self.tensor_of(slot_id, self.slot_bytes).numpy().data
 
     def bytes_for(self, slot_id: int, key: ExpertKey) -> memoryview:
-        """The same, for whichever expert."""
+        """The bytes to fill so that the slot has this expert: those of the slot."""
         return self.bytes_of(slot_id)
+
+
+class MappedSlots(Slots):
+    """Slots that are the bytes of an expert in its mapped file, as `mapped_bytes` gives them, or
+    memory of their own where it gives none. The expert is chosen when the slot is filled.
+
+    Nothing is copied: a model that is in the page cache computes at once, and its bytes are in
+    memory once, not twice. The price: a file that is shortened while it is in use ends the process
+    (SIGBUS).
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, mapped_bytes: MappedBytes) -> None:
+        super().__init__(num_slots, slot_bytes, torch.device("cpu"))
+        self._mapped_bytes = mapped_bytes
+        self._tensors: dict[int, Tensor] = {}
+
+    def bytes_for(self, slot_id: int, key: ExpertKey) -> memoryview:
+        """The bytes to fill so that the slot has this expert."""
+        memory = self._mapped_bytes(key)
+        if memory is None:
+            memory = huge_pages(self.slot_bytes)
+        self._tensors[slot_id] = torch.frombuffer(memory, dtype=torch.uint8)
+        return memory
+
+    def address_of(self, slot_id: int) -> int:
+        return self._tensors[slot_id].data_ptr()
+
+    def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
+        return self._tensors[slot_id][:num_bytes]
 
 
 class SlotViews:

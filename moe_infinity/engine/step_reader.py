@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe_infinity.engine.experts import Experts
 from moe_infinity.experts import Phase, Step
 
 
@@ -24,13 +25,7 @@ class StepReader:
     does.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        begin_step: Callable[[Step], None],
-        leave_step: Callable[[], None],
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, experts: Experts) -> None:
         # While generate() runs: tokens that end a sequence (None: the generation config's) and the
         # mask of the prompt.
         self.end_ids: Any = None
@@ -38,8 +33,7 @@ class StepReader:
         # While forward() runs: the step as its caller names it.
         self.named: Step | None = None
         self._model = model
-        self._begin_step = begin_step
-        self._leave_step = leave_step
+        self._experts = experts
         self._is_in_pass = False  # if a pass does not end, it stays True until the next one
         self._finished_B: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._num_encoded = 0  # sequences the encoder ran for, until the decoder begins
@@ -58,7 +52,7 @@ class StepReader:
         self.leave_pass()
         step = self.named or read(args, kwargs)
         if step is not None:
-            self._begin_step(step)
+            self._experts.begin_step(step)
         self._is_in_pass = True
 
     def _after_forward(self, *_: object) -> None:
@@ -68,7 +62,7 @@ class StepReader:
     def leave_pass(self) -> None:
         """Call `leave_step` if the model's last pass did not end."""
         if self._is_in_pass:
-            self._leave_step()
+            self._experts.leave_step()
         self._is_in_pass = False
 
     def read_encoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:

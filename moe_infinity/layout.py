@@ -3,9 +3,8 @@
     a format of checkpoint/formats.py --Recipe.place--> WeightLayout
         unpacked()       the weight again, for the model's own code
         kernels/cpu      products with it, where it lies
-        kernels/cuda     the same on a device
 
-Layouts are made once, when a model is planned. Whoever reads or fills slots is told nothing else.
+Layouts are made once, when a model is planned. Code that fills or reads slots gets nothing else.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.unpack import NIBBLES
 
+NIBBLES = 8  # values of 4 bits in a word
 SCALES = ("float32", "bfloat16", "float16")
 EXPONENTS = ("uint8", "float8_e8m0fnu")  # of two, 127 standing for 2 ** 0
 PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # by kind
