@@ -1,5 +1,7 @@
 """Replays recorded routing through the tables, policies, predictors and planners of the engine;
-only the mover and the clock are models.
+only the mover and the clock are models. Loads share one link that carries one expert at a time, and
+layers take a fixed time to compute. Demand loads go first; a prefetch under way waits for them and
+goes on after.
 
 Every policy and its predictor see the trace once, whatever the number of capacities: what they
 learn depends on the routing alone.
@@ -19,14 +21,60 @@ from moe_infinity.experts import ExpertKey, Ints, Phase, Step
 from moe_infinity.predict.planner import Planner, PredictingPolicy
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
-from moe_infinity.tools.simulator.baselines import make_policy
-from moe_infinity.tools.simulator.belady import Belady, next_uses
-from moe_infinity.tools.simulator.hardware import Hardware, Link
+from moe_infinity.tools.simulator.baselines import Belady, make_policy, next_uses
 from moe_infinity.tools.simulator.schedule import RecordedStep
 
 BELADY = "belady"
 CLAIRVOYANT = "clairvoyant"  # Belady that also prefetches what it knows will be used
 OMNISCIENT = (BELADY, CLAIRVOYANT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a replay's times are made of."""
+
+    bytes_per_s: float  # of the link
+    expert_bytes: int
+    layer_s: float  # from one layer's routing to the next one's, everything resident
+
+    @property
+    def load_s(self) -> float:
+        """Seconds to load one expert."""
+        return self.expert_bytes / self.bytes_per_s
+
+
+class Link:
+    """The link, and how far the prefetches on it are."""
+
+    def __init__(self, load_s: float) -> None:
+        self._load_s = load_s
+        self._queue: dict[ExpertKey, float] = {}  # seconds left, in order
+
+    @property
+    def queued_s(self) -> float:
+        """Time to finish what was begun."""
+        return sum(self._queue.values())
+
+    def begin(self, keys: Iterable[ExpertKey]) -> None:
+        """Queue prefetches."""
+        for key in keys:
+            self._queue[key] = self._load_s
+
+    def run(self, seconds: float) -> list[ExpertKey]:
+        """Time passes without demand; gives the prefetches that arrived."""
+        arrived = []
+        for key, left in list(self._queue.items()):
+            if left > seconds:
+                self._queue[key] = left - seconds
+                break
+            seconds -= left
+            del self._queue[key]
+            arrived.append(key)
+        return arrived
+
+    def demand(self, num_absent: int, late: Iterable[ExpertKey]) -> float:
+        """Seconds until so many demand loads and these prefetches, already begun, are there."""
+        return num_absent * self._load_s + sum(self._queue.pop(key) for key in late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,6 +162,12 @@ def test_a_model_of_the_hub_is_downloaded_first(sizes, machine):
     assert plan.commands[1].endswith("--host-memory 2GB")
 
 
+def test_a_path_is_quoted_in_the_command(sizes, machine):
+    spaced = replace(sizes, model="/tmp/packed 1")
+    (run,) = make_plan(spaced, machine, PlannedRun(), Constants()).commands
+    assert run.startswith("moe-infinity run '/tmp/packed 1' -p ")
+
+
 def test_a_budget_lowered_for_the_context_is_in_the_command(sizes, machine):
     plan = make_plan(sizes, machine, PlannedRun(context=3_000_000), Constants())
     assert plan.outlook.fit.host_memory == 5 * 10**9 - 10**9 - sizes.kv.of(3_000_000)
