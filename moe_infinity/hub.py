@@ -160,8 +160,8 @@ def _bar_of(bars: list[tqdm], stop: Event) -> type[tqdm]:
 def find_download(
     model: str, *, include: Sequence[str] = (), revision: str | None = None
 ) -> Download:
-    """What this library reads of a model on the hub: its weights in one format, config, tokenizer,
-    chat template. `include`: take files of these patterns for weights instead.
+    """Return the files that this library reads of a model on the hub: its weights in one format,
+    config, tokenizer, chat template. `include`: take files of these patterns for weights instead.
 
     Raises ConfigError, DownloadError, UnsupportedModelError.
     """

@@ -1,4 +1,4 @@
-"""What huggingface_hub raises, in words that say what to do."""
+"""The errors of huggingface_hub, in words that say what to do."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ def _say_what_came(download: Download, folder: Path) -> None:
 
 
 def ensure_here(model: str, *, yes: bool) -> str:
-    """What can be opened of a model: its folder or GGUF file. One of the hub that is not here is
-    downloaded, if `yes` or the user agrees. Raises CheckpointError, DownloadError.
+    """Return what can be opened of a model: its folder or GGUF file. A model of the hub that is not
+    here is downloaded if `yes` or the user agrees. Raises CheckpointError, DownloadError.
     """
     from moe_infinity.inspection import find_local, local_folder
 
@@ -147,8 +147,8 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
 
 
 def checkpoint_for(model: str, *, yes: bool, cluster: str | None) -> str:
-    """What to open for a model, on this machine by now. On other machines of a cluster it is where
-    they have it, so there a hub id stays one. Raises what `ensure_here` raises.
+    """Return what to open for a model, on this machine by now. On other machines of a cluster it is
+    where they have it, so there a hub id stays one. Raises what `ensure_here` raises.
     """
     here = ensure_here(model, yes=yes)
     return here if cluster is None else model

@@ -72,7 +72,7 @@ class ExpertHost:
         routing = Routing.of_experts(asked.top_k_index_TK, None)
         with torch.no_grad():
             layer_idx = asked.moe_layer_idx
-            share = request.share
+            share = request.shared_rows
             work = work_of_share(self.engine.path.computers[layer_idx], share)
             self.engine.compute(layer_idx, routing, share.expert_idxs, work)
             return work.outputs()

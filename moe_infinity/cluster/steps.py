@@ -1,4 +1,5 @@
-"""What a head tells an expert host: steps that begin, what routers chose, and rows to compute.
+"""The messages of a head to an expert host: steps that begin, what routers chose, and rows to
+compute.
 
 A host keeps account of every step as the head does, so that its policy and its predictions are
 those of one machine. What does not concern a host yet waits for the next message to it.
@@ -22,7 +23,7 @@ ARRAYS_OF_A_STEP = ("begins_B", "counted_T", "token_ids_T", "sequence_T")
 
 
 class LayerRouting(NamedTuple):
-    """What the router of one MoE layer chose, [T, K]."""
+    """The experts that the router of one MoE layer chose, [T, K]."""
 
     moe_layer_idx: int
     top_k_index_TK: Ints
@@ -32,14 +33,14 @@ Event = Step | LayerRouting
 
 
 class RowsRequest(NamedTuple):
-    """What happened since the last request, the newest last, and rows of the newest layer."""
+    """The events since the last request, the newest last, and rows of the newest layer."""
 
     number: int  # the answer has it, too
     events: Sequence[Event]
-    share: Share
+    shared_rows: Share
 
     def message(self) -> WireMessage:
-        tensors: dict[str, Tensor] = {"x": self.share.x_ID, "input": self.share.input_P}
+        tensors: dict[str, Tensor] = {"x": self.shared_rows.x_ID, "input": self.shared_rows.input_P}
         events = []
         for idx, event in enumerate(self.events):
             fields, arrays = _told(event)
@@ -48,9 +49,9 @@ class RowsRequest(NamedTuple):
         fields = {
             "number": self.number,
             "events": events,
-            "experts": self.share.expert_idxs,
-            "stops": self.share.stops,
-            "by_kernels": self.share.by_kernels,
+            "experts": self.shared_rows.expert_idxs,
+            "stops": self.shared_rows.stops,
+            "by_kernels": self.shared_rows.by_kernels,
         }
         return WireMessage(fields, tensors)
 

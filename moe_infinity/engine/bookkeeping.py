@@ -18,7 +18,7 @@ from moe_infinity.routing import Routing, without_gaps
 
 
 class Bookkeeping:
-    """Of one model. `layer_bytes[i]`: what an expert of MoE layer i takes on disk, in bytes."""
+    """The account of one model. `layer_bytes[i]` is the size on disk of an expert of MoE layer i."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Bookkeeping:
         self._keeps_history = keeps_history
 
     def local_keys(self, moe_layer_idx: int) -> Sequence[ExpertKey]:
-        """Of the experts of a layer that are computed here."""
+        """Return the keys of the experts of a layer that are computed here."""
         is_local_E = self.local_LE[moe_layer_idx]
         return [key for key in self.keys[moe_layer_idx] if is_local_E[key.expert_idx]]
 
@@ -92,7 +92,7 @@ class Bookkeeping:
                 self.predictor.observe(moe_layer_idx, counted_TK)
 
     def note_routing(self, moe_layer_idx: int, routing: Routing) -> None:
-        """What the router of this layer chose in the step that began last."""
+        """Record what the router of this layer chose in the step that began last."""
         self.activated[moe_layer_idx] = routing.activated
         if routing.top_k_index_TK is not None:
             top_k_index_TK = routing.top_k_index_TK
@@ -110,7 +110,7 @@ class Bookkeeping:
         counters.add_lookups(*self.tiers[0].table.census(keys))
 
     def note_residents(self, moe_layer_idx: int, top_k_index_TK: Ints) -> None:
-        """What a layer of the step that began last chose, all of it in memory."""
+        """Record what a layer of the step that began last chose, all of it in memory."""
         routing = Routing.of_experts(top_k_index_TK, None)
         self.note_routing(moe_layer_idx, routing)
         counters = self.counters.of(self.recorder.step.phase)

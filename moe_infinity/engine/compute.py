@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Work(Protocol):
-    """What the experts of one MoE layer have to do in one step."""
+    """The work that the experts of one MoE layer have in one step."""
 
     def compute(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
         """Compute these experts, which lie in these slots, and keep their outputs."""

@@ -30,7 +30,7 @@ BACKEND = "moe_infinity"  # the name of our experts implementation in transforme
 def experts_forward(
     self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
 ) -> Tensor:
-    """What transformers calls instead of its own loop over experts."""
+    """Take the place of transformers' own loop over experts."""
     layer: EngineLayer = vars(self)[CALL_ATTRIBUTE]  # from Adapter.connect, see `attach` below
     return layer(x_TD, top_k_index_TK, top_k_weights_TK)
 
@@ -73,7 +73,7 @@ class EngineLayer:
 
     @property
     def _is_asked_early(self) -> bool:
-        """Whether the routing is all that is wanted."""
+        """True if the routing is all that is wanted."""
         return self._early_router is not None and self._early_router.is_asking
 
 

@@ -44,14 +44,14 @@ def layers_that_cannot_join(config: Any) -> list[str]:
 
 
 def has_recurrent_layers(config: Any) -> bool:
-    """Whether a layer of the model keeps a recurrent state instead of keys and values."""
+    """Return True if a layer of the model keeps a recurrent state instead of keys and values."""
     layers = DynamicCache(config=config).layers
     return any(isinstance(layer, LinearAttentionLayer) for layer in layers)
 
 
 def has_tokens(cache: DynamicCache, num_tokens: int) -> bool:
-    """Whether a cache holds this many tokens of each sequence, padding included. A recurrent state
-    does not say how many it is of: where there is nothing else, one that exists is enough.
+    """Return True if a cache holds this many tokens of each sequence, padding included. A recurrent
+    state does not say how many it has seen: where there is nothing else, one that exists is enough.
     """
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     if not layers:

@@ -212,8 +212,8 @@ class Passes:
 
 
 def prefixes_of(moe: MoE, config: ServeConfig) -> PrefixCache | Snapshots:
-    """What keeps prefixes, with 0 bytes if none are kept. Raises ConfigError for what is no size,
-    and for a size where a model's prefixes cannot be kept.
+    """Return the cache of prefixes, with 0 bytes if none are kept. Raises ConfigError for a text
+    that is not a size, and for a size where a model's prefixes cannot be kept.
     """
     wanted = config.prefix_cache
     gives_exact_bits = config.max_batch == 1 and moe.config.is_exact

@@ -58,7 +58,7 @@ class Node:
 
     above: Node | None
     tokens: Tokens
-    place: int  # in the pool
+    pool_idx: int
     experts: Ints | None = None  # uint16 [BLOCK, L, K]; None: not known
     below: dict[Tokens, Node] = field(default_factory=dict)
     is_kept: bool = True
@@ -82,7 +82,9 @@ class Branch:
         self.has_experts = True
 
     def note(self, experts_TLK: Ints | None) -> None:
-        """What the next tokens activated; None: not known, nor will be of those behind them."""
+        """Note what the next tokens activated; None: neither theirs nor that of later ones is
+        known.
+        """
         if experts_TLK is None:
             self.experts.clear()
             self.has_experts = False
@@ -90,7 +92,7 @@ class Branch:
             self.experts.append(experts_TLK.astype(np.uint16))
 
     def take_experts(self) -> Ints | None:
-        """Of the next block; None if it was not noted."""
+        """Return the experts of the next block; None if they were not noted."""
         if sum(map(len, self.experts)) < BLOCK:
             self.has_experts = False
             return None
@@ -100,7 +102,7 @@ class Branch:
 
 
 class PrefixCache:
-    """Of one model, for one thread. With 0 bytes nothing is kept."""
+    """The prefixes of one model, for one thread. With 0 bytes nothing is kept."""
 
     needs_windows = True  # also tokens that a sliding window passes over within a prompt
 
@@ -136,7 +138,7 @@ class PrefixCache:
 
     def fill(self, cache: DynamicCache, nodes: Sequence[Node], device: torch.device) -> None:
         """Put the keys and values of these blocks into an empty cache of one sequence."""
-        places_N = torch.tensor([node.place for node in nodes], dtype=torch.long, device="cpu")
+        places_N = torch.tensor([node.pool_idx for node in nodes], dtype=torch.long, device="cpu")
         found: dict[int, dict[str, Tensor]] = {}
         for part in self._parts:
             x_NHBd = part.pool[places_N]
@@ -227,7 +229,7 @@ class PrefixCache:
         node = Node(above, tokens, self._free.pop(), experts)
         for part, x_BHTd in zip(self._parts, own, strict=True):
             first = x_BHTd.shape[2] - behind
-            part.pool[node.place] = x_BHTd[row, :, first : first + BLOCK]
+            part.pool[node.pool_idx] = x_BHTd[row, :, first : first + BLOCK]
         above.below[tokens] = node
         self._nodes[node] = None
         return node
@@ -241,10 +243,10 @@ class PrefixCache:
         assert oldest.above is not None
         del oldest.above.below[oldest.tokens]
         oldest.is_kept = False
-        self._free.append(oldest.place)
+        self._free.append(oldest.pool_idx)
 
     def _use(self, node: Node | None) -> None:
-        """Of this block and all above it, which come last."""
+        """Mark this block, and all above it, as used last."""
         while node is not None and node.above is not None:
             self._nodes.move_to_end(node)
             node = node.above
@@ -262,7 +264,7 @@ def why_not(config: Any) -> str | None:
 
 
 class Snapshots:
-    """Of one model, for one thread. Has the methods of PrefixCache."""
+    """The snapshots of one model, for one thread, with the methods of PrefixCache."""
 
     needs_windows = False
 
