@@ -48,7 +48,7 @@ EMPTY_NAMES = ("found", "own", "part", "place", "share", "told")
 # folders. It only shrinks.
 PROSE_LEFT = (
     "", "architectures", "cli", "cluster", "engine", "experimental", "memory",
-    "quantize", "server", "tools",
+    "server", "tools",
 )  # fmt: skip
 MARKER = re.compile(r"\b(TODO|FIXME|XXX)\b")
 
