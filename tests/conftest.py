@@ -11,6 +11,9 @@ import os
 
 gc.disable()  # until all is imported: it looks at millions of objects, and none of them goes
 
+# Before torch: a thread of its that waits leaves the core to the other process of the suite.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: no test asks a hub
@@ -46,7 +49,8 @@ from tests import other_machine, safetensors_file
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts jobs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(2)  # as on a user's machine more than one, here the same on every machine
 if machine := os.environ.get("OTHER_ROUNDING"):  # `make test-rounding`
     other_machine.round_the_other_way(machine)
 # The same examples in every run; a busy machine is no failure.

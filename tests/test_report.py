@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import BatchEncoding
 
 from moe_infinity import MoE
 from moe_infinity.checkpoint.headers import read_headers
+from tests.disk import Disk, Read
 from tests.on_demand import ON_DEMAND
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
@@ -207,6 +209,23 @@ def test_the_report_of_a_fresh_model_has_no_hit_rate_and_no_expert_bytes(tiny_ch
     assert report.prefill.hit_rate is None
     assert report.decode.hit_rate is None
     assert report.bytes_read == 0
+
+
+def test_an_expert_that_is_still_loading_is_not_in_memory(tiny_checkpoint, monkeypatch):
+    disk, are_loading, go_on = Disk(monkeypatch), Event(), Event()
+
+    def act(read: Read) -> None:
+        if read.kind == "preload":
+            are_loading.set()
+            assert go_on.wait(20)
+
+    disk.act = act
+    with MoE(tiny_checkpoint, host_memory="100%") as moe:
+        assert are_loading.wait(20)
+        assert moe.report().tiers[0].experts == 0
+        go_on.set()
+        moe.preload()
+        assert moe.report().tiers[0].experts == 24
 
 
 def test_a_report_is_a_snapshot(moe):

@@ -195,8 +195,8 @@ class ExpertHosts:
 
     def ask(self, moe_layer_idx: int, routing: Routing, work: FusedWork | TorchWork) -> Asked:
         """For what the experts of others make of this layer's rows."""
-        assert routing.experts_TK is not None, routing
-        event = LayerRouting(moe_layer_idx, routing.experts_TK)
+        assert routing.top_k_index_TK is not None, routing
+        event = LayerRouting(moe_layer_idx, routing.top_k_index_TK)
         for host in self.running.values():
             host.note(event)
         experts_of: dict[int, list[int]] = {}

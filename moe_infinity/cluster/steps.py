@@ -25,7 +25,7 @@ class LayerRouting(NamedTuple):
     """What the router of one MoE layer chose, [T, K]."""
 
     moe_layer_idx: int
-    experts_TK: Ints
+    top_k_index_TK: Ints
 
 
 Event = Step | LayerRouting
@@ -76,7 +76,7 @@ class RowsRequest(NamedTuple):
 def _told(event: Event) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     if isinstance(event, LayerRouting):
         return {"layer": event.moe_layer_idx}, {
-            "experts_TK": np.ascontiguousarray(event.experts_TK)
+            "top_k_index_TK": np.ascontiguousarray(event.top_k_index_TK)
         }
     arrays = {name: getattr(event, name) for name in ARRAYS_OF_A_STEP}
     fields = {
@@ -91,5 +91,5 @@ def _told(event: Event) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
 
 def _event(told: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Event:
     if "layer" in told:
-        return LayerRouting(told["layer"], arrays["experts_TK"])
+        return LayerRouting(told["layer"], arrays["top_k_index_TK"])
     return Step(Phase(told["phase"]), told["num_sequences"], told["tokens_per_sequence"], **arrays)

@@ -81,9 +81,9 @@ class LayerComputer:
 
     def begin(self, x_TD: Tensor, routing: Routing) -> FusedWork | TorchWork:
         """Begin the work of one step. Long prompts go to torch where its products are faster."""
-        if self.by_kernels is None or routing.experts_TK is None:
+        if self.by_kernels is None or routing.top_k_index_TK is None:
             return TorchWork(self.by_torch, x_TD, routing)
-        mean_rows = routing.experts_TK.size / self._num_experts
+        mean_rows = routing.top_k_index_TK.size / self._num_experts
         if not self._is_packed and is_for_torch(routing.num_tokens, x_TD.dtype, mean_rows):
             return TorchWork(self.by_torch, x_TD, routing)
         return FusedWork(self.by_kernels, x_TD, routing)

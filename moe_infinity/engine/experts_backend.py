@@ -60,16 +60,16 @@ class EngineLayer:
 
     def answer_calls(self, calls: ExpertCalls, routing: Routing) -> None:
         if self._is_asked_early:
-            raise Routed(routing.experts_TK)
+            raise Routed(routing.top_k_index_TK)
         self._experts.local.answer_calls(self._moe_layer_idx, routing, calls)
 
     def residents(self) -> Residents | None:
         """The layer's experts, if those of all layers are in memory and none has to leave."""
         return None if self._is_asked_early else self._experts.local.residents(self._moe_layer_idx)
 
-    def note(self, experts_TK: Ints) -> None:
+    def note(self, top_k_index_TK: Ints) -> None:
         """Those were computed for these tokens."""
-        self._experts.local.note_residents(self._moe_layer_idx, experts_TK)
+        self._experts.local.note_residents(self._moe_layer_idx, top_k_index_TK)
 
     @property
     def _is_asked_early(self) -> bool:

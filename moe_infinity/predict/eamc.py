@@ -54,7 +54,7 @@ class Eamc:
         if capacity < 1:
             raise ConfigError(f"the capacity of an EAMC must be at least 1, got {capacity}")
         self.capacity = capacity
-        self.num_stored = 0  # P: of the places below the first so many are taken
+        self.num_stored = 0  # P: the first P of the indices below are in use
         self.version = 0  # grows with each stored request
         # A cell's values of all stored lie side by side: one observed expert is one vector add.
         shape_LEP = (num_layers, num_experts, capacity)
@@ -106,7 +106,7 @@ class Eamc:
         return np.array(self._mean_LE)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What a file keeps: prefill and decode as float32 [P, L, E]."""
+        """The arrays that a file keeps: prefill and decode as float32 [P, L, E]."""
         stored_LEP = {ph.value: of[:, :, : self.num_stored] for ph, of in self.cells.items()}
         return {name: of.transpose(2, 0, 1) for name, of in stored_LEP.items()}
 

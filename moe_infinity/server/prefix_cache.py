@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from moe_infinity.architectures.attention_inputs import keeps_nothing
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.model import MoE
@@ -39,6 +40,9 @@ from moe_infinity.server.batch import bytes_of, row_of, with_tensors
 
 logger = logging.getLogger(__name__)
 BLOCK = 16  # tokens
+# A block counts as this much however small its keys and values are: its tokens and its node take
+# about as much. So `num_bytes` bounds the number of blocks in any case.
+LEAST_BLOCK_BYTES = 512
 TRIAL_TOKENS = 32  # of `why_no_snapshots`
 TRIAL_CUT = 19  # tokens of the first of two passes
 # Of the largest logit. Models that continue were seen to differ by 1e-5 in float32 and by 0.01 in
@@ -182,7 +186,7 @@ class PrefixCache:
 
     def _make_pool(self, cache: DynamicCache) -> None:
         """When the shapes are known."""
-        if self._block_bytes:
+        if self._parts:
             return
         shapes = {
             (idx, name): getattr(layer, name)
@@ -190,10 +194,11 @@ class PrefixCache:
             if layer.is_initialized and layer.keys is not None  # else it shares another's
             for name in ("keys", "values")
         }
-        self._block_bytes = sum(
-            x.shape[1] * BLOCK * x.shape[3] * x.element_size() for x in shapes.values()
-        )
-        num_blocks = self.num_bytes // max(self._block_bytes, 1)
+        if not shapes:
+            return
+        num_bytes = sum(x.shape[1] * BLOCK * x.shape[3] * x.element_size() for x in shapes.values())
+        self._block_bytes = max(num_bytes, LEAST_BLOCK_BYTES)
+        num_blocks = self.num_bytes // self._block_bytes
         if num_blocks == 0:
             logger.warning("no block of %d tokens fits into the prefix cache", BLOCK)
         self._free = list(range(num_blocks))[::-1]
@@ -251,7 +256,7 @@ def why_not(config: Any) -> str | None:
         kind = type(layer)
         if kind is DynamicSlidingWindowLayer and layer.sliding_window <= BLOCK:
             return f"its sliding windows have {layer.sliding_window} tokens"
-        if kind not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if kind not in (DynamicLayer, DynamicSlidingWindowLayer) and not keeps_nothing(layer):
             return f"of a {kind.__name__} no part can be copied"
     return None
 
@@ -357,7 +362,7 @@ def _logits_of(moe: MoE, ends: Sequence[int]) -> list[Tensor]:
             input_ids=ids[None, start:end],
             attention_mask=torch.ones((1, end), dtype=torch.long, device="cpu"),
             position_ids=torch.arange(start, end, device="cpu")[None],
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
         )
         logits.append(output.logits[0].to("cpu", torch.float32))

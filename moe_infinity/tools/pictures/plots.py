@@ -150,6 +150,6 @@ def covered(counts_LE: Numbers) -> Numbers:
 def matrix_of(experts_TLK: Ints, shape: tuple[int, ...]) -> Floats:
     """[L, E]: how many tokens each expert served."""
     eam_LE = np.zeros(shape, dtype=np.float32)
-    for moe_layer_idx, experts_TK in enumerate(experts_TLK.transpose(1, 0, 2)):
-        eam_LE[moe_layer_idx] = np.bincount(experts_TK.ravel(), minlength=shape[1])
+    for moe_layer_idx, top_k_index_TK in enumerate(experts_TLK.transpose(1, 0, 2)):
+        eam_LE[moe_layer_idx] = np.bincount(top_k_index_TK.ravel(), minlength=shape[1])
     return eam_LE

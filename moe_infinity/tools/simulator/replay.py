@@ -177,11 +177,11 @@ class Machine:
             policy.begin_step(step)
         for cell in self.cells:
             cell.begin_step(step)
-        for moe_layer_idx, experts_TK in enumerate(experts_LTK):
+        for moe_layer_idx, top_k_index_TK in enumerate(experts_LTK):
             if predictor is not None:
-                self._recorder.record(moe_layer_idx, experts_TK)
-                predictor.observe(moe_layer_idx, experts_TK)
-            activated, counts = distinct(experts_TK)
+                self._recorder.record(moe_layer_idx, top_k_index_TK)
+                predictor.observe(moe_layer_idx, top_k_index_TK)
+            activated, counts = distinct(top_k_index_TK)
             for policy in self._policies:
                 policy.touch(moe_layer_idx, activated, counts)
             for cell in self.cells:
@@ -246,9 +246,9 @@ def _policies(
         if name not in shared and setup.policy in OMNISCIENT:
             if future is None:
                 touches = [
-                    (moe_layer_idx, distinct(experts_TK)[0])
+                    (moe_layer_idx, distinct(top_k_index_TK)[0])
                     for recorded in steps
-                    for moe_layer_idx, experts_TK in enumerate(recorded.experts_LTK)
+                    for moe_layer_idx, top_k_index_TK in enumerate(recorded.experts_LTK)
                 ]
                 future = next_uses(touches, num_layers=num_layers, num_experts=num_experts)
             shared[name] = Belady(future, num_layers=num_layers, num_experts=num_experts)
@@ -263,8 +263,8 @@ def _policies(
         yield shared[name]
 
 
-def distinct(experts_TK: Ints) -> tuple[Ints, Ints]:
+def distinct(top_k_index_TK: Ints) -> tuple[Ints, Ints]:
     """The experts activated, ascending, and the tokens of each."""
-    if len(experts_TK) == 1:
-        return np.sort(experts_TK[0]), np.ones_like(experts_TK[0])
-    return np.unique(experts_TK, return_counts=True)
+    if len(top_k_index_TK) == 1:
+        return np.sort(top_k_index_TK[0]), np.ones_like(top_k_index_TK[0])
+    return np.unique(top_k_index_TK, return_counts=True)
