@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from moe_infinity.checkpoint.file_names import checkpoint_files, find_gguf, gguf_models, gguf_parts
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.packing import PackedTensor
-from moe_infinity.checkpoint.plan import Plan
+from moe_infinity.checkpoint.plan import Plan, stored_bytes
 from moe_infinity.errors import CheckpointError
 from moe_infinity.sizes import format_bytes
 
@@ -162,7 +162,7 @@ def _dense_types(plan: Plan) -> dict[str, int]:
             name = weight.format.name
         else:
             name = weight.stored_dtype.lower()
-        sizes[name] += sum(part.extent.num_bytes for _, part in weight.parts)
+        sizes[name] += stored_bytes([weight])
     return dict(sizes.most_common())
 
 

@@ -70,7 +70,7 @@ class Plan:
     @property
     def dense_bytes(self) -> int:
         """Bytes of the checkpoint that are not experts."""
-        return _stored_bytes(self.dense.values())
+        return stored_bytes(self.dense.values())
 
     @property
     def shared_expert_bytes(self) -> int:
@@ -78,10 +78,11 @@ class Plan:
         names.
         """
         found = (weight for name, weight in self.dense.items() if SHARED_EXPERT.search(name))
-        return _stored_bytes(found)
+        return stored_bytes(found)
 
 
-def _stored_bytes(weights: Iterable[StoredTensor | PackedTensor]) -> int:
+def stored_bytes(weights: Iterable[StoredTensor | PackedTensor]) -> int:
+    """Return the bytes that some weights take in their files."""
     return sum(part.extent.num_bytes for weight in weights for _, part in weight.parts)
 
 
