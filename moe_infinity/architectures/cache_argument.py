@@ -1,7 +1,7 @@
 """The name of the KV cache among the arguments of a forward method.
 
-transformers 5.24 renamed it, and code that comes with a checkpoint may use either name. Whoever
-calls a model may use either, too: what reads a call looks for both.
+transformers 5.24 renamed it. Code that comes with a checkpoint may use either name, and so may the
+caller of a model: code that reads a call looks for both.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ CACHE_NAMES = ("cache", "past_key_values")  # if a call has both, transformers t
 
 
 def cache_name(names: Container[str]) -> str | None:
-    """The KV cache's name among these names of parameters or arguments; None if none is its."""
+    """Return the KV cache's name among names of parameters or arguments; None if it is not there."""
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The KV cache that a call is given; None if it is given none."""
+    """Return the KV cache among the arguments of a call; None if there is none."""
     return arguments.get(cache_name(arguments) or "")
 
 
 def cache_parameter(forward: Callable[..., Any]) -> str:
-    """The name by which a forward method takes a KV cache. Raises UnsupportedModelError if it takes
-    none: a cache that is dropped leaves each token without those before it.
+    """Return the name by which a forward method takes a KV cache. Raises UnsupportedModelError if it
+    takes none: a cache that is dropped leaves each token without those before it.
     """
     name = cache_name(signature(forward).parameters)
     if name is None:
