@@ -26,8 +26,8 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def cache_parameter(forward: Callable[..., Any]) -> str:
-    """Return the name by which a forward method takes a KV cache. Raises UnsupportedModelError if it
-    takes none: a cache that is dropped leaves each token without those before it.
+    """Return the name by which a forward method takes a KV cache. Raises UnsupportedModelError if
+    it takes none: a cache that is dropped leaves each token without those before it.
     """
     name = cache_name(signature(forward).parameters)
     if name is None:
