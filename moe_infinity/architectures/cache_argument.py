@@ -16,7 +16,7 @@ CACHE_NAMES = ("cache", "past_key_values")  # if a call has both, transformers t
 
 
 def cache_name(names: Container[str]) -> str | None:
-    """Return the KV cache's name among names of parameters or arguments; None if it is not there."""
+    """Return the KV cache's name among names of parameters or arguments; None without one."""
     return next((name for name in CACHE_NAMES if name in names), None)
 
 

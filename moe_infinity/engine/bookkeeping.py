@@ -18,7 +18,7 @@ from moe_infinity.routing import Routing, without_gaps
 
 
 class Bookkeeping:
-    """The account of one model. `layer_bytes[i]` is the size on disk of an expert of MoE layer i."""
+    """The account of one model. An expert of MoE layer i takes `layer_bytes[i]` on disk."""
 
     def __init__(
         self,

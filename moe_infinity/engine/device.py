@@ -61,7 +61,7 @@ class ComputeDevice:
 
     @property
     def is_cpu(self) -> bool:
-        """True if the model computes on the CPU, as experts do. It is known once `prepare` has run."""
+        """True if the model computes on the CPU, as experts do; known once `prepare` has run."""
         return self.slots is None and self.device.type == "cpu"
 
     def prepare(self, plan: Plan, dense_bytes: int) -> Plan:
