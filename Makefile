@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PROMPT ?= The old house stood at the edge of the moor, and
 FAST := "not slow and not gpu and not network and not weights and not browser and not cluster"
-BOOKKEEPING := $(addprefix tests/,cache predict simulator)
+BOOKKEEPING := $(addprefix tests/,cache predict tools/simulator)
 BENCHMARKS := benchmarks/machinery.py benchmarks/policies/cost.py
 
 BIN := .venv/bin
@@ -15,13 +15,16 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu-code test-rounding test-cluster test-compiled check same-bits docs bench dist format clean
+.PHONY: help demo gate test test-all test-gpu-code test-newest test-rounding test-cluster test-compiled check same-bits docs bench dist format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## generate text with the bundled model, a quarter of its experts in memory
 	$(BIN)/moe-infinity run models/demo -p "$(PROMPT)" --max-new-tokens 64 --temperature 0.8 --top-p 0.9 --seed 0 --host-memory 25% --report
+
+gate: check test ## what has to pass before a change is taken, and what CI runs
+	$(MAKE) test-rounding ROUNDINGS="OTHER_ROUNDING=2"
 
 test: export HF_HUB_OFFLINE = 1
 test: $(INSTALLED) ## fast tests
@@ -30,6 +33,15 @@ test: $(INSTALLED) ## fast tests
 test-gpu-code: export HF_HUB_OFFLINE = 1
 test-gpu-code: $(INSTALLED) ## fast tests of what a GPU would run, without one
 	$(BIN)/python -m pytest -n 2 -m "gpu_code and "$(FAST)
+
+# All pins hold but those of transformers and of what it chooses.
+test-newest: export HF_HUB_OFFLINE = 1
+test-newest: ## fast tests with the newest transformers that pyproject.toml allows, in .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	grep -vE '^(transformers|huggingface-hub|tokenizers)==' constraints.txt > .venv-newest/constraints.txt
+	.venv-newest/bin/pip install -c .venv-newest/constraints.txt torch==2.13.0 setuptools wheel
+	.venv-newest/bin/pip install -U -c .venv-newest/constraints.txt --no-build-isolation -e '.[dev]'
+	.venv-newest/bin/python -m pytest -n 2 -m "not gpu_code and "$(FAST)
 
 # Coverage is for the parts without torch, by their own tests: it would slow down the others.
 test-all: $(INSTALLED) ## every test that needs no GPU, and the coverage gate of the parts without torch
@@ -59,6 +71,7 @@ check: $(INSTALLED) ## format, lint, types, layout: changes nothing
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/python scripts/check_layout.py
+	$(BIN)/python scripts/rings.py
 
 same-bits: export HF_HUB_OFFLINE = 1
 same-bits: $(INSTALLED) ## one line that a refactor does not change: hashes of logits, tokens and counters

@@ -22,7 +22,7 @@ from moe_infinity.server.engine import Engine
 from moe_infinity.server.sampling import Sampling
 from moe_infinity.server.sequences import Output, Request
 
-TEXT = Path(__file__).resolve().parents[1] / "docs" / "experiments.md"
+TEXT = Path(__file__).resolve().parents[1] / "notes" / "log.md"
 NUM_ANSWER = 16  # tokens
 CHOSEN = Sampling(temperature=0.0, num_logprobs=0)  # outputs then carry token ids
 

@@ -140,7 +140,7 @@ def reader_cells(folder: Path, num_threads: int) -> dict[str, Callable[[], tuple
     """The Reader with whole experts, as Mover and runtime use it."""
     from moe_infinity.checkpoint.loading import plan_from_headers
     from moe_infinity.checkpoint.reader import Reader
-    from moe_infinity.memory.host import HostSlots
+    from moe_infinity.memory.slots import HostSlots
 
     plan = plan_from_headers(str(folder), dtype="auto")
     slots = HostSlots(NUM_SLOTS, max(recipes.layout.slot_bytes for recipes in plan.recipes))

@@ -23,8 +23,8 @@ from limits import drop_from_page_cache, memory_cgroup, result_of, start
 from peers import token_ids
 from peers_cell import run_cell
 
-from moe_infinity.memory.machine import machine_memory_bytes
 from moe_infinity.sizes import parse_size
+from moe_infinity.system.machine import machine_memory_bytes
 
 CELL = str(Path(__file__))
 PEER_CELL = str(Path(__file__).with_name("peers_cell.py"))

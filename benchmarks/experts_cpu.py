@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moe_infinity.checkpoint.formats import PACKED_BY_US
-from moe_infinity.checkpoint.ggml import BLOCKS, blocks_layout, row_bytes
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.reference import expert_mlp
+from moe_infinity.kernels.unpack import BLOCKS, blocks_layout, row_bytes
+from moe_infinity.layout import WeightLayout
 
 WIDTH, EXPERT_WIDTH, NUM_EXPERTS = 2048, 768, 8  # D, F, and experts of a call
 SHAPES = {"gate_up_proj": (2 * EXPERT_WIDTH, WIDTH), "down_proj": (WIDTH, EXPERT_WIDTH)}
@@ -64,7 +64,7 @@ def layout_of(kind: str, shape: tuple[int, int], parts: dict[str, ParamSpec]) ->
         return blocks_layout(kind, shape, parts["values"])
     if kind == "bf16":
         return WeightLayout.plain(parts["values"])
-    return PACKED_BY_US[kind].place(parts, is_transposed=False)
+    return PACKED_BY_US[kind].layout_of(parts, is_transposed=False)
 
 
 class Slots:

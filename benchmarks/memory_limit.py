@@ -61,7 +61,8 @@ def main() -> None:
     files_before = sorted(args.model.iterdir())
 
     before_load = characters_read()
-    with MoE(args.model, host_memory=args.host_memory, policy=args.policy, preload="off") as moe:
+    asked_only = {"preload": "off", "stream_layers": False}  # nothing is read ahead
+    with MoE(args.model, host_memory=args.host_memory, policy=args.policy, **asked_only) as moe:
         inputs = moe.tokenizer(PROMPT, return_tensors="pt")
         after_load = characters_read()
         moe.generate(**inputs, max_new_tokens=1, do_sample=False)

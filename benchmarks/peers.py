@@ -3,8 +3,7 @@
     python tools/make_random_checkpoint.py runs/big --layers 7 --experts 128 --hidden 2048 \\
         --heads 32 --head-dim 128 --tokenizer models/demo                            # 8.8 GB
     python benchmarks/peers.py runs/big --out runs/peers.json     # needs gguf, llama-cpp-python
-    python benchmarks/peers.py --report runs/peers.json \\
-        --page docs/performance.md --plot docs/plots/peers.svg
+    python benchmarks/peers.py --report runs/peers.json --csv docs/plots/performance.csv
 
 Beside the model it makes what is missing: runs/big.gguf, and the packed folders and quantized
 files of 8 and 4 bits. That takes 3.5 times the model's size on disk.
@@ -14,7 +13,7 @@ out of the page cache, or with its own read into it. Under a memory limit it has
 Systems alternate, and the order moves on with every round. --out is written after every process:
 the same command goes on where it was cut. A row of --rows is a pattern such as 'bf16 cold*'.
 
-How each value is measured and bounded stands in the report (peers_report.py).
+docs/performance.md says how each value is measured and bounded; peers_report.py fills its table.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ from peers_plan import (
     sizes_of_ours,
     systems_of,
 )
-from peers_report import markdown, plot, ratios, update_page
+from peers_report import conditions, measurements, table, write_csv
 
 from moe_infinity.inspection import inspect_checkpoint
-from moe_infinity.memory.machine import machine_memory_bytes
 from moe_infinity.sizes import parse_size
+from moe_infinity.system.machine import machine_memory_bytes
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 CELL = str(Path(__file__).with_name("peers_cell.py"))
@@ -119,7 +118,7 @@ def make_files(model: Path, form: Format, llama_python: str) -> None:
     if form.packed and not folder.exists():
         # The rounding does not change the speed of what is packed; "nearest" takes less time.
         options = ["--experts", form.packed, "--rounding", "nearest", "--output", str(folder)]
-        call(sys.executable, "-m", "moe_infinity.cli.app", "pack", str(model), *options)
+        call(sys.executable, "-m", "moe_infinity", "pack", str(model), *options)
     if form.gguf and not file.exists():
         make_files(model, FORMATS[0], llama_python)
     if not file.exists():
@@ -337,19 +336,21 @@ def main() -> None:
         "--llama-python", default=sys.executable, help="interpreter that has llama_cpp"
     )
     parser.add_argument("--report", type=Path, help="show these results, measure nothing")
-    parser.add_argument("--page", type=Path, help="write the report into this page")
-    parser.add_argument("--plot", type=Path, help="draw the ratios into this file")
+    parser.add_argument("--csv", type=Path, help="write medians and spreads into this file")
     args = parser.parse_args()
     if (args.model is None) == (args.report is None):
         parser.error("give a model to measure, or --report FILE")
     found = json.loads(args.report.read_text("utf-8")) if args.report else Run(args).run()
-    if args.plot:
-        plot(found, args.plot)
-    text = markdown(found)
-    if args.page:
-        update_page(args.page, text, args.plot)
-    print(text)
-    print(json.dumps({"benchmark": "peers", "times_llama_cpp": ratios(found)}))
+    lines = measurements(found)
+    if args.csv:
+        write_csv(lines, args.csv)
+    print(f"{conditions(found)}\n\n{table(lines)}")
+    ratios = {
+        f"{line['format']}, {line['what']}": float(line["times llama.cpp"])
+        for line in lines
+        if line["system"] == OURS and line["times llama.cpp"]
+    }
+    print(json.dumps({"benchmark": "peers", "times_llama_cpp": ratios}))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,6 @@ class Row(NamedTuple):
     scenario: str  # of the process
     prompt: int | None  # which of its prompts; None: loading
     part: str  # "load", "first" (loading and prompt), "prompt" or "decode"
-    target: float | None = None  # times llama.cpp
-    gguf_target: float | None = None  # of the same file
 
     @property
     def is_rate(self) -> bool:
@@ -47,22 +45,20 @@ def rows(limits: list[str]) -> Iterator[Row]:
     for start, length in ((start, length) for start in ("cold", "cached") for length in LENGTHS):
         is_of_warm = start == "cached" and length == WARM[0].num_tokens
         scenario = "warm" if is_of_warm else f"{start} {length}"
-        target = 1.0 if start == "cold" else None
-        yield Row(f"first token, {start}, {length:,} tokens, s", scenario, 0, "first", target)
+        yield Row(f"first token, {start}, {length:,} tokens, s", scenario, 0, "first")
     for prompt_idx, prompt in enumerate(WARM[1:], start=1):
         if prompt.num_sequences == 1:
             title = f"prompt, warm, {prompt.num_tokens:,} tokens, s"
-            yield Row(title, "warm", prompt_idx, "prompt", 1.0, 1.0)
+            yield Row(title, "warm", prompt_idx, "prompt")
     yield Row("decode, first prompt, 32 tokens, tok/s", "cached 32", 0, "decode")
     for prompt_idx, prompt in enumerate(WARM):
         if prompt.num_decoded:
             after = f"{prompt.num_tokens} tokens"
             if prompt.num_sequences > 1:
                 after = f"{prompt.num_sequences} sequences"
-            yield Row(f"decode, warm, {after}, tok/s", "warm", prompt_idx, "decode", 1.1, 1.0)
+            yield Row(f"decode, warm, {after}, tok/s", "warm", prompt_idx, "decode")
     for limit in limits:
-        target = {"4GiB": 8.0, "2GiB": 10.0}.get(limit)
-        yield Row(f"decode, limit {limit}, tok/s", f"limit {limit}", 0, "decode", target, 6.0)
+        yield Row(f"decode, limit {limit}, tok/s", f"limit {limit}", 0, "decode")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import transformers
 
-from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
+from moe_infinity.checkpoint.file_names import checkpoint_files
+from moe_infinity.checkpoint.headers import read_headers
 from moe_infinity.checkpoint.plan import contents_of, plan_experts
 
 TARGET_S = 2.0

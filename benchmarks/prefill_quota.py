@@ -1,6 +1,6 @@
 """Does a prefill quota help decoding?
 
-The same prompts, one after the other on one cache, greedy, with the rule of decision 0004 and with
+The same prompts, one after the other on one cache, greedy, with the rule of decision 0002 and with
 it turned off (every load counts as decode). Tokens are the same; hit rates are not.
 
     python benchmarks/prefill_quota.py models/demo ../shared/data/prompts/gsm8k.jsonl [--limit 24]
@@ -17,7 +17,7 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.experts import Phase
-from moe_infinity.tracing import read_prompts
+from moe_infinity.tools.tracing import read_prompts
 
 MAX_PROMPT_TOKENS = 200
 
@@ -33,7 +33,8 @@ def turn_off(moe: MoE) -> None:
 def hit_rates(
     args: argparse.Namespace, prompts: list[str], share: str, policy: str, *, is_on: bool
 ) -> dict[str, Any]:
-    with MoE(args.model, host_memory=share, policy=policy, preload="off") as moe:
+    asked_only = {"preload": "off", "stream_layers": False}  # nothing is read ahead
+    with MoE(args.model, host_memory=share, policy=policy, **asked_only) as moe:
         if not is_on:
             turn_off(moe)
         for prompt in prompts:

@@ -96,7 +96,7 @@ def serving(model: Path, *options: str) -> Iterator[Server]:
     command = [
         sys.executable,
         "-m",
-        "moe_infinity.cli.app",
+        "moe_infinity",
         "serve",
         str(model),
         "--port",

@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 def our_command(given: argparse.Namespace, port: int, num_clients: int) -> list[str]:
-    command = [sys.executable, "-m", "moe_infinity.cli.app", "serve", str(given.model)]
+    command = [sys.executable, "-m", "moe_infinity", "serve", str(given.model)]
     command += ["--port", str(port), "--max-batch", str(num_clients)]
     return [*command, *given.option]
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moe_infinity.checkpoint.extents import Extent, StoredTensor
 from moe_infinity.checkpoint.formats import find_format
+from moe_infinity.checkpoint.headers import Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor
 
 Parts = dict[str, Tensor]

@@ -1,5 +1,5 @@
 """The options of a model: what each is by default, its unit, and its check. Unknown names and
-impossible values fail here; predict/options.py checks which of them go with which policy.
+impossible values fail here; predict/predictor.py checks those that depend on the policy.
 
 Sizes are given as bytes (an int), as text with a unit ("8GiB", "500MB"), or as a share of all
 expert bytes ("25%").
@@ -48,6 +48,7 @@ class OffloadConfig:
     # "idle": while slots are free, read experts that no layer has asked for; "wait": and fill all
     # slots before the first token; "off": read only what a layer asks for, or `prefetch` predicts.
     preload: str = "idle"
+    stream_layers: bool = True  # in a long prompt, load the next layer's experts while one computes
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
     config_from: str | None = None  # folder or hub id with config and tokenizer of a GGUF file
@@ -72,7 +73,7 @@ class OffloadConfig:
             raise ConfigError(f"history must be a file name, got {self.history!r}")
         if self.prefetch not in (None, False, True):
             raise ConfigError(f"prefetch must be None, True or False, got {self.prefetch!r}")
-        for name in ("early_router", "exact", "trust_remote_code"):
+        for name in ("early_router", "stream_layers", "exact", "trust_remote_code"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
@@ -96,7 +97,7 @@ class OffloadConfig:
 
     @property
     def is_exact(self) -> bool:
-        """Whether results have the bits of transformers."""
+        """True if results have the bits of transformers."""
         return self.exact or self.experts_implementation in EXACT_IMPLEMENTATIONS
 
     def _require_one_of(self, name: str, allowed: tuple[str | None, ...]) -> None:
@@ -111,10 +112,16 @@ class OffloadConfig:
         config: OffloadConfig | dict[str, Any] | str | Path | None,
         options: dict[str, Any],
     ) -> OffloadConfig:
-        """A config with keyword options on top. Raises ConfigError."""
+        """A config with keyword options on top. Names of the older MoE-Infinity are understood.
+        Raises ConfigError.
+        """
         merged = options_of(config) | options
         known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(merged) - known)
+        if not merged.keys() <= known:
+            from moe_infinity import legacy  # no config of ours needs it
+
+            merged = legacy.translated(merged)
+        unknown = sorted(merged.keys() - known)
         if unknown:
             raise ConfigError(
                 f"unknown option {', '.join(unknown)}, expected some of: {', '.join(sorted(known))}"

@@ -1,9 +1,13 @@
-"""What a model did so far: lookups, bytes, waiting, and how full each tier is."""
+"""The report of what a model did so far: lookups, bytes, waiting, how full each tier is, and which
+modules kernels compute.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_infinity.cache.counters import PhaseCounters, PrefetchCounters, PreloadCounters
 from moe_infinity.sizes import format_bytes
@@ -19,9 +23,40 @@ class TierOccupancy:
     capacity_bytes: int
 
 
+class PathTaken(NamedTuple):
+    """Which code computes one module of a model."""
+
+    kind: str  # "experts", "layer", "router" or "block"
+    class_name: str
+    reason: str | None  # why the module's own code computes it; None: a kernel does
+
+
+@dataclass(frozen=True, slots=True)
+class PathCount:
+    """The number of modules that are computed in the same way."""
+
+    taken: PathTaken
+    count: int
+
+    def as_dict(self) -> dict[str, Any]:
+        path = "kernel" if self.taken.reason is None else "own code"
+        return {"count": self.count, "path": path} | self.taken._asdict()
+
+    def __str__(self) -> str:
+        reason = self.taken.reason
+        path = "kernel" if reason is None else f"the module's own code ({reason})"
+        return f"{self.count:,} x {self.taken.class_name}: {path}"
+
+
+def count_paths(*paths: Iterable[PathTaken]) -> tuple[PathCount, ...]:
+    """Count the modules of each kind, class and path, in the order in which they first come."""
+    counts = Counter(path for each in paths for path in each)
+    return tuple(PathCount(taken, count) for taken, count in counts.items())
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A snapshot; `as_dict()` for programs, `print()` for people."""
+    """A snapshot. `as_dict()` is for programs, `print()` for people."""
 
     policy: str
     experts: str  # how they are stored in slots, and computed
@@ -33,6 +68,7 @@ class Report:
     preload: PreloadCounters
     evictions: int
     tiers: tuple[TierOccupancy, ...]
+    paths: tuple[PathCount, ...]
 
     @property
     def bytes_read(self) -> int:
@@ -66,6 +102,7 @@ class Report:
                 }
                 for t in self.tiers
             },
+            "paths": [path.as_dict() for path in self.paths],
         }
 
     def __str__(self) -> str:
@@ -87,6 +124,8 @@ class Report:
             )
         sizes = [f"{kind} {format_bytes(size)}" for kind, size in self.dense_types.items()]
         lines.append(f"dense     {', '.join(sizes)}")
+        for i, path in enumerate(self.paths):
+            lines.append(f"{'' if i else 'paths':8}  {path}")
         ahead = self.prefetches
         if ahead.begun:
             lines.append(

@@ -17,8 +17,7 @@ import torch
 import transformers
 
 from tests.sweep.compare import Row, rows_of
-from tests.sweep.discover import architectures_in, modelling_files
-from tests.sweep.on_gpu import GRAPH, decode_step
+from tests.sweep.discover import modelling_files
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN = "<!-- sweep: begin (python -m scripts.models_table) -->"
@@ -31,57 +30,47 @@ run from the same checkpoint with `exact=True` and as few expert slots as there 
 *bitwise*: the logits of the prompt and of the steps after it are equal bit for bit, and no longer
 are when two experts of any one MoE layer change places.
 
-The last column: how decode steps run on a GPU without `exact=True`, as seen on a
-fake device and on torch's meta device, not on a GPU: *one graph*;
-*kernel by kernel*, the device deciding; or *by the host*.
-
 {BEGIN}
 {END}
 """
 
 
-def sweep() -> list[tuple[Row, str]]:
-    """The rows of the table by model type, each with how its decode steps run on a GPU."""
+def sweep() -> list[Row]:
+    """The rows of the table by model type."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     rows = []
     for folder in modelling_files():
         with tempfile.TemporaryDirectory() as scratch:
-            compared = rows_of(folder, Path(scratch))
-            steps = {
-                a.name: decode_step(a, Path(scratch, "gpu", a.name))
-                for a in architectures_in(folder)
-            }
-            for row in compared:
+            for row in rows_of(folder, Path(scratch)):
                 print(f"{row.model_type}: {row.result}", file=sys.stderr)
-                rows.append((row, steps.get(row.model_class, "")))
-    return sorted(rows, key=lambda pair: (pair[0].model_type, pair[0].model_class))
+                rows.append(row)
+    return sorted(rows, key=lambda row: (row.model_type, row.model_class))
 
 
-def as_markdown(rows: list[tuple[Row, str]]) -> str:
+def as_markdown(rows: list[Row]) -> str:
     lines = [
         f"transformers {transformers.__version__}: {summary(rows)}.",
         "",
-        "| model type | class | experts class | result | decode steps on a GPU |",
-        "|---|---|---|---|---|",
+        "| model type | class | experts class | result |",
+        "|---|---|---|---|",
     ]
-    for row, steps in rows:
+    for row in rows:
         result = f"{row.result}: {row.reason}" if row.reason else row.result
-        cells = row.model_type, row.model_class, row.experts_class, result.replace("|", "/"), steps
+        cells = row.model_type, row.model_class, row.experts_class, result.replace("|", "/")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def summary(rows: list[tuple[Row, str]]) -> str:
+def summary(rows: list[Row]) -> str:
     """One line for the README: how many architectures are supported."""
-    generating = [row for row, _ in rows if row.result != "not generating"]
-    num_graphs = sum(steps == GRAPH for _, steps in rows)
+    generating = [row for row in rows if row.result != "not generating"]
     supported = [row for row in generating if row.is_supported]
     bitwise = [row for row in supported if row.result == "bitwise"]
     return (
         f"{len(supported)} of {len(generating)} generating classes with routed experts run "
-        f"offloaded, {len(bitwise)} of them bit for bit; decode steps of {num_graphs} as one graph"
+        f"offloaded, {len(bitwise)} of them bit for bit"
     )
 
 

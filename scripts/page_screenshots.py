@@ -37,7 +37,7 @@ QUESTIONS = ("What is a fever?", "How does a ship sail?", "Who lives in the fore
 def main() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "moe_infinity.cli.app", "serve", "models/demo"]
+    command = [sys.executable, "-m", "moe_infinity", "serve", "models/demo"]
     options = ["--host-memory", "50%", "--port", str(port), "--max-new-tokens", "200"]
     server = subprocess.Popen([*command, *options], cwd=ROOT)
     try:

@@ -57,9 +57,9 @@ MODES: dict[str, dict[str, Any]] = {
     "exact": {"exact": True},
     "eager": {"experts_implementation": "eager"},
 }
-# Without prefetch the order of loads follows from the routing alone, so that it can be counted.
+# The first loads only what layers ask for, so that what it loads, and when, can be counted.
 PRELOADS: dict[str, dict[str, Any]] = {
-    "off": {"preload": "off", "prefetch": False},
+    "off": {"preload": "off", "stream_layers": False, "prefetch": False},
     "idle": {"preload": "idle"},
 }
 POLICIES = ("activation-aware", "lru", "lfu", "request-lfu")
@@ -274,8 +274,11 @@ def cases_of_demo() -> list[Case]:
 
 def command(*arguments: str) -> str:
     """What `moe-infinity` prints."""
-    called = [sys.executable, "-m", "moe_infinity.cli", *arguments]
-    return subprocess.run(called, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    called = [sys.executable, "-m", "moe_infinity", *arguments]
+    finished = subprocess.run(called, cwd=ROOT, capture_output=True, text=True)
+    if finished.returncode:
+        raise RuntimeError(f"{' '.join(called)}: {finished.stderr}")
+    return finished.stdout
 
 
 def cases_of_own_trace() -> list[Case]:

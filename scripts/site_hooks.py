@@ -20,7 +20,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md")  # navigation has them, whoever links to them
+# In the navigation, so on the site even where no page links to them.
+ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "notes/log.md")
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 TITLE = re.compile(r"^# (.*)$", re.MULTILINE)
 COMMANDS = "<!-- commands -->"
@@ -96,7 +97,7 @@ def commands() -> str:
     import typer.cli
     import typer.main
 
-    from moe_infinity.cli.app import app
+    from moe_infinity.__main__ import app
 
     command = typer.main.get_command(app)
     context = typer.Context(command, info_name="moe-infinity")

@@ -11,6 +11,9 @@ import os
 
 gc.disable()  # until all is imported: it looks at millions of objects, and none of them goes
 
+# Before torch: a thread of its that waits leaves the core to the other process of the suite.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: no test asks a hub
@@ -40,13 +43,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moe_infinity import MoE, OffloadConfig
-from moe_infinity.cli import app as cli
+from moe_infinity import MoE
+from moe_infinity import __main__ as cli
 from tests import other_machine, safetensors_file
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts jobs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(2)  # as on a user's machine more than one, here the same on every machine
 if machine := os.environ.get("OTHER_ROUNDING"):  # `make test-rounding`
     other_machine.round_the_other_way(machine)
 # The same examples in every run; a busy machine is no failure.
@@ -175,14 +179,6 @@ def only_gpu_tests_use_a_gpu(
     """
     if not any(map(request.node.get_closest_marker, ("gpu", "triton"))):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a test asks for it: many count hits, misses and bytes."""
-    defaults = OffloadConfig.__init__.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "preload", "off")
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moe_infinity.checkpoint import files
+from moe_infinity.system import linux
+
+KINDS = ("demand", "prefetch", "preload")
 
 
 class Read(NamedTuple):
-    is_ahead: bool  # by the thread that prefetches
+    kind: str  # what it is for, one of KINDS: a layer waits for it, or may later
     number: int  # of its kind, from 0 on
     offset: int
 
@@ -27,13 +29,13 @@ class Disk:
         self.act: Callable[[Read], object] = lambda read: None
         self.failed: list[Read] = []
         self._preadv = os.preadv
-        self._numbers = {is_ahead: itertools.count() for is_ahead in (False, True)}
+        self._count_anew()
         monkeypatch.setattr(os, "preadv", self._read)
-        monkeypatch.setattr(files, "is_cached", lambda *where: False)  # all reads are the disk's
+        monkeypatch.setattr(linux, "is_cached", lambda *where: False)  # all reads are the disk's
 
     def fail(self, which: Callable[[Read], bool]) -> None:
         """These reads end in an error of the disk."""
-        self._numbers = {is_ahead: itertools.count() for is_ahead in (False, True)}
+        self._count_anew()
 
         def act(read: Read) -> None:
             if which(read):
@@ -45,7 +47,11 @@ class Disk:
     def mend(self) -> None:
         self.act = lambda read: None
 
+    def _count_anew(self) -> None:
+        self._numbers = {kind: itertools.count() for kind in KINDS}
+
     def _read(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        is_ahead = threading.current_thread().name.startswith("moe-infinity-prefetch")
-        self.act(Read(is_ahead, next(self._numbers[is_ahead]), offset))
+        thread = threading.current_thread().name
+        kind = next((kind for kind in KINDS if f"moe-infinity-{kind}" in thread), "demand")
+        self.act(Read(kind, next(self._numbers[kind]), offset))
         return self._preadv(descriptor, buffers, offset)

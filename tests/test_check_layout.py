@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.check_layout import ROOT, code_lines, main, problems_of, read_tree, size_table
+from scripts import check_layout
+from scripts.check_layout import ROOT, main, problems_of, read_tree
 
 
 def problems(files: dict[str, str]) -> list[str]:
@@ -94,7 +95,7 @@ def test_a_package_that_its_own_modules_import_is_part_of_a_circle():
     ("file", "imported"),
     [
         ("kernels/cpu/rows", "engine.layer"),
-        ("cache/policies", "predict.eam"),
+        ("cache/policies", "predict.eamc"),
         ("predict/prefetcher", "memory.mover"),
         ("engine/layer", "server.app"),
         ("model", "cli.app"),
@@ -111,7 +112,7 @@ def test_a_folder_imports_only_what_it_may(file, imported):
 @pytest.mark.parametrize(
     ("file", "imported"),
     [
-        ("kernels/cpu/rows", "checkpoint.layout"),
+        ("kernels/cpu/rows", "layout"),
         ("kernels/cpu/rows", "kernels.reference"),
         ("cache/policies", "experts"),
         ("predict/predictor", "cache.policies"),
@@ -130,12 +131,77 @@ def test_a_name_that_only_begins_like_an_allowed_one_is_refused():
     )
 
 
+def test_folders_that_import_each_other_are_refused_with_the_names_of_both_sides():
+    (found,) = problems(
+        {
+            "memory/slots": "import moe_infinity.checkpoint.layout",
+            "memory/mover": "",
+            "checkpoint/layout": "",
+            "checkpoint/gguf/reader": "from moe_infinity.memory import mover",
+        }
+    )
+    assert found == (
+        "checkpoint/ and memory/ import each other: "
+        "checkpoint/ imports memory.mover; memory/ imports checkpoint.layout"
+    )
+
+
+def test_folders_may_share_what_is_in_neither():
+    assert not problems(
+        {
+            "layout": "",
+            "memory/slots": "import moe_infinity.layout\nimport moe_infinity.checkpoint.reader",
+            "checkpoint/reader": "from moe_infinity import layout",
+            "model": "import moe_infinity.memory.slots",
+        }
+    )
+
+
 @pytest.mark.parametrize("folder", ["cache", "predict", "tools/simulator"])
 @pytest.mark.parametrize("text", ["import torch.nn", "def late():\n    from torch import Tensor"])
 def test_bookkeeping_imports_no_torch(folder, text):
     (found,) = problems({f"{folder}/file": text})
     assert found.endswith(f"imports torch, which {folder}/ must do without")
     assert not problems({"engine/file": text})
+
+
+# prose
+
+
+@pytest.mark.parametrize("word", check_layout.HEADLESS)
+@pytest.mark.parametrize(
+    "text", ['"""{} it."""', 'class A:\n    """{} it."""', 'def a():\n    """{}: it."""']
+)
+def test_a_docstring_without_a_subject_is_refused(text, word):
+    (found,) = problems({"cache/file": text.format(word)})
+    assert found.endswith(f"a docstring begins with {word}, give it a subject")
+    assert not problems({"cache/file": text.format(f"{word}s")})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def told(): ...",
+        "class A:\n    def told(self): ...",
+        "class A:\n    told: int",
+        "class A:\n    def __init__(self):\n        self.told = 1",
+    ],
+)
+def test_a_public_name_that_says_nothing_is_refused(text):
+    (found,) = problems({"cache/file": text})
+    assert "told is a name that says nothing" in found
+    assert not problems({"cache/file": text.replace("told", "_told")})
+
+
+def test_a_local_name_may_say_nothing():
+    assert not problems({"cache/file": "def a(part):\n    found = part\n    return found"})
+
+
+def test_prose_is_checked_in_every_folder_that_is_not_excused():
+    files = {"": "model", "kernels": "kernels/file", "tools": "tools/file"}
+    text = '"""Of it."""'
+    refused = {folder for folder, file in files.items() if problems({file: text})}
+    assert refused == {*files} - {*check_layout.PROSE_LEFT}
 
 
 # names
@@ -214,30 +280,14 @@ def test_a_swap_and_an_unpacking_are_no_parallel_assignment(line):
 # the command
 
 
-def test_code_lines_leave_out_what_explains():
-    text = '"""About.\n\nMore."""\n\n# why\nx = [\n    1,\n]\n\n\ndef f():\n    """What."""\n'
-    assert code_lines(text) == 4
-
-
-def test_the_table_has_a_row_per_folder():
-    texts = {
-        Path("moe_infinity", "cache", "a.py"): "x = 1\ny = 2\n",
-        Path("tests", "t.py"): "z = 3\n",
-    }
-    rows = [line.split() for line in size_table(texts).splitlines()]
-    assert rows == [["moe_infinity/cache", "2"], ["tests", "1"], ["total", "3"]]
-
-
-def test_the_command_prints_the_table_and_fails_with_the_problems(tmp_path, capsys):
+def test_the_command_fails_with_the_problems(tmp_path, capsys):
     (tmp_path / "moe_infinity").mkdir()
     file = tmp_path / "moe_infinity" / "a.py"
     file.write_text("x = 1\n")
     assert main(tmp_path) == 0
     file.write_text("x, y = 1, 2\n")
     assert main(tmp_path) == 1
-    out, err = capsys.readouterr()
-    assert "moe_infinity" in out
-    assert err.startswith("error: moe_infinity/a.py:1: x, y assigned")
+    assert capsys.readouterr().err.startswith("error: moe_infinity/a.py:1: x, y assigned")
 
 
 def test_the_rules_see_all_of_this_tree():

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from moe_infinity import ConfigError, MoE, OffloadConfig
-from moe_infinity.legacy_config import config_of
-from moe_infinity.memory.machine import machine_memory_bytes
-from moe_infinity.predict.options import check_policy
+from moe_infinity.predict.predictor import check_policy
 from moe_infinity.sizes import parse_size
+from moe_infinity.system.machine import machine_memory_bytes
 from moe_infinity.tools.simulator.baselines import BASELINES
 
 OLDER_KEYS_WITHOUT_EFFECT = {
@@ -29,7 +28,7 @@ OLDER_KEYS_WITHOUT_EFFECT = {
 
 def options(config: Any = None, **given: Any) -> OffloadConfig:
     """What `MoE(...)` checks before it loads anything."""
-    made = config_of(config, given)
+    made = OffloadConfig.from_options(config, given)
     check_policy(made)
     return made
 
@@ -84,8 +83,8 @@ def test_an_unknown_option_is_named_with_those_that_exist(given):
         ("device_memory", "lots"), ("device_memory", "1GiB,1GiB"), ("device_memory", True),
         ("num_read_threads", 0), ("num_read_threads", -1), ("num_read_threads", "two"),
         ("num_read_threads", 1.5), ("num_read_threads", None),
-        ("prefetch", "yes"), ("early_router", 1), ("history", 3), ("without", "token"),
-        ("without", ["tokens"]), ("without", [["token"]]),
+        ("prefetch", "yes"), ("early_router", 1), ("stream_layers", 0), ("history", 3),
+        ("without", "token"), ("without", ["tokens"]), ("without", [["token"]]),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_where_the_option_is_made(name, value):
@@ -142,7 +141,7 @@ def test_a_key_of_the_older_config_without_effect_is_answered_by_a_warning(name)
 
 
 def test_the_older_share_of_device_memory_is_honoured_where_there_is_a_device(monkeypatch):
-    monkeypatch.setattr("moe_infinity.legacy_config.device_memory_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("moe_infinity.memory.cuda.device_memory_bytes", lambda device: 1 << 30)
     assert options({"device_memory_ratio": 0.75}).device_memory == 3 << 28
 
 
@@ -151,9 +150,7 @@ def test_the_older_share_of_device_memory_is_honoured_where_there_is_a_device(mo
 def test_an_older_share_that_is_none_is_refused_with_and_without_a_device(
     monkeypatch, ratio, device_bytes
 ):
-    monkeypatch.setattr(
-        "moe_infinity.legacy_config.device_memory_bytes", lambda device: device_bytes
-    )
+    monkeypatch.setattr("moe_infinity.memory.cuda.device_memory_bytes", lambda device: device_bytes)
     with pytest.raises(ConfigError, match="device_memory_ratio must be above 0"):
         options({"device_memory_ratio": ratio})
 

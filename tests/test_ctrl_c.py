@@ -105,7 +105,7 @@ def test_while_an_expert_is_read_it_surfaces_at_once(moe, disk, expected, number
     pressed_at: list[float] = []
 
     def act(read: Read) -> None:
-        if not read.is_ahead and read.number == number:
+        if read.kind == "demand" and read.number == number:
             pressed_at.append(time.monotonic())
             press_ctrl_c()
         if pressed_at:
@@ -121,7 +121,7 @@ def test_while_an_expert_is_read_it_surfaces_at_once(moe, disk, expected, number
 
 def test_a_stream_ends_with_it_and_leaves_no_thread_that_generates(moe, disk, expected):
     def act(read: Read) -> None:
-        if not read.is_ahead and read.number == 40:
+        if read.kind == "demand" and read.number == 40:
             press_ctrl_c()
 
     disk.act = act
@@ -136,7 +136,7 @@ def test_a_stream_ends_in_the_middle_of_its_prompt(moe, disk, expected):
     stream = moe.stream(INPUTS, **FOR_LONG)
 
     def act(read: Read) -> None:
-        if read.number == 1 and not read.is_ahead:
+        if read.kind == "demand" and read.number == 1:
             press_ctrl_c()
             assert stream._cancelled.wait(20)
 
@@ -176,8 +176,9 @@ def test_a_stream_ends_while_it_waits_for_an_expert_of_its_prompt(moe, disk, exp
     go_on = threading.Event()
 
     def act(read: Read) -> None:
-        stream._cancelled.set()
-        assert go_on.wait(20)
+        if read.kind == "demand":
+            stream._cancelled.set()
+            assert go_on.wait(20)
 
     disk.act = act
     began = time.monotonic()
@@ -256,7 +257,7 @@ def test_a_stream_that_was_left_stops_no_other(moe, expected):
 INTERRUPTER = """
 import json, os, signal, sys, tempfile, time
 from moe_infinity import model
-from moe_infinity.cli import app as cli
+from moe_infinity import __main__ as cli
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 job = json.loads(sys.argv[1])
@@ -331,7 +332,7 @@ def test_a_command_ends_soon_with_code_130_and_not_a_word(tmp_path, times):
 
 IN_A_FINALIZER = """
 import os, signal, time
-from moe_infinity.cli import app as cli
+from moe_infinity import __main__ as cli
 
 class Held:
     def __del__(self):
@@ -369,7 +370,7 @@ def test_a_trace_that_is_interrupted_is_not_written(tmp_path):
 
 def test_in_a_chat_it_ends_the_answer_and_the_next_question_is_answered(command, disk):
     def act(read: Read) -> None:
-        if read.number == 1100:  # in the middle of the first answer
+        if read.kind == "demand" and read.number == 1100:  # in the middle of the first answer
             press_ctrl_c()
 
     disk.act = act

@@ -14,8 +14,7 @@ STARTS = (ROOT, ROOT / "moe_infinity", ROOT / "docs")  # that names may be relat
 FOLDERS = ("moe_infinity", "docs", "tests", "benchmarks", "scripts", "tools", "examples", "models")
 BARE_NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")}
 NOT_OURS = {"docs/decisions/NNNN-title.md"}  # a pattern of names
-# They name what was there at the time.
-HISTORY = {ROOT / "docs" / "log.md", *(ROOT / "docs" / "decisions").glob("*.md")}
+HISTORY = {ROOT / "notes" / "log.md"}  # it names what was there at the time
 GUIDES = {ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")} - HISTORY
 PAGES = sorted(GUIDES | HISTORY | {ROOT / "CHANGELOG.md", ROOT / "models" / "demo" / "README.md"})
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?![a-z]+:)(?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]*))?\)")

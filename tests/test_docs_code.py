@@ -18,7 +18,7 @@ import pytest
 import typer.core
 import typer.main
 
-from moe_infinity.cli import app as cli
+from moe_infinity import __main__ as cli
 from tests.documented_code import (
     NOT_RUN,
     ONLY_PARSED,
@@ -159,7 +159,7 @@ def served(arguments: list[str]) -> Iterator[str]:
     """The address of `moe-infinity serve`, once it is ready. It has to end well by Ctrl-C."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    command = [sys.executable, "-m", "moe_infinity.cli.app", *arguments]
+    command = [sys.executable, "-m", "moe_infinity", *arguments]
     port = address.partition(":")[2]
     with subprocess.Popen([*command, "--port", port], stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -209,7 +209,7 @@ def run_client(block: Block, address: str) -> None:
             assert answer.status_code == 200, answer.text
         elif words[:2] == ["moe-infinity", "chat"]:
             arguments = [word.replace(SERVER, address) for word in words[1:]]
-            command = [sys.executable, "-m", "moe_infinity.cli.app", *arguments]
+            command = [sys.executable, "-m", "moe_infinity", *arguments]
             done = subprocess.run(
                 command,
                 input="What is a fever?\n\n",

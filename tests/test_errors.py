@@ -24,7 +24,7 @@ from moe_infinity import (
     UnsupportedModelError,
 )
 from moe_infinity.inspection import inspect_checkpoint
-from moe_infinity.memory.machine import machine_memory_bytes
+from moe_infinity.system.machine import machine_memory_bytes
 from tests import safetensors_file
 
 pytestmark = pytest.mark.timeout(30)

@@ -19,6 +19,7 @@ from moe_infinity import MoE, OffloadConfig
 from moe_infinity.cache.policies import POLICIES
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.inspection import inspect_checkpoint
+from tests.on_demand import ON_DEMAND
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
@@ -224,7 +225,7 @@ def test_experts_stored_transposed_are_converted_one_by_one(tmp_path):
 
 def test_start_up_reads_headers_and_dense_weights_only(tiny_checkpoint):
     summary = inspect_checkpoint(str(tiny_checkpoint))
-    with MoE(tiny_checkpoint, config=OffloadConfig(host_memory="50%")) as moe:
+    with MoE(tiny_checkpoint, config=OffloadConfig(host_memory="50%", **ON_DEMAND)) as moe:
         report = moe.report().as_dict()
     assert report["bytes_read"] == 0
     assert report["startup_bytes_read"] == summary.header_bytes + summary.dense_bytes

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from moe_infinity import CheckpointError, MoE, TraceError
-from moe_infinity.tracing import record_trace
+from moe_infinity.tools.tracing import record_trace
 
 pytestmark = pytest.mark.timeout(30)
 BYTES_PER_EXPERT = 3 * 32 * 16 * 2

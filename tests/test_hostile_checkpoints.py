@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from moe_infinity import CheckpointError, MoE, UnsupportedModelError
-from moe_infinity.checkpoint.headers import read_headers
-from moe_infinity.checkpoint.pickled import read_pickled
+from moe_infinity.checkpoint.headers import read_headers, read_pickled
 from tests.quantized_checkpoints import build
 
 

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint import expert_loader, layer_recipes
-from moe_infinity.checkpoint.extents import Extent
-from moe_infinity.checkpoint.mapped_file import MappedFile
+from moe_infinity.checkpoint import layer_recipes
+from moe_infinity.checkpoint.files import MappedFile
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
 from moe_infinity.experts import ExpertKey
-from moe_infinity.memory.mapped import MappedSlots
+from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.system import linux
 from tests.closeness import logits_of_steps
 from tests.gguf_files import WIDE, build
+from tests.on_demand import ON_DEMAND
 from tools.convert_to_gguf import convert
 
 IDS = torch.arange(3, 15).view(1, 12)
@@ -31,7 +32,7 @@ IDS = torch.arange(3, 15).view(1, 12)
 
 @pytest.fixture(autouse=True)
 def small_models_are_mapped(monkeypatch):
-    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
+    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def slots_of(moe: MoE) -> Any:
 
 def computed(folder: Path, **options: Any) -> tuple[Tensor, bool]:
     """Logits after a prompt and twelve tokens, and whether experts were mapped."""
-    with MoE(folder, preload="off", **options) as moe, torch.no_grad():
+    with MoE(folder, **options) as moe, torch.no_grad():
         assert ("in the page cache" in moe.report().experts) == isinstance(
             slots_of(moe), MappedSlots
         )
@@ -62,7 +63,7 @@ def computed(folder: Path, **options: Any) -> tuple[Tensor, bool]:
 def test_mapped_experts_have_the_bits_of_copied_ones(tiny_checkpoint, is_exact, monkeypatch):
     mapped, is_mapped = computed(tiny_checkpoint, exact=is_exact)
     assert is_mapped
-    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
+    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 1 << 40)
     copied, is_mapped = computed(tiny_checkpoint, exact=is_exact)
     assert not is_mapped
     assert torch.equal(mapped, copied)
@@ -71,13 +72,13 @@ def test_mapped_experts_have_the_bits_of_copied_ones(tiny_checkpoint, is_exact, 
 def watched_places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertKey, memoryview | None]]:
     """Every expert that a slot is given to, and its place in a file, if it is used there."""
     asked = []
-    place_of = expert_loader.ExpertLoader.place_of
+    mapped_bytes = layer_recipes.ExpertLoader.mapped_bytes
 
     def watched(self: Any, key: ExpertKey) -> memoryview | None:
-        asked.append((key, place_of(self, key)))
+        asked.append((key, mapped_bytes(self, key)))
         return asked[-1][1]
 
-    monkeypatch.setattr(expert_loader.ExpertLoader, "place_of", watched)
+    monkeypatch.setattr(layer_recipes.ExpertLoader, "mapped_bytes", watched)
     return asked
 
 
@@ -88,7 +89,7 @@ def test_an_expert_in_two_files_is_copied(sharded_checkpoint, monkeypatch):
     mapped, is_mapped = computed(sharded_checkpoint)
     assert is_mapped
     assert {place is None for _, place in asked} == {True, False}
-    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
+    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 1 << 40)
     assert torch.equal(mapped, computed(sharded_checkpoint)[0])
 
 
@@ -110,11 +111,11 @@ def test_experts_whose_parts_lie_apart_have_the_bits_of_copied_ones(
         mapped, is_mapped = computed(file, exact=is_exact)
         assert is_mapped == bool(layers)
         assert {key.moe_layer_idx for key, place in asked if place is not None} == layers
-        monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 1 << 40)
+        monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 1 << 40)
         copied, is_mapped = computed(file, exact=is_exact)
         assert not is_mapped
         assert torch.equal(mapped, copied)
-        monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
+        monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 0)
 
 
 def test_experts_that_do_not_all_fit_or_are_packed_on_load_are_copied(tiny_checkpoint):
@@ -147,7 +148,7 @@ def test_a_file_that_was_shortened_is_an_error_and_a_whole_one_is_used_again(
     shutil.copytree(tiny_checkpoint, folder)
     file = folder / "model.safetensors"
     whole = file.read_bytes()
-    with MoE(folder, preload="off") as moe, torch.no_grad():
+    with MoE(folder, **ON_DEMAND) as moe, torch.no_grad():
         assert isinstance(slots_of(moe), MappedSlots)
         file.write_bytes(whole[: len(whole) // 8])
         with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read at byte"):

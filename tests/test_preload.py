@@ -19,6 +19,7 @@ from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.memory.mover import Mover
 from tests.disk import Disk, Read
+from tests.on_demand import ON_DEMAND
 
 pytestmark = pytest.mark.timeout(60)
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
@@ -35,7 +36,7 @@ def tokens_of(moe: MoE) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint) -> list[int]:
-    with MoE(tiny_checkpoint, host_memory="100%", preload="off") as moe:
+    with MoE(tiny_checkpoint, host_memory="100%", **ON_DEMAND) as moe:
         return tokens_of(moe)
 
 
@@ -49,11 +50,6 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < give_up_at
         time.sleep(0.005)
-
-
-def is_of_preload() -> bool:
-    """Whether this is a thread that preloads."""
-    return threading.current_thread().name.startswith("moe-infinity-preload")
 
 
 def preload_threads() -> list[threading.Thread]:
@@ -129,7 +125,7 @@ def test_what_it_brought_leaves_before_what_decoding_uses(tiny_checkpoint):
 
 def test_without_knowledge_it_reads_in_the_order_of_the_files(tiny_checkpoint, disk):
     offsets: list[int] = []
-    with MoE(tiny_checkpoint, host_memory="100%", num_read_threads=1) as moe:
+    with MoE(tiny_checkpoint, host_memory="100%", num_read_threads=1, **ON_DEMAND) as moe:
         disk.act = lambda read: offsets.append(read.offset)
         moe.preload()
     by_layer = [offsets[at : at + 8] for at in range(0, NUM_EXPERTS, 8)]
@@ -137,7 +133,7 @@ def test_without_knowledge_it_reads_in_the_order_of_the_files(tiny_checkpoint, d
 
 
 def test_it_reads_first_what_was_used_most(tiny_checkpoint, monkeypatch):
-    with MoE(tiny_checkpoint, host_memory="50%") as moe:
+    with MoE(tiny_checkpoint, host_memory="50%", **ON_DEMAND) as moe:
         predictor = moe.engine.predictor
         assert predictor is not None
         likely = [ExpertKey(2, 7), ExpertKey(1, 3), ExpertKey(0, 5)]
@@ -161,8 +157,8 @@ def test_it_reads_first_what_was_used_most(tiny_checkpoint, monkeypatch):
 def test_a_failing_disk_is_reported_once_and_costs_no_answer(
     tiny_checkpoint, expected, disk, caplog
 ):
+    disk.fail(lambda read: read.kind == "preload")
     with MoE(tiny_checkpoint, host_memory="100%") as moe:
-        disk.fail(lambda read: is_of_preload())
         with caplog.at_level(logging.WARNING):
             moe.preload()
             assert tokens_of(moe) == expected
@@ -176,13 +172,12 @@ def test_a_layer_that_joins_a_read_that_fails_reads_again(tiny_checkpoint, expec
     joined = threading.Event()
 
     def act(read: Read) -> None:
-        if is_of_preload():
+        if read.kind == "preload":
             assert joined.wait(20)
             raise OSError(5, "Input/output error")
 
+    disk.act = act
     with MoE(tiny_checkpoint, host_memory="100%") as moe:
-        disk.act = act
-        moe.engine.start_preloading()
         wait_until(lambda: moe.engine.tiers[0].table.num_loading > 0)
         threading.Timer(0.2, joined.set).start()
         assert tokens_of(moe) == expected
@@ -193,20 +188,20 @@ def test_a_queued_one_that_a_layer_asks_for_becomes_a_demand_load(tiny_checkpoin
     go_on = threading.Event()
 
     def act(read: Read) -> None:
-        if is_of_preload():
+        if read.kind == "preload":
             assert go_on.wait(20)
 
+    disk.act = act
     with MoE(tiny_checkpoint, host_memory="100%", num_read_threads=1) as moe:
-        disk.act = act
-        moe.engine.start_preloading()
-        table = moe.engine.tiers[0].table
+        table, mover = moe.engine.tiers[0].table, moe.engine.tiers[0].mover
         wait_until(lambda: table.num_loading > 3)
-        queued = table.loading_keys()[-1]
-        slot_id = table.slot_of(queued)
-        with table.holding([queued], Phase.DECODE):
-            counters = moe.engine.bookkeeping.counters.decode
-            arrivals = moe.engine.tiers[0].mover.arrivals([queued], counters)
-            assert [key for keys in arrivals for key in keys] == [queued]
+        with moe.engine.deciding:
+            *_, queued = mover._loading
+            slot_id = table.slot_of(queued)
+            with table.holding([queued], Phase.DECODE):
+                counters = moe.engine.bookkeeping.counters.decode
+                arrivals = mover.arrivals([queued], counters)
+                assert [key for keys in arrivals for key in keys] == [queued]
         assert table.slot_of(queued) == slot_id
         go_on.set()
         assert tokens_of(moe) == expected
@@ -242,9 +237,10 @@ def test_two_models_fill_their_memory_from_one_checkpoint(tiny_checkpoint, expec
 
 def test_after_an_interrupted_step_it_goes_on(tiny_checkpoint, expected, disk):
     def act(read: Read) -> None:
-        raise KeyboardInterrupt
+        if read.kind == "demand":
+            raise KeyboardInterrupt
 
-    with MoE(tiny_checkpoint, host_memory="100%") as moe:
+    with MoE(tiny_checkpoint, host_memory="100%", **ON_DEMAND) as moe:
         disk.act = act
         with pytest.raises(KeyboardInterrupt):
             tokens_of(moe)
@@ -252,6 +248,40 @@ def test_after_an_interrupted_step_it_goes_on(tiny_checkpoint, expected, disk):
         moe.preload()
         assert moe.report().tiers[0].experts == NUM_EXPERTS
         assert tokens_of(moe) == expected
+
+
+def test_it_ends_with_whatever_a_read_raises(tiny_checkpoint, expected, disk, caplog):
+    """It ended its thread without a word, and who waited for it waited for ever."""
+
+    def act(read: Read) -> None:
+        if read.kind == "preload":
+            raise KeyboardInterrupt
+
+    disk.act = act
+    with MoE(tiny_checkpoint, host_memory="100%", preload="wait") as moe:
+        assert tokens_of(moe) == expected
+        assert caplog.text.count("preloading of experts ends") == 1
+        moe.check_invariants()
+
+
+def test_a_step_that_is_cut_short_meanwhile_does_not_hold_it_up(tiny_checkpoint, expected, disk):
+    """Until the next step, which waited for it."""
+    go_on = threading.Event()
+
+    def act(read: Read) -> None:
+        if read.kind == "preload":
+            assert go_on.wait(20)
+        else:
+            raise KeyboardInterrupt
+
+    with MoE(tiny_checkpoint, host_memory="100%", preload="wait") as moe:
+        disk.act = act
+        with pytest.raises(KeyboardInterrupt):
+            moe.model(PROMPT)  # waits for nothing
+        disk.mend()
+        go_on.set()
+        assert tokens_of(moe) == expected
+        assert moe.report().tiers[0].experts == NUM_EXPERTS
 
 
 def test_one_slot_is_left_to_demand_loads(tiny_checkpoint, expected):
@@ -280,7 +310,7 @@ def test_the_command_line_has_it(command, preload):
 def test_a_server_is_ready_once_all_slots_are_filled(tiny_checkpoint, disk):
     server = pytest.importorskip("moe_infinity.server.engine")
     go_on = threading.Event()
-    disk.act = lambda read: not is_of_preload() or go_on.wait(20)
+    disk.act = lambda read: read.kind != "preload" or go_on.wait(20)
     with MoE(tiny_checkpoint, host_memory="100%", preload="wait") as moe:
         engine = server.Engine(moe, server.ServeConfig())
         engine.start()
@@ -297,7 +327,7 @@ def test_a_server_is_ready_once_all_slots_are_filled(tiny_checkpoint, disk):
 def test_a_server_that_is_stopped_does_not_wait_for_it(tiny_checkpoint, disk):
     server = pytest.importorskip("moe_infinity.server.engine")
     go_on = threading.Event()
-    disk.act = lambda read: not is_of_preload() or go_on.wait(20)
+    disk.act = lambda read: read.kind != "preload" or go_on.wait(20)
     with MoE(tiny_checkpoint, host_memory="100%", preload="wait") as moe:
         engine = server.Engine(moe, server.ServeConfig())
         engine.start()
@@ -309,7 +339,7 @@ def test_a_server_that_is_stopped_does_not_wait_for_it(tiny_checkpoint, disk):
 
 def test_a_stream_that_is_left_does_not_wait_for_it(tiny_checkpoint, disk):
     go_on = threading.Event()
-    disk.act = lambda read: not is_of_preload() or go_on.wait(20)
+    disk.act = lambda read: read.kind != "preload" or go_on.wait(20)
     with MoE(tiny_checkpoint, host_memory="100%", preload="wait") as moe:
         stream = moe.stream({"input_ids": PROMPT}, max_new_tokens=3)
         stream._cancelled.set()
@@ -320,16 +350,13 @@ def test_a_stream_that_is_left_does_not_wait_for_it(tiny_checkpoint, disk):
 # The next layer of a long prompt
 
 
-def test_the_next_layer_of_a_long_prompt_is_read_while_one_computes(
-    tiny_checkpoint, expected, monkeypatch
-):
+def test_the_next_layer_of_a_long_prompt_is_read_while_one_computes(tiny_checkpoint):
     prompt = torch.arange(3, 99)[None]
-    with MoE(tiny_checkpoint, host_memory="100%", preload="off") as moe:
+    options = {"host_memory": "100%", "preload": "off"}  # only what the prompt itself asks for
+    with MoE(tiny_checkpoint, stream_layers=False, **options) as moe:
         logits = moe.model(prompt).logits
         assert moe.report().prefill.misses == NUM_EXPERTS
-    with MoE(tiny_checkpoint, host_memory="100%", preload="idle") as moe:
-        monkeypatch.setattr(moe.engine._preloader, "advance", lambda: False)
-        # only what the prompt itself asks for
+    with MoE(tiny_checkpoint, stream_layers=True, **options) as moe:
         assert torch.equal(moe.model(prompt).logits, logits)
         prefill = moe.report().prefill
         assert prefill.misses == 8, "of the first layer"
@@ -340,9 +367,9 @@ def test_the_next_layer_of_a_long_prompt_is_read_while_one_computes(
 @pytest.mark.parametrize("host_memory", ["5%", "13%", "40%", "70%"])
 def test_under_a_limit_it_takes_no_more_than_a_prompt_may(tiny_checkpoint, host_memory):
     prompt = torch.arange(3, 99)[None]
-    with MoE(tiny_checkpoint, host_memory="100%", preload="off") as moe:
+    with MoE(tiny_checkpoint, host_memory="100%", **ON_DEMAND) as moe:
         logits = moe.model(prompt).logits
-    with MoE(tiny_checkpoint, host_memory=host_memory, preload="idle") as moe:
+    with MoE(tiny_checkpoint, host_memory=host_memory) as moe:
         for _ in range(3):
             assert torch.equal(moe.model(prompt).logits, logits)
             tokens_of(moe)

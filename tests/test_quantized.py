@@ -14,6 +14,7 @@ import transformers
 from moe_infinity import MoE, UnsupportedModelError
 from moe_infinity.checkpoint.headers import read_headers
 from moe_infinity.inspection import inspect_checkpoint
+from tests.on_demand import ON_DEMAND
 from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config
 from tests.slow_unpack import dequantized
 
@@ -81,7 +82,7 @@ def test_an_expert_takes_no_more_memory_than_on_disk(folder):
     summary = inspect_checkpoint(str(folder), dtype="bfloat16")
     assert summary.stored_bytes_per_expert == expert_bytes(folder)
     assert summary.bytes_per_expert == expert_bytes(folder)
-    with MoE(folder, host_memory="100%", dtype="bfloat16") as moe:
+    with MoE(folder, host_memory="100%", dtype="bfloat16", **ON_DEMAND) as moe:
         moe.generate(PROMPT, max_new_tokens=2, do_sample=False)
         report = moe.report()
     (host,) = (tier for tier in report.tiers if tier.tier == "host")

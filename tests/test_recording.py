@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from moe_infinity import ConfigError, MoE, TraceError
 from moe_infinity.predict import recorder
-from moe_infinity.tracing import read_prompts, record_trace
+from moe_infinity.tools.tracing import read_prompts, record_trace
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.arithmetic]
 PROMPT = torch.tensor([[5, 6, 9], [7, 8, 9]])

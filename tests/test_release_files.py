@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import moe_infinity
+from moe_infinity.__main__ import app
 from moe_infinity.cli import options
-from moe_infinity.cli.app import app
 from moe_infinity.cli.options import checkpoint_named
 
 ROOT = Path(__file__).resolve().parent.parent

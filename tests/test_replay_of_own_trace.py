@@ -15,9 +15,9 @@ from moe_infinity import MoE
 from moe_infinity.cache.policies import POLICIES
 from moe_infinity.experts import Phase
 from moe_infinity.predict.tracefile import load_trace, save_trace
-from moe_infinity.tools.simulator.hardware import Hardware
-from moe_infinity.tools.simulator.replay import Setup, replay
+from moe_infinity.tools.simulator.replay import Hardware, Setup, replay
 from moe_infinity.tools.simulator.schedule import steps_of
+from tests.on_demand import ON_DEMAND
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.arithmetic]
 NUM_LAYERS = 3
@@ -48,7 +48,7 @@ def test_replaying_a_runs_own_trace_gives_its_hits_misses_and_evictions(
     tiny_checkpoint, tmp_path: Path, policy, host_memory, batches
 ):
     with MoE(
-        tiny_checkpoint, host_memory=host_memory, policy=policy, prefetch=False, preload="off"
+        tiny_checkpoint, host_memory=host_memory, policy=policy, prefetch=False, **ON_DEMAND
     ) as moe:
         with moe.recording() as finish:
             generate(moe, batches)

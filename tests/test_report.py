@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from transformers import BatchEncoding
 
 from moe_infinity import MoE
 from moe_infinity.checkpoint.headers import read_headers
+from tests.disk import Disk, Read
+from tests.on_demand import ON_DEMAND
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
 NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
@@ -156,7 +159,7 @@ def test_the_report_counts_one_lookup_per_activated_expert_layer_and_step(
     inputs = encode(5, 6, 9, 100, 31)
     stock(inputs, max_new_tokens=12)
     expected = [sum(len(np.unique(ids)) for ids in step) for step in stock_routing]
-    with MoE(tiny_checkpoint, host_memory=host_memory, exact=True) as moe:
+    with MoE(tiny_checkpoint, host_memory=host_memory, exact=True, **ON_DEMAND) as moe:
         tokens_of(moe, inputs, max_new_tokens=12)
         report = moe.report()
     assert (report.prefill.steps, report.decode.steps) == (1, len(expected) - 1)
@@ -179,7 +182,7 @@ def test_with_room_for_all_experts_each_is_read_once(tiny_checkpoint, stock_rout
         for layer, ids in enumerate(step)
         for expert in ids.ravel().tolist()
     }
-    with MoE(tiny_checkpoint, host_memory="100%", exact=True) as moe:
+    with MoE(tiny_checkpoint, host_memory="100%", exact=True, **ON_DEMAND) as moe:
         tokens_of(moe, inputs, max_new_tokens=12)
         tokens_of(moe, inputs, max_new_tokens=12)
         report = moe.report()
@@ -190,7 +193,7 @@ def test_with_room_for_all_experts_each_is_read_once(tiny_checkpoint, stock_rout
 
 @pytest.mark.parametrize(("host_memory", "slots"), [("5%", 1), ("25%", 6), ("100%", 24)])
 def test_the_report_says_how_full_the_tiers_are(tiny_checkpoint, host_memory, slots):
-    with MoE(tiny_checkpoint, host_memory=host_memory) as moe:
+    with MoE(tiny_checkpoint, host_memory=host_memory, **ON_DEMAND) as moe:
         host = {tier.tier: tier for tier in moe.report().tiers}["host"]
         assert (host.experts, host.capacity) == (0, slots)
         assert host.capacity_bytes == slots * BYTES_PER_EXPERT
@@ -200,11 +203,29 @@ def test_the_report_says_how_full_the_tiers_are(tiny_checkpoint, host_memory, sl
     assert tiers["disk"].experts == 24
 
 
-def test_the_report_of_a_fresh_model_has_no_hit_rate_and_no_expert_bytes(moe):
-    report = moe.report()
+def test_the_report_of_a_fresh_model_has_no_hit_rate_and_no_expert_bytes(tiny_checkpoint):
+    with MoE(tiny_checkpoint, **ON_DEMAND) as moe:
+        report = moe.report()
     assert report.prefill.hit_rate is None
     assert report.decode.hit_rate is None
     assert report.bytes_read == 0
+
+
+def test_an_expert_that_is_still_loading_is_not_in_memory(tiny_checkpoint, monkeypatch):
+    disk, are_loading, go_on = Disk(monkeypatch), Event(), Event()
+
+    def act(read: Read) -> None:
+        if read.kind == "preload":
+            are_loading.set()
+            assert go_on.wait(20)
+
+    disk.act = act
+    with MoE(tiny_checkpoint, host_memory="100%") as moe:
+        assert are_loading.wait(20)
+        assert moe.report().tiers[0].experts == 0
+        go_on.set()
+        moe.preload()
+        assert moe.report().tiers[0].experts == 24
 
 
 def test_a_report_is_a_snapshot(moe):

@@ -17,8 +17,7 @@ import numpy as np
 
 from moe_infinity.cache.activation_aware import ActivationAware
 from moe_infinity.experts import Phase, Step
-from moe_infinity.predict.eam import RequestEam
-from moe_infinity.predict.eamc import Eamc, EamcMatch
+from moe_infinity.predict.eamc import Eamc, EamcMatch, RequestEam
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
 

@@ -21,7 +21,7 @@ import torch
 from moe_infinity import MoE
 from moe_infinity.experts import Phase
 from moe_infinity.predict.tracefile import SequenceTrace
-from moe_infinity.tracing import read_prompts
+from moe_infinity.tools.tracing import read_prompts
 
 POLICIES = (
     "lru",

@@ -28,7 +28,7 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.experts import ExpertKey
-from moe_infinity.tracing import read_prompts
+from moe_infinity.tools.tracing import read_prompts
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "lru": {"policy": "lru"},
@@ -98,7 +98,13 @@ def main() -> None:
         runs = {
             name: Run(
                 stack.enter_context(
-                    MoE(args.model, host_memory=args.host_memory, preload="off", **options)
+                    MoE(
+                        args.model,
+                        host_memory=args.host_memory,
+                        preload="off",
+                        stream_layers=False,
+                        **options,
+                    )
                 )
             )
             for name, options in SETTINGS.items()

@@ -9,8 +9,7 @@ from importlib import import_module
 import numpy as np
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.predict.eam import RequestEam
-from moe_infinity.predict.eamc import Eamc, row_normalised
+from moe_infinity.predict.eamc import Eamc, RequestEam, row_normalised
 
 
 def from_kmeans(eams: Sequence[RequestEam], capacity: int, *, seed: int = 0) -> Eamc:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.trial import Differs, Verdict, first_found, first_that, verdict
-from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout, Ints
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.reference import expert_mlp
 from moe_infinity.kernels.residents import Residents
+from moe_infinity.routing import Routing
 
 # Set by transformers' `use_experts_implementation` on every experts module of the interface.
 INTERFACE_ATTRIBUTES = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts"}
@@ -90,7 +90,7 @@ class ExpertsModule:
 class Adapter:
     """The classes of the interface. Adapters of other classes override what differs."""
 
-    # In which order a token's experts are summed, see engine/exact.py; None: as configured.
+    # In which order a token's experts are summed, see engine/torch_backend.py; None: as configured.
     is_eager: bool | None = None
     weighs_input = False  # the routing weight scales what goes into an expert, not what comes out
     is_block = False  # the module routes, too

@@ -38,8 +38,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from moe_infinity.architectures.answered_ahead import AnsweredAhead
+from moe_infinity.architectures.answered_ahead import AnsweredAhead, TensorVersion
 from moe_infinity.architectures.attention_inputs import Angles, add_token, can_grow, with_room
+from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_in
 from moe_infinity.architectures.decoder_search import LayerKind, described, dtype_of
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import (
@@ -58,7 +59,7 @@ from moe_infinity.kernels.residents import Residents
 
 MOST_SEQUENCES = 64  # of a step
 # Arguments of a layer that the kernel serves, or that say nothing to it; others only if not given.
-SERVED = {"attention_mask", "past_key_values", "position_embeddings"}
+SERVED = {"attention_mask", "position_embeddings", *CACHE_NAMES}
 KNOWN = SERVED | {"position_ids", "use_cache", "cache_position"}
 
 
@@ -141,7 +142,7 @@ class DecoderLayer:
 
     def cache_layer(self, x: Tensor, kwargs: dict[str, Any]) -> Any | None:
         """Return the layer's part of the cache; None if the layer's own code has to run."""
-        cache: Any = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         index = getattr(self._attention, "layer_idx", None)
         is_for_kernel = (
             x.shape[1] == 1
@@ -207,18 +208,22 @@ class KnownRouting:
     def __init__(self, router: nn.Module) -> None:
         self._stock = router.forward
         self._attended: Attended | None = None
+        self._version: TensorVersion | None = None  # of its input; None in inference mode
         vars(router)["forward"] = self._forward
 
     def expect(self, attended: Attended) -> None:
         """Keep the next input, and what the router would make of it."""
         self._attended = attended
+        self._version = TensorVersion.of(attended.normed)
 
     def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         attended = self._attended
         self._attended = None
         if attended is None or x.data_ptr() != attended.normed.data_ptr() or args or kwargs:
             return self._stock(x, *args, **kwargs)
-        return attended.logits.to(x.dtype), attended.shares, attended.chosen
+        if self._version is not None and not self._version.is_of(attended.normed):
+            return self._stock(x, *args, **kwargs)  # the block has changed it in place
+        return attended.logits.to(x.dtype), attended.top_k_weights_BK, attended.top_k_index_BK
 
 
 # The resident path
@@ -289,7 +294,7 @@ class LayersAhead:
         """Return the experts and parts of the cache of the layers that one call can compute."""
         residents: list[Residents] = []
         cache_layers: list[Any] = []
-        if x.is_inference():  # has no version: a change in place would not be noticed
+        if x.is_inference() or torch.is_inference_mode_enabled():  # a change would not be noticed
             return residents, cache_layers
         for layer in self._layers[number:]:
             joins = not residents or (

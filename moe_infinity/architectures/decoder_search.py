@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from moe_infinity.architectures.cache_argument import cache_parameter
 from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,
@@ -60,7 +61,7 @@ TRIED_TOKENS = 32  # of a router
 
 
 class LayerKind(NamedTuple):
-    """What layers of one kind have in common, as far as kernels know it."""
+    """The common ground of layers of one kind, as far as kernels know it."""
 
     attention: Attention  # of one of them
     gate: Verdict[Gate]  # how the router chooses
@@ -77,7 +78,9 @@ def find_kind(layer: nn.Module, rotations: Sequence[nn.Module]) -> Verdict[Layer
     gate: Verdict[Gate] = FellBack("its block has no single router")
     if router is not None:
         gate = find_gate(router)
-    alone = find_experts_alone(block) if isinstance(gate, Found) else gate
+    alone: Verdict[None] = FellBack("kernels do not know its router")
+    if isinstance(gate, Found):
+        alone = find_experts_alone(block)
     return Found(LayerKind(attention.path, gate, alone))
 
 
@@ -228,7 +231,7 @@ def _search_attention(layer: nn.Module, rotation: nn.Module, *, gives_two: bool)
 
 
 class _TrialRun:
-    """What a layer's own code gives for random tokens: two of a prompt, then one more."""
+    """A run of a layer's own code on random tokens: two of a prompt, then one more."""
 
     def __init__(
         self, layer: nn.Module, rotation: nn.Module, *, strength: float, gives_two: bool
@@ -259,9 +262,9 @@ class _TrialRun:
             x,
             attention_mask=mask,
             position_ids=None,
-            past_key_values=cache,
             use_cache=True,
             position_embeddings=angles,
+            **{cache_parameter(self._layer.forward): cache},
         )
         if not isinstance(out, Tensor):
             raise Differs(f"it returns {type(out).__name__}, not a tensor")

@@ -1,10 +1,10 @@
-"""Predicts which experts the next MoE layer will choose: its own router is run early, on the
+"""Predicts which experts the next MoE layer will choose by running its own router early, on the
 residual that the current layer was given.
 
 The residual changes little from layer to layer, so most predictions are right: 80 % of the experts
-on the demo model (docs/log.md, 2026-11-21). No router has to be known by name: the block around the
-experts is called as the model calls it, and our experts function, instead of computing, raises an
-exception that carries the routing.
+on the demo model (notes/log.md, 2026-11-21). No router has to be known by name: the block around
+the experts is called as the model calls it, and our experts function, instead of computing, raises
+an exception that carries the routing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class Routed(BaseException):
-    """Not an error: it carries the routing out of a block that was run for nothing else."""
+    """Carries the routing out of a block that was run for nothing more. It is not an error."""
 
-    def __init__(self, experts_TK: Ints | None) -> None:
+    def __init__(self, top_k_index_TK: Ints | None) -> None:
         super().__init__()
-        self.experts_TK = experts_TK
+        self.top_k_index_TK = top_k_index_TK
 
 
 class EarlyRouter:
@@ -47,7 +47,7 @@ class EarlyRouter:
         self._hooks = self._watch(model)
 
     def _watch(self, model: nn.Module) -> list[RemovableHandle]:
-        """Hooks for one forward pass that find the norms."""
+        """Install hooks that find the norms in one forward pass."""
         norms = [m for m in model.modules() if "norm" in type(m).__name__.lower()]
         hooks = [norm.register_forward_hook(self._note_output) for norm in norms]
         for moe_layer_idx, block in enumerate(self._blocks):
@@ -57,7 +57,7 @@ class EarlyRouter:
 
     def _note_output(self, norm: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            self._made_by[id(output)] = norm, output  # kept alive: no other gets its id
+            self._made_by[id(output)] = norm, output  # kept alive, so its id is not used again
 
     def _finder_of(self, moe_layer_idx: int) -> Any:
         def find(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -76,11 +76,11 @@ class EarlyRouter:
             self._residual = args[0]
 
     def note_residual(self, residual: Tensor) -> None:
-        """What the norm before a block would be given, if a kernel computes that norm."""
+        """Keep what the norm before a block would be given: a kernel computes that norm."""
         self._residual = residual
 
     def begin_step(self) -> None:
-        """A forward pass begins. After one that reached the last layer the search is over."""
+        """Begin a forward pass. After one that reached the last layer the search for norms ends."""
         self._residual = None
         if not (self._hooks and self._has_reached_end):
             return
@@ -99,16 +99,16 @@ class EarlyRouter:
         """Give the predictor what the router of this MoE layer chooses for the step's tokens,
         without padding and sequences that have ended.
         """
-        experts_TK = self.ask(moe_layer_idx)
-        if experts_TK is not None:
+        top_k_index_TK = self.ask(moe_layer_idx)
+        if top_k_index_TK is not None:
             if step.counted_T is not None:
-                experts_TK = experts_TK[step.counted_T]
-            predictor.hint(moe_layer_idx, experts_TK)
+                top_k_index_TK = top_k_index_TK[step.counted_T]
+            predictor.hint(moe_layer_idx, top_k_index_TK)
 
     @torch.no_grad()
     def ask(self, moe_layer_idx: int) -> Ints | None:
-        """[T, K]: what the block of this MoE layer would choose. None: its norm was not found, or
-        this step has not come to a residual yet.
+        """Return [T, K], the experts that the block of this MoE layer would choose. None if its
+        norm was not found, or if this step did not come to a residual yet.
         """
         if moe_layer_idx not in self._norms or self._residual is None:
             return None
@@ -116,7 +116,7 @@ class EarlyRouter:
         try:
             self._blocks[moe_layer_idx](self._norms[moe_layer_idx](self._residual))
         except Routed as routed:
-            return routed.experts_TK
+            return routed.top_k_index_TK
         finally:
             self.is_asking = False
         return None

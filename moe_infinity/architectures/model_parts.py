@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE, MoeLayer
-from moe_infinity.checkpoint.layout import PackedWeight
+from moe_infinity.layout import PackedWeight
 
 NORM = "input_layernorm"
 ATTENTION = "self_attn"

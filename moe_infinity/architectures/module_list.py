@@ -1,5 +1,5 @@
-"""Experts that are an nn.ModuleList or nn.ModuleDict of MLPs, called one by one by code we do not
-know, as in models that bring their own (trust_remote_code).
+"""Experts that are an nn.ModuleList or nn.ModuleDict of MLPs, called one by one by code that is not
+known, as in models that bring their own (trust_remote_code).
 
 The block around them runs twice. In the first run an expert only notes what it is called with, and
 returns zeros. Then all experts that were called are loaded and computed, several at a time and in
@@ -23,15 +23,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moe_infinity.architectures.adapters import ExpertsModule, MoeLayer, without_gradient
+from moe_infinity.architectures.adapters import (
+    ExpertsModule,
+    MoeLayer,
+    without_gradient,
+)
 from moe_infinity.architectures.outside_interface import OneModuleEach
-from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.routing import Routing
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of one expert by its block, and what it is to answer."""
+    """One call of one expert by its block, and its answer."""
 
     expert_idx: int
     args: tuple[Any, ...]
@@ -52,13 +56,13 @@ class CalledExperts:
         for call in calls:
             self._calls.setdefault(call.expert_idx, []).append(call)
 
-    def routing(self, index_TK: Tensor | None, num_tokens: int) -> Routing:
-        """The experts that the block called; `index_TK` if those of each token are known."""
+    def routing(self, top_k_index_TK: Tensor | None, num_tokens: int) -> Routing:
+        """Return the experts that the block called; `top_k_index_TK` if each token's are known."""
         activated = sorted(self._calls)
         counts = [sum(call.num_rows for call in self._calls[e]) for e in activated]
-        experts_TK = None if index_TK is None else index_TK.cpu().numpy()
+        on_host_TK = None if top_k_index_TK is None else top_k_index_TK.cpu().numpy()
         counted = np.array(counts, dtype=np.int64)
-        return Routing(num_tokens, activated, counted, 0, experts_TK, None)
+        return Routing(num_tokens, activated, counted, 0, on_host_TK, None)
 
     def answer(self, expert_idx: int, mlp: Callable[..., Tensor], weights: Any) -> None:
         for call in self._calls[expert_idx]:
@@ -67,22 +71,22 @@ class CalledExperts:
 
 
 class TopKRecorder(TorchFunctionMode):
-    """Inside, keeps the ids of the last top-k over all experts."""
+    """A context that keeps the ids of the last top-k over all experts."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self._num_experts = num_experts
-        self.index_TK: Tensor | None = None
+        self.top_k_index_TK: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in (torch.topk, Tensor.topk) and args[0].shape[-1] == self._num_experts:
-            self.index_TK = result.indices.reshape(-1, result.indices.shape[-1])
+            self.top_k_index_TK = result.indices.reshape(-1, result.indices.shape[-1])
         return result
 
 
 class ListOfExperts(OneModuleEach):
-    """Connects the block that calls the experts."""
+    """The adapter of lists: it connects the block that calls the experts."""
 
     def connect(self, experts: ExpertsModule, model: nn.Module, layer: MoeLayer) -> None:
         block = model.get_submodule(experts.block_name)
@@ -93,7 +97,7 @@ LIST = ListOfExperts()
 
 
 def is_list_of_experts(module: nn.Module) -> bool:
-    """Several modules of one class, with parameters of one shape and no buffers."""
+    """Return True for several modules of one class, with parameters of one shape and no buffers."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return False
     if any(True for _ in module.buffers()):
@@ -102,11 +106,11 @@ def is_list_of_experts(module: nn.Module) -> bool:
         (type(expert), [(key, param.shape) for key, param in expert.named_parameters()])
         for expert in module.children()
     ]
-    return all(found == shapes[0] for found in shapes) and bool(shapes[0][1])
+    return all(shape == shapes[0] for shape in shapes) and bool(shapes[0][1])
 
 
 class BlockForward:
-    """Runs in place of the block's forward."""
+    """The forward method of a block that calls its experts one by one."""
 
     def __init__(self, block: nn.Module, experts: ExpertsModule, layer: MoeLayer) -> None:
         self._stock = block.forward
@@ -131,9 +135,9 @@ class BlockForward:
             if num_tokens and not self._calls:
                 raise UnsupportedModelError(f"{self._name} does not call its experts")
             calls = [call for call in self._calls if call.num_rows]
-            index_TK = _routing(top_k.index_TK, calls, num_tokens)
+            top_k_index_TK = _routing(top_k.top_k_index_TK, calls, num_tokens)
             answered = CalledExperts(calls)
-            self._layer.answer_calls(answered, answered.routing(index_TK, num_tokens))
+            self._layer.answer_calls(answered, answered.routing(top_k_index_TK, num_tokens))
             self._answers = iter(self._calls)
             self._respond = self._answer
             return self._stock(*args, **kwargs)
@@ -143,7 +147,7 @@ class BlockForward:
             self._respond = self._refuse
 
     def _expert(self, expert_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """What runs in place of an expert's forward."""
+        """Run in place of an expert's forward."""
         if not args or not isinstance(args[0], Tensor) or _autocast() != self._autocast:
             raise UnsupportedModelError(
                 f"{self._name}: experts are to be called with a tensor, not under autocast"
@@ -151,13 +155,15 @@ class BlockForward:
         return self._respond(Call(expert_idx, args, kwargs))
 
     def _note(self, call: Call) -> Tensor:
-        """First run. Copies its input: the block may use that memory again for the next expert."""
+        """Note a call of the first run, with a copy of its input: the block may use that memory
+        again for the next expert.
+        """
         call.args = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in call.args)
         self._calls.append(call)
         return torch.zeros_like(call.args[0])
 
     def _answer(self, call: Call) -> Tensor:
-        """Second run. Checks that the block makes the same calls again."""
+        """Answer a call of the second run, in which the block has to make the same calls again."""
         noted = next(self._answers, None)
         if noted is None or noted.expert_idx != call.expert_idx or not _are_equal(noted, call):
             raise UnsupportedModelError(
@@ -182,14 +188,17 @@ def _autocast() -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
-def _routing(index_TK: Tensor | None, calls: list[Call], num_tokens: int) -> Tensor | None:
-    """The experts of each token: `index_TK` if it agrees with the calls, and for a single token the
-    experts that were called. Else None.
+def _routing(top_k_index_TK: Tensor | None, calls: list[Call], num_tokens: int) -> Tensor | None:
+    """Return the experts of each token: `top_k_index_TK` if it agrees with the calls, and for a
+    single token the experts that were called. Otherwise None.
     """
     called = sorted(call.expert_idx for call in calls for _ in range(call.num_rows))
-    if index_TK is not None and (len(index_TK), sorted(index_TK.ravel().tolist())) == (
+    if top_k_index_TK is not None and (
+        len(top_k_index_TK),
+        sorted(top_k_index_TK.ravel().tolist()),
+    ) == (
         num_tokens,
         called,
     ):
-        return index_TK
+        return top_k_index_TK
     return torch.tensor([called], dtype=torch.int64, device="cpu") if num_tokens == 1 else None

@@ -4,7 +4,7 @@ exact=True does not use them, since their bits are not those of transformers.
     layers          decoder_layers.py, those that decoder_search.py finds
     linear layers   kernels/cpu/linear.py, those that are given the same tensor together
     attention       kernels/cpu/attention.py, in layers that were not found
-    threads         kernels have them all, torch has one; see kernels/cpu/threads.py
+    threads         kernels have them all, torch has one; see kernels/cpu/team.py
 
 Longer inputs are computed by torch. The "sdpa" function in transformers' registry is shared by all
 models, so it is wrapped once, and calls the stock function for modules of other models.
@@ -42,13 +42,14 @@ from moe_infinity.architectures.model_parts import (
     router_of,
     weight_of,
 )
-from moe_infinity.architectures.trial import FellBack, Found, PathTaken, Verdict
-from moe_infinity.checkpoint.layout import PackedWeight
+from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 from moe_infinity.kernels.cpu.linear import fused_linear
-from moe_infinity.kernels.cpu.threads import give_torch_all, leave_torch_one
+from moe_infinity.kernels.cpu.team import give_torch_all, leave_torch_one
 from moe_infinity.kernels.many_rows import MOST_TOKENS, is_for_torch
+from moe_infinity.layout import PackedWeight
+from moe_infinity.report import PathTaken
 
 MARK = "_moe_infinity_takes_small_batches"  # set on every module of a model that we run
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -144,18 +145,15 @@ class KernelLayers:
     def paths(self) -> Iterator[PathTaken]:
         """Yield which path each layer, router and block of experts takes, as of now."""
         for layer, verdict in self._verdicts.items():
+            if isinstance(verdict, Found) and (obstacle := self._connected[layer].obstacle()):
+                verdict = FellBack(obstacle)
+            yield path_taken("layer", layer, verdict)
             if isinstance(verdict, FellBack):
-                yield PathTaken.of("layers", layer, verdict)
                 continue
-            obstacle = self._connected[layer].obstacle()
-            if obstacle is not None:
-                yield PathTaken.of("layers", layer, FellBack(obstacle))
-                continue
-            yield PathTaken.of("layers", layer, verdict)
             block = feed_forward(layer)
             if (router := router_of(block)) is not None:
-                yield PathTaken.of("routers", router, verdict.path.gate)
-                yield PathTaken.of("blocks of experts", block, verdict.path.experts_alone)
+                yield path_taken("router", router, verdict.path.gate)
+                yield path_taken("block", block, verdict.path.experts_alone)
 
 
 def _next_name(name: str) -> str:

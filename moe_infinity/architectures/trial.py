@@ -23,10 +23,12 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from moe_infinity.report import PathTaken
 
 TOLERANCE = 2e-5  # of the largest number: float32, summed in another order
 
@@ -55,20 +57,6 @@ Verdict = Found[Candidate] | FellBack
 
 class Differs(Exception):
     """A search found no candidate that agrees. The message names what differs."""
-
-
-class PathTaken(NamedTuple):
-    """Which code computes one module of a model."""
-
-    kind: str  # "layers", say
-    class_name: str
-    reason: str | None  # why the module's own code computes it; None: a kernel does
-
-    @classmethod
-    def of(cls, kind: str, module: nn.Module, verdict: Verdict[Any]) -> PathTaken:
-        """Return the path that follows from a verdict."""
-        reason = verdict.reason if isinstance(verdict, FellBack) else None
-        return cls(kind, type(module).__name__, reason)
 
 
 class Trial:
@@ -126,6 +114,12 @@ def first_that(
         if agrees(candidate):
             return candidate
     raise Differs(reason)
+
+
+def path_taken(kind: str, module: nn.Module, verdict: Verdict[Any]) -> PathTaken:
+    """Return what the report says of a module with this verdict."""
+    reason = verdict.reason if isinstance(verdict, FellBack) else None
+    return PathTaken(kind, type(module).__name__, reason)
 
 
 def for_trial(module: nn.Module) -> Any:

@@ -1,5 +1,5 @@
-"""Which files of a checkpoint have the weights, by their names. Without torch: a download is chosen
-by them.
+"""The files of a checkpoint that have its weights, found by their names. No torch here: a download
+is chosen by these names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_GGUF_MODELS = ("mmproj", "imatrix")  # how their names begin
 
 
 def shards_of(index: Path) -> list[str]:
-    """The files that an index names. Raises CheckpointError."""
+    """The names of the files that an index lists. Raises CheckpointError."""
     try:
         content = json.loads(index.read_text("utf-8"))
         names = sorted(set(content["weight_map"].values()))
@@ -31,6 +31,34 @@ def shards_of(index: Path) -> list[str]:
         if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(f"{index}: names {path}, a file outside of the folder")
     return names
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files with the weights of a checkpoint folder: safetensors, or PyTorch's if there are no
+    such. Raises CheckpointError if there are none or a shard is missing.
+    """
+    for name in WHOLE:
+        single = folder / name
+        index = folder / INDEX.format(name)
+        if single.is_file():
+            return [single]
+        if index.exists():
+            return _shards(folder, index)
+    raise CheckpointError(
+        f"{folder}: neither model.safetensors nor model.safetensors.index.json is there, "
+        "and no pytorch_model.bin"
+    )
+
+
+def _shards(folder: Path, index: Path) -> list[Path]:
+    names = shards_of(index)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(names)} shards are missing: "
+            f"{', '.join(missing[:3])}\nhint: download the checkpoint again"
+        )
+    return [folder / name for name in names]
 
 
 def gguf_models(names: Iterable[str]) -> list[str]:
@@ -47,9 +75,47 @@ def _is_model(name: str) -> bool:
 
 
 def gguf_parts(name: str) -> list[str]:
-    """The names of all parts of the split GGUF model that one of them belongs to; else the name."""
+    """The names of all parts of the split GGUF model that this one belongs to, or this name
+    alone.
+    """
     match = PART.fullmatch(name)
     if match is None:
         return [name]
     count = int(match[3])
     return [f"{match[1]}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+
+
+def find_gguf(checkpoint: str) -> Path | None:
+    """The GGUF file that a path names: the path itself, or the only model in a folder that has no
+    config.json, vision parts (mmproj) left aside. None if it names no GGUF file. Raises
+    CheckpointError for a folder with several.
+    """
+    path = Path(checkpoint).expanduser()
+    if path.suffix == ".gguf" and not path.is_dir():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    names = sorted(file.name for file in path.glob("*.gguf"))
+    models = gguf_models(names)
+    if len(models) > 1:
+        first = ", ".join(models[:4])
+        raise CheckpointError(f"{path}: several GGUF files, name one of them: {first}")
+    name = next(iter([*models, *names]), None)
+    return None if name is None else path / name
+
+
+def split_files(path: Path) -> list[Path]:
+    """All files of the GGUF model that this one belongs to. Raises CheckpointError."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
+    names = gguf_parts(path.name)
+    if path.name not in names:
+        raise CheckpointError(f"{path}: no part of {len(names)} is called so")
+    there = {path.name, *(file.name for file in path.parent.glob("*.gguf"))}
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise CheckpointError(
+            f"{path.parent}: {len(missing)} of {len(names)} parts are missing: "
+            f"{', '.join(missing[:3])}\nhint: download them, too"
+        )
+    return [path.parent / name for name in names]

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import Block, Parts, Unpack
 from moe_infinity.checkpoint.packing import Format, PartFormat, PartShapes, Shape, WeightFormat
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels import unpack
-from moe_infinity.kernels.unpack import NIBBLES
+from moe_infinity.layout import NIBBLES, Block, Parts, Unpack
 
 FLOATS = frozenset({"BF16", "F16", "F32"})
 INT32 = frozenset({"I32"})
@@ -236,7 +235,7 @@ def _find_gptq(config: Config) -> tuple[WeightFormat, ...]:
     group_size = int(config.get("group_size") or 0)
 
     def measure(shapes: PartShapes) -> Measured:
-        """No block where the last group is shorter, or nobody says that columns are in order."""
+        """No block where the last group is shorter, or columns are not known to be in order."""
         if (shape := _gptq_shape(shapes)) is None:
             return None
         num_columns = shape[1]

@@ -1,18 +1,40 @@
-"""A GGUF model: one file, or all parts of a split one."""
+"""A GGUF model, one file or all parts of a split one: its metadata, and which tensor lies where.
+
+Every count, length and offset is checked against the file before anything is read or kept for it,
+so that a lying header costs no more than a true one. The gguf package trusts its files, and makes
+an array of every token of the vocabulary, which takes seconds; to check its input would be to read
+all that it reads. So it is not used here, and the tests compare what both find.
+"""
 
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
-from moe_infinity.checkpoint.extents import StoredTensor
-from moe_infinity.checkpoint.file_names import gguf_models, gguf_parts
-from moe_infinity.checkpoint.gguf_header import read_gguf_header
+from gguf import GGMLQuantizationType
+
+from moe_infinity.checkpoint.file_names import split_files
+from moe_infinity.checkpoint.headers import STORED_DTYPES, Extent, StoredTensor
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
+from moe_infinity.kernels.unpack import BLOCKS
 
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 1 << 28  # vocabularies of 300,000 tokens take 20 MB
+MAX_DIMS = 4
+ALIGNMENT = 32  # where the metadata does not say otherwise
+SCALARS = {  # by the number of the type: how struct calls it
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+    12: "<d",
+}  # fmt: skip
+STRING = 8
+ARRAY = 9
+TENSOR_BYTES = 24  # of the table, for a tensor without a name or dimensions
+VALUE_BYTES = 13  # of an entry of the metadata without a name
 BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.weight")
 NO_MODELS = {
@@ -21,9 +43,18 @@ NO_MODELS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The header of one file."""
+
+    metadata: dict[str, Any]
+    tensors: list[StoredTensor]  # stored_dtype is GGML's name of the type, e.g. "Q4_K"
+    num_bytes: int  # before the first byte of data
+
+
 @dataclass(frozen=True)
 class GgufModel:
-    """What the headers of a model say, all parts together."""
+    """The headers of a model, all parts together."""
 
     files: list[Path]
     metadata: dict[str, Any]  # of the first part
@@ -32,59 +63,40 @@ class GgufModel:
 
     @property
     def architecture(self) -> str:
-        """As GGUF calls it, e.g. "qwen3moe"."""
+        """GGUF's name of the architecture, e.g. "qwen3moe"."""
         return str(self.metadata["general.architecture"])
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Of the metadata that belong to the architecture."""
+        """One of the metadata that belong to the architecture."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     @property
     def num_blocks(self) -> int:
-        """Layers, as far as there are tensors."""
+        """The number of layers that have tensors, counted from the first."""
         numbers = {int(match[1]) for match in map(BLOCK.match, self.tensors) if match is not None}
         return next(number for number in range(len(numbers) + 1) if number not in numbers)
 
     @cached_property
     def dtype(self) -> str:
-        """What dense weights are widened to, if nobody says otherwise."""
+        """The dtype that dense weights are widened to unless the user names one."""
         stored = {t.stored_dtype for t in self.tensors.values() if len(t.shape) > 1}
         if stored == {"F32"}:
             return "float32"
         return "float16" if stored <= {"F16", "F32"} else "bfloat16"
 
 
-def find_gguf(checkpoint: str) -> Path | None:
-    """The GGUF file that a path names: itself, or the only model in a folder that has no
-    config.json, vision parts (mmproj) left aside. None if it names no GGUF file. Raises
-    CheckpointError for a folder with several.
-    """
-    path = Path(checkpoint).expanduser()
-    if path.suffix == ".gguf" and not path.is_dir():
-        return path
-    if not path.is_dir() or (path / "config.json").exists():
-        return None
-    found = sorted(file.name for file in path.glob("*.gguf"))
-    models = gguf_models(found)
-    if len(models) > 1:
-        names = ", ".join(models[:4])
-        raise CheckpointError(f"{path}: several GGUF files, name one of them: {names}")
-    name = next(iter([*models, *found]), None)
-    return None if name is None else path / name
-
-
 def read_gguf(path: Path) -> GgufModel:
     """The model of a file, or of all parts if it is one part of a split. Raises CheckpointError for
-    what is damaged or missing, UnsupportedModelError for what is no MoE model.
+    files that are damaged or missing, UnsupportedModelError for another model than an MoE model.
     """
-    files = _parts_of(path)
+    files = split_files(path)
     headers = [read_gguf_header(file) for file in files]
     metadata = headers[0].metadata
     _require_model(path, metadata)
     for number, (file, header) in enumerate(zip(files, headers, strict=True)):
-        found = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
-        if found != (len(files), number):
-            raise CheckpointError(f"{file}: says that it is part {found[1]} of {found[0]}, from 0")
+        said = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
+        if said != (len(files), number):
+            raise CheckpointError(f"{file}: says that it is part {said[1]} of {said[0]}, from 0")
     tensors: dict[str, StoredTensor] = {}
     for header in headers:
         for tensor in header.tensors:
@@ -103,22 +115,6 @@ def read_gguf(path: Path) -> GgufModel:
     return GgufModel(files, metadata, tensors, sum(header.num_bytes for header in headers))
 
 
-def _parts_of(path: Path) -> list[Path]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
-    names = gguf_parts(path.name)
-    if path.name not in names:
-        raise CheckpointError(f"{path}: no part of {len(names)} is called so")
-    there = {path.name, *(file.name for file in path.parent.glob("*.gguf"))}
-    missing = [name for name in names if name not in there]
-    if missing:
-        raise CheckpointError(
-            f"{path.parent}: {len(missing)} of {len(names)} parts are missing: "
-            f"{', '.join(missing[:3])}\nhint: download them, too"
-        )
-    return [path.parent / name for name in names]
-
-
 def _require_model(path: Path, metadata: dict[str, Any]) -> None:
     what = metadata.get("general.type", "model")
     architecture = metadata.get("general.architecture")
@@ -128,3 +124,163 @@ def _require_model(path: Path, metadata: dict[str, Any]) -> None:
         raise UnsupportedModelError(f"{path}: is {NO_MODELS[what]}, not a model")
     if not isinstance(architecture, str) or not architecture:
         raise CheckpointError(f"{path}: its metadata name no general.architecture")
+
+
+def read_gguf_header(file: Path) -> GgufHeader:
+    """Read the header of one file. Raises CheckpointError for one that is no GGUF file, is cut off
+    or contradicts itself.
+    """
+    try:
+        with file.open("rb") as opened:
+            return HeaderReader(file, opened).header()
+    except CheckpointError:  # is an OSError
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+class HeaderReader:
+    """Reads a header from the first byte on."""
+
+    def __init__(self, path: Path, opened: BinaryIO) -> None:
+        self._path = path
+        self._opened = opened
+        self._file_bytes = path.stat().st_size
+        self._left = min(self._file_bytes, MAX_HEADER_BYTES)
+
+    def header(self) -> GgufHeader:
+        self._check_magic()
+        num_tensors = self._count(TENSOR_BYTES, "tensors")
+        num_values = self._count(VALUE_BYTES, "entries of metadata")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = self._name()
+            if key in metadata:
+                self._refuse(f"{key} is there twice")
+            metadata[key] = self._value(self._number("<I"))
+        rows = [self._tensor_row() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            self._refuse(f"an alignment of {alignment!r}")
+        end = min(self._file_bytes, MAX_HEADER_BYTES) - self._left
+        start = -(-end // alignment) * alignment
+        tensors = [self._tensor(*row, start=start, alignment=alignment) for row in rows]
+        self._check_places(tensors)
+        return GgufHeader(metadata, tensors, start)
+
+    def _check_magic(self) -> None:
+        magic = self._opened.read(4)
+        self._left -= len(magic)
+        if magic != b"GGUF":
+            older = magic in (b"lmgg", b"fmgg", b"tjgg")
+            self._refuse("in a format older than GGUF" if older else "not a GGUF file")
+        version = self._number("<I")
+        if version & 0xFFFF == 0 and version:
+            self._refuse(
+                "a big-endian GGUF file\n"
+                "hint: gguf-convert-endian of the gguf package makes a little-endian one of it"
+            )
+        if version not in VERSIONS:
+            known = " and ".join(map(str, VERSIONS))
+            self._refuse(f"GGUF version {version}, which is not known: {known} are")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CheckpointError(f"{self._path}: {what}")
+
+    def _take(self, num_bytes: int) -> bytes:
+        if num_bytes > self._left:
+            self._refuse(
+                "its header ends after the file, or after any that is known\n"
+                "hint: truncated or damaged: download it again"
+            )
+        self._left -= num_bytes
+        found = self._opened.read(num_bytes)
+        if len(found) != num_bytes:
+            self._refuse("became shorter while it was read")
+        return found
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _count(self, bytes_each: int, of: str) -> int:
+        count: int = self._number("<Q")
+        if count * bytes_each > self._left:
+            self._refuse(
+                f"a header of {count} {of}, more than the file has room for\n"
+                "hint: truncated or damaged: download it again"
+            )
+        return count
+
+    def _string(self) -> str:
+        return self._take(self._number("<Q")).decode("utf-8", "replace")
+
+    def _name(self) -> str:
+        name = self._string()
+        if "\ufffd" in name or len(name) > 256 or not name.isprintable():
+            self._refuse(f"the name {name[:40]!r}")
+        return name
+
+    def _value(self, value_type: int) -> Any:
+        if value_type in SCALARS:
+            return self._number(SCALARS[value_type])
+        if value_type == STRING:
+            return self._string()
+        if value_type != ARRAY:
+            self._refuse(f"metadata of the unknown type {value_type}")
+        item_type = self._number("<I")
+        if item_type == STRING:
+            return [self._string() for _ in range(self._count(8, "strings"))]
+        if item_type not in SCALARS:
+            self._refuse(f"an array of the unknown type {item_type}")
+        form = SCALARS[item_type]
+        size = struct.calcsize(form)
+        count = self._count(size, "numbers")
+        return list(struct.unpack(f"<{count}{form[1]}", self._take(count * size)))
+
+    def _tensor_row(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._name()
+        num_dims = self._number("<I")
+        if not 1 <= num_dims <= MAX_DIMS:
+            self._refuse(f"tensor {name} has {num_dims} dimensions")
+        dims = struct.unpack(f"<{num_dims}Q", self._take(8 * num_dims))
+        return name, dims[::-1], self._number("<I"), self._number("<Q")
+
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], number: int, offset: int, *, start: int,
+        alignment: int,
+    ) -> StoredTensor:  # fmt: skip
+        weights, block_bytes = self._block_of(name, number)
+        if 0 in shape or shape[-1] % weights:
+            self._refuse(f"tensor {name} has the shape {list(shape)}, in blocks of {weights}")
+        if offset % alignment:
+            self._refuse(f"tensor {name} begins at {offset}, no multiple of {alignment}")
+        num_bytes = prod(shape) // weights * block_bytes
+        if start + offset + num_bytes > self._file_bytes:
+            self._refuse(
+                f"tensor {name} ends at byte {start + offset + num_bytes:,} of "
+                f"{self._file_bytes:,}\nhint: truncated or damaged: download it again"
+            )
+        stored_dtype = GGMLQuantizationType(number).name
+        return StoredTensor(
+            name, stored_dtype, shape, Extent(self._path, start + offset, num_bytes)
+        )
+
+    def _block_of(self, name: str, number: int) -> tuple[int, int]:
+        """The weights and the bytes of a block of the type."""
+        try:
+            found = GGMLQuantizationType(number).name
+        except ValueError:
+            self._refuse(f"tensor {name} has type {number}, which is not known")
+        if found in STORED_DTYPES:
+            return 1, STORED_DTYPES[found][1] // 8
+        if found.lower() not in BLOCKS:
+            self._refuse(f"tensor {name} has type {found}, which is not supported")
+        return BLOCKS[found.lower()]
+
+    def _check_places(self, tensors: list[StoredTensor]) -> None:
+        if len({tensor.name for tensor in tensors}) < len(tensors):
+            self._refuse("two tensors of one name")
+        placed = sorted(tensors, key=lambda tensor: tensor.extent.offset)
+        for tensor, following in zip(placed, placed[1:], strict=False):
+            if tensor.extent.offset + tensor.extent.num_bytes > following.extent.offset:
+                self._refuse(f"tensors {tensor.name} and {following.name} overlap")

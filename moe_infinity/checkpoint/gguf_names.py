@@ -1,10 +1,14 @@
-"""Which parameter of a model a tensor of a GGUF file is, and what its converter changed.
+"""Gives tensors of a GGUF file the names of a model's parameters, and undoes what llama.cpp's
+converter changed.
 
     model.layers.0.self_attn.q_proj.weight   blk.0.attn_q.weight, by the gguf package's map
     model.layers.0.mlp.experts.gate_up_proj  blk.0.ffn_gate_exps.weight and blk.0.ffn_up_exps.weight
 
 What comes out are the weights of a checkpoint under names of the model, and rules of transformers
 for what is more than another name. So plan.py and transformers load it as any other checkpoint.
+
+What the converter moved (rows) an operation of transformers' rules moves back. What it changed
+(values) is undone by a function, because transformers rounds before its rules apply.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gguf
+import torch
 from torch import Tensor
 from transformers.core_model_loading import (
     Concatenate,
@@ -25,22 +30,16 @@ from transformers.core_model_loading import (
 )
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.extents import STORED_DTYPES, StoredTensor
-from moe_infinity.checkpoint.ggml import BLOCKS, blocks_layout, row_bytes
 from moe_infinity.checkpoint.gguf_file import GgufModel
-from moe_infinity.checkpoint.gguf_undo import (
-    JoinHeads,
-    JoinKeysAndValues,
-    UndoRotaryOrder,
-    log_of_negative,
-    subtract_one,
-)
-from moe_infinity.checkpoint.layout import WeightLayout
+from moe_infinity.checkpoint.headers import STORED_DTYPES, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
 from moe_infinity.checkpoint.plan import Weights, find_experts
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.experts import ParamSpec
+from moe_infinity.kernels.unpack import BLOCKS, blocks_layout, row_bytes
+from moe_infinity.layout import WeightLayout
 
+Tensors = dict[str, Any]  # by pattern: a tensor, or a list with one
 NUMBER = re.compile(r"\.(\d+)\.")
 # How transformers calls what the gguf package knows by the name of an older checkpoint.
 OLDER_NAMES = {
@@ -56,6 +55,77 @@ CHECKED = (
 # Their converter makes rotary pairs neighbours among the rows of q and k.
 REORDERED = ("llama", "granitemoe")
 ROTARY = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+
+
+class Undo(ConversionOps):  # type: ignore[misc]
+    """An operation of transformers' rules that makes one parameter of the weights of its
+    patterns.
+    """
+
+    def convert(
+        self,
+        input_dict: Tensors,
+        source_patterns: list[str],
+        target_patterns: list[str],
+        config: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        found = [input_dict[pattern] for pattern in source_patterns]
+        weights = [each[0] if isinstance(each, list) else each for each in found]
+        return {target_patterns[0]: self.undone(weights, config)}
+
+    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class UndoRotaryOrder(Undo):
+    """Rows of queries or keys, whose rotary pairs the converter made neighbours."""
+
+    def __init__(self, heads: str) -> None:
+        self.heads = heads  # the config's name for how many there are
+
+    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
+        (weight,) = weights
+        pairs = weight.reshape(getattr(config, self.heads), -1, 2, *weight.shape[1:])
+        return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+class JoinHeads(Undo):
+    """in_proj_qkvz of Qwen3-Next's linear attention, which has queries, keys, values and gates of
+    one head after the other. The converter made two tensors of it: queries of all heads, then keys,
+    then values; and gates.
+    """
+
+    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
+        rest, gates = weights
+        heads = config.linear_num_key_heads
+        key_rows = heads * config.linear_key_head_dim
+        queries, keys, values = rest.split([key_rows, key_rows, len(rest) - 2 * key_rows])
+        parts = [part.reshape(heads, -1, part.shape[1]) for part in (queries, keys, values, gates)]
+        return torch.cat(parts, dim=1).flatten(0, 1).contiguous()
+
+
+class JoinKeysAndValues(Undo):
+    """kv_b_proj of DeepSeek's attention, of which the converter made two tensors of heads: keys
+    [heads, C, R] and values [heads, R, C].
+    """
+
+    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
+        keys, values = weights
+        both = torch.cat([keys.transpose(1, 2), values], dim=1)
+        return both.reshape(-1, both.shape[-1])
+
+
+def subtract_one(weight: Tensor) -> Tensor:
+    """The weight of a norm, to which the converter added what the model's code adds."""
+    return weight - 1
+
+
+def log_of_negative(weight: Tensor) -> Tensor:
+    """A_log of a recurrent layer, of which the converter stored -exp(A_log)."""
+    return torch.log(-weight)
+
+
 # Parameters that the converter splits, if it does, and the parts.
 SPLIT: dict[str, tuple[tuple[str, ...], ConversionOps]] = {
     ".self_attn.kv_b_proj.weight": (("attn_k_b", "attn_v_b"), JoinKeysAndValues()),
@@ -77,7 +147,7 @@ FUSED = "ffn_gate_up_exps"  # in the place of the two of gate_up_proj
 class BlockFormat(WeightFormat):
     """One of GGML's block formats."""
 
-    def place(self, parts: dict[str, ParamSpec], *, is_transposed: bool) -> WeightLayout:
+    def layout_of(self, parts: dict[str, ParamSpec], *, is_transposed: bool) -> WeightLayout:
         rows, num_bytes = parts["values"].shape
         weights, block_bytes = BLOCKS[self.name]
         shape = rows, num_bytes // block_bytes * weights

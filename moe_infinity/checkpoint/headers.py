@@ -1,16 +1,88 @@
-"""The files of a checkpoint and the tensors in them, found by reading headers only."""
+"""The tensors of a checkpoint as its files describe them: name, dtype, shape, and which bytes of
+which file. Only headers are read.
+
+    safetensors   a JSON header. Its library checks that the tensors fill the file without a gap,
+                  so where one lies follows from the sizes of those before it
+    .bin          a zip archive, nothing compressed: NAME/data.pkl is {name: tensor}, a tensor
+                  being a storage, an offset in it, a shape and strides; NAME/data/KEY has the
+                  bytes of a storage
+
+torch reads the pickle of a .bin as one of weights only: it runs no code. On the meta device it
+reads no storage either, but notes where each begins. So the experts are read in place, as from
+safetensors. GGUF files are in gguf_file.py.
+
+Private name of torch used here: `_checkpoint_offset`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+import zipfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import IO, Any
 
-from moe_infinity.checkpoint.extents import StoredTensor
-from moe_infinity.checkpoint.file_names import INDEX, WHOLE, shards_of
-from moe_infinity.checkpoint.pickled import read_pickled
-from moe_infinity.checkpoint.safetensors_header import read_safetensors
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from moe_infinity.errors import CheckpointError
+
+# Name in the header -> (torch's name, bits per element)
+STORED_DTYPES = {
+    "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16),
+    "BF16": ("bfloat16", 16), "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16),
+    "I8": ("int8", 8), "U8": ("uint8", 8), "BOOL": ("bool", 8), "F8_E4M3": ("float8_e4m3fn", 8),
+    "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8), "U16": ("uint16", 16),
+    "U32": ("uint32", 32), "U64": ("uint64", 64),
+}  # fmt: skip
+STORED_NAMES = {name: stored for stored, (name, _) in STORED_DTYPES.items()}
+MAX_PICKLE_BYTES = 100_000_000  # as for a safetensors header
+LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: the lengths of its name and extra field
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of bytes in a file."""
+
+    file: Path
+    offset: int  # bytes from the start of the file
+    num_bytes: int
+
+    def equal_part(self, index: int, count: int) -> Extent:
+        """Part number `index` of `count` equal parts."""
+        size = self.num_bytes // count
+        assert size * count == self.num_bytes, (self, count)
+        return Extent(self.file, self.offset + index * size, size)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of the checkpoint, as its header describes it."""
+
+    name: str
+    stored_dtype: str  # as in the header, e.g. "BF16"
+    shape: tuple[int, ...]
+    extent: Extent
+    undo: Callable[[Tensor], Tensor] | None = None  # of what was done to the values; not of experts
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the dtype, e.g. "bfloat16"."""
+        return STORED_DTYPES[self.stored_dtype][0]
+
+    @property
+    def parts(self) -> tuple[tuple[str, StoredTensor], ...]:
+        """The one tensor that stands for the weight, in the form of PackedTensor.parts."""
+        return (("", self),)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Weights of one kind differ in nothing but their values."""
+        return self.stored_dtype, self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +113,104 @@ def read_headers(files: Iterable[Path]) -> Headers:
     return Headers(tensors, num_bytes)
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The files with the weights of a checkpoint folder, safetensors or else PyTorch's. Raises
-    CheckpointError if there are none or a shard is missing.
-    """
-    for name in WHOLE:
-        single = folder / name
-        index = folder / INDEX.format(name)
-        if single.is_file():
-            return [single]
-        if index.exists():
-            return _shards(folder, index)
-    raise CheckpointError(
-        f"{folder}: neither model.safetensors nor model.safetensors.index.json is there, "
-        "and no pytorch_model.bin"
-    )
-
-
-def _shards(folder: Path, index: Path) -> list[Path]:
-    names = shards_of(index)
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
+def read_safetensors(file: Path) -> tuple[list[StoredTensor], int]:
+    """The tensors of a safetensors file, and the bytes read for that. Raises CheckpointError."""
+    try:
+        with safe_open(file, framework="np") as opened:
+            slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+            described = [(name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices]
+    except SafetensorError as error:
         raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(names)} shards are missing: "
-            f"{', '.join(missing[:3])}\nhint: download the checkpoint again"
+            f"{file}: not a whole safetensors file: {error}\n"
+            "hint: truncated or damaged: download it again"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+    tensors = []
+    end = 0  # of the tensors so far, from the first byte of data
+    for name, dtype, shape in described:
+        if dtype not in STORED_DTYPES:
+            raise CheckpointError(
+                f"{file}: tensor {name} has dtype {dtype}, which is not supported"
+            )
+        num_bytes = prod(shape) * STORED_DTYPES[dtype][1] // 8
+        tensors.append((name, dtype, shape, end, num_bytes))
+        end += num_bytes
+    header_bytes = file.stat().st_size - end
+    return [
+        StoredTensor(name, dtype, shape, Extent(file, header_bytes + start, num_bytes))
+        for name, dtype, shape, start, num_bytes in tensors
+    ], header_bytes
+
+
+def read_pickled(file: Path) -> tuple[list[StoredTensor], int]:
+    """The tensors of a .bin, and the bytes read for that. Raises CheckpointError."""
+    try:
+        storages, num_bytes = _read_archive(file)
+        tensors = torch.load(file, map_location="meta", weights_only=True)
+    except UnpicklingError as error:  # torch's message tells how to run the code in it
+        raise CheckpointError(
+            f"{file}: its list of tensors is broken, or asks for what no list of tensors needs"
+        ) from error
+    except Exception as error:  # a broken archive or pickle may raise anything
+        raise CheckpointError(
+            f"{file}: not a whole PyTorch checkpoint: {error}\n"
+            "hint: download it again; files from before PyTorch 1.6 must be saved anew"
+        ) from error
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{file}: not a dictionary of tensors")
+    # A pickle may give its dictionary an `items` of its own.
+    return [_check(file, *item, storages) for item in dict.items(tensors)], num_bytes
+
+
+def _read_archive(file: Path) -> tuple[dict[int, Extent], int]:
+    """The bytes of every storage by their offset, and the bytes that the list of tensors takes.
+    Raises whatever a broken archive leads to.
+    """
+    with file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+        entries = {info.filename: info for info in archive.infolist()}
+        if compressed := [i.filename for i in entries.values() if i.compress_type]:
+            raise ValueError(f"{compressed[0]} is compressed")
+        (pickle_name,) = [name for name in entries if name.endswith("/data.pkl")]
+        pickle_bytes = entries[pickle_name].file_size
+        if pickle_bytes > MAX_PICKLE_BYTES:
+            raise ValueError(f"{pickle_name} is too large to be a list of tensors")
+        prefix = pickle_name.removesuffix("data.pkl")
+        order = f"{prefix}byteorder"
+        if order in entries and archive.read(order) != b"little":
+            raise ValueError("its numbers are not little-endian")
+        extents = [
+            _extent_of(file, stream, info)
+            for name, info in entries.items()
+            if name.startswith(f"{prefix}data/")
+        ]
+    num_bytes = pickle_bytes + LOCAL_HEADER.size * len(extents)
+    return {extent.offset: extent for extent in extents}, num_bytes
+
+
+def _extent_of(file: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Extent:
+    """The bytes of an entry."""
+    stream.seek(info.header_offset)
+    lengths = LOCAL_HEADER.unpack(stream.read(LOCAL_HEADER.size))
+    return Extent(file, info.header_offset + LOCAL_HEADER.size + sum(lengths), info.file_size)
+
+
+def _check(file: Path, name: Any, tensor: Any, storages: dict[int, Extent]) -> StoredTensor:
+    """The tensor. Raises CheckpointError unless the file holds all of it in one piece."""
+    dtype = str(getattr(tensor, "dtype", None)).removeprefix("torch.")
+    if not isinstance(name, str) or not isinstance(tensor, Tensor) or dtype not in STORED_NAMES:
+        raise CheckpointError(f"{file}: {name} is no tensor of a dtype that a checkpoint may have")
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise CheckpointError(f"{file}: tensor {name} does not lie in one piece")
+    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if start not in storages:
+        raise CheckpointError(f"{file}: the bytes of tensor {name} are not in it")
+    storage = storages[start]
+    skipped = int(tensor.storage_offset()) * tensor.element_size()
+    room = min(storage.num_bytes, file.stat().st_size - storage.offset)
+    if skipped + tensor.nbytes > room:
+        raise CheckpointError(
+            f"{file}: tensor {name} of {tensor.nbytes} bytes ends beyond its storage: truncated?"
         )
-    return [folder / name for name in names]
+    extent = Extent(file, storage.offset + skipped, tensor.nbytes)
+    return StoredTensor(name, STORED_NAMES[dtype], tuple(tensor.shape), extent)

@@ -1,5 +1,5 @@
-"""What kind of model a checkpoint folder says it is: its config, the class that runs it, how its
-weights are packed.
+"""The kind of model that a checkpoint folder says it is: its config, the class that runs it, how
+its weights are packed, its tokenizer.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from moe_infinity.checkpoint.file_names import find_gguf
 from moe_infinity.checkpoint.formats import find_format
-from moe_infinity.checkpoint.gguf_config import config_of
-from moe_infinity.checkpoint.gguf_file import GgufModel, find_gguf, read_gguf
+from moe_infinity.checkpoint.gguf_config import WITH_CONFIG, config_of
+from moe_infinity.checkpoint.gguf_file import GgufModel, read_gguf
 from moe_infinity.checkpoint.packing import Format
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES
@@ -23,7 +24,7 @@ PACKING_KEYS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is known of a model before its weights are looked at."""
+    """The facts about a model that are known before its weights are looked at."""
 
     config: Any  # transformers', without what it says of quantization: unpacking is our business
     model_class: Any
@@ -31,7 +32,7 @@ class Kind:
     gguf: GgufModel | None = None
 
     def compute_dtype(self, dtype: str) -> str:
-        """What transformers is to be told; packed weights say nothing of it."""
+        """The dtype for transformers; packed weights do not name one."""
         if self.packing is not None and dtype == "auto" and self.config.dtype is None:
             return "bfloat16"
         return dtype
@@ -40,7 +41,7 @@ class Kind:
 def find_kind(
     checkpoint: str, *, config_from: str | None = None, trust_remote_code: bool = False
 ) -> Kind:
-    """Of a folder, hub id or GGUF file, whose config may be elsewhere. Raises
+    """The kind of a folder, hub id or GGUF file, whose config may be elsewhere. Raises
     UnsupportedModelError, CheckpointError.
     """
     file = find_gguf(checkpoint)
@@ -135,3 +136,22 @@ def _packing_of(checkpoint: str, config: Any) -> Format | None:
         return find_format(found)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{checkpoint}: {error}") from error
+
+
+def load_tokenizer(checkpoint: str, *, config_from: str | None, trust_remote_code: bool) -> Any:
+    """The tokenizer that transformers makes of a folder or hub id, or of the vocabulary in a GGUF
+    file if transformers knows how its architecture splits text. Raises CheckpointError.
+    """
+    file = find_gguf(checkpoint) if config_from is None else None
+    try:
+        if file is not None:
+            return transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        return transformers.AutoTokenizer.from_pretrained(
+            config_from or checkpoint, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        is_expected = isinstance(error, OSError | ValueError)  # broken JSON is the latter
+        if file is None and not is_expected:
+            raise
+        hint = "" if file is None else f"\n{WITH_CONFIG}"
+        raise CheckpointError(f"{checkpoint}: no usable tokenizer: {error}{hint}") from error

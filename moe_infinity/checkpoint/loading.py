@@ -12,6 +12,7 @@ Private names of transformers used here: `_load_pretrained_model`, `_from_config
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,23 +23,24 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_infinity.architectures.adapters import ExpertsModule
-from moe_infinity.checkpoint.extents import STORED_NAMES, StoredTensor
+from moe_infinity.checkpoint.file_names import checkpoint_files
 from moe_infinity.checkpoint.gguf_names import weights_of
-from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
+from moe_infinity.checkpoint.headers import STORED_NAMES, StoredTensor, read_headers
 from moe_infinity.checkpoint.kind import Kind, find_kind
-from moe_infinity.checkpoint.layout import WeightLayout
-from moe_infinity.checkpoint.packed_dense import PackedDense, find_packed_dense
+from moe_infinity.checkpoint.packed_plan import PackedDense, find_packed_dense
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Contents, Plan, contents_of, plan_experts
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
-from moe_infinity.memory.pages import uint8_memory
+from moe_infinity.kernels import uint8_memory
+from moe_infinity.layout import WeightLayout
 
 CPU = torch.device("cpu")
+SIGNED_VALUES = 16  # of each dense parameter: enough to tell one fine-tuning from another
 
 
 @dataclass(slots=True)
@@ -52,8 +54,8 @@ class LoadedModel:
 
 
 class StoredSlice:
-    """A weight of the checkpoint, read and if need be unpacked when transformers indexes it; the
-    interface of a safetensors slice.
+    """A weight of the checkpoint, read and if need be unpacked when transformers indexes it. It has
+    the interface of a safetensors slice.
     """
 
     def __init__(
@@ -113,9 +115,9 @@ def load_without_experts(
     disk. `config_from`: a folder or hub id with the config of a GGUF file.
 
     Before dense weights are read, `prepare` is called with the plan and the bytes that they will
-    take in memory. The plan that it returns is used. Packed dense weights that kernels read stay as
-    they are; `reads_packed` says which do. `on_bytes` gets bytes of dense weights that were read,
-    and of all, from several threads. Raises UnsupportedModelError, CheckpointError.
+    take in memory; the plan that it returns is used. Packed dense weights that kernels read, as
+    `reads_packed` says, stay packed. `on_bytes` gets bytes of dense weights that were read, and of
+    all, from several threads. Raises UnsupportedModelError, CheckpointError.
     """
     kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
     if kind.gguf is None and Path(checkpoint).is_dir():
@@ -151,7 +153,7 @@ def load_without_experts(
 
 
 class _LoadHook:
-    """What happens in `_load_pretrained_model` of one model."""
+    """The load hook of one model: it runs inside `_load_pretrained_model`."""
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class _LoadHook:
         self._on_bytes = on_bytes
 
     def note_read(self) -> None:
-        """Tell how many bytes of dense weights were read so far."""
+        """Report how many bytes of dense weights were read so far."""
         assert self.plan is not None
         self._on_bytes(self._reader.bytes_read, self.plan.dense_bytes)
 
@@ -198,7 +200,9 @@ class _LoadHook:
         return type(stock_class.__name__, (stock_class,), attributes)
 
     def _dense(self, model: Any, contents: Contents, dtype: torch.dtype) -> dict[str, StoredSlice]:
-        """What the stock method is to load. All else is planned, and taken out of the model."""
+        """The weights that the stock method is to load. All others are planned, and taken out of
+        the model.
+        """
         plan = plan_experts(model, contents)
         self.packed = find_packed_dense(model, plan, contents.rules, self._reads_packed)
         for layer in plan.layers:
@@ -216,7 +220,9 @@ class _LoadHook:
 
 
 def _contents(kind: Kind, files: Iterable[Path], model: Any, rules: list[Any]) -> Contents:
-    """`rules` are those of transformers for the model's class, which a GGUF file has no use for."""
+    """The contents of the checkpoint. `rules` are those of transformers for the model's class,
+    which a GGUF file replaces by its own.
+    """
     if kind.gguf is None:
         return contents_of(read_headers(files), kind.packing, rules)
     weights, own_rules = weights_of(model, kind.gguf)
@@ -224,7 +230,9 @@ def _contents(kind: Kind, files: Iterable[Path], model: Any, rules: list[Any]) -
 
 
 def _refuse_made_up_weights(checkpoint: str, info: dict[str, Any]) -> None:
-    """transformers initialises what it does not find or what has another shape; we refuse."""
+    """Raise CheckpointError for weights that transformers did not find, or found in another shape:
+    it would initialise them instead.
+    """
     for name, found_shape, wanted_shape in sorted(info["mismatched_keys"]):
         raise CheckpointError(
             f"{checkpoint}: {name} has shape {list(found_shape)}, "
@@ -244,8 +252,8 @@ def plan_from_headers(
     config_from: str | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """What `load_without_experts` would find, reading nothing but headers. `checkpoint` is a folder
-    or GGUF file.
+    """The plan that `load_without_experts` would make, from nothing but headers. `checkpoint` is a
+    folder or GGUF file.
     """
     kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
     files = checkpoint_files(Path(checkpoint)) if kind.gguf is None else []
@@ -277,3 +285,15 @@ def _take_out(model: Any, param_name: str) -> None:
     assert param is not None, param_name
     meta = torch.empty_like(param, device="meta", requires_grad=False)
     object.__setattr__(owner, name, meta)
+
+
+def signature_of(model: nn.Module, layers: list[ExpertsModule]) -> str:
+    """A short text that tells this model from others: its class, MoE layers and experts, and a hash
+    of some weights of every dense parameter. What was learned of one model is no use to another.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()[:SIGNED_VALUES].float().cpu().numpy()
+        digest.update(name.encode() + str(tuple(parameter.shape)).encode() + values.tobytes())
+    experts = "+".join(str(layer.num_experts) for layer in layers)
+    return f"{type(model).__name__} {experts} {digest.hexdigest()[:16]}"

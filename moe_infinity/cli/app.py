@@ -1,5 +1,4 @@
-"""The command line: plan | doctor | pull | run | chat | serve | cluster | inspect | bench | pack |
-trace | simulate.
+"""The commands run, chat, inspect and pack; the app that has all commands; and how it ends.
 
 Answers go to stdout, progress and logs to stderr. Exit codes: 0 done, 1 an error of ours, 2 wrong
 usage, 130 Ctrl-C.
@@ -10,65 +9,94 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Timer
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 from rich.markup import escape
 
-from moe_infinity.cli.opening import open_model, show_preload
+from moe_infinity.cli.models import ensure_here, open_model, pull, show_preload
 from moe_infinity.cli.options import (
     MODEL_HELP,
     AsJson,
+    Command,
     ConfigFrom,
     Dtype,
     MaxNewTokens,
     Model,
     ModelOptions,
-    ReportHtml,
     Seed,
     Temperature,
     TopP,
     TrustRemoteCode,
     Yes,
     checkpoint_named,
+    taken,
     with_options_of,
 )
-from moe_infinity.cli.progress import byte_bar, count_bar
-from moe_infinity.cli.pulling import ensure_here, pull
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
-from moe_infinity.cli.terminal import stderr, talk, write
-from moe_infinity.cluster.command import cluster
+from moe_infinity.cli.terminal import byte_bar, prepare_streams, stderr, talk, write
 from moe_infinity.cluster.options import ClusterOptions
-from moe_infinity.errors import MoEInfinityError
+from moe_infinity.errors import ConfigError, MoEInfinityError
 from moe_infinity.system.processes import interrupt_main
-from moe_infinity.tools.bench.command import bench
-from moe_infinity.tools.doctor.command import doctor
-from moe_infinity.tools.pictures.figures import check_picture
-from moe_infinity.tools.planning.command import plan
-from moe_infinity.tools.simulator.command import (
-    ReplayOptions,
-    ReplicaOptions,
-    SimulationOptions,
-    Traces,
-    simulated,
-)
 
-OF_TRACE = (
-    "device", "device_memory", "host_memory", "config_from", "dtype", "exact", "trust_remote_code",
-)  # fmt: skip
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+if TYPE_CHECKING:
+    from moe_infinity.model import MoE
+    from moe_infinity.streaming import TextStream
 
 
-def show_version(is_asked: bool) -> None:
-    """Print the version and end, if that is asked for."""
+class RunWatcher(Protocol):
+    """A dataclass whose fields are further options of `run`, and which looks at what `run` does.
+
+    It is made before anything slow, and raises what is wrong with its options then.
+    """
+
+    def watching(
+        self, moe: MoE, prompt: str, stream: TextStream, settings: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Enter before the stream is iterated, leave when its text is complete."""
+
+
+def build_app(tools: Iterable[Command], run_watcher: type[RunWatcher]) -> typer.Typer:
+    """The app with the commands of this folder and those of tools."""
+    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    app.callback()(options_of_all)
+    ours: list[Command] = [run_watched_by(run_watcher), chat, serve, pull, inspect, pack]
+    for command in (*ours, *tools):
+        app.command()(command)
+    return app
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run the command line. An error of ours becomes a message on stderr, without a traceback."""
+    sys.unraisablehook = _press_again
+    try:
+        prepare_streams()
+        app()
+    except MoEInfinityError as error:
+        stderr.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:  # torch takes a second to exit; a second Ctrl-C then gives a traceback
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _press_again(dropped: Any) -> None:
+    """Repeat a Ctrl-C that arrived in a `__del__`, where Python ignores it.
+
+    The packages that we import run thousands of them.
+    """
+    if dropped.exc_type is KeyboardInterrupt:
+        Timer(0.01, interrupt_main).start()
+    else:
+        sys.__unraisablehook__(dropped)
+
+
+def _show_version(is_asked: bool) -> None:
     if is_asked:
         from moe_infinity import __version__
 
@@ -76,77 +104,80 @@ def show_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def options_of_all(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True),
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
     """Run Mixture-of-Experts models that do not fit in memory."""
 
 
-@app.command()
-@with_options_of(ModelOptions, ClusterOptions)
-def run(
-    model: Model,
-    prompt: Annotated[
-        str, typer.Option("--prompt", "-p", help="Text to continue; '-' reads stdin.")
-    ],
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of text.")
-    ] = False,
-    report: Annotated[
-        bool, typer.Option("--report", help="Print hits, misses and loads of experts to stderr.")
-    ] = False,
-    profile: Annotated[
-        bool,
-        typer.Option("--profile", help="Print the time of each part of a decode step to stderr."),
-    ] = False,
-    yes: Yes = False,
-    report_html: ReportHtml = None,
-    **options: Any,
-) -> None:
-    """Continue a prompt."""
-    from moe_infinity.tools.profiling import profiling
-    from moe_infinity.tools.step_counts import counting_steps
+def run_watched_by(watcher: type[RunWatcher]) -> Command:
+    """The command `run`, with the options of a watcher."""
 
-    has_page = report_html is not None
-    if report_html is not None:
-        from moe_infinity.tools.pictures.run_page import check_page
+    @with_options_of(watcher, ModelOptions, ClusterOptions)
+    def run(
+        model: Model,
+        prompt: Annotated[
+            str, typer.Option("--prompt", "-p", help="Text to continue; '-' reads stdin.")
+        ],
+        max_new_tokens: MaxNewTokens = 128,
+        temperature: Temperature = 0.0,
+        top_p: TopP = 1.0,
+        seed: Seed = None,
+        as_json: Annotated[
+            bool, typer.Option("--json", help="One JSON object instead of text.")
+        ] = False,
+        report: Annotated[
+            bool,
+            typer.Option("--report", help="Print hits, misses and loads of experts to stderr."),
+        ] = False,
+        yes: Yes = False,
+        **options: Any,
+    ) -> None:
+        """Continue a prompt."""
+        watching = taken(watcher, options).watching
+        text = _text_of(prompt)
+        with open_model(model, yes=yes, **options) as moe:
+            show_preload(moe)
+            settings = settings_of(max_new_tokens, temperature, top_p, seed)
+            stream = moe.stream(text, **settings)
+            with watching(moe, text, stream, settings):
+                for piece in stream:
+                    if not as_json:
+                        write(piece)
+            if as_json:
+                write(json.dumps(_result_of(stream, moe), ensure_ascii=False) + "\n")
+                return
+            write("\n")
+            if report:
+                stderr.print(escape(str(moe.report())), soft_wrap=True)
 
-        check_page(report_html)
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    with open_model(model, yes=yes, **options) as moe:
-        show_preload(moe)
-        settings = settings_of(max_new_tokens, temperature, top_p, seed)
-        stream = moe.stream(text, **settings)
-        with (
-            profiling(moe) if profile or has_page else nullcontext() as split,
-            counting_steps(moe) if has_page else nullcontext() as counters,
-        ):
-            for piece in stream:
-                if not as_json:
-                    write(piece)
-        if profile:
-            stderr.print("\n" + str(split), soft_wrap=True, highlight=False)
-        if report_html is not None and split is not None and counters is not None:
-            from moe_infinity.tools.pictures.reporting import write_report
-
-            write_report(report_html, moe, text, stream, split, counters, settings)
-        if as_json:
-            write(json.dumps(result_of(stream, moe), ensure_ascii=False) + "\n")
-            return
-        write("\n")
-        if report:
-            stderr.print(escape(str(moe.report())), soft_wrap=True)
+    return run
 
 
-@app.command()
+def _text_of(prompt: str) -> str:
+    """The prompt, or stdin for "-". Raises ConfigError for bytes that are no UTF-8."""
+    try:
+        text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8 text: {error}") from error
+    return text
+
+
+def _result_of(stream: TextStream, moe: MoE) -> dict[str, Any]:
+    """The object that `run --json` prints."""
+    return {
+        "text": stream.text,
+        "token_ids": stream.token_ids,
+        "ttft_s": stream.ttft_s,
+        "tpot_s": stream.tpot_s,
+        "report": moe.report().as_dict(),
+    }
+
+
 @with_options_of(ModelOptions, ClusterOptions)
 def chat(
     context: typer.Context,
@@ -195,15 +226,20 @@ def chat(
         talk(answer)
 
 
-app.command()(serve)
-app.command()(pull)
-app.command()(doctor)
-app.command()(plan)
-app.command()(bench)
-app.add_typer(cluster, name="cluster")
+def settings_of(
+    max_new_tokens: int, temperature: float, top_p: float, seed: int | None
+) -> dict[str, Any]:
+    """Arguments of generate(). Sets the random seeds if there is a seed."""
+    if seed is not None:
+        from transformers import set_seed
+
+        set_seed(seed)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        settings |= {"temperature": temperature, "top_p": top_p}
+    return settings
 
 
-@app.command()
 def inspect(
     model: Model,
     config_from: ConfigFrom = None,
@@ -225,7 +261,6 @@ def inspect(
     write((json.dumps(summary.as_dict()) if as_json else str(summary)) + "\n")
 
 
-@app.command()
 def pack(
     model: Model,
     experts: Annotated[str, typer.Option(help="Type to store experts in: int4, int8 or fp8.")],
@@ -257,110 +292,3 @@ def pack(
             on_bytes=on_bytes,
         )
     write(f"{report}\n")
-
-
-@app.command()
-@with_options_of(ModelOptions, only=OF_TRACE)
-def trace(
-    model: Model,
-    prompts: Annotated[
-        Path, typer.Option(help="JSON lines, each with a 'prompt'.", exists=True, dir_okay=False)
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The .npz to write.")],
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw what was activated: a file .svg or .png. Needs the extra plot.",
-            dir_okay=False,
-        ),
-    ] = None,
-    max_new_tokens: MaxNewTokens = 64,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first prompts, at most this many.")
-    ] = None,
-    yes: Yes = False,
-    **options: Any,
-) -> None:
-    """Record the experts that each token of prompts and outputs was routed to."""
-    from moe_infinity.tracing import read_prompts, record_trace
-
-    if plot is not None:
-        check_picture(plot)
-    texts = read_prompts(prompts)[:limit]
-    with open_model(model, yes=yes, **options) as moe, count_bar("tracing") as on_prompt:
-        written = record_trace(
-            moe, texts, output, max_new_tokens=max_new_tokens, on_prompt=on_prompt
-        )
-    stderr.print(
-        f"{output}: {written.sequences} sequences, {written.tokens} tokens", highlight=False
-    )
-    if plot is not None:
-        from moe_infinity.predict.tracefile import load_trace
-        from moe_infinity.tools.pictures.activation import draw_activation
-
-        draw_activation(load_trace(output), plot, name=Path(model).name)
-
-
-@app.command()
-@with_options_of(ReplayOptions, ReplicaOptions, SimulationOptions)
-def simulate(traces: Traces, as_json: AsJson = False, **options: Any) -> None:
-    """Replay recorded routing with other policies and capacities, on one machine or on several.
-    Needs no model.
-    """
-    files = [path / "experts.npz" if path.is_dir() else path for path in traces]
-    rows, table = simulated(files, options)
-    write((json.dumps({"rows": rows}) if as_json else table) + "\n")
-
-
-def settings_of(
-    max_new_tokens: int, temperature: float, top_p: float, seed: int | None
-) -> dict[str, Any]:
-    """Arguments of generate(). Sets the random seeds if there is a seed."""
-    if seed is not None:
-        from transformers import set_seed
-
-        set_seed(seed)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        settings |= {"temperature": temperature, "top_p": top_p}
-    return settings
-
-
-def result_of(stream: Any, moe: Any) -> dict[str, Any]:
-    """What `run --json` prints."""
-    return {
-        "text": stream.text,
-        "token_ids": stream.token_ids,
-        "ttft_s": stream.ttft_s,
-        "tpot_s": stream.tpot_s,
-        "report": moe.report().as_dict(),
-    }
-
-
-def _press_again(dropped: Any) -> None:
-    """Repeat a Ctrl-C that arrived in a `__del__`, where Python ignores it.
-
-    The packages that we import run thousands of them.
-    """
-    if dropped.exc_type is KeyboardInterrupt:
-        Timer(0.01, interrupt_main).start()
-    else:
-        sys.__unraisablehook__(dropped)
-
-
-def main() -> None:
-    """Run the command line. An error of ours becomes a message on stderr, without a traceback."""
-    sys.unraisablehook = _press_again
-    try:
-        app()
-    except MoEInfinityError as error:
-        stderr.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:  # torch takes a second to exit; a second Ctrl-C then gives a traceback
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -72,15 +72,6 @@ TopP = Annotated[
         help="Sample from the likeliest tokens whose probabilities sum to this, above 0.",
     ),
 ]
-ReportHtml = Annotated[
-    Path | None,
-    typer.Option(
-        "--report-html",
-        help="Write a page about the run: experts that were activated, hits and misses over time, "
-        "where the time went.",
-        dir_okay=False,
-    ),
-]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed for sampling.")]
 
 
@@ -129,6 +120,13 @@ class ModelOptions:
             "token) or off."
         ),
     ] = "idle"
+    stream_layers: Annotated[
+        bool,
+        typer.Option(
+            "--stream-layers/--no-stream-layers",
+            help="In a long prompt: load the next layer's experts while one layer computes.",
+        ),
+    ] = True
     history: Annotated[
         Path | None,
         typer.Option(
@@ -164,6 +162,7 @@ class ModelOptions:
 
 
 Command = Callable[..., None]
+Made = TypeVar("Made")
 
 
 def with_options_of(
@@ -188,3 +187,8 @@ def with_options_of(
         return command
 
     return with_options
+
+
+def taken(kind: type[Made], options: dict[str, Any]) -> Made:
+    """A dataclass made of the options that are its fields, which `options` loses."""
+    return kind(**{name: options.pop(name) for name in signature(kind).parameters})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_infinity.cli.opening import checkpoint_for, open_model
-from moe_infinity.cli.options import Model, ModelOptions, Yes, with_options_of
+from moe_infinity.cli.models import checkpoint_for, open_model
+from moe_infinity.cli.options import Model, ModelOptions, Yes, taken, with_options_of
 from moe_infinity.cli.terminal import talk
 from moe_infinity.cluster.options import ClusterOptions
 from moe_infinity.errors import ConfigError
@@ -48,16 +48,16 @@ def serve(model: Model, yes: Yes = False, **options: Any) -> None:
     require_extra()
     from moe_infinity.server.serve import bound_sockets, serve_model
 
-    config = ServeConfig(**{field.name: options.pop(field.name) for field in fields(ServeConfig)})
-    replicas, router = (options.pop(field.name) for field in fields(ServedReplicas))
+    config = taken(ServeConfig, options)
+    several = taken(ServedReplicas, options)
     if config.served_name is None and not Path(model).exists():
         config = replace(config, served_name=model)  # a hub id, whatever folder it is in
-    if replicas is not None:
+    if several.replicas is not None:
         require_extra(["ray"], "cluster")
         from moe_infinity.cluster.serving import serve_replicas
 
         here = checkpoint_for(model, yes=yes, cluster=options["cluster"])
-        serve_replicas(here, config, options, replicas=replicas, router=router)
+        serve_replicas(here, config, options, replicas=several.replicas, router=several.router)
         return
     with bound_sockets(config) as sockets, open_model(model, yes=yes, **options) as moe:
         serve_model(moe, config, sockets)

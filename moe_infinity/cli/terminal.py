@@ -1,11 +1,29 @@
-"""The terminal: answers go to stdout, all else to stderr."""
+"""The terminal: answers go to stdout; messages, questions and progress bars go to stderr."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from io import TextIOWrapper
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from moe_infinity.errors import OutputError
+
+OnProgress = Callable[[int, int], None]  # done, of how many
+Bar = AbstractContextManager[OnProgress]
 
 stderr = Console(stderr=True, highlight=False, emoji=False)
 
@@ -41,6 +59,49 @@ def user_lines() -> Iterator[str]:
 
 
 def write(text: str) -> None:
-    """Print text to stdout at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Print text to stdout at once. Raises OutputError if stdout takes no more of it."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has left: click ends the command without a word
+        raise
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, Python flushes stdout at its end
+        raise OutputError(f"stdout cannot be written: {error.strerror}") from error
+
+
+def prepare_streams() -> None:
+    """Let stdout and stderr show "?" for what their encoding lacks. Raises OutputError if stdout is
+    closed.
+    """
+    if sys.stdout is None:
+        raise OutputError("stdout is closed")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def byte_bar(what: str) -> Bar:
+    """In bytes, with rate and time left."""
+    return _bar(what, DownloadColumn(), TransferSpeedColumn())
+
+
+def count_bar(what: str) -> Bar:
+    """In whatever is counted, with time left."""
+    return _bar(what, MofNCompleteColumn())
+
+
+@contextmanager
+def _bar(what: str, *columns: ProgressColumn) -> Iterator[OnProgress]:
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+    is_hidden = not stderr.is_interactive  # no terminal, or a dumb one
+    with Progress(*shown, console=stderr, transient=True, disable=is_hidden) as progress:
+        task = progress.add_task(what, total=None)
+
+        def update(done: int, total: int) -> None:
+            if progress.tasks[task].total is None:  # what was done before has no rate
+                progress.reset(task, total=total, completed=done)
+            else:
+                progress.update(task, completed=done, total=total)
+
+        yield update

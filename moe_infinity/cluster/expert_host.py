@@ -27,9 +27,9 @@ from moe_infinity.cluster.wire import Wire, WireMessage
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.build import build_experts
 from moe_infinity.engine.device import in_slots
-from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import HostLost, MoEInfinityError
 from moe_infinity.inspection import local_folder
+from moe_infinity.routing import Routing
 from moe_infinity.system.machine import keep_to_cores
 
 READ_S = 600.0  # for the head, which computes its own share first, to read an answer
@@ -65,14 +65,14 @@ class ExpertHost:
         assert isinstance(asked, LayerRouting), asked
         for event in before:
             if isinstance(event, LayerRouting):
-                routing = Routing.of_experts(event.experts_TK, None)
+                routing = Routing.of_experts(event.top_k_index_TK, None)
                 self.engine.note_routing(event.moe_layer_idx, routing)
             else:
                 self.engine.begin_step(event)
-        routing = Routing.of_experts(asked.experts_TK, None)
+        routing = Routing.of_experts(asked.top_k_index_TK, None)
         with torch.no_grad():
             layer_idx = asked.moe_layer_idx
-            share = request.share
+            share = request.shared_rows
             work = work_of_share(self.engine.path.computers[layer_idx], share)
             self.engine.compute(layer_idx, routing, share.expert_idxs, work)
             return work.outputs()

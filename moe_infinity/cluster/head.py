@@ -29,10 +29,10 @@ from moe_infinity.cluster.share import Share, put_share, share_of
 from moe_infinity.cluster.steps import LayerRouting, RowsRequest
 from moe_infinity.cluster.wire import Wire, WireMessage
 from moe_infinity.engine.fused import FusedWork
-from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.torch_backend import TorchWork
 from moe_infinity.errors import ConfigError, HostLost
 from moe_infinity.experts import Step
+from moe_infinity.routing import Routing
 
 OPEN_S = 300.0  # for all hosts to open the checkpoint
 SIGNS_S = 10.0  # between two signs of life while one does
@@ -55,7 +55,7 @@ class Placement(Protocol):
         """Start the host of a share, in place of the one before. It is to call that address."""
 
     def has_ended(self, share_idx: int) -> bool:
-        """Whether the host of a share has ended by itself."""
+        """Return True if the host of a share has ended by itself."""
 
     def close(self) -> None:
         """End all of them."""
@@ -90,7 +90,7 @@ class Host:
         return message.tensors["out"]
 
     def opened(self) -> dict[str, Any]:
-        """What it says once it has opened the checkpoint. Raises HostLost."""
+        """Return what the host says once it has opened the checkpoint. Raises HostLost."""
         return self._receive().fields
 
     def measure(self) -> None:
@@ -108,7 +108,7 @@ class Host:
 
 
 class Asked:
-    """What one MoE layer of a step asks of which hosts."""
+    """The questions of one MoE layer of a step to hosts."""
 
     def __init__(
         self,
@@ -170,6 +170,7 @@ class ExpertHosts:
         self._restarting: set[int] = set()  # each by one thread
         self._changing = Lock()  # of the three above and the one below
         self._errors: dict[int, str] = {}  # why a host cannot be used, by share
+        self._starting = Lock()  # held while a host is started again: none is after `close`
         self._is_closed = Event()
         self._listener = socket.create_server((placement.listen_on, 0), backlog=self.num_hosts)
         self._listener.settimeout(GLANCE_S)
@@ -194,8 +195,8 @@ class ExpertHosts:
 
     def ask(self, moe_layer_idx: int, routing: Routing, work: FusedWork | TorchWork) -> Asked:
         """For what the experts of others make of this layer's rows."""
-        assert routing.experts_TK is not None, routing
-        event = LayerRouting(moe_layer_idx, routing.experts_TK)
+        assert routing.top_k_index_TK is not None, routing
+        event = LayerRouting(moe_layer_idx, routing.top_k_index_TK)
         for host in self.running.values():
             host.note(event)
         experts_of: dict[int, list[int]] = {}
@@ -227,7 +228,10 @@ class ExpertHosts:
             self._pause_s[share_idx] = min(2 * self._pause_s[share_idx], LONGEST_PAUSE_S)
             with self._changing:
                 self._errors.pop(share_idx, None)
-            self.placement.start(share_idx, self.address, self._key)
+            with self._starting:
+                if self._is_closed.is_set():
+                    return
+                self.placement.start(share_idx, self.address, self._key)
             give_up_at = time.monotonic() + OPEN_S
             while time.monotonic() < give_up_at and not self._is_closed.wait(GLANCE_S):
                 with self._changing:
@@ -311,4 +315,5 @@ class ExpertHosts:
             hosts = [*self.running.values(), *self._ready.values()]
         for host in hosts:
             host.wire.close()
-        self.placement.close()
+        with self._starting:
+            self.placement.close()

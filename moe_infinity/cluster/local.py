@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 from moe_infinity.system.machine import numa_nodes
-from moe_infinity.system.processes import without_ctrl_c
 
 END_S = 5.0  # for a process to end by itself, once its head is gone
 
@@ -39,7 +38,7 @@ class LocalProcesses:
         }
         try:
             # Ctrl-C is the head's to handle.
-            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, **without_ctrl_c())
+            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, start_new_session=True)
             self.processes[share_idx] = process
             assert process.stdin is not None
             with process.stdin:
@@ -48,7 +47,7 @@ class LocalProcesses:
             logger.warning("expert host %d cannot be started: %s", share_idx, error)
 
     def has_ended(self, share_idx: int) -> bool:
-        """Also if it could not be started."""
+        """Return True if the process has ended or could not be started."""
         process = self.processes.get(share_idx)
         return process is None or process.poll() is not None
 

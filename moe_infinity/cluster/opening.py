@@ -21,12 +21,12 @@ from moe_infinity.config import options_of
 from moe_infinity.engine.build import build_experts
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.device import DeviceSlots
-from moe_infinity.memory.host import AUTOMATIC_SHARE, num_host_slots
-from moe_infinity.memory.machine import available_memory_bytes
+from moe_infinity.memory.slots import AUTOMATIC_SHARE, num_host_slots
+from moe_infinity.system.machine import available_memory_bytes
 
 # What a host needs of a config. The rest is about the model as a whole.
 OF_A_HOST = (
-    "host_memory", "policy", "prefetch", "preload", "without",
+    "host_memory", "policy", "prefetch", "preload", "stream_layers", "without",
     "config_from", "dtype", "expert_dtype", "exact", "experts_implementation",
     "trust_remote_code", "num_read_threads",
 )  # fmt: skip
@@ -104,7 +104,7 @@ def _start(
 
 
 def _say_whether_it_pays(plan: Plan, config: ClusterConfig, exchange_s: float) -> None:
-    """What hosts cost each token, beside what they save."""
+    """Log what hosts cost each token, and what that has to save."""
     slot_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
     num_experts = sum(layer.num_experts for layer in plan.layers)
     fit = num_host_slots(config.host_memory, slot_bytes=slot_bytes, num_experts=num_experts)

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from moe_infinity.cli.options import above_zero
-
 
 @dataclass(kw_only=True)
 class ClusterOptions:
@@ -32,7 +30,5 @@ class ClusterOptions:
     ] = None
     expert_host_timeout: Annotated[
         float,
-        typer.Option(
-            callback=above_zero, help="Seconds of silence after which one of them is given up."
-        ),
+        typer.Option(min=0.001, help="Seconds of silence after which one of them is given up."),
     ] = 2.0

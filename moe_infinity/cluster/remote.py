@@ -6,9 +6,9 @@ from torch import Tensor
 
 from moe_infinity.cluster.head import ExpertHosts
 from moe_infinity.engine.engine import LocalExperts, anonymous_step
-from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.slots import SlotWork
 from moe_infinity.experts import Step
+from moe_infinity.routing import Routing
 
 
 class RemoteExperts:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.cache.policies import ACTIVATION_AWARE, make_policy
-from moe_infinity.checkpoint.expert_loader import ExpertLoader
+from moe_infinity.checkpoint.layer_recipes import ExpertLoader
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.config import OffloadConfig
@@ -25,12 +25,11 @@ from moe_infinity.engine.layer import LayerPath
 from moe_infinity.engine.preloader import Preloader
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.device import DeviceSlots
-from moe_infinity.memory.mapped import MappedSlots
 from moe_infinity.memory.mover import Mover
+from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.memory.tiers import make_tiers
-from moe_infinity.predict.payoff import PayOff
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.prefetcher import Prefetcher
+from moe_infinity.predict.prefetcher import PayOff, Prefetcher
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ def _bookkeeping(
         ),
         fills=(loader.read, loader.read_ahead),
         in_file_order=loader.in_file_order,
-        place_of=loader.place_of,
+        mapped_bytes=loader.mapped_bytes,
         can_map=loader.can_map,
     )
     return Bookkeeping(
@@ -158,13 +157,13 @@ def _layer_path(
         bookkeeping=bookkeeping,
         prefetcher=prefetcher,
         early_router=early_router,
-        stream=None if is_on_cpu and config.preload == "off" else tier.mover.stream,
+        stream=tier.mover.stream if config.stream_layers else None,
         streams_while_computing=is_on_cpu,
     )
 
 
 def _warn_of_slow_experts(plan: Plan, computers: Sequence[LayerComputer]) -> None:
-    """Of packed ones that kernels would read if they were of another type."""
+    """Warn of packed experts that kernels would read if they were of another type."""
     slow = [recipes for recipes, own in zip(plan.recipes, computers, strict=True) if own.is_slow]
     if slow:
         weights = (w for recipes in slow for recipe in recipes.recipes for w in recipe.weights)

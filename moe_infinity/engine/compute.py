@@ -10,27 +10,31 @@ All begin a piece of work from a routing, compute experts as they arrive, and su
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule
+from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.engine.expert_kernels import fused_layer
 from moe_infinity.engine.fused import FusedBackend, FusedWork
-from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.slots import SlotBackend, SlotWork
 from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
 from moe_infinity.experts import ExpertKey
 from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.device import DeviceSlots
-from moe_infinity.memory.host import Slots
+from moe_infinity.memory.slots import Slots
+from moe_infinity.routing import Routing
+
+if TYPE_CHECKING:
+    from moe_infinity.kernels.cpu.experts import FusedExperts
 
 
 class Work(Protocol):
-    """What the experts of one MoE layer have to do in one step."""
+    """The work that the experts of one MoE layer have in one step."""
 
     def compute(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
         """Compute these experts, which lie in these slots, and keep their outputs."""
@@ -60,11 +64,16 @@ class LayerComputer:
         self.by_slots: SlotBackend | None = None  # of a GPU, see kernel_trial.py
         self.by_kernels: FusedBackend | None = None  # of a CPU; None: none reads these experts
         uses_kernels = not (is_exact or copies_experts or isinstance(slots, DeviceSlots))
-        experts = fused_layer(layer, recipes) if uses_kernels else None
-        if experts is not None:
+        experts: Verdict[FusedExperts] = FellBack(
+            "transformers' bits were asked for" if is_exact else "not on the CPU"
+        )
+        if uses_kernels:
+            experts = fused_layer(layer, recipes)
+        if isinstance(experts, Found):
             self.by_kernels = FusedBackend(
-                experts, slots.address_of, weighs_input=layer.adapter.weighs_input
+                experts.path, slots.address_of, weighs_input=layer.adapter.weighs_input
             )
+        self.path_taken = path_taken("experts", layer.module, experts)
         self._is_packed = recipes.is_packed
         self._num_experts = layer.num_experts
         by_kernels, by_torch = (
@@ -75,11 +84,11 @@ class LayerComputer:
 
     def begin(self, x_TD: Tensor, routing: Routing) -> FusedWork | SlotWork | TorchWork:
         """Begin the work of one step. Long prompts go to torch where its products are faster."""
-        if self.by_slots is not None and routing.experts_TK is not None:
+        if self.by_slots is not None and routing.top_k_index_TK is not None:
             return SlotWork(self.by_slots, x_TD, routing)
-        if self.by_kernels is None or routing.experts_TK is None:
+        if self.by_kernels is None or routing.top_k_index_TK is None:
             return TorchWork(self.by_torch, x_TD, routing)
-        mean_rows = routing.experts_TK.size / self._num_experts
+        mean_rows = routing.top_k_index_TK.size / self._num_experts
         if not self._is_packed and is_for_torch(routing.num_tokens, x_TD.dtype, mean_rows):
             return TorchWork(self.by_torch, x_TD, routing)
         return FusedWork(self.by_kernels, x_TD, routing)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_infinity.checkpoint.layout import WeightLayout
-from moe_infinity.checkpoint.packed_on_load import packed_on_load
+from moe_infinity.checkpoint.packed_plan import packed_on_load
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError, OutOfMemory
+from moe_infinity.layout import WeightLayout
 from moe_infinity.memory.cuda import CudaDevice, open_cuda_device
 from moe_infinity.memory.device import (
     SLOT_ALIGNMENT,
@@ -61,7 +61,7 @@ class ComputeDevice:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the model computes on the CPU, as experts do. Once `prepare` has run."""
+        """True if the model computes on the CPU, as experts do; known once `prepare` has run."""
         return self.slots is None and self.device.type == "cpu"
 
     def prepare(self, plan: Plan, dense_bytes: int) -> Plan:
@@ -86,7 +86,7 @@ class ComputeDevice:
         return DeviceSlots(cuda_device, num_slots, slot_bytes)
 
     def reads_packed(self, weight: WeightLayout) -> bool:
-        """Whether dense weights that are stored so are multiplied with as they are."""
+        """Return True if dense weights with this layout are multiplied as they are stored."""
         if self._config.is_exact or self.device.type != "cpu":
             return False
         from moe_infinity.kernels.cpu.experts import Product  # imports numba

@@ -23,18 +23,18 @@ import numpy as np
 from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls
-from moe_infinity.checkpoint.expert_loader import ExpertLoader
+from moe_infinity.checkpoint.layer_recipes import ExpertLoader
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import Work
 from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
 from moe_infinity.engine.preloader import Preloader, start_turns
-from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
+from moe_infinity.routing import Routing
 
 logger = logging.getLogger(__name__)
 

@@ -10,54 +10,58 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from moe_infinity.architectures.adapters import ExpertsModule, find_activation
-from moe_infinity.architectures.trial import FellBack
+from moe_infinity.architectures.trial import FellBack, Found, Verdict
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.checkpoint.recipe import Recipe
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.triton.slot_mlp import Matrix, SlotMlp, plain_matrix, slot_mlp
+from moe_infinity.layout import WeightLayout
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts
 
 
-def fused_layer(layer: ExpertsModule, recipes: LayerRecipes) -> FusedExperts | None:
-    """For the CPU. None: the experts can only be computed one by one."""
+def fused_layer(layer: ExpertsModule, recipes: LayerRecipes) -> Verdict[FusedExperts]:
+    """Find the kernels of the CPU that compute all activated experts of a layer in one call."""
     mlp = _two_products(layer, recipes)
-    if mlp is None:
-        return None
+    if isinstance(mlp, FellBack):
+        return mlp
     from moe_infinity.kernels.cpu.experts import fused_experts
 
-    return fused_experts(
-        mlp.up,
-        mlp.down,
-        mlp.activation,
-        biases=mlp.biases,
-        is_interleaved=mlp.is_interleaved,
+    experts = fused_experts(
+        mlp.path.up,
+        mlp.path.down,
+        mlp.path.activation,
+        biases=mlp.path.biases,
+        is_interleaved=mlp.path.is_interleaved,
     )
+    return FellBack("kernels do not read its weights") if experts is None else Found(experts)
 
 
 def slot_layer(
     layer: ExpertsModule,
     recipes: LayerRecipes,
     matrix_of: Callable[[WeightLayout], Matrix | None] = plain_matrix,
-) -> SlotMlp | None:
-    """Describe the experts of a layer for the kernel of a GPU. None: it does not read them.
-    `matrix_of` knows the weights that it reads.
+) -> Verdict[SlotMlp]:
+    """Describe the experts of a layer for the kernel of a GPU. `matrix_of` knows the weights that
+    it reads.
     """
     mlp = _two_products(layer, recipes)
-    if mlp is None or len(mlp.down) != 1:
-        return None
-    return slot_mlp(
-        mlp.up,
-        mlp.down[0],
-        activation=mlp.activation,
-        biases=mlp.biases,
-        is_interleaved=mlp.is_interleaved,
-        weighs_input=layer.adapter.weighs_input,
-        matrix_of=matrix_of,
-    )
+    if isinstance(mlp, FellBack):
+        return mlp
+    described = None
+    if len(mlp.path.down) == 1:
+        described = slot_mlp(
+            mlp.path.up,
+            mlp.path.down[0],
+            activation=mlp.path.activation,
+            biases=mlp.path.biases,
+            is_interleaved=mlp.path.is_interleaved,
+            weighs_input=layer.adapter.weighs_input,
+            matrix_of=matrix_of,
+        )
+    return FellBack("kernels do not read its weights") if described is None else Found(described)
 
 
 class _TwoProducts(NamedTuple):
@@ -70,22 +74,28 @@ class _TwoProducts(NamedTuple):
     is_interleaved: bool
 
 
-def _two_products(layer: ExpertsModule, recipes: LayerRecipes) -> _TwoProducts | None:
-    """None if the experts compute anything else, or if their slots are laid out otherwise."""
+def _two_products(layer: ExpertsModule, recipes: LayerRecipes) -> Verdict[_TwoProducts]:
+    """Find the two products of the experts, and their weights in a slot."""
     hidden = layer.adapter.hidden(layer.module)
-    filled_by = {spec.name: found for found in recipes.recipes for spec in found.targets.values()}
+    filled_by = {
+        spec.name: recipe for recipe in recipes.recipes for spec in recipe.targets.values()
+    }
     is_gated = "gate_up_proj" in filled_by
     names = ["gate_up_proj" if is_gated else "up_proj", "down_proj"]
     bias_names = [f"{name}_bias" for name in names if f"{name}_bias" in filled_by]
-    if hidden is None or set(filled_by) != {*names, *bias_names} or len(bias_names) == 1:
-        return None
+    if hidden is None:
+        return FellBack("an expert is more than an activation between two products")
+    if set(filled_by) != {*names, *bias_names} or len(bias_names) == 1:
+        return FellBack(f"an expert's parameters are {', '.join(sorted(filled_by))}")
     activation = find_activation(hidden, is_gated=is_gated)
+    if isinstance(activation, FellBack):
+        return activation
     is_transposed = bool(layer.is_transposed)
     up, down = (_matrices(filled_by[name], is_transposed=is_transposed) for name in names)
-    biases = [_bias(filled_by[name]) for name in bias_names]
-    if isinstance(activation, FellBack) or up is None or down is None or None in biases:
-        return None
-    return _TwoProducts(up, down, [bias for bias in biases if bias is not None], *activation.path)
+    biases = [bias for name in bias_names if (bias := _bias(filled_by[name])) is not None]
+    if up is None or down is None or len(biases) < len(bias_names):
+        return FellBack("kernels do not read its weights as they lie in a slot")
+    return Found(_TwoProducts(up, down, biases, *activation.path))
 
 
 def _matrices(recipe: Recipe, *, is_transposed: bool) -> Sequence[WeightLayout] | None:

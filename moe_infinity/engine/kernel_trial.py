@@ -1,4 +1,4 @@
-"""Whether the kernel of experts is used on a GPU. When a model is loaded, the kernel and torch
+"""The trial of the kernel of experts on a GPU. When a model is loaded, the kernel and torch
 compute random experts in the slots themselves, and if they differ torch computes from then on.
 """
 
@@ -9,16 +9,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.engine.expert_kernels import slot_layer
-from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.slots import PairKernels, SlotBackend, SlotWork
 from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
 from moe_infinity.errors import ConfigError
 from moe_infinity.kernels.triton import has_triton
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
 from moe_infinity.memory.device import DeviceSlots
+from moe_infinity.routing import Routing
 
 # Tokens, and the size of their numbers: tiles of both sizes, and experts with less than a tile;
 # activations that are told apart, and their limits.
@@ -38,25 +39,32 @@ def use_kernel(
     overwritten. Raises ConfigError if `is_required` and it does not agree everywhere.
     """
     kernels = pair_kernels(slots.device)
-    verdicts: dict[SlotMlp, str | None] = {}
+    tried: dict[SlotMlp, str | None] = {}  # why the kernel is not used, by kind of layer
     for layer, recipes, computer in zip(plan.layers, plan.recipes, computers, strict=True):
+        verdict: Verdict[SlotBackend] = FellBack("triton is not installed")
         mlp = slot_layer(layer, recipes)
-        reason: str | None = "triton is not installed"
-        if mlp is None:
-            reason = "the kernel does not read these weights"
+        if isinstance(mlp, FellBack):
+            verdict = mlp
         elif kernels is not None:
-            backend = SlotBackend(kernels, mlp, slots.address_of, num_experts=layer.num_experts)
-            if mlp not in verdicts:
+            backend = SlotBackend(
+                kernels, mlp.path, slots.address_of, num_experts=layer.num_experts
+            )
+            if mlp.path not in tried:
                 dtype = getattr(torch, layer.layout.params[0].dtype)
-                verdicts[mlp] = disagreement(backend, computer.by_torch, slots, dtype)
-            reason = verdicts[mlp]
-            computer.by_slots = backend if reason is None else None
-        if reason is not None and is_required:
+                tried[mlp.path] = disagreement(backend, computer.by_torch, slots, dtype)
+            reason = tried[mlp.path]
+            verdict = Found(backend) if reason is None else FellBack(reason)
+        if is_required and isinstance(verdict, FellBack):
             raise ConfigError(
-                f"experts_implementation='fast' needs the kernel of experts: {reason}\n"
+                f"experts_implementation='fast' needs the kernel of experts: {verdict.reason}\n"
                 "hint: experts_implementation='auto' lets torch compute them"
             )
-        computer.how = "by one kernel" if reason is None else f"by torch: {reason}"
+        computer.path_taken = path_taken("experts", layer.module, verdict)
+        if isinstance(verdict, Found):
+            computer.by_slots = verdict.path
+            computer.how = "by one kernel"
+        else:
+            computer.how = f"by torch: {verdict.reason}"
 
 
 def pair_kernels(device: torch.device) -> PairKernels | None:

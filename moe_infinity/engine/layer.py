@@ -26,11 +26,11 @@ from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.cache.residency import Held
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer, Work
-from moe_infinity.engine.routing import Routing
 from moe_infinity.experts import ExpertKey, Phase, Step
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.prefetcher import Prefetcher
+from moe_infinity.routing import Routing
 
 # A prompt that activates this share of a layer's experts is taken to need all of the next layer's.
 STREAMED_SHARE = 0.75

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_infinity.engine.routing import Routing
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
+from moe_infinity.routing import Routing
 
 
 class PairKernels(NamedTuple):
@@ -87,12 +87,14 @@ class SlotWork:
     """One MoE layer in one step, whose routing the host knows."""
 
     def __init__(self, backend: SlotBackend, x_TD: Tensor, routing: Routing) -> None:
-        assert routing.experts_TK is not None, routing
-        assert routing.weights_TK is not None, routing
+        assert routing.top_k_index_TK is not None, routing
+        assert routing.top_k_weights_TK is not None, routing
         self._backend = backend
         self._device = x_TD.device
-        index_TK = _on_device(torch.from_numpy(routing.experts_TK), self._device)
-        self._pairs = PairWork(backend.kernels, backend.mlp, x_TD, index_TK, routing.weights_TK)
+        index_TK = _on_device(torch.from_numpy(routing.top_k_index_TK), self._device)
+        self._pairs = PairWork(
+            backend.kernels, backend.mlp, x_TD, index_TK, routing.top_k_weights_TK
+        )
 
     def compute(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
         """Compute these experts, which lie in these slots, and keep their outputs."""

@@ -5,6 +5,7 @@ define the formats do, in few passes.
     mxfp4  16 values x power of two, in bfloat16             transformers' Mxfp4Dequantize
     int4   (nibble - zero) x scale, in the dtype of scale    compressed-tensors, GPTQ, AutoAWQ
     int8   integer x scale, in the dtype of scale            compressed-tensors
+    GGML   blocks that have their scales inside              gguf
 
 Nibbles are numbered from the lowest bits of a word, words are little-endian. Every function takes
 one weight; legend: R rows (outputs), C columns (inputs), G groups of columns, r x c a grid of
@@ -14,17 +15,29 @@ blocks. tests/slow_unpack.py has the reference of each.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moe_infinity.errors import CheckpointError
+from moe_infinity.experts import ParamSpec
+from moe_infinity.layout import Block, Parts, WeightLayout
 
 # Work in pieces that stay in a core's cache: 16 ms instead of 27-68 ms for 16.6 M MXFP4 values, one
 # core of an AMD EPYC.
 CHUNK_VALUES = 1 << 18
 ZERO_OF_SYMMETRIC = 8  # the nibble that stands for 0 where no zeros are stored
-NIBBLES = 8  # in a word
+# GGML's block formats, by the name of gguf.GGMLQuantizationType in lower case: how many weights a
+# block has, and how many bytes.
+BLOCKS = {
+    "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q8_0": (32, 34),
+    "q2_k": (256, 84), "q3_k": (256, 110), "q4_k": (256, 144), "q5_k": (256, 176),
+    "q6_k": (256, 210), "iq4_nl": (32, 18), "iq4_xs": (256, 136), "mxfp4": (32, 17),
+    "iq1_s": (256, 50), "iq1_m": (256, 56), "iq2_xxs": (256, 66), "iq2_xs": (256, 74),
+    "iq2_s": (256, 82), "iq3_xxs": (256, 98), "iq3_s": (256, 110), "tq1_0": (256, 54),
+    "tq2_0": (256, 66), "nvfp4": (64, 36),
+}  # fmt: skip
 
 
 def fp8(weight_RC: Tensor, scales_rc: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -58,8 +71,8 @@ def _fp8_scales(scales: Tensor) -> Tensor:
 
 
 def _needs_float32(weight_RC: Tensor, scales_rc: Tensor) -> bool:
-    """Whether a weight is NaN, or a scale is too large to be multiplied by 2 ** 8: then the values
-    have to be converted by torch.
+    """True if a weight is NaN, or a scale is too large to be multiplied by 2 ** 8: then torch has
+    to convert the values.
     """
     if not weight_RC.numel():
         return True
@@ -202,19 +215,23 @@ def _awq_words(words_CW: Tensor) -> Tensor:
 
 
 def _awq_nibbles(halves_W2C: Tensor) -> Tensor:
-    """-> [8 W, C] of int16: nibbles 0 to 7 of word w are rows 8 w + (0, 2, 4, 6, 1, 3, 5, 7)."""
+    """[W, 2, C] half-words -> [8 W, C] of int16: nibbles 0 to 7 of word w are rows 8 w + (0, 2, 4,
+    6, 1, 3, 5, 7).
+    """
     shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=halves_W2C.device)
     nibbles = (halves_W2C.unsqueeze(1) >> shifts[:, None, None]).bitwise_and_(0x0F)
     return nibbles.view(-1, halves_W2C.shape[2])
 
 
 def _transposed(words: Tensor) -> Tensor:
-    """Always a copy: where a side is 1 `contiguous()` makes none, and bytes could not be viewed."""
+    """The transpose, always as a copy: where a side is 1 `contiguous()` makes none, and bytes could
+    not be viewed.
+    """
     return words.t().clone(memory_format=torch.contiguous_format)
 
 
 def _is_in_order(groups_C: Tensor, num_groups: int) -> bool:
-    """Whether every group is a run of neighbouring columns, all of one length."""
+    """True if every group is a run of neighbouring columns, all of one length."""
     length, rest = divmod(len(groups_C), num_groups)
     if rest:
         return False
@@ -223,7 +240,39 @@ def _is_in_order(groups_C: Tensor, num_groups: int) -> bool:
 
 
 def _rows_of_a_chunk(device: torch.device, num_rows: int, num_columns: int) -> int:
-    """How many rows to unpack at once; on a GPU all of them."""
+    """The number of rows to unpack at once; on a GPU all of them."""
     if device.type != "cpu":
         return max(1, num_rows)
     return max(1, CHUNK_VALUES // max(1, num_columns))
+
+
+# GGML's block formats, as GGUF files have them. A weight [R, C] is one run of bytes: its rows one
+# after the other, each a sequence of blocks that have their scales inside.
+
+
+def blocks_layout(name: str, shape_RC: tuple[int, int], values: ParamSpec) -> WeightLayout:
+    """The layout of a weight [R, C] whose bytes are `values`, uint8 [R, bytes of a row]."""
+    kind = "ggml_mxfp4" if name == "mxfp4" else name  # "mxfp4" has its scales apart
+    return WeightLayout(kind, shape_RC, values, unpack=partial(_blocks, name))
+
+
+def row_bytes(name: str, num_columns: int) -> int:
+    """The bytes of a row of `num_columns` weights, a multiple of those of a block."""
+    weights, num_bytes = BLOCKS[name]
+    return num_columns // weights * num_bytes
+
+
+def _blocks(name: str, parts: Parts, block: Block | None, dtype: torch.dtype) -> Tensor:
+    """gguf's definition. For some types transformers computes the same bits with torch, two to ten
+    times as fast (private name used: `dequantize`).
+    """
+    from gguf import GGMLQuantizationType, quants
+    from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
+
+    values = parts["values"]
+    kind = GGMLQuantizationType[name.upper()]
+    if kind in GGML_BLOCK:
+        weight: Tensor = dequantize(values, kind).view(*values.shape[:-1], -1)
+    else:
+        weight = torch.from_numpy(quants.dequantize(values.cpu().numpy(), kind))
+    return weight.to(values.device, dtype)

@@ -34,7 +34,7 @@ class Event(Protocol):
     """A point on a stream, like torch's events: over when all work before it has finished."""
 
     def query(self) -> bool:
-        """Whether all work before the event has finished. Does not wait."""
+        """Return True if all work before the event has finished, without waiting."""
 
     def synchronize(self) -> None:
         """Make the calling thread wait until it is over."""
@@ -49,7 +49,7 @@ class Copy(Event, Protocol):
 
 
 class CudaDevice(Protocol):
-    """What the package asks of a CUDA device. Tests use CPU memory (fake_cuda.py)."""
+    """The calls that the package makes of a CUDA device. Tests use CPU memory (fake_cuda.py)."""
 
     device: torch.device
 
@@ -82,6 +82,15 @@ class CudaDevice(Protocol):
 
     def synchronize(self) -> None:
         """Make the calling thread wait for all copies and kernels."""
+
+
+def device_memory_bytes(device: str) -> int | None:
+    """Return the bytes of the CUDA device that "cuda:1", "cuda" or "auto" names; None if there is
+    none.
+    """
+    if device in ("cpu", "mps") or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.mem_get_info(0 if device == "auto" else device)[1])
 
 
 def open_cuda_device(device: str) -> CudaDevice | None:

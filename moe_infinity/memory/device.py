@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory.cuda import Copy, CudaDevice, Event
-from moe_infinity.memory.host import BufferSlots, HostSlots
+from moe_infinity.memory.slots import BufferSlots, HostSlots
 from moe_infinity.sizes import format_bytes, parse_size
 
 # The share that experts get of what is free beside the dense weights, unless device_memory is set.

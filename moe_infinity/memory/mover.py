@@ -1,9 +1,9 @@
 """The mover reads experts from disk into slots that the residency table has reserved.
 
     load_now     a layer waits for them                                 read threads
-    stream       the next layer of a long prompt will                   the same, behind these
-    load_ahead   a prediction says that some layer will                 one thread, gives way
-    preload      nobody knows who will, but there are free slots        its own threads, give way
+    stream       the next layer of a long prompt will wait for them     the same, behind these
+    load_ahead   a layer will wait for them, by a prediction            one thread, gives way
+    preload      no layer is known to wait, but slots are free          its own threads, give way
 
 One thread at a time decides: loads begin and end only in calls of its owner. The read threads only
 fill slots. A load that gives way becomes a demand load if a layer asks for it. Every wait is
@@ -27,7 +27,7 @@ from moe_infinity.memory.threads import ReadThreads
 
 # One expert from a slow network disk takes seconds; past this something is wrong.
 LOAD_TIMEOUT_S = 120.0
-GLANCE_S = 0.2  # how often one who waits for arrivals may look at something else
+GLANCE_S = 0.2  # after which a wait for arrivals lets its caller look at something else
 LOAD_TIME_RATE = 0.1  # weight of the newest load in the moving average of load times
 
 Read = Callable[[ExpertKey, int], None]  # fills a slot with an expert's bytes
@@ -94,8 +94,8 @@ class Mover:
             self._submit_ahead(self._ahead_threads, self._read_timed, key, slot_id)
 
     def preload(self, slot_ids: Mapping[ExpertKey, int], on_end: Callable[[], None]) -> None:
-        """Queue loads into slots that nobody needs now. `on_end` is called as each of them ends, by
-        the thread that read.
+        """Queue loads into slots that are not needed now. `on_end` is called as each of them ends,
+        by the thread that read.
         """
         for key, slot_id in slot_ids.items():
             self._submit_ahead(self._preload_threads, self._read_giving_way, key, slot_id)
@@ -136,14 +136,14 @@ class Mover:
         """
         for key in [key for key in self._ahead if self._loading[key].done()]:
             pool = self._ahead.pop(key)
-            try:
-                self._finish(key)
-            except Exception as error:
-                if pool is not self._preload_threads:
-                    logger.warning("prefetch of %s failed: %s", key, error)
-                elif not self.failed:
-                    logger.warning("preloading of experts ends: %s", error)
-                self.failed.add(key)
+            error = self._end_load(key)
+            if error is None:
+                continue
+            if pool is not self._preload_threads:
+                logger.warning("prefetch of %s failed: %s", key, error)
+            elif not self.failed:
+                logger.warning("preloading of experts ends: %s", error)
+            self.failed.add(key)
         return list(self._ahead.values()).count(self._ahead_threads) * self.load_s
 
     def arrivals(
@@ -177,13 +177,14 @@ class Mover:
                 )
             arrived = [waiting.pop(future) for future in done]
             again = [key for key in arrived if key in joined and self._loading[key].exception()]
-            for key in again:  # nobody was told of the error: perhaps the disk reads it now
+            for key in again:  # no caller has seen the error: perhaps the disk reads it now
                 joined.remove(key)
                 self._submit(self._threads, self._read, key, self._table.slot_of(key))
                 waiting[self._loading[key]] = key
             arrived = [key for key in arrived if key not in again]
             for key in arrived:
-                self._finish(key)
+                if (error := self._end_load(key)) is not None:
+                    raise error
             yield arrived
             if done:
                 give_up_at = time.perf_counter() + LOAD_TIMEOUT_S
@@ -211,7 +212,10 @@ class Mover:
         for key in self._table.loading_keys():
             future = self._loading.get(key)
             arrived = future is not None and not future.cancelled() and not future.exception()
-            (self._table.finish_load if arrived else self._table.cancel_load)(key)
+            if arrived:
+                self._table.finish_load(key)
+            else:
+                self._table.cancel_load(key)
         self._loading.clear()
         self._ahead.clear()
 
@@ -225,15 +229,15 @@ class Mover:
                 f"within {LOAD_TIMEOUT_S:.0f} s"
             )
 
-    def _finish(self, key: ExpertKey) -> None:
-        """Enter in the table that the read of `key` ended; raises its error if it failed."""
-        future = self._loading.pop(key)
-        error = future.exception()
+    def _end_load(self, key: ExpertKey) -> BaseException | None:
+        """Enter in the table that the read of `key` ended; return its error if it failed."""
+        error = self._loading.pop(key).exception()
         if error is not None:
             self._table.cancel_load(key)
-            raise error
+            return error
         self._table.finish_load(key)
         self.failed.discard(key)
+        return None
 
     def close(self) -> None:
         """Cancel reads that have not begun and wait a limited time for the others."""

@@ -18,9 +18,9 @@ from moe_infinity.config import OffloadConfig
 from moe_infinity.experts import ExpertKey, Tier
 from moe_infinity.memory.device import PAGE_BYTES, DeviceSlots, SourceSlots, round_up
 from moe_infinity.memory.device_mover import DeviceMover
-from moe_infinity.memory.host import HostSlots, num_host_slots
-from moe_infinity.memory.mapped import MappedSlots, PlaceOf
 from moe_infinity.memory.mover import Mover
+from moe_infinity.memory.slots import HostSlots, MappedBytes, MappedSlots, num_host_slots
+from moe_infinity.report import TierOccupancy
 
 Fill = Callable[..., None]  # (expert, slot, ...): read an expert's bytes from disk
 InOrder = Callable[[Iterable[ExpertKey]], Sequence[ExpertKey]]
@@ -36,6 +36,12 @@ class SlotTier:
     table: ResidencyTable
     mover: Mover | DeviceMover
 
+    def occupancy(self) -> TierOccupancy:
+        """Return how full the tier is now."""
+        slots = self.slots
+        num_resident = self.table.num_resident
+        return TierOccupancy(self.tier.value, num_resident, slots.num_slots, slots.num_bytes)
+
 
 def make_tiers(
     config: OffloadConfig,
@@ -46,8 +52,8 @@ def make_tiers(
     make_policy: Callable[..., EvictionPolicy],
     fills: tuple[Fill, Fill],  # for demand loads, for those that give way
     in_file_order: InOrder,
-    place_of: PlaceOf,  # where files have experts as slots would
-    can_map: Callable[[], bool],  # whether to use them there
+    mapped_bytes: MappedBytes,  # an expert where its file has it as a slot would
+    can_map: Callable[[], bool],  # True to use them there
 ) -> list[SlotTier]:
     """The tiers of a model; without `device_slots` HOST alone.
 
@@ -61,7 +67,7 @@ def make_tiers(
     if device_slots is not None:
         slots = SourceSlots(device_slots.cuda_device, num_slots, slot_bytes)
     elif num_slots == num_experts and can_map():
-        slots = MappedSlots(num_slots, slot_bytes, place_of)
+        slots = MappedSlots(num_slots, slot_bytes, mapped_bytes)
     else:
         slots = HostSlots(num_slots, slot_bytes)
     policy = make_policy(num_slots=num_slots)

@@ -1,16 +1,18 @@
-"""What was learned from all requests so far: tables, the collection of requests, base rates, and a
-weight for each feature. L MoE layers, E experts, F features.
+"""The knowledge learned from all requests so far: tables, the collection of requests, base rates,
+and a weight for each feature; and the features that a prediction is made from.
+
+predictor.py explains what each factor means. L MoE layers, E experts, F features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.predict.eamc import Eamc
-from moe_infinity.predict.features import FACTORS, KNOWN, START_WEIGHTS, Feature, Stage
 from moe_infinity.predict.tables import Floats, FollowTable, TokenTable
 
 LEARNING_RATE = 0.004  # of the weights, per token, divided by the number of layers
@@ -20,8 +22,52 @@ LEAST_BASE = np.float32(1e-4)  # of a base rate
 LOWEST_ODDS = np.float32(-30)  # logarithm; below it an expert is as good as never used
 
 
+class Feature(IntEnum):
+    """Index of a feature in an array. All but the first two are factors: they can be left out."""
+
+    BASE = 0
+    BIAS = 1
+    REQUEST = 2
+    TRANSITION = 3
+    NEXT_TOKEN = 4
+    EAMC = 5
+    TOKEN = 6
+    LAYER = 7
+    ROUTER = 8
+
+
+FACTORS = tuple(feature.name.lower() for feature in Feature if feature > Feature.BIAS)
+
+
+class Stage(IntEnum):
+    """The token or layer that a prediction is made for."""
+
+    NEXT = 0  # the next token, right after a layer was routed
+    NOW = 1  # the token that is beginning
+    AHEAD = 2  # the layer after the one that was routed
+
+
+# What a prototype with weights per layer converged to, on average over the layers, on development
+# requests of gpt-oss. The router's weight is a guess, as no trace has one.
+START_WEIGHTS = np.array(
+    [  # base bias request transition next_token eamc token layer router
+        [1.0, -0.2, 0.35, 1.1, 0.6, 0.0, 0.0, 0.0, 0.0],
+        [1.0, -0.3, 0.3, 0.9, 0.2, 0.0, 0.8, 0.0, 0.0],
+        [1.0, -0.5, 0.3, 0.1, 0.2, 0.0, 0.6, 1.4, 3.0],
+    ],
+    dtype=np.float32,
+)
+
+# 1 for the features that each stage can know.
+KNOWN = np.ones_like(START_WEIGHTS)
+KNOWN[Stage.NEXT, Feature.TOKEN :] = 0
+KNOWN[Stage.NOW, Feature.LAYER :] = 0
+
+
 class Knowledge:
-    """What all sequences share. FACTORS that `without` names are not used for predictions."""
+    """The part of a predictor that all sequences share. FACTORS that `without` names are not
+    used.
+    """
 
     def __init__(self, num_layers: int, num_experts: int, *, without: Sequence[str] = ()) -> None:
         self.num_layers = num_layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from statistics import median
 from typing import Protocol
 
 import numpy as np
@@ -13,14 +14,55 @@ from moe_infinity.cache.counters import Counters
 from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.predict.payoff import PayOff
 from moe_infinity.predict.planner import Planner
 
+FIRST = 32  # steps before the first trial: short answers are not tried on
+BLOCK = 4
+TRIAL = (False, True, True, False)  # blocks with and without prefetch
+KEPT = 256  # steps between two trials; 8 of them with prefetch cost 1 % if it costs a third
 LAYER_TIME_RATE = 0.1  # of the moving average of the time between two layers
 
 
+class PayOff:
+    """Decides if the next decode step shall prefetch, from the time that each one took.
+
+    Now and then it measures whether prefetch pays on this machine, for this model and this text: a
+    disk, a processor or a prediction that is not good enough makes it cost more than it saves.
+
+        decode steps   32 without | 4 without, 8 with, 4 without | 256 as was faster | a trial ...
+
+    The four blocks of a trial stand so that a cache which fills up meanwhile favours neither side.
+    The first step of a block is not counted: the block before decided what it waits for.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._until_trial = FIRST
+        self._taken: dict[bool, list[float]] = {False: [], True: []}
+        self._step_of_trial = 0
+
+    def end_step(self, seconds: float) -> None:
+        """Note the time of a decode step, which prefetched if `is_on`."""
+        if self._until_trial > 0:
+            self._until_trial -= 1
+            if self._until_trial == 0:
+                self.is_on = TRIAL[0]
+            return
+        block, step = divmod(self._step_of_trial, BLOCK)
+        if step > 0:
+            self._taken[TRIAL[block]].append(seconds)
+        self._step_of_trial += 1
+        if self._step_of_trial < BLOCK * len(TRIAL):
+            self.is_on = TRIAL[self._step_of_trial // BLOCK]
+            return
+        self.is_on = median(self._taken[True]) < median(self._taken[False])
+        self._until_trial = KEPT
+        self._taken = {False: [], True: []}
+        self._step_of_trial = 0
+
+
 class AheadMover(Protocol):
-    """What a mover does for prefetch."""
+    """The part of a mover that prefetch uses."""
 
     failed: set[ExpertKey]  # prefetches that failed; until a demand load succeeds
     load_s: float  # what a prefetch took lately; 0 before the first
@@ -33,7 +75,7 @@ class AheadMover(Protocol):
 
 
 class Prefetcher:
-    """Raises ConfigError for a policy that predicts nothing."""
+    """Begins loads ahead of their layers. Raises ConfigError for a policy that predicts nothing."""
 
     def __init__(
         self,
@@ -74,14 +116,14 @@ class Prefetcher:
         self._last_layer = now, stall_s
 
     def has_room(self) -> bool:
-        """Whether the link can begin a load while this layer computes."""
+        """True if the link can begin a load while this layer computes."""
         if self._pay_off is not None and not self._pay_off.is_on:
             return False
         return self._layer_s > 0 and self._planner.num_loads(**self._times()) > 0
 
     def begin_loads(self, moe_layer_idx: int) -> list[ExpertKey]:
-        """Begin the planned loads while this layer computes. Its experts are held, and there is
-        room. Gives the experts.
+        """Begin the planned loads while this layer computes, and return their experts. The layer's
+        own experts are held, and there is room.
         """
         planned = self._planner.plan(moe_layer_idx, **self._times())
         keys = [key for key in planned if key not in self._mover.failed]

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
 from moe_infinity.experts import Ints
-from moe_infinity.predict.archive import DAMAGED, read_arrays, write_arrays
+from moe_infinity.output import DAMAGED, read_arrays, write_arrays
 
 MOST_EXPERTS = 4096  # per layer: more is a damaged file, not a model
 
@@ -48,7 +48,7 @@ class SequenceTrace:
         )
 
     def first(self, num_tokens: int | None) -> SequenceTrace:
-        """Its first tokens; None: all."""
+        """The first tokens of the sequence; None: all."""
         return SequenceTrace(
             self.experts_TLK[:num_tokens],
             self.token_ids_T[:num_tokens],
@@ -58,7 +58,7 @@ class SequenceTrace:
 
 
 class Trace(NamedTuple):
-    """What a file holds."""
+    """The content of a file."""
 
     sequences: list[SequenceTrace]
     num_experts: int  # per layer; the highest id + 1 where the file does not say

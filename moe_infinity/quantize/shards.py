@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.checkpoint.extents import STORED_DTYPES
+from moe_infinity.checkpoint.headers import STORED_DTYPES
 from moe_infinity.errors import CheckpointError, ConfigError
 from moe_infinity.sizes import format_bytes
 from moe_infinity.system.files import (

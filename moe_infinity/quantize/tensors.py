@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_infinity.checkpoint.extents import StoredTensor
+from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.checkpoint.recipe import Source

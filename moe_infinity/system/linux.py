@@ -1,4 +1,4 @@
-"""System calls of Linux that Python has no name for. To be used where features.py says so.
+"""The test for Linux, and system calls of it that Python has no name for.
 
 Asking what the page cache has reads nothing from the disk, unlike `preadv` with RWF_NOWAIT: where a
 page is missing, that makes Linux 6.18 read ahead, through the page cache. A question takes 1 to 10
@@ -11,6 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 from functools import cache
 
 CACHESTAT = 451  # the number of the system call, of Linux 6.5
@@ -35,16 +36,21 @@ class Counts(ctypes.Structure):
     )
 
 
+def is_linux() -> bool:
+    """True on Linux; everywhere else the package takes the plain path. Tests replace this."""
+    return sys.platform == "linux"
+
+
 @cache
 def libc() -> ctypes.CDLL:
-    """Its calls let other threads run."""
+    """The C library. Its calls let other threads run."""
     library = ctypes.CDLL(None, use_errno=True)
     library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return library
 
 
 def is_cached(descriptor: int, offset: int, num_bytes: int) -> bool:
-    """Whether the page cache has all of these bytes. Raises OSError: ENOSYS before Linux 6.5, EPERM
+    """Ask if the page cache has all of these bytes. Raises OSError: ENOSYS before Linux 6.5, EPERM
     for a file that we neither own nor may write.
     """
     counts = Counts()
@@ -58,8 +64,8 @@ def is_cached(descriptor: int, offset: int, num_bytes: int) -> bool:
 
 
 def populate(address: int, num_bytes: int) -> None:
-    """Make the pages of a mapped file present, for any thread. Raises OSError: EFAULT for all that
-    would be a bus error.
+    """Make the pages of a mapped file present, for any thread. Raises OSError: EFAULT where a look
+    at them would be a bus error.
     """
     code = 0
     for _ in range(MOST_TRIES):

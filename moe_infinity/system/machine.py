@@ -1,26 +1,38 @@
-"""Cores, NUMA nodes and memory of this machine, whatever a container may have of them."""
+"""Cores, NUMA nodes and memory of this machine, and the limits that a container sets to them.
+
+Linux limits groups of processes (control groups, version 2 and 1). Where there are none, there is
+nothing to read, and the machine is the limit.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection
-from importlib.util import find_spec
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from moe_infinity.system import features
+from moe_infinity.system import linux
 
 NODES = Path("/sys/devices/system/node")
 CPU_INFO = Path("/proc/cpuinfo")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 NVIDIA = Path("/proc/driver/nvidia/version")
+CGROUP = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+class MemoryLimit(NamedTuple):
+    """The limit of one control group that this process is in."""
+
+    num_bytes: int
+    used_bytes: int  # and cannot be freed
 
 
 class Mount(NamedTuple):
-    """What a path is on."""
+    """A mounted file system."""
 
     device: str
     file_system: str
@@ -28,14 +40,14 @@ class Mount(NamedTuple):
 
 
 def num_cores() -> int:
-    """That this process may use."""
-    if features.found().affinity:
+    """The number of cores that this process may use."""
+    if linux.is_linux():
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def processor_name() -> str:
-    """As Linux tells it, else as Python does."""
+    """The name of the processor, from Linux or else from Python."""
     if CPU_INFO.exists():
         for line in CPU_INFO.read_text().splitlines():
             if line.startswith("model name"):
@@ -44,8 +56,8 @@ def processor_name() -> str:
 
 
 def keep_to_cores(cores: Collection[int]) -> None:
-    """Let this process run on these only. Without the feature `affinity`, do nothing."""
-    if features.found().affinity:
+    """Let this process run on these cores only. Does nothing elsewhere than on Linux."""
+    if linux.is_linux():
         os.sched_setaffinity(0, cores)
 
 
@@ -63,7 +75,7 @@ def numa_nodes() -> list[list[int]]:
 
 
 def _cores(text: str) -> list[int]:
-    """Of "0-3,8"."""
+    """The cores of a list such as "0-3,8"."""
     cores: list[int] = []
     for part in text.split(",") if text else []:
         first, _, last = part.partition("-")
@@ -71,14 +83,18 @@ def _cores(text: str) -> list[int]:
     return cores
 
 
-def physical_bytes() -> int:
-    """Of memory."""
-    return int(psutil.virtual_memory().total)
+def machine_memory_bytes() -> int:
+    """Bytes of physical memory, or the control group's limit if that is less."""
+    limits = [limit.num_bytes for limit in memory_limits()]
+    return min([int(psutil.virtual_memory().total), *limits])
 
 
-def available_bytes() -> int:
-    """That can be allocated without swapping, by the system's own estimate."""
-    return int(psutil.virtual_memory().available)
+def available_memory_bytes() -> int:
+    """Bytes that can be allocated without swapping, by the operating system's own estimate and
+    within the limits of our control groups.
+    """
+    left = [limit.num_bytes - limit.used_bytes for limit in memory_limits()]
+    return max(min([int(psutil.virtual_memory().available), *left]), 0)
 
 
 def own_bytes() -> int:
@@ -88,7 +104,7 @@ def own_bytes() -> int:
 
 
 def disk_bytes_read() -> int:
-    """That this process has read from disks so far; 0 where the system does not tell."""
+    """Bytes that this process has read from disks so far; 0 where the system does not say."""
     try:
         return int(psutil.Process().io_counters().read_bytes)
     except (AttributeError, OSError, psutil.Error):  # macOS has no such counters
@@ -96,14 +112,14 @@ def disk_bytes_read() -> int:
 
 
 def swap_bytes() -> tuple[int, int]:
-    """Used, and all there is."""
+    """Bytes of swap in use, and of all swap."""
     swap = psutil.swap_memory()
     return int(swap.used), int(swap.total)
 
 
 def lockable_bytes() -> int | None:
-    """Of memory that one process may lock; None: no limit, or none that is known."""
-    if find_spec("resource") is None:
+    """Bytes of memory that one process may lock; None: no limit, or none that is known."""
+    if not linux.is_linux():
         return None
     import resource
 
@@ -112,26 +128,76 @@ def lockable_bytes() -> int | None:
 
 
 def huge_pages_setting() -> str:
-    """ "always", "madvise" or "never"; empty where there is no such setting."""
+    """The setting: always, madvise or never; empty where there is none."""
     return _text(HUGE_PAGES).partition("[")[2].partition("]")[0]
 
 
 def nvidia_driver() -> str:
-    """The first line of what the driver says of itself; empty without one, or elsewhere than on
-    Linux.
-    """
+    """The first line of the driver's own description; empty without one."""
     return _text(NVIDIA).partition("\n")[0]
 
 
 def mount_of(path: Path) -> Mount:
-    """Of what exists or would be made here."""
-    place = path.absolute()
-    mounts = {Path(part.mountpoint): part for part in psutil.disk_partitions(all=True)}
-    for folder in (place, *place.parents):
+    """The mount of what exists or would be made here."""
+    here = path.absolute()
+    mounts = {Path(mount.mountpoint): mount for mount in psutil.disk_partitions(all=True)}
+    for folder in (here, *here.parents):
         if folder in mounts:
-            part = mounts[folder]
-            return Mount(part.device, part.fstype, tuple(part.opts.split(",")))
+            mount = mounts[folder]
+            return Mount(mount.device, mount.fstype, tuple(mount.opts.split(",")))
     return Mount("", "", ())
+
+
+def memory_limits() -> list[MemoryLimit]:
+    """The limits of our memory control group and its parents. A container may see only the last."""
+    limits = []
+    for folder in _groups("memory"):
+        limit = _limit_bytes(folder)
+        if limit is not None:
+            limits.append(MemoryLimit(limit, _used_bytes(folder)))
+    return limits
+
+
+def core_limit() -> float | None:
+    """The cores whose time our control groups may use together; None: no limit."""
+    limits = []
+    for folder in _groups("cpu"):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        if not quota:
+            quota = _text(folder / "cpu.cfs_quota_us")
+            period = _text(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period):  # else "max", or -1 in version 1
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    for line in [*_text(OWN_GROUPS).splitlines(), "::/", f":{controller}:/"]:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            top = CGROUP / controllers
+            group = top / path.strip("/")
+            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))
+
+
+def _limit_bytes(folder: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        text = _text(folder / name)
+        if text.isdigit() and int(text) < 1 << 60:  # v1 writes a huge number for "no limit"
+            return int(text)
+    return None
+
+
+def _used_bytes(folder: Path) -> int:
+    """The bytes that the group uses, without the page cache that it may drop."""
+    for name in ("memory.current", "memory.usage_in_bytes"):
+        text = _text(folder / name)
+        if text.isdigit():
+            fields = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+            alone = fields.get("inactive_file", "0")  # in v1 without that of the groups inside
+            droppable = fields.get("total_inactive_file", alone)
+            return max(int(text) - int(droppable), 0)
+    return 0
 
 
 def _text(path: Path) -> str:

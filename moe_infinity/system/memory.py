@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 from contextlib import suppress
 from pathlib import Path
 
-from moe_infinity.system import features, linux
+from moe_infinity.system import linux
+
+# Reading from disk into huge pages takes the operating system 0.01-0.05 s of CPU time per GB, into
+# small ones 0.04-0.11: it has fewer pages to look up and fewer segments to hand to the device.
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def huge_pages(num_bytes: int) -> memoryview:
+    """Zeroed memory that begins at a huge page, in huge pages if the system has any to give.
+
+    Raises OSError, OverflowError or ValueError if there is not enough memory.
+    """
+    whole = memoryview(zeroed_memory(num_bytes + HUGE_PAGE_BYTES))  # keeps the mapping alive
+    start = -address_of(whole) % HUGE_PAGE_BYTES
+    return whole[start : start + num_bytes]
+
+
+def address_of(view: memoryview) -> int:
+    """The address of the first byte of a view that may be written."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def zeroed_memory(num_bytes: int) -> mmap.mmap:
     """New memory, in huge pages if the system has any to give."""
-    has = features.found()
-    if not has.private_maps:
+    if not linux.is_linux():
         return mmap.mmap(-1, num_bytes)
     memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if has.huge_pages:
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
@@ -26,7 +44,7 @@ def map_file(path: Path) -> mmap.mmap:
     """All bytes of a file; `make_present` comes before a look at them. What is written there does
     not reach the file.
     """
-    if not features.found().populate:
+    if not linux.is_linux():
         raise OSError(errno.EOPNOTSUPP, "this system does not map files safely")
     # Nothing is written: the system need not set memory aside. Writable for torch, which has no
     # read-only tensors.
@@ -36,8 +54,8 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def make_present(address: int, num_bytes: int) -> None:
-    """Pages of a mapped file, for any thread. Raises OSError: EFAULT for all that would be a bus
-    error.
+    """Make pages of a mapped file present, for any thread. Raises OSError: EFAULT where a look at
+    them would be a bus error.
     """
     skip = address % mmap.PAGESIZE
     linux.populate(address - skip, num_bytes + skip)

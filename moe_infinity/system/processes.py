@@ -1,41 +1,33 @@
-"""Ctrl-C, processes of their own, what threads and sockets are told."""
+"""Ctrl-C, yielding a core, and timeouts of sockets."""
 
 from __future__ import annotations
 
 import _thread
 import ctypes
+import os
 import signal
 import struct
-import subprocess
 from functools import cache
 from threading import main_thread
-from typing import Any
 
-from moe_infinity.system import features
+from moe_infinity.system import linux
 
 
 def interrupt_main() -> None:
-    """As Ctrl-C does, from any thread; where a thread can be sent a signal, a wait for the system
-    ends, too.
+    """Interrupt the main thread as Ctrl-C does, from any thread. On Linux this also ends a wait for
+    the system.
     """
     thread = main_thread().ident
-    if features.found().pthread_kill and thread is not None:
+    if linux.is_linux() and thread is not None:
         signal.pthread_kill(thread, signal.SIGINT)
     else:
         _thread.interrupt_main()
 
 
-def without_ctrl_c() -> dict[str, Any]:
-    """What Popen is told for a process that Ctrl-C on this terminal does not reach."""
-    if features.found().sessions:
-        return {"start_new_session": True}
-    return {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
-
-
 @cache
 def yield_address() -> int:
-    """Address of the system's function that yields a core to other threads; 0: none is known."""
-    if not features.found().own_symbols:
+    """The address of the C function that yields a core to other threads; 0: none is known."""
+    if not linux.is_linux():
         return 0
     function = getattr(ctypes.CDLL(None), "sched_yield", None)
     return (ctypes.cast(function, ctypes.c_void_p).value or 0) if function is not None else 0
@@ -43,7 +35,7 @@ def yield_address() -> int:
 
 def socket_timeout(seconds: float) -> bytes:
     """The value of the options SO_RCVTIMEO and SO_SNDTIMEO. 0: none."""
-    if not features.found().timevals:
+    if os.name == "nt":
         return struct.pack("L", round(seconds * 1e3))  # milliseconds
     whole = int(seconds)
     return struct.pack("ll", whole, int((seconds - whole) * 1e6))

@@ -1,8 +1,8 @@
-"""Where the time of a decode step goes.
+"""Where the time of a decode step goes, and what each step looked up.
 
-    with profiling(moe) as profile:
+    with profiling(moe) as profile, counting_steps(moe) as seen:
         moe.generate(...)
-    print(profile)
+    print(profile, decode_steps_of(seen))
 
 Each moment counts for the innermost part that runs, so the parts sum to the time of the steps.
 Measuring takes some microseconds per MoE layer.
@@ -10,12 +10,15 @@ Measuring takes some microseconds per MoE layer.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 
+from moe_infinity.cache.counters import Counters, PhaseCounters
 from moe_infinity.experts import Phase, Step
 from moe_infinity.model import MoE
 
@@ -131,3 +134,44 @@ def profiling(moe: MoE) -> Iterator[Profile]:
         del vars(engine)["begin_step"]
         profile.end_step()
         profile.move_to_waiting(counters.decode.stall_s - stalled_before)
+
+
+@contextmanager
+def counting_steps(moe: MoE) -> Iterator[list[Counters]]:
+    """The counters before the first pass of the model inside and after each one; complete
+    afterwards.
+    """
+    bookkeeping = moe.engine.bookkeeping
+    seen = [copy.deepcopy(bookkeeping.counters)]
+    hook = moe.model.register_forward_hook(
+        lambda *_: seen.append(copy.deepcopy(bookkeeping.counters))
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()
+        if len(seen) > 1:  # a device reports its last pass after it
+            seen[-1] = copy.deepcopy(bookkeeping.counters)
+
+
+def decode_steps_of(seen: Sequence[Counters]) -> list[PhaseCounters]:
+    """What each decode step counted. A step that a device decided is counted when it reports, which
+    may be with the next one.
+    """
+    return [
+        _difference(before.decode, after.decode)
+        for before, after in pairwise(seen)
+        if after.decode.steps > before.decode.steps
+    ]
+
+
+def _difference(before: PhaseCounters, after: PhaseCounters) -> PhaseCounters:
+    return PhaseCounters(
+        hits=after.hits - before.hits,
+        late_hits=after.late_hits - before.late_hits,
+        misses=after.misses - before.misses,
+        steps=after.steps - before.steps,
+        tokens=after.tokens - before.tokens,
+        bytes_read=after.bytes_read - before.bytes_read,
+        stall_s=after.stall_s - before.stall_s,
+    )

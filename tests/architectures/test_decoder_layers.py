@@ -5,6 +5,7 @@ gives, to rounding, and whatever the kernel does not know goes to that code.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,9 @@ from transformers import DynamicCache
 
 from moe_infinity import MoE
 from moe_infinity.architectures import attention_inputs
-from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
-from moe_infinity.architectures.decoder_search import (
-    find_attention,
-    find_experts_alone,
-    find_gate,
-)
-from moe_infinity.architectures.small_batch import KernelLayers
-from moe_infinity.architectures.trial import FellBack, Found
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
+from tests.cache_name import CACHE
+from tests.on_demand import ON_DEMAND
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
@@ -60,7 +55,7 @@ TOKENS = torch.arange(3, 3 + 2 * 40).view(2, 40) * 37 % 128
 
 def saved(name: str, folder: Path, **more: Any) -> Path:
     """A tiny random model in float32."""
-    config = getattr(transformers, f"{name}Config")(**SMALL | MODELS[name] | more)
+    config = getattr(transformers, f"{name}Config")(**SMALL | MODELS.get(name, {}) | more)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
@@ -110,7 +105,7 @@ def logits_of(model: Any, tokens: Tensor, *, num_prompt: int = 5, mask: Tensor |
     found = []
     for start, stop in [(0, num_prompt), *((t, t + 1) for t in range(num_prompt, tokens.shape[1]))]:
         kwargs = {} if mask is None else {"attention_mask": mask[:, :stop]}
-        found.append(model(tokens[:, start:stop], past_key_values=cache, **kwargs).logits)
+        found.append(model(tokens[:, start:stop], **{CACHE: cache}, **kwargs).logits)
     return torch.cat(found, dim=1)
 
 
@@ -191,30 +186,10 @@ def test_threads_that_come_late_do_no_harm(tmp_path, runs):
     assert runs == [6] * 55 * 6
 
 
-@pytest.mark.parametrize("part", ["block", "router"])
-def test_modules_that_fail_in_a_trial_compute_by_their_own_code(tmp_path, part):
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(saved("Mixtral", tmp_path))
-    block = model.model.layers[0].mlp
-    setattr(block.experts, CALL_ATTRIBUTE, object())
-    assert isinstance(find_gate(block.gate), Found)
-    assert find_experts_alone(block) == Found(None)
-
-    def fail(*_: Any) -> None:
-        raise ValueError("wants something else")
-
-    vars(block if part == "block" else block.gate)["forward"] = fail
-    error = FellBack("on trial it raised ValueError: wants something else")
-    assert find_experts_alone(block) == error
-    if part == "router":
-        assert find_gate(block.gate) == error
-    else:
-        assert isinstance(find_gate(block.gate), Found)
-
-
 @pytest.mark.parametrize("has_history", [False, True])
 def test_nothing_is_predicted_once_all_experts_are_in_memory(tmp_path, has_history):
     history = tmp_path / "history" if has_history else None
-    with MoE(saved("Mixtral", tmp_path), history=history, preload="off") as moe:
+    with MoE(saved("Mixtral", tmp_path), history=history, **ON_DEMAND) as moe:
         assert moe.engine.predictor is not None
         moe.preload()
         assert (moe.engine.predictor is not None) == has_history
@@ -227,8 +202,8 @@ def test_what_was_computed_ahead_is_dropped_when_something_comes_between(tmp_pat
 
         def step() -> Tensor:
             cache = DynamicCache(config=model.config)
-            model(TOKENS[:1, :7], past_key_values=cache)
-            return model(TOKENS[:1, 7:8], past_key_values=cache).logits
+            model(TOKENS[:1, :7], **{CACHE: cache})
+            return model(TOKENS[:1, 7:8], **{CACHE: cache}).logits
 
         expected = step()
         assert runs == [3]
@@ -260,28 +235,64 @@ def test_what_was_computed_ahead_is_dropped_when_something_comes_between(tmp_pat
         assert runs == [1, 1] * 3  # the layers around it
 
 
+def test_routers_choose_for_what_their_block_gives_them(tmp_path):
+    """A block that changed its input in place got the choice for the input as it had been."""
+    folder = saved("Mixtral", tmp_path)
+    stock: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    with MoE(folder, host_memory="50%") as moe:
+        for model in (stock, moe.model):
+            for layer in model.model.layers:
+                block = layer.mlp
+                vars(block)["forward"] = partial(_negated, block.forward)
+        assert_close(logits_of(moe.model, TOKENS[:1]), logits_of(stock, TOKENS[:1]))
+
+
+def _negated(forward: Any, x: Tensor) -> Any:
+    return forward(x.neg_())
+
+
+def test_inference_mode_takes_embeddings_from_outside_of_it(tmp_path, runs):
+    """Its tensors count no versions, so nothing is computed ahead: this was a RuntimeError."""
+    with MoE(saved("Mixtral", tmp_path)) as moe:
+        moe.preload()
+        embed = moe.model.get_input_embeddings()
+
+        def step() -> Tensor:
+            cache = DynamicCache(config=moe.model.config)
+            moe.model(TOKENS[:1, :7], past_key_values=cache)
+            return moe.model(inputs_embeds=embedded, past_key_values=cache).logits
+
+        with torch.no_grad():
+            embedded = embed(TOKENS[:1, 7:8])
+            expected = step()
+        assert runs == [3]
+        with torch.inference_mode():
+            assert torch.equal(step(), expected)
+        assert runs == [3]
+
+
 def test_a_step_that_ended_early_leaves_nothing_behind(tmp_path, runs):
     with MoE(saved("Mixtral", tmp_path)) as moe, torch.no_grad():
         model = moe.model
         moe.preload()
         cache = DynamicCache(config=model.config)
         expected = logits_of(model, TOKENS[:1, :12])
-        model(TOKENS[:1, :5], past_key_values=cache)
+        model(TOKENS[:1, :5], **{CACHE: cache})
         for t in range(5, 7):
-            model(TOKENS[:1, t : t + 1], past_key_values=cache)
+            model(TOKENS[:1, t : t + 1], **{CACHE: cache})
 
         def fail(*_: Any) -> None:
             raise KeyboardInterrupt
 
         hook = model.model.layers[1].register_forward_pre_hook(fail)
         with pytest.raises(KeyboardInterrupt):
-            model(TOKENS[:1, 7:8], past_key_values=cache)
+            model(TOKENS[:1, 7:8], **{CACHE: cache})
         hook.remove()
         for layer in cache.layers:  # the first has one token more
             layer.keys = layer.keys[:, :, :7]
             layer.values = layer.values[:, :, :7]
         for t in range(7, 12):
-            logits = model(TOKENS[:1, t : t + 1], past_key_values=cache).logits[:, 0]
+            logits = model(TOKENS[:1, t : t + 1], **{CACHE: cache}).logits[:, 0]
             assert torch.equal(logits, expected[:, t])
 
 
@@ -293,24 +304,24 @@ def test_what_the_kernel_does_not_know_goes_to_the_layers_own_code(tmp_path, cal
 
         def step(**kwargs: Any) -> tuple[int, Tensor]:
             cache = DynamicCache(config=model.config)
-            model(TOKENS[:1, :7], past_key_values=cache)
+            model(TOKENS[:1, :7], **{CACHE: cache})
             calls.clear()
-            logits = model(TOKENS[:1, 7:8], **{"past_key_values": cache} | kwargs).logits
+            logits = model(TOKENS[:1, 7:8], **{CACHE: cache} | kwargs).logits
             return len(calls), logits
 
         num_calls, logits = step()
         assert num_calls == 3
         assert (logits[0, 0] - expected[0, 7]).abs().max() < 1e-4  # after another prompt
         static = transformers.StaticCache(config=model.config, max_cache_len=20)
-        model(TOKENS[:1, :7], past_key_values=static)
-        assert step(past_key_values=static)[0] == 0
+        model(TOKENS[:1, :7], **{CACHE: static})
+        assert step(**{CACHE: static})[0] == 0
         with torch.enable_grad():
             assert step()[0] == 0
         layer = model.model.layers[1].self_attn
         layer.q_proj.weight = nn.Parameter(layer.q_proj.weight.clone())
         assert step()[0] == 2
         calls.clear()
-        model(TOKENS[:1, :1], past_key_values=DynamicCache(config=model.config))  # nothing cached
+        model(TOKENS[:1, :1], **{CACHE: DynamicCache(config=model.config)})  # nothing cached
         assert calls == []
         num_calls, logits = step(output_attentions=True)  # hooks on attention, which stay there
         assert num_calls == 0
@@ -325,20 +336,20 @@ def test_caches_that_are_copied_cropped_or_reordered_stay_apart(checkpoint):
         other[:, :6] = TOKENS[:, :6]
         expected_other = logits_of(model, other)
         cache = DynamicCache(config=model.config)
-        model(TOKENS[:, :5], past_key_values=cache)
-        model(TOKENS[:, 5:6], past_key_values=cache)
+        model(TOKENS[:, :5], **{CACHE: cache})
+        model(TOKENS[:, 5:6], **{CACHE: cache})
         kept = copy.copy(cache)
         kept.layers = [copy.copy(layer) for layer in cache.layers]  # the same tensors
         for t in range(6, 12):  # in turn
-            logits = model(TOKENS[:, t : t + 1], past_key_values=cache).logits[:, 0]
+            logits = model(TOKENS[:, t : t + 1], **{CACHE: cache}).logits[:, 0]
             assert torch.equal(logits, expected[:, t])
-            logits = model(other[:, t : t + 1], past_key_values=kept).logits[:, 0]
+            logits = model(other[:, t : t + 1], **{CACHE: kept}).logits[:, 0]
             assert torch.equal(logits, expected_other[:, t])
         cache.crop(-2)
-        logits = model(TOKENS[:, 10:11], past_key_values=cache).logits[:, 0]
+        logits = model(TOKENS[:, 10:11], **{CACHE: cache}).logits[:, 0]
         assert torch.equal(logits, expected[:, 10])
         cache.reorder_cache(torch.tensor([1, 0]))
-        logits = model(TOKENS[:, 11:].flip(0), past_key_values=cache).logits[:, 0]
+        logits = model(TOKENS[:, 11:].flip(0), **{CACHE: cache}).logits[:, 0]
         assert (logits - expected[:, 11].flip(0)).abs().max() < 1e-4  # torch's bits are by place
 
 
@@ -359,34 +370,3 @@ def test_a_cache_that_grows_is_not_copied_for_every_token():
     assert torch.equal(layer.values[:, :, :5], values)
     assert layer.keys[0, 0, 5:, 0].tolist() == [*range(5, 5 + attention_inputs.MIN_ROOM)]
     assert cache.get_seq_length() == 5 + attention_inputs.MIN_ROOM
-
-
-class Scaled(nn.Module):
-    """Adds less of the attention than others do."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.input_layernorm = layer.input_layernorm
-        self.self_attn = layer.self_attn
-        self.post_attention_layernorm = layer.post_attention_layernorm
-        self.mlp = layer.mlp
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        x = x + 0.999 * self.self_attn(self.input_layernorm(x), **kwargs)[0]
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def test_a_layer_that_computes_a_little_otherwise_is_left_alone(tmp_path):
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(saved("Qwen3Moe", tmp_path))
-    layer = model.model.layers[0]
-    rotations = [model.model.rotary_emb]
-    others = FellBack("the kernel gives other numbers", has_run=True)
-    assert isinstance(find_attention(layer, rotations), Found)
-    assert find_attention(Scaled(layer), rotations) == others
-    assert find_attention(layer, []) == FellBack("the model has no rotary embedding")
-    layer.self_attn.scaling *= 1.01
-    assert isinstance(find_attention(layer, rotations), Found)
-    other = copy.deepcopy(layer)
-    other.self_attn.q_norm.forward = lambda x: x
-    assert isinstance(find_attention(other, rotations), FellBack)
-    KernelLayers(Scaled(layer), None)

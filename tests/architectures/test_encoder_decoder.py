@@ -23,6 +23,7 @@ from tests.architectures.encoder_decoders import (
     make_model,
 )
 from tests.closeness import distance
+from tests.on_demand import ON_DEMAND
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
@@ -194,7 +195,7 @@ def test_stock_nllb_is_far_from_what_the_published_model_computes(nllb):
 
 def test_encoder_rows_are_counted_in_prefill_only_and_decoder_rows_in_both(name, checkpoint, stock):
     expected = chosen_by_routers(stock)
-    with MoE(checkpoint, host_memory="50%", exact=True) as moe:
+    with MoE(checkpoint, host_memory="50%", exact=True, **ON_DEMAND) as moe:
         generate_with(moe)
         eams, report = moe.request_eams(), moe.report()
     assert len(eams) == 2

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_infinity import UnsupportedModelError
 from moe_infinity.architectures.module_list import LIST
-from moe_infinity.engine.routing import Routing
+from moe_infinity.routing import Routing
 
 NUM_EXPERTS, WIDTH = 4, 16
 
@@ -56,7 +56,7 @@ class AtOnce:
         self.routed: list[Any] = []
 
     def answer_calls(self, calls: Any, routing: Routing) -> None:
-        self.routed.append(routing.experts_TK)
+        self.routed.append(routing.top_k_index_TK)
         for expert_idx in routing.activated:
             calls.answer(expert_idx, self.experts.compute, self.weights[expert_idx])
 

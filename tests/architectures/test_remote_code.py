@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from moe_infinity import ConfigError, MoE, UnsupportedModelError
 from moe_infinity.inspection import inspect_checkpoint
+from tests.on_demand import ON_DEMAND
 from tests.remote_code.checkpoints import MODELS, save_remote_code_model
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
@@ -224,7 +225,7 @@ def test_the_eam_of_each_sequence_counts_what_the_routers_chose(
 
 def test_an_expert_called_without_tokens_is_not_looked_up(name, checkpoint):
     """Grok's loop calls every expert in every step; a lookup of each would load each."""
-    with open_moe(checkpoint) as moe:
+    with open_moe(checkpoint, **ON_DEMAND) as moe:
         generate_with(moe, PROMPT[:1])
         decode, prefill = moe.report().decode, moe.report().prefill
         prefill_eam = moe.request_eams()[0].prefill

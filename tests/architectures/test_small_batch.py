@@ -14,9 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_infinity import MoE
 from moe_infinity.architectures import small_batch
-from moe_infinity.architectures.small_batch import MARK, SmallBatchSteps
+from moe_infinity.architectures.small_batch import MARK, Siblings, SmallBatchSteps
 from moe_infinity.kernels.cpu.linear import FusedLinear, fused_linear
 from moe_infinity.kernels.many_rows import MOST_TOKENS
+from tests.cache_name import CACHE
 
 pytestmark = pytest.mark.arithmetic
 
@@ -25,9 +26,10 @@ DTYPES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @pytest.fixture(autouse=True)
 def threads():
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    torch.set_num_threads(1)
+    torch.set_num_threads(before)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -127,6 +129,18 @@ def test_layers_that_are_given_one_input_are_computed_together(layers, products)
         products.clear()
         assert distance(small(x), plain(x)) < 1e-4
     assert products == [3, 1, 3, 1, 1]
+
+
+@torch.no_grad()
+def test_a_layer_that_is_called_twice_joins_its_group_once(products):
+    siblings = Siblings()
+    first, twice = nn.Linear(64, 64), nn.Linear(64, 64)
+    for _ in range(4):
+        products.clear()
+        x = torch.randn(1, 2, 64)
+        for linear in (first, twice, twice):
+            assert distance(siblings.forward(linear, x), linear(x)) < 1e-4
+    assert products == [2, 1]
 
 
 def test_a_layer_that_is_left_out_once_does_not_get_an_old_product(layers):
@@ -230,7 +244,7 @@ def test_a_model_takes_small_batches_unless_it_is_exact_and_stops_when_it_is_clo
         ):
             cache = moe.model(ids[:, :30], use_cache=True).past_key_values
             logits[is_exact] = [
-                moe.model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits
+                moe.model(ids[:, at : at + 1], **{CACHE: cache}, use_cache=True).logits
                 for at in range(30, 40)
             ]
         assert bool(products) == (not is_exact)
@@ -247,7 +261,7 @@ def test_torch_has_its_threads_again_after_ctrl_c(tiny_checkpoint, monkeypatch, 
         raise KeyboardInterrupt
 
     with MoE(tiny_checkpoint, device="cpu") as moe:
-        monkeypatch.setattr(moe.engine, "moe_layer", press)
+        monkeypatch.setattr(moe.engine, "layer", press)
         ((call, options),) = way.items()
         with pytest.raises(KeyboardInterrupt), torch.no_grad():
             getattr(moe, call)(torch.tensor([[5]]), **options)

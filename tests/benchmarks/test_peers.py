@@ -64,50 +64,61 @@ def stored(modules: Any) -> dict[str, Any]:
     }
 
 
-def line_of(text: str, title: str) -> list[str]:
-    """The cells of the table's line with this title."""
-    line = next(line for line in text.splitlines() if line.startswith(f"| {title} |"))
-    return [cell.strip() for cell in line.strip("|").split("|")[1:]]
+def line_of(modules: Any, what: str, system: str = "ours") -> list[str]:
+    """The measured cells of a line: median and spread, ratio and spread, bound."""
+    lines = modules.peers_report.measurements(stored(modules))
+    line = next(line for line in lines if (line["what"], line["system"]) == (what, system))
+    return list(line.values())[4:]
 
 
-def test_a_row_has_median_spread_ratio_bounds_and_target(modules):
-    text = modules.peers_report.markdown(stored(modules))
+def test_a_line_has_median_spread_ratio_and_bound(modules):
     needed = DENSE - EMBEDDING + 4 * EXPERT
-    warm = line_of(text, "prompt, warm, 600 tokens, s")
-    assert warm[:3] == ["3 (2 .. 4)", "exit status -9", "6 (6 .. 6)"]
-    assert warm[3:5] == ["2 (1.5 .. 3)", "-"]
-    assert warm[5:] == [f"{needed / 1e4:.3g}", f"{needed / 1e4:.3g}", "1"]
-    cold = line_of(text, "first token, cold, 32 tokens, s")
-    assert cold[0] == "4 (3 .. 5)"  # with loading
-    assert cold[5] == f"{needed / 2e3:.3g}"
-    limit = line_of(text, "decode, limit 4GiB, tok/s")
-    assert limit[3:] == ["4 (4 .. 4)", "-", "2", "2", "8"]  # 1e3 bytes per second, 500 per token
-    batch = line_of(text, "decode, warm, 8 sequences, tok/s")
-    assert batch[5] == f"{8 * 1e4 / needed:.3g}"
-    assert line_of(text, "load, cached, s")[6] == "-"  # what is mapped is not read
+    warm = "prompt, warm, 600 tokens"
+    assert line_of(modules, warm) == ["3", "2", "4", "2", "1.5", "3", f"{needed / 1e4:.3g}"]
+    assert line_of(modules, warm, "llama.cpp")[:4] == ["6", "6", "6", ""]
+    cold = line_of(modules, "first token, cold, 32 tokens")
+    assert cold[:3] == ["4", "3", "5"]  # with loading
+    assert cold[6] == f"{needed / 2e3:.3g}"
+    limit = line_of(modules, "decode, limit 4GiB")
+    assert limit[3:] == ["4", "4", "4", "2"]  # 1e3 bytes per second, 500 per token
+    assert line_of(modules, "decode, warm, 8 sequences")[6] == f"{8 * 1e4 / needed:.3g}"
+    assert line_of(modules, "load, cached", "llama.cpp")[6] == ""  # what is mapped is not read
+    assert line_of(modules, "decode, limit 4GiB", "ours, prefetch on")[0] == "4"
 
 
-def test_prefetch_is_compared_with_the_default_and_hints_with_their_factor(modules):
-    text = modules.peers_report.markdown(stored(modules))
-    assert line_of(text, "bf16, decode, limit 4GiB")[1:] == ["on", "4 (4 .. 4)", "0.5 (0.5 .. 0.5)"]
-    hinted = text.partition("page hints")[2]
-    assert line_of(hinted, "decode, limit 4GiB, tok/s")[2:4] == ["6.54", "13.1"]
+def test_failures_and_rates_are_reported(modules):
+    text = modules.peers_report.conditions(stored(modules))
+    assert "bf16 cold 32 | ours, exact: exit status -9." in text
+    assert "Other programs used 0.5 (0.5 .. 0.5) of its cores" in text
+    rates = [
+        line for line in modules.peers_report.measurements(stored(modules)) if not line["system"]
+    ]
+    assert [line["median"] for line in rates] == ["1e-06", "2e-06", "1e-05", "1000", "2000"]
 
 
 def test_what_was_not_measured_is_left_out(modules):
     results = stored(modules)
     results["cells"] = {key: each for key, each in results["cells"].items() if " cold " in key}
-    text = modules.peers_report.markdown(results)
-    assert "first token, cold, 32 tokens, s" in text
-    assert "| decode" not in text
-    assert "Prefetch" not in text
-    assert list(modules.peers_report.ratios(results)["ours"].values()) == [1.75] * 4
+    lines = modules.peers_report.measurements(results)
+    ratios = [line["times llama.cpp"] for line in lines if line["system"] == "ours"]
+    assert ratios == ["1.75"] * 4
+    assert "| decode" not in modules.peers_report.table(lines)
 
 
-def test_the_report_replaces_itself_and_nothing_else_of_the_page(modules, tmp_path):
+def test_the_table_has_medians_and_ratios_of_the_csv(modules, tmp_path):
+    report = modules.peers_report
+    lines = report.measurements(stored(modules))
+    report.write_csv(lines, tmp_path / "peers.csv")
+    assert report.read_csv(tmp_path / "peers.csv") == lines
+    table = report.table(lines).splitlines()
+    assert table[0] == "|  | bf16 |"
+    assert "| prompt, warm, 600 tokens, s | 3.00 (2.0) |" in table
+    assert not any("load" in line for line in table)
+
+
+def test_the_table_replaces_itself_and_nothing_else_of_the_page(modules, tmp_path):
     report, page = modules.peers_report, tmp_path / "performance.md"
-    report.update_page(page, "first", None)
-    page.write_text("By hand.\n" + page.read_text() + "And after.\n")
+    page.write_text(f"By hand.\n{report.BEGIN}\nfirst\n{report.END}\nAnd after.\n")
     report.update_page(page, "second", tmp_path / "plots" / "peers.svg")
     text = page.read_text()
     assert text.startswith("By hand.\n")
@@ -120,17 +131,19 @@ def test_the_report_replaces_itself_and_nothing_else_of_the_page(modules, tmp_pa
 def test_a_page_without_the_marks_is_left_alone(modules, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("By hand.\n")
-    with pytest.raises(SystemExit, match="has no place for the report"):
+    with pytest.raises(SystemExit, match="has no place for the table"):
         modules.peers_report.update_page(page, "text", None)
     assert page.read_text() == "By hand.\n"
 
 
 def test_the_plot_is_drawn(modules, tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
-    modules.peers_report.plot(stored(modules), tmp_path / "peers.svg")
+    modules.peers_report.plot(
+        modules.peers_report.measurements(stored(modules)), tmp_path / "peers.svg"
+    )
     drawn = (tmp_path / "peers.svg").read_text()
     assert "decode, limit 4GiB" in drawn
-    assert "4-bit" not in drawn  # nobody measured it
+    assert "4-bit" not in drawn  # it was not measured
 
 
 def test_flops_count_weights_attention_and_the_last_logits(modules):
@@ -222,8 +235,7 @@ def test_of_a_gguf_format_both_systems_read_the_same_file(modules, asked, tmp_pa
     assert (ours, theirs) == ("ours", "llama.cpp")
     assert options == {"model": file, "options": {"config_from": str(tmp_path / "tiny")}}
     assert their_options["gguf"] == file
-    text = modules.peers_report.markdown(found)
-    assert "### GGUF Q8_0" in text
+    assert "| GGUF Q8_0 |" in modules.peers_report.table(modules.peers_report.measurements(found))
 
 
 def test_a_process_of_ours_measures_every_prompt(modules):

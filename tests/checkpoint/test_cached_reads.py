@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from moe_infinity.checkpoint import files
-from moe_infinity.checkpoint.extents import Extent
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
-from moe_infinity.memory.host import HostSlots
+from moe_infinity.memory.slots import HostSlots
 from moe_infinity.system import linux
 from tests.checkpoint.test_page_cache import cached_bytes
 
@@ -66,7 +66,7 @@ class Disk:
         self._preadv = os.preadv
         self._is_cached = linux.is_cached
         monkeypatch.setattr(os, "preadv", self._count)
-        monkeypatch.setattr(files, "is_cached", self._ask)
+        monkeypatch.setattr(linux, "is_cached", self._ask)
 
     def _count(self, descriptor, buffers, offset, flags=0) -> int:
         count = self._preadv(descriptor, buffers, offset, flags)
@@ -137,7 +137,7 @@ def test_a_chunk_that_is_cached_is_copied_and_its_neighbour_read(reader, file, d
 
 
 def test_a_chunk_evicted_meanwhile_is_read(reader, file, disk, monkeypatch):
-    monkeypatch.setattr(files, "is_cached", lambda *args: True)
+    monkeypatch.setattr(linux, "is_cached", lambda *args: True)
     read(reader, file, 0, 1 << 20)
     assert disk.read == 1 << 20
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from moe_infinity.checkpoint import chunks, files
 from moe_infinity.checkpoint.chunks import chunks_of
-from moe_infinity.checkpoint.extents import Extent
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
-from moe_infinity.memory.host import HostSlots
+from moe_infinity.memory.slots import HostSlots
 from tests.checkpoint.reading import read
 
 pytestmark = [

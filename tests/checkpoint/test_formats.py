@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_infinity.checkpoint.extents import Extent, StoredTensor
 from moe_infinity.checkpoint.formats import find_format
-from moe_infinity.checkpoint.headers import read_headers
+from moe_infinity.checkpoint.headers import Extent, StoredTensor, read_headers
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.kernels import unpack

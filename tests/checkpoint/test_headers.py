@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from moe_infinity.checkpoint.extents import Extent
-from moe_infinity.checkpoint.headers import checkpoint_files, read_headers
+from moe_infinity.checkpoint.file_names import checkpoint_files
+from moe_infinity.checkpoint.headers import Extent, read_headers
 from moe_infinity.errors import CheckpointError
 from tests.safetensors_file import entry, write
 
@@ -61,7 +61,7 @@ def test_reading_headers_counts_the_bytes_of_headers_only(tiny_checkpoint):
 
 def test_part_cuts_an_extent_into_equal_runs():
     whole = Extent(Path("f"), 100, 12)
-    assert [whole.part(i, 3) for i in range(3)] == [
+    assert [whole.equal_part(i, 3) for i in range(3)] == [
         Extent(Path("f"), 100 + 4 * i, 4) for i in range(3)
     ]
 

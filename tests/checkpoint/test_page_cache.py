@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from moe_infinity.checkpoint import files
-from moe_infinity.checkpoint.extents import Extent
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.memory.host import HostSlots
+from moe_infinity.memory.slots import HostSlots
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what it keeps")
 FILE_BYTES = 4 << 20

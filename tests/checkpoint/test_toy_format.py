@@ -21,7 +21,7 @@ from moe_infinity import MoE
 from moe_infinity.checkpoint import formats
 from moe_infinity.checkpoint.packing import PartFormat, WeightFormat
 from moe_infinity.kernels.cpu import experts as experts_cpu
-from moe_infinity.kernels.cpu import loaders
+from moe_infinity.kernels.cpu import steps
 from moe_infinity.kernels.cpu.vectors import FLOATS, I8, I32, LANES, all_lanes, load, vector_of
 from tests.closeness import distance, logits_of_steps
 from tests.quantized_checkpoints import QWEN3_MOE, edit_config
@@ -56,7 +56,7 @@ def load_bytes(b: Any, num_vectors: int, at: Any) -> list[Any]:
 @pytest.fixture
 def toy(monkeypatch):
     monkeypatch.setitem(formats.FORMATS, "toy", formats.Method("bytes", lambda config: (TOY,)))
-    monkeypatch.setitem(loaders.LOADERS, "toy", loaders.ValueLoader(8, (8, 4, 2), load_bytes))
+    monkeypatch.setitem(steps.LOADERS, "toy", steps.ValueLoader(8, (8, 4, 2), load_bytes))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_without_a_loader_the_weights_are_unpacked_and_a_warning_says_so(
     packed, plain = folders
     logits_of(packed)
     assert "unpacks them" not in caplog.text
-    monkeypatch.delitem(loaders.LOADERS, "toy")
+    monkeypatch.delitem(steps.LOADERS, "toy")
     found, experts = logits_of(packed)
     assert experts == "toy, unpacked"
     assert "types: toy" in caplog.text
@@ -123,7 +123,7 @@ def test_the_tolerance_rejects_a_loader_that_is_off_by_one(toy, folders, monkeyp
     def off(b: Any, num_vectors: int, at: Any) -> list[Any]:
         return [b.fadd(v, FLOATS([1.0] * LANES)) for v in load_bytes(b, num_vectors, at)]
 
-    monkeypatch.setitem(loaders.LOADERS, "toy", loaders.ValueLoader(8, (2,), off))  # compiled anew
+    monkeypatch.setitem(steps.LOADERS, "toy", steps.ValueLoader(8, (2,), off))  # compiled anew
     packed, plain = folders
     expected, _ = logits_of(plain, **UNPACKED)
     assert distance(logits_of(packed)[0], expected) > 10 * TOLERANCE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_infinity.checkpoint.extents import Extent, StoredTensor
+from moe_infinity.checkpoint.headers import Extent, StoredTensor
 from moe_infinity.checkpoint.recipe import Recipe, Source
 from moe_infinity.experts import ExpertLayout
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_infinity.tools.bench import conditions
+from moe_infinity.tools.bench import benchmark
 from moe_infinity.tools.planning import rates
 
-FAKE = Path(__file__).resolve().parents[1] / "fake_llama"
 SHORT = ("--prompt", "6,3", "--decode", 4, "--repeat", 2)
 
 
@@ -19,15 +17,6 @@ SHORT = ("--prompt", "6,3", "--decode", 4, "--repeat", 2)
 def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "MEASURE_S", 0.01)
     monkeypatch.setattr(rates, "READ_BYTES", 1 << 20)
-
-
-@pytest.fixture
-def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that the fake llama_cpp takes."""
-    monkeypatch.setenv("PYTHONPATH", str(FAKE))
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    return file
 
 
 def result_of(command: Any, *args: object) -> dict[str, Any]:
@@ -77,7 +66,7 @@ def test_conditions_say_what_was_run_and_in_which_order(command, tiny_checkpoint
     assert about["options"]["policy"] == "lru"
     assert {"torch", "python", "moe-infinity"} <= set(about["versions"])
     assert about["threads"] == 1
-    monkeypatch.setattr(conditions, "SHARE", 0.0)
+    monkeypatch.setattr(benchmark, "SHARE", 0.0)
     assert result_of(command, *args)["conditions"]["order"] == "one after the other"
 
 
@@ -101,16 +90,6 @@ def test_without_decoding_there_are_prompts_only(command, tiny_checkpoint):
     assert [row["test"] for row in json.loads(outcome.out)["rows"]] == ["pp3", "pp6"]
 
 
-def test_llama_cpp_is_compared_with(command, tiny_checkpoint, gguf):
-    result = result_of(command, tiny_checkpoint, "--compare", f"llama.cpp:{gguf}")
-    ours, theirs = (row for row in result["rows"] if row["test"] == "pp6")
-    assert (ours["system"], theirs["system"]) == ("moe-infinity", "llama.cpp")
-    assert ours["ratio_to_llama_cpp"] == pytest.approx(
-        ours["tokens_per_s"] / theirs["tokens_per_s"]
-    )
-    assert result["conditions"]["systems"]["llama.cpp"].startswith("llama-cpp-python 0, 1 threads")
-
-
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -119,8 +98,6 @@ def test_llama_cpp_is_compared_with(command, tiny_checkpoint, gguf):
         (["--host-memory", "25%,lots"], "'lots' is not a size"),
         (["--host-memory", "25%,1"], "holds no expert"),
         (["--host-memory", "4000TiB"], "machine"),
-        (["--compare", "llama.cpp:missing.gguf"], "missing.gguf is not a file"),
-        (["--compare", "ollama"], "names nothing to compare with"),
         (["--policy", "none"], "'none'"),
     ],
 )
@@ -133,7 +110,7 @@ def test_what_cannot_be_measured_is_an_error_on_stderr(command, tiny_checkpoint,
 def test_a_model_that_does_not_fit_into_free_memory_is_refused(
     command, tiny_checkpoint, monkeypatch
 ):
-    monkeypatch.setattr(conditions, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(benchmark, "available_memory_bytes", lambda: 1000)
     outcome = command("bench", tiny_checkpoint, *SHORT, "--host-memory", "100%")
     assert outcome.code == 1
     assert outcome.said("of dense weights")

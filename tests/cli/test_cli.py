@@ -15,7 +15,8 @@ from rich.console import Console
 
 from moe_infinity import MoE
 from moe_infinity.cli import terminal
-from moe_infinity.cli.opening import open_model
+from moe_infinity.cli.models import open_model
+from tests.on_demand import ON_DEMAND_FLAGS
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
 NUM_MOE_LAYERS = 3
@@ -77,7 +78,7 @@ def test_run_exact_gives_the_tokens_of_stock(command, tiny_checkpoint, stock_mod
 
 
 def test_run_json_reports_what_the_cache_did(command, tiny_checkpoint):
-    report = json.loads(command(*run_args(tiny_checkpoint, "--json", "--preload", "off")).out)[
+    report = json.loads(command(*run_args(tiny_checkpoint, "--json", *ON_DEMAND_FLAGS)).out)[
         "report"
     ]
     assert 0 <= report["prefill"]["hit_rate"] <= 1

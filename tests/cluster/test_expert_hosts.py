@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +150,37 @@ def test_without_any_host_the_head_goes_on(checkpoint, placement):
             assert torch.equal(logits_of_steps(moe.model, IDS, num_prompt=5), alone)
         assert not hosts_of(moe)
         moe.check_invariants()
+
+
+def test_no_host_is_started_again_after_the_others_have_ended(checkpoint, placement, monkeypatch):
+    """It would be left behind."""
+    is_starting, may_start, has_closed = Event(), Event(), Event()
+    start, close = placement.start, placement.close
+
+    def start_slowly(*args: Any) -> None:
+        is_starting.set()
+        assert may_start.wait(20)
+        assert not has_closed.is_set()
+        start(*args)
+
+    def close_all() -> None:
+        has_closed.set()
+        close()
+
+    moe = ClusterMoE(checkpoint, device="cpu", expert_hosts=1)
+    with torch.no_grad():
+        moe.model(IDS)
+        monkeypatch.setattr(placement, "start", start_slowly)
+        monkeypatch.setattr(placement, "close", close_all)
+        placement.wires[1].close()
+        moe.model(IDS)
+    assert is_starting.wait(20)
+    closing = Thread(target=moe.close)
+    closing.start()
+    assert not has_closed.wait(0.2)
+    may_start.set()
+    closing.join(20)
+    assert has_closed.is_set()
 
 
 def test_a_step_that_is_cut_short_leaves_no_answer_for_the_next_one(

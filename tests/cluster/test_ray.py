@@ -27,7 +27,9 @@ pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `cluster`"),
 ]
 
-MODEL = Path(__file__).parents[2] / "models" / "demo"
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "demo"
+DEMO = ROOT / "examples" / "cluster_demo.py"
 PROMPT = "The old house stood at the edge of the moor, and"
 NUM_CLIENTS = 16
 NUM_TOKENS = 48
@@ -54,7 +56,7 @@ def gone(before: set[str]) -> bool:
 
 def test_the_demo_ends_well_and_leaves_nothing():
     before = children()
-    command = [sys.executable, "-m", "moe_infinity.cli", "cluster", "demo", str(MODEL)]
+    command = [sys.executable, str(DEMO), str(MODEL)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all as with one process\n")
@@ -62,7 +64,7 @@ def test_the_demo_ends_well_and_leaves_nothing():
 
 
 def test_a_cluster_that_is_not_there_is_an_error():
-    command = [sys.executable, "-m", "moe_infinity.cli", "run", str(MODEL), "-p", "x"]
+    command = [sys.executable, "-m", "moe_infinity", "run", str(MODEL), "-p", "x"]
     command += ["--expert-hosts", "1", "--cluster", "127.0.0.1:1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
@@ -74,7 +76,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Pop
     """Two replicas behind an address, by the command."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "moe_infinity.cli", "serve", str(MODEL), "--replicas", "2"]
+    command = [sys.executable, "-m", "moe_infinity", "serve", str(MODEL), "--replicas", "2"]
     command += ["--port", str(port), "--max-batch", "4", "--host-memory", "50%", *request.param]
     before = children()
     process = subprocess.Popen(command, text=True, start_new_session=True)

@@ -186,11 +186,10 @@ def test_a_long_prompt_streams_the_next_layer_before_it_is_routed(tiny_checkpoin
 
     monkeypatch.setattr(LocalExperts, "layer", after_attention)
     for is_streaming in (True, False):
-        if not is_streaming:
-            monkeypatch.setattr(DeviceMover, "stream", lambda self, keys: [])
+        options = {"exact": True, "device_memory": "70%", "host_memory": "100%"}
         with (
             fake_device(FakeCudaDevice(bytes_per_s=3e8)) as cuda_device,
-            MoE(tiny_checkpoint, exact=True, device_memory="70%", host_memory="100%") as moe,
+            MoE(tiny_checkpoint, options | {"stream_layers": is_streaming}) as moe,
         ):
             greedy(moe, LONG_PROMPT, num_tokens=1)  # from disk, which has no modelled clock
             began_s = cuda_device.clock.now_s

@@ -96,7 +96,7 @@ def test_without_kernels_torch_computes_and_the_report_says_so(tiny_checkpoint):
 def test_packed_experts_are_computed_by_torch(tmp_path, monkeypatch):
     use(monkeypatch, PLAIN)
     with opened(build("mxfp4", tmp_path / "model")) as moe:
-        assert "by torch: the kernel does not read these weights" in moe.report().experts
+        assert "by torch: kernels do not read its weights" in moe.report().experts
 
 
 def swapped(mlp: SlotMlp) -> SlotMlp:

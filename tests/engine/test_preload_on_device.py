@@ -12,7 +12,6 @@ from moe_infinity import MoE
 from tests.disk import Disk
 from tests.fake_cuda import FakeCudaDevice, fake_device
 from tests.on_device import LONG_PROMPT, greedy
-from tests.test_preload import is_of_preload
 
 pytestmark = pytest.mark.arithmetic
 
@@ -34,7 +33,7 @@ def test_what_is_being_preloaded_is_waited_for_and_read_once(
     tiny_checkpoint, expected, disk, budgets, prefetch
 ):
     chances = random.Random(0)
-    disk.act = lambda read: time.sleep(chances.uniform(0, 0.02) if is_of_preload() else 0)
+    disk.act = lambda read: time.sleep(chances.uniform(0, 0.02) if read.kind == "preload" else 0)
     options = dict(zip(("device_memory", "host_memory"), budgets, strict=True))
     options |= {"preload": "idle", "prefetch": prefetch, "exact": True}
     for _ in range(3):
@@ -59,7 +58,7 @@ def test_a_read_that_fails_ends_preloading_and_no_answer(
         fake_device(FakeCudaDevice()),
         MoE(tiny_checkpoint, options | {"preload": "off", "exact": True}) as moe,
     ):
-        disk.fail(lambda read: is_of_preload())
+        disk.fail(lambda read: read.kind == "preload")
         moe.preload()
         assert torch.equal(greedy(moe, LONG_PROMPT), expected[1])
         assert torch.equal(greedy(moe), expected[0])

@@ -15,6 +15,7 @@ import torch
 from moe_infinity import MoE
 from moe_infinity.engine import kernel_trial
 from moe_infinity.engine.torch_backend import TorchWork
+from tests.cache_name import CACHE
 from tests.fake_cuda import fake_device
 from tests.meta_device import NOWHERE, PAIR_KERNELS, MetaCudaDevice, made_up_routing
 from tests.quantized_checkpoints import CHECKPOINTS, build
@@ -42,7 +43,7 @@ def prompt_and_token(folder: Path, **options: Any) -> None:
         ids = torch.zeros(1, 9, dtype=torch.int64, device=NOWHERE)
         out = moe.model(ids, use_cache=True)
         last = {"input_ids": ids[:, :1], "position_ids": ids[:, :1]}
-        out = moe.model(**last, use_cache=True, past_key_values=out.past_key_values)
+        out = moe.model(**last, use_cache=True, **{CACHE: out.past_key_values})
         assert out.logits.device == NOWHERE
         assert moe.report().decode.lookups > 0
 

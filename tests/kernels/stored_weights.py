@@ -7,10 +7,10 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
-from moe_infinity.checkpoint.ggml import BLOCKS, blocks_layout
-from moe_infinity.checkpoint.layout import PLAIN, WORDS, WeightLayout
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels import unpack
+from moe_infinity.kernels.unpack import BLOCKS, blocks_layout
+from moe_infinity.layout import PLAIN, WORDS, WeightLayout
 
 HALVES = {  # where a block of GGML's has its float16 numbers
     "q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q2_k": (80, 82),
@@ -28,13 +28,13 @@ def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
         columns = shape[1] // BLOCKS[options[0]][1] * BLOCKS[options[0]][0]
         return blocks_layout(options[0], (shape[0], columns), parts["values"])
     if name in PACKED_BY_US:
-        return PACKED_BY_US[name].place(parts, is_transposed=False)
+        return PACKED_BY_US[name].layout_of(parts, is_transposed=False)
     group = 0 if name == "mxfp4" else int(options[0])
     config = {"bits": 4, "group_size": group, "checkpoint_format": name}
     config["quant_method"] = name.removesuffix("_v2")
     config["desc_act"] = "any" in options
     (weight_format,) = find_format(config).weights
-    return weight_format.place(parts, is_transposed=False)
+    return weight_format.layout_of(parts, is_transposed=False)
 
 
 def make_weight(kind: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:

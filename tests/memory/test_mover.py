@@ -25,11 +25,13 @@ class Disk:
 
     def __init__(self) -> None:
         self.arrived = {key: threading.Event() for key in (A, B, C, D)}
+        self.begun = {key: threading.Event() for key in (A, B, C, D)}
         self.asked: list[ExpertKey] = []
         self.failing: set[ExpertKey] = set()
 
     def read(self, key: ExpertKey, slot_id: int) -> None:
         self.asked.append(key)
+        self.begun[key].set()
         assert self.arrived[key].wait(10), key
         if key in self.failing:
             raise OSError(f"cannot read {key}")
@@ -76,7 +78,7 @@ def test_residents_come_before_what_is_still_loading(bench):
     bench.load(B)
     with bench.table.holding([A, B], Phase.DECODE) as held:
         bench.mover.load_now(held.absent, held.slot_ids)
-        arrivals = bench.mover.arrivals([A, B], bench.counters)
+        arrivals = filter(None, bench.mover.arrivals([A, B], bench.counters))  # none for 0.2 s: []
         assert next(arrivals) == [B]
         bench.disk.deliver(A)
         assert list(arrivals) == [[A]]
@@ -85,7 +87,7 @@ def test_residents_come_before_what_is_still_loading(bench):
 def test_experts_come_in_the_order_they_arrive_not_the_order_asked(bench):
     with bench.table.holding([A, B], Phase.DECODE) as held:
         bench.mover.load_now(held.absent, held.slot_ids)
-        arrivals = bench.mover.arrivals([A, B], bench.counters)
+        arrivals = filter(None, bench.mover.arrivals([A, B], bench.counters))  # none for 0.2 s: []
         bench.disk.deliver(B)
         assert next(arrivals) == [B]
         bench.disk.deliver(A)
@@ -122,6 +124,8 @@ def test_what_a_failed_layer_left_loading_is_settled_before_the_next_step(bench)
     bench.disk.deliver(A)
     with pytest.raises(OSError, match="cannot read"):
         bench.load(A, B, C)
+    assert bench.disk.begun[B].wait(10)  # one that has not begun is cancelled
+    assert bench.disk.begun[C].wait(10)
     bench.disk.deliver(B, C)
     bench.mover.recover()
     assert [bench.table.lookup(key) for key in (A, B, C)] == [None, Residency.RESIDENT, None]
@@ -131,6 +135,7 @@ def test_a_load_that_hangs_ends_in_a_timeout_and_is_taken_up_when_it_ends(bench,
     monkeypatch.setattr(mover_module, "LOAD_TIMEOUT_S", 0.05)
     with pytest.raises(LoadTimeout):
         bench.load(A)
+    assert bench.disk.begun[A].wait(10)  # one that has not begun is cancelled
     with pytest.raises(LoadTimeout):
         bench.mover.recover()
     bench.disk.deliver(A)
@@ -180,8 +185,7 @@ def test_ctrl_c_while_a_thread_starts_leaves_no_read_that_nobody_waits_for(bench
         with pytest.raises(KeyboardInterrupt):
             bench.load(A)
     monkeypatch.setattr(mover_module, "LOAD_TIMEOUT_S", 0.05)
-    while not bench.disk.asked:
-        time.sleep(0.001)
+    assert bench.disk.begun[A].wait(10)
     with pytest.raises(LoadTimeout):
         bench.mover.recover()
     bench.disk.deliver(A)
@@ -194,8 +198,7 @@ def test_close_waits_for_running_reads_and_drops_those_not_begun():
     bench = Bench(num_threads=1)
     slot_ids = {key: bench.table.begin_load(key, Phase.DECODE) for key in (A, B)}
     bench.mover.load_now([A, B], slot_ids)
-    while not bench.disk.asked:
-        time.sleep(0.001)
+    assert bench.disk.begun[A].wait(10)
     threading.Timer(0.1, lambda: bench.disk.deliver(A, B)).start()
     bench.mover.close()
     assert bench.disk.arrived[A].is_set()

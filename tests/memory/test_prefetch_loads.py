@@ -163,7 +163,7 @@ def test_streamed_loads_come_after_demand_loads_and_nobody_begins_them_twice(ben
         assert bench.begun[A].wait(10)
         assert bench.mover.stream([B, C, D]) == [B, C], "one slot is left to others"
         bench.deliver(A, B, C)
-        assert [*bench.mover.arrivals([A], bench.counters)] == [[A]]
+        assert [*filter(None, bench.mover.arrivals([A], bench.counters))] == [[A]]
     assert sorted(bench.load(C, B)) == [B, C]
     assert bench.asked == [A, B, C]
     assert all(bench.table.lookup(key) is Residency.RESIDENT for key in (A, B, C))

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Phase
-from moe_infinity.predict.eam import RequestEam
-from moe_infinity.predict.eamc import Eamc, EamcMatch
+from moe_infinity.predict.eamc import Eamc, EamcMatch, RequestEam
 
 NUM_ROWS, NUM_EXPERTS = 3, 4
 A, B, C = [[9, 1, 0, 0]] * NUM_ROWS, [[0, 9, 1, 0]] * NUM_ROWS, [[0, 0, 9, 1]] * NUM_ROWS

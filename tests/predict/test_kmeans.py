@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks.policies.kmeans import from_kmeans
 from moe_infinity.errors import ConfigError
-from moe_infinity.predict.eam import RequestEam
-from moe_infinity.predict.eamc import Eamc, row_normalised
+from moe_infinity.predict.eamc import Eamc, RequestEam, row_normalised
 
 NUM_LAYERS = 3
 A, B, C = [[9, 1, 0, 0]] * NUM_LAYERS, [[0, 9, 1, 0]] * NUM_LAYERS, [[0, 0, 9, 1]] * NUM_LAYERS

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from moe_infinity import legacy_config
-from moe_infinity.cli import app as cli
+from moe_infinity import __main__ as cli
 from moe_infinity.entrypoints.openai import api_server
+from moe_infinity.memory import cuda
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     monkeypatch.setattr(cli, "main", lambda: None)
 
     def start(*options: object, device_bytes: int | None = None) -> list[str]:
-        monkeypatch.setattr(legacy_config, "device_memory_bytes", lambda device: device_bytes)
+        monkeypatch.setattr(cuda, "device_memory_bytes", lambda device: device_bytes)
         monkeypatch.setattr(sys, "argv", ["api_server", *map(str, options)])
         api_server.main()
         return sys.argv

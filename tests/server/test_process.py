@@ -20,10 +20,10 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 OLD = [sys.executable, "-m", "moe_infinity.entrypoints.openai.api_server"]
-NEW = [sys.executable, "-m", "moe_infinity.cli.app", "serve"]
+NEW = [sys.executable, "-m", "moe_infinity", "serve"]
 # Stays where the history is written but not yet in its place.
 STUCK = "import os, time; os.fsync = lambda _: time.sleep(60); "
-STUCK += "from moe_infinity.cli.app import main; main()"
+STUCK += "from moe_infinity.__main__ import main; main()"
 
 
 def free_port() -> int:
@@ -119,7 +119,7 @@ def test_sigkill_while_the_history_is_written_leaves_the_old_one(tmp_path):
 def test_chat_talks_to_a_server(tmp_path):
     environment = os.environ | {"MOE_INFINITY_API_KEY": "k"}
     with started(*NEW, DEMO, "--api-key", "k") as (url, _):
-        chat = [sys.executable, "-m", "moe_infinity.cli.app", "chat", "--url", url]
+        chat = [sys.executable, "-m", "moe_infinity", "chat", "--url", url]
         chat += ["--max-new-tokens", "8"]
         question = "What is a fever?\n"
         talk = subprocess.run(chat, input=question, capture_output=True, text=True, env=environment)

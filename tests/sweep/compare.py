@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moe_infinity import MoE, MoEInfinityError, UnsupportedModelError
+from tests.on_demand import ON_DEMAND
 from tests.sweep import tiny
 from tests.sweep.discover import Architecture, architectures_in, modelling_files
 from tests.sweep.overrides import NOT_COMPARED, TOLERANCES, UNSEEN_LAYERS
@@ -70,8 +71,10 @@ class Watched:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[tuple[MoE, list[Watched]]]:
-    """The checkpoint with few slots, and its recipes by MoE layer."""
-    with MoE(folder, host_memory=BUDGET, exact=True) as moe:
+    """The checkpoint with few slots, and its recipes by MoE layer. Only what layers ask for is
+    loaded, so that it says which experts they use.
+    """
+    with MoE(folder, host_memory=BUDGET, exact=True, **ON_DEMAND) as moe:
         recipes = moe.engine.loader.recipes
         layers = [Watched(of_layer) for of_layer in recipes]
         recipes[:] = layers  # type: ignore[assignment]

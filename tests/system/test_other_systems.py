@@ -1,4 +1,4 @@
-"""Without what only some systems have, everything gives the same bits."""
+"""Without what only Linux has, everything gives the same bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -18,16 +17,15 @@ from typing import Any
 import pytest
 
 from moe_infinity import CheckpointError, ConfigError
-from moe_infinity.checkpoint import chunks, expert_loader, files
+from moe_infinity.checkpoint import chunks, files, layer_recipes
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.memory.pages import HUGE_PAGE_BYTES, address_of, huge_pages
 from moe_infinity.system.files import locked, open_to_read
 from moe_infinity.system.machine import keep_to_cores, num_cores
-from moe_infinity.system.memory import map_file
-from moe_infinity.system.processes import interrupt_main, socket_timeout, without_ctrl_c
+from moe_infinity.system.memory import HUGE_PAGE_BYTES, address_of, huge_pages, map_file
+from moe_infinity.system.processes import interrupt_main, socket_timeout, yield_address
 from tests.checkpoint.reading import read
 from tests.quantize.packed_checkpoints import everything_in, make_source, pack
-from tests.system.other_systems import EACH, OLD_MACOS, SYSTEMS, WINDOWS, use
+from tests.system.other_systems import leave_linux
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
@@ -37,18 +35,12 @@ CONTENT = random.Random(0).randbytes(100_003)  # ends within a block
 @pytest.fixture(autouse=True)
 def small_files_are_treated_as_large_ones(monkeypatch):
     monkeypatch.setattr(files, "SMALL_FILE_BYTES", 0)
-    monkeypatch.setattr(expert_loader, "MIN_MAPPED_BYTES", 0)
-
-
-@pytest.fixture(params=SYSTEMS)
-def other_system(request, monkeypatch) -> str:
-    use(monkeypatch, SYSTEMS[request.param])
-    return str(request.param)
+    monkeypatch.setattr(layer_recipes, "MIN_MAPPED_BYTES", 0)
 
 
 @pytest.fixture
-def windows(monkeypatch) -> None:
-    use(monkeypatch, WINDOWS)
+def plain(monkeypatch) -> None:
+    leave_linux(monkeypatch)
 
 
 @pytest.fixture
@@ -71,33 +63,28 @@ def random_reads(reader: Reader, file: Path, seed: int, count: int = 50) -> bool
 # Reading
 
 
-@pytest.mark.parametrize("missing", EACH)
-def test_reads_give_the_bytes_of_the_file_whatever_is_missing(file, missing, monkeypatch):
-    use(monkeypatch, (missing,))
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 8192)
-    reader = Reader(num_threads=2)
-    assert random_reads(reader, file, seed=1)
-    reader.close()
-
-
-def test_reads_give_the_bytes_of_the_file_on_other_systems(file, other_system, monkeypatch):
+@pytest.mark.usefixtures("plain")
+def test_reads_give_the_bytes_of_the_file_on_other_systems(file, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 8192)
     reader = Reader(num_threads=2)
     assert random_reads(reader, file, seed=2)
     reader.close()
 
 
-@pytest.mark.usefixtures("windows")
-@pytest.mark.parametrize("missing", [(), OLD_MACOS, WINDOWS])
-def test_several_parts_are_filled_one_after_the_other(file, missing, monkeypatch):
-    use(monkeypatch, missing)
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_several_parts_are_filled_one_after_the_other(file, is_plain, monkeypatch):
+    if is_plain:
+        leave_linux(monkeypatch)
     opened = open_to_read(file)
     parts = [memoryview(bytearray(size)) for size in (5, 7, 11)]
     assert opened.read(parts, 13) == 23
     assert b"".join(parts) == CONTENT[13:36]
+    assert opened.read(parts, len(CONTENT) - 8) == 8
+    assert b"".join(parts)[:8] == CONTENT[-8:]
     opened.close()
 
 
+@pytest.mark.usefixtures("plain")
 def test_threads_do_not_move_each_others_position(file, monkeypatch):
     """Between the move and the read of one thread, another one has time for its own."""
     lseek = os.lseek
@@ -116,20 +103,8 @@ def test_threads_do_not_move_each_others_position(file, monkeypatch):
     assert right == [True] * 4
 
 
-def test_a_file_system_that_can_only_be_told_later_is_read_past_the_cache(file, monkeypatch):
-    """As macOS does: each file is opened as any other, and then a flag is set."""
-    fcntl = pytest.importorskip("fcntl")
-    told: list[tuple[int, int, int]] = []
-    use(monkeypatch, SYSTEMS["macos"], present=("f_nocache",))
-    monkeypatch.setattr(fcntl, "F_NOCACHE", 48, raising=False)
-    monkeypatch.setattr(fcntl, "fcntl", lambda *args: told.append(args))
-    reader = Reader(num_threads=1)
-    assert random_reads(reader, file, seed=3)
-    reader.close()
-    assert [args[1:] for args in told] == [(48, 1)]
-
-
-def test_a_file_is_not_mapped_where_a_failing_disk_would_be_a_bus_error(file, other_system):
+@pytest.mark.usefixtures("plain")
+def test_a_file_is_not_mapped_where_a_failing_disk_would_be_a_bus_error(file):
     with pytest.raises(OSError, match="does not map files"):
         map_file(file)
 
@@ -148,20 +123,18 @@ def run(command: Callable[..., Any], *options: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("host_memory", ["25%", "100%"])
 def test_the_demo_model_writes_the_same_on_other_systems(command, host_memory, monkeypatch):
-    options = ("--host-memory", host_memory, "--preload", "off", "--no-prefetch")
+    options = ("--host-memory", host_memory)
     here = run(command, *options)
-    for name, missing in SYSTEMS.items():
-        with monkeypatch.context() as patch:
-            use(patch, missing)
-            there = run(command, *options)
-        assert there["token_ids"] == here["token_ids"], name
-        assert "page cache" not in there["report"]["experts"], name
+    leave_linux(monkeypatch)
+    there = run(command, *options)
+    assert there["token_ids"] == here["token_ids"]
+    assert "page cache" not in there["report"]["experts"]
 
 
 # Memory
 
 
-@pytest.mark.usefixtures("windows")
+@pytest.mark.usefixtures("plain")
 def test_memory_without_huge_pages_begins_at_one_and_is_zeroed():
     memory = huge_pages(3 * HUGE_PAGE_BYTES + 5)
     assert address_of(memory) % HUGE_PAGE_BYTES == 0
@@ -175,12 +148,10 @@ def test_memory_without_huge_pages_begins_at_one_and_is_zeroed():
 def test_packing_writes_the_same_bytes_on_other_systems(tmp_path, monkeypatch):
     source = make_source(tmp_path / "source")
     pack(source, tmp_path / "here")
-    for name, missing in SYSTEMS.items():
-        (tmp_path / name).mkdir()  # an empty folder, which takes the name of what was written
-        with monkeypatch.context() as patch:
-            use(patch, missing)
-            pack(source, tmp_path / name)
-        assert everything_in(tmp_path / name) == everything_in(tmp_path / "here")
+    (tmp_path / "there").mkdir()  # an empty folder, which takes the name of what was written
+    leave_linux(monkeypatch)
+    pack(source, tmp_path / "there")
+    assert everything_in(tmp_path / "there") == everything_in(tmp_path / "here")
 
 
 def test_a_folder_that_somebody_else_writes_is_left_alone(tmp_path, monkeypatch):
@@ -216,9 +187,10 @@ def test_a_lock_is_free_again_after_an_error(tmp_path):
 # Processes
 
 
-@pytest.mark.parametrize("missing", [(), ("pthread_kill",)])
-def test_ctrl_c_reaches_the_main_thread_from_any_other(missing, monkeypatch):
-    use(monkeypatch, missing)
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_ctrl_c_reaches_the_main_thread_from_any_other(is_plain, monkeypatch):
+    if is_plain:
+        leave_linux(monkeypatch)
     thread = threading.Thread(target=interrupt_main)
     with pytest.raises(KeyboardInterrupt):
         start_and_wait(thread)
@@ -231,21 +203,17 @@ def start_and_wait(thread: threading.Thread) -> None:
         threading.Event().wait(0.01)
 
 
-def test_a_process_of_its_own_starts_without_sessions(monkeypatch):
-    use(monkeypatch, ("sessions",))
-    assert subprocess.run([sys.executable, "-c", ""], **without_ctrl_c()).returncode == 0
-
-
-def test_a_timeout_of_a_socket_is_whole_milliseconds_where_there_are_no_timevals(monkeypatch):
+def test_a_timeout_of_a_socket_is_whole_milliseconds_on_windows(monkeypatch):
     assert len(socket_timeout(1.5)) == 16
-    use(monkeypatch, ("timevals",))
+    monkeypatch.setattr("moe_infinity.system.processes.os.name", "nt")
     assert int.from_bytes(socket_timeout(1.5)[:4], sys.byteorder) == 1500
 
 
-def test_without_affinity_all_cores_are_ours_and_none_is_chosen(monkeypatch):
-    use(monkeypatch, ("affinity",))
-    keep_to_cores([])  # which a system with the feature refuses
+@pytest.mark.usefixtures("plain")
+def test_on_other_systems_all_cores_are_ours_and_none_is_chosen_or_yielded():
+    keep_to_cores([])  # which Linux refuses
     assert num_cores() == os.cpu_count()
+    assert yield_address.__wrapped__() == 0
 
 
 # The seam

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from moe_infinity.cli import app as cli
-from moe_infinity.cli.terminal import stderr
+from moe_infinity import __main__ as command_line
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError
-from moe_infinity.legacy_config import LEGACY_IGNORED, memory_of_ratio
+from moe_infinity.legacy import IGNORED, memory_of_ratio
 
 
 def main() -> None:
@@ -25,10 +24,8 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--model", required=True, help="Checkpoint folder or hub id.")
-    parser.add_argument(
-        "--device", default="auto", help="Where to compute: as for `moe-infinity serve`."
-    )
-    parser.add_argument("--offload-dir", help=f"No effect: {LEGACY_IGNORED['offload_path']}.")
+    parser.add_argument("--device", default="auto", help="As of `moe-infinity serve`.")
+    parser.add_argument("--offload-dir", help=f"No effect: {IGNORED['offload_path']}.")
     parser.add_argument(
         "--device-memory-ratio",
         type=float,
@@ -36,27 +33,24 @@ def main() -> None:
         "effect. --device-memory takes bytes.",
     )
     options, others = parser.parse_known_args()
-    memory: list[str] = []
     if options.offload_dir is not None:
-        print_ignored("--offload-dir", "offload_path")
+        _say_ignored("--offload-dir", "offload_path")
     if options.device_memory_ratio is not None:
         try:
             device = OffloadConfig(device=options.device).device
-            size = memory_of_ratio(options.device_memory_ratio, device)
+            memory = memory_of_ratio(options.device_memory_ratio, device)
         except ConfigError as error:
             parser.error(str(error))
-        if size is None:
-            print_ignored("--device-memory-ratio", "device_memory_ratio")
+        if memory is None:
+            _say_ignored("--device-memory-ratio", "device_memory_ratio")
         else:
-            memory = ["--device-memory", str(size)]
-    device_options = ["--device", options.device, *memory]
-    sys.argv = ["moe-infinity", "serve", options.model, *device_options, *others]
-    cli.main()
+            others = ["--device-memory", str(memory), *others]
+    sys.argv = ["moe-infinity", "serve", options.model, "--device", options.device, *others]
+    command_line.main()
 
 
-def print_ignored(option: str, name: str) -> None:
-    """Say on stderr that an option has no effect, and why."""
-    stderr.print(f"{option} has no effect: {LEGACY_IGNORED[name]}", soft_wrap=True)
+def _say_ignored(option: str, name: str) -> None:
+    sys.stderr.write(f"{option} has no effect: {IGNORED[name]}\n")
 
 
 if __name__ == "__main__":

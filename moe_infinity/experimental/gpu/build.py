@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 
+from moe_infinity.architectures.trial import Found
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.engine import LocalExperts
@@ -25,7 +26,8 @@ def build_device_experts(
     """
     pairs = zip(plan.layers, plan.recipes, strict=True)
     described = [slot_layer(*pair, matrix_of=any_matrix) for pair in pairs]
-    mlps = [mlp for mlp in described if mlp is not None and not splits_words(mlp)]
+    found = [mlp.path for mlp in described if isinstance(mlp, Found)]
+    mlps = [mlp for mlp in found if not splits_words(mlp)]
     obstacles = list(_obstacles(local, model, config))
     if len(mlps) < len(described):
         obstacles.append("kernels do not read all of its experts")

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_infinity.architectures.adapters import ExpertCalls
+from moe_infinity.architectures.trial import Found, path_taken
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.engine.engine import LocalExperts, anonymous_step
-from moe_infinity.engine.routing import Routing
 from moe_infinity.engine.slots import PairWork, SlotBackend
 from moe_infinity.errors import Cancelled, UnsupportedModelError
 from moe_infinity.experimental.gpu.attention_modules import fuse_attention
@@ -34,6 +34,7 @@ from moe_infinity.experts import Ints, Step
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
 from moe_infinity.memory.cuda import CudaDevice
 from moe_infinity.memory.device import DeviceSlots
+from moe_infinity.routing import Routing
 
 
 class DeviceExperts:
@@ -59,8 +60,10 @@ class DeviceExperts:
             for mlp, layer in zip(mlps, plan.layers, strict=True)
         ]
         # No token may depend on who decides, so the host computes by the same kernels.
-        for computer, backend in zip(local.path.computers, self._backends, strict=True):
+        layers = zip(plan.layers, local.path.computers, self._backends, strict=True)
+        for layer, computer, backend in layers:
             computer.by_slots = backend
+            computer.path_taken = path_taken("experts", layer.module, Found(backend))
         local.description = f"{plan.packing or 'as stored'}, by the experimental engine"
         self.device_steps = DeviceSteps(local.bookkeeping, mlps, kernels)
         with _without_experts(model, plan):

@@ -23,10 +23,10 @@ from moe_infinity.cache.activation_aware import ActivationAware
 from moe_infinity.cache.policies import EvictionPolicy, Scores
 from moe_infinity.cache.residency import Entry, ResidencyTable
 from moe_infinity.engine.bookkeeping import Bookkeeping
-from moe_infinity.engine.routing import Routing
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experimental.gpu.device_table import DeviceTable, LayerReport
 from moe_infinity.experts import ExpertKey, Ints, Residency, Step
+from moe_infinity.routing import Routing
 
 POLL_TIMEOUT_S = 10.0  # then the remaining reports are applied later
 POLL_INTERVAL_S = 20e-6  # a fraction of the time that an MoE layer with a miss takes
@@ -270,7 +270,7 @@ def note_layer(
     """
     routing = Routing.of_experts(index_TK, None)
     if routing.num_tokens != bookkeeping.recorder.step.num_tokens:
-        routing = routing._replace(experts_TK=None)
+        routing = routing._replace(top_k_index_TK=None)
     bookkeeping.note_routing(moe_layer_idx, routing)
     keys = [bookkeeping.keys[moe_layer_idx][expert_idx] for expert_idx in routing.activated]
     copied = [key for key in keys if key in missed]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
 from moe_infinity.architectures.answered_ahead import AnsweredAhead
+from moe_infinity.architectures.cache_argument import CACHE_NAMES
 from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,
@@ -45,8 +46,8 @@ TRIED_ROWS = 3
 # Arguments of a layer that it hands on to attention, and does not look at; others only if they say
 # nothing.
 HANDED_ON = {
-    "attention_mask", "past_key_values", "position_embeddings", "position_ids", "use_cache",
-    "cache_position",
+    "attention_mask", "position_embeddings", "position_ids", "use_cache", "cache_position",
+    *CACHE_NAMES,
 }  # fmt: skip
 MODEL_NORM = "norm"  # beside the list of layers
 
@@ -243,7 +244,7 @@ def _adding(layer: nn.Module, block: nn.Module) -> nn.Module:
     stubs = {names[feed_forward(layer)]: block, ATTENTION: attention}
     trial = Trial(layer, seed=7, stubs=stubs)
     x = trial.random(1, TRIED_ROWS, len(layer.get_submodule(RESIDUAL_NORM).get_parameter("weight")))
-    given = {"attention_mask": None, "past_key_values": None, "position_embeddings": (x, x)}
+    given = {"attention_mask": None, "position_embeddings": (x, x)}
     attention.given.update(given)
     stub = _Stub()
     middle = x + stub(trial.module.get_submodule(NORM)(x))

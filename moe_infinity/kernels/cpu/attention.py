@@ -26,12 +26,11 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import KINDS
 from moe_infinity.kernels import host_float32
+from moe_infinity.kernels.cpu.arrangement import arranged
 from moe_infinity.kernels.cpu.compiler import machine_code
-from moe_infinity.kernels.cpu.loaders import LOADERS
 from moe_infinity.kernels.cpu.rows import row_function
-from moe_infinity.kernels.cpu.steps import arguments_for, arranged, loop_for
+from moe_infinity.kernels.cpu.steps import LOADERS, arguments_for, loop_for
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,
@@ -49,6 +48,7 @@ from moe_infinity.kernels.cpu.vectors import (
     sum_of_lanes,
 )
 from moe_infinity.kernels.cpu.work import call_rows
+from moe_infinity.layout import KINDS
 
 FINITE = 1e30  # more than any score
 MAX_WIDTH = 16 * LANES  # of values: as many sums as a machine has registers
@@ -57,8 +57,9 @@ MAX_WIDTH = 16 * LANES  # of values: as many sums as a machine has registers
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor | None:
-    """[B, H, 1, d], [B, G, N, d], [B, G, N, dv] -> [B, H, dv]. The mask is added, or says where to
-    look if it is bool; [B or 1, H or 1, 1, N]. None: not for these shapes, dtypes or devices.
+    """Attend: [B, H, 1, d], [B, G, N, d], [B, G, N, dv] -> [B, H, dv]. The mask is added, or says
+    where to look if it is bool; [B or 1, H or 1, 1, N]. None: not for these shapes, dtypes or
+    devices.
     """
     num_seqs, num_groups, num_tokens, width = key.shape
     value_width = value.shape[3]
@@ -89,7 +90,7 @@ def attend(
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int, int]:
-    """From one sequence, head and token to the next."""
+    """The bytes from one sequence, head and token to the next."""
     seq, head, token, _ = tensor.stride()
     return seq * tensor.itemsize, head * tensor.itemsize, token * tensor.itemsize
 
@@ -148,7 +149,7 @@ def weigh(
 
 
 def _emit_weigh(kind: str, num_vectors: int, context: Any, b: Any, args: Any) -> Any:
-    """out = the sum of rows, weighted by the softmax of scores. Overwrites scores."""
+    """Emit out = the sum of rows, weighted by the softmax of scores. Overwrites scores."""
     scores, num_steps, rows, row_bytes, num_rows, out = args
     largest = cgutils.alloca_once_value(b, all_lanes(F32, -math.inf))
     total = cgutils.alloca_once_value(b, FLOATS(None))

@@ -1,5 +1,4 @@
-"""What surrounds the experts of a decoder layer, for decoder_call.py: the weights of a layer, and
-where they lie.
+"""The weights around the experts of a decoder layer, and where they lie, for decoder_call.py.
 
 Legend: B sequences, D model width, H heads, G heads of keys and values, N tokens of the cache with
 the new one, d width of a head, v of its values, E experts.
@@ -14,30 +13,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import KINDS, PackedWeight
+from moe_infinity.kernels.cpu.arrangement import Arrangement, arrangement_for
 from moe_infinity.kernels.cpu.attention import MAX_WIDTH
-from moe_infinity.kernels.cpu.decoder_call import (
+from moe_infinity.kernels.cpu.decoder_call import layer_function
+from moe_infinity.kernels.cpu.experts import Product
+from moe_infinity.kernels.cpu.layer_call import (
     HALVES,
     NEIGHBOURS,
     NO_NORM,
     NORM_OF_ALL,
     NORM_OF_HEADS,
     LayerCall,
-    layer_function,
+    LayerNumbers,
 )
-from moe_infinity.kernels.cpu.experts import Product
 from moe_infinity.kernels.cpu.linear import product_of
-from moe_infinity.kernels.cpu.routing import OF_ALL, OF_CHOSEN
+from moe_infinity.kernels.cpu.routed import OF_ALL, OF_CHOSEN
 from moe_infinity.kernels.cpu.rows import row_function
-from moe_infinity.kernels.cpu.steps import (
-    Arrangement,
-    InnerLoop,
-    arguments_for,
-    arrangement_for,
-    loop_for,
-)
+from moe_infinity.kernels.cpu.steps import InnerLoop, arguments_for, loop_for
 from moe_infinity.kernels.cpu.vectors import LANES
 from moe_infinity.kernels.cpu.work import BIASES
+from moe_infinity.layout import KINDS, PackedWeight
 from moe_infinity.system.processes import yield_address
 
 Weight = Tensor | PackedWeight
@@ -55,11 +50,11 @@ __all__ = [
 
 
 class Gate(NamedTuple):
-    """How a router chooses; see routing.py."""
+    """The rule by which a router chooses; see routed.py."""
 
     top_k: int
-    shares: int  # OF_ALL or OF_CHOSEN
-    dtype: torch.dtype  # that shares are rounded to
+    softmax_over: int  # OF_ALL or OF_CHOSEN
+    dtype: torch.dtype  # that weights are rounded to
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +100,15 @@ class Attention:
 
     @property
     def norms(self) -> int:
-        """Of queries and keys."""
+        """The kind of norm of queries and keys."""
         if self.query_norm is None:
             return NO_NORM
         return NORM_OF_HEADS if len(self.query_norm) == self.head_width else NORM_OF_ALL
 
 
 class DecoderKernel:
-    """One layer as machine code sees it: addresses, and what they point to, kept. decoder_steps.py
-    calls it.
+    """One layer as machine code sees it: addresses, and the memory that they point to, which it
+    keeps. decoder_steps.py calls it.
     """
 
     def __init__(self, layer: Attention, dtype: torch.dtype) -> None:
@@ -123,7 +118,7 @@ class DecoderKernel:
         self._products = _Products.of(layer, dtype)
         self._vectors: list[Tensor] = []  # kept, as the call has their addresses
         self._arrangements: list[array[int]] = []
-        self.told = arguments_for(
+        self.key_arguments = arguments_for(
             self._products.keys, (1, layer.head_width), (1, layer.head_width), 1
         )
         self.fixed = self._call_of_layer()
@@ -132,15 +127,22 @@ class DecoderKernel:
 
     @property
     def row_bytes(self) -> tuple[int, ...]:
-        """Of one sequence: the memory of LayerCall from `hidden` to `out`, in its order."""
+        """The bytes that one sequence takes in the memory of LayerCall from `hidden` to `out`, in
+        its order.
+        """
         return self._products.row_bytes
 
     def _call_of_layer(self) -> LayerCall:
-        """What stays the same from call to call."""
+        """The fields of a LayerCall that stay the same from call to call."""
         layer = self.layer
         products = self._products
-        eps = layer.norm_eps, layer.query_norm_eps, layer.key_norm_eps, layer.residual_norm_eps
-        numbers = torch.tensor([*eps, layer.scale], dtype=torch.float32, device="cpu")
+        numbers = LayerNumbers(
+            norm_eps=layer.norm_eps,
+            query_norm_eps=layer.query_norm_eps,
+            key_norm_eps=layer.key_norm_eps,
+            residual_norm_eps=layer.residual_norm_eps,
+            score_scale=layer.scale,
+        )
         bias = None if layer.biases is None else torch.cat(layer.biases)
         return LayerCall(**dict.fromkeys(LayerCall._fields, 0))._replace(
             yield_=yield_address(),
@@ -153,7 +155,7 @@ class DecoderKernel:
             rotated=layer.rotated,
             pairs=layer.pairs,
             norms=layer.norms,
-            numbers=self._kept(numbers),
+            numbers=self._kept(torch.tensor(numbers, dtype=torch.float32, device="cpu")),
             norm=self._kept(layer.norm),
             query_norm=self._kept(layer.query_norm),
             key_norm=self._kept(layer.key_norm),
@@ -165,9 +167,9 @@ class DecoderKernel:
             out_blocks=products.last.blocks.ctypes.data,
             num_out_blocks=len(products.last.blocks),
             out_bias=self._kept(layer.out_bias),
-            x_places=self._arranged(products.first.places),
-            query_places=self._arranged(products.query_places),
-            out_places=self._arranged(products.last.places),
+            x_arrangement=self._arranged(products.first.arrangement),
+            query_arrangement=self._arranged(products.query_arrangement),
+            out_arrangement=self._arranged(products.last.arrangement),
             score=row_function(products.keys).address,
             **self._of_router(),
         )
@@ -182,10 +184,10 @@ class DecoderKernel:
             "num_router_blocks": len(product.blocks),
             "num_experts": product.num_rows,
             "router_bias": self._kept(router.bias),
-            "router_places": self._arranged(product.places),
+            "router_arrangement": self._arranged(product.arrangement),
             "top_k": router.gate.top_k,
-            "shares": router.gate.shares,
-            "share_dtype": index_of(router.gate.dtype),
+            "softmax_over": router.gate.softmax_over,
+            "weights_dtype": index_of(router.gate.dtype),
         }
 
     def _kept(self, vector: Tensor | None) -> int:
@@ -195,13 +197,13 @@ class DecoderKernel:
         self._vectors.append(vector.detach().to(torch.float32).contiguous().clone())
         return self._vectors[-1].data_ptr()
 
-    def _arranged(self, places: Arrangement) -> int:
-        self._arrangements.append(array("q", places))
+    def _arranged(self, arrangement: Arrangement) -> int:
+        self._arrangements.append(array("q", arrangement))
         return self._arrangements[-1].buffer_info()[0]
 
 
 def index_of(dtype: torch.dtype) -> int:
-    """Its place in BIASES. Raises ValueError if it is not one of them."""
+    """The index of the dtype in BIASES. Raises ValueError if it is not one of them."""
     return BIASES.index(str(dtype).removeprefix("torch."))
 
 
@@ -213,7 +215,7 @@ class _Products:
     last: Product
     router: Product | None
     keys: InnerLoop  # of keys as rows of a weight
-    query_places: Arrangement
+    query_arrangement: Arrangement
     row_bytes: tuple[int, ...]  # of one sequence: LayerCall's memory, in its order, but scores
 
     @classmethod
@@ -233,14 +235,14 @@ class _Products:
             raise ValueError("heads that kernels do not know")
         if layer.norms == NORM_OF_ALL and layer.biases is not None:
             raise ValueError("biases in front of norms that kernels do not know")
-        query_places = arrangement_for(keys, width)
+        query_arrangement = arrangement_for(keys, width)
         products = [product for product in (first, last, router) if product is not None]
         row_bytes = (
             4 * len(layer.out),
-            max(product.places.row_bytes for product in products),
+            max(product.arrangement.row_bytes for product in products),
             4 * first.num_rows,
-            layer.num_heads * query_places.row_bytes,
+            layer.num_heads * query_arrangement.row_bytes,
             4 * layer.num_heads * layer.value_width,
             4 * len(layer.out),
         )
-        return cls(first, last, router, keys, query_places, row_bytes)
+        return cls(first, last, router, keys, query_arrangement, row_bytes)

@@ -1,4 +1,4 @@
-"""What surrounds the experts of a decoder layer, for one new token of each sequence, in one call:
+"""The parts of a decoder layer around its experts, for one new token of each sequence, in one call:
 
     norm       of the residual
     products   queries, keys and values                         items: blocks of rows
@@ -7,122 +7,55 @@
     product    of the heads' outputs                            items: blocks of rows
     residual   the sum, and its norm: what the experts get
     router     the product of the norm with its weight          items: blocks of rows
-    choice     each sequence's experts; see routing.py
+    choice     each sequence's experts; see routed.py
 
 All threads of a team enter, and meet after each stage. Everything is summed in float32. Rounded to
 the model's dtype are the keys and values that the cache keeps, the residual and its norm.
 
-Legend: B sequences, D model width, H heads, G heads of keys and values, N tokens of the cache with
-the new one, d width of a head, v of its values.
+layer_call.py has the numbers that a call gets. Legend: B sequences, D model width, H heads, G heads
+of keys and values, N tokens of the cache with the new one, d width of a head, v of its values.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba import njit, types
 
+from moe_infinity.kernels.cpu.arrangement import Arrangement, arrange
 from moe_infinity.kernels.cpu.attention import weigh
 from moe_infinity.kernels.cpu.compiler import c_function, reader_of
-from moe_infinity.kernels.cpu.routing import choose
-from moe_infinity.kernels.cpu.steps import (
-    Arrangement,
-    arrange,
+from moe_infinity.kernels.cpu.layer_call import (
+    KEY_EPS,
+    NEIGHBOURS,
+    NORM_EPS,
+    NORM_OF_ALL,
+    NORM_OF_HEADS,
+    QUERY_EPS,
+    RESIDUAL_EPS,
+    SCORE_SCALE,
+    LayerCall,
 )
+from moe_infinity.kernels.cpu.routed import choose
 from moe_infinity.kernels.cpu.team import LINE, fetch_add, wait_for
-from moe_infinity.kernels.cpu.vectors import LANES, float_at, int_at, put_float
+from moe_infinity.kernels.cpu.vectors import LANES, float_at, put_float
 from moe_infinity.kernels.cpu.work import (
-    BLOCK,
+    BLOCK_BYTES,
+    block_at,
     call_rows,
     multiply,
     put_number,
     value_at,
 )
 
-STAGES = 8
-STATE = STAGES * 2 * LINE  # int64s: of each stage the next item, and how many are done
-NO_NORM, NORM_OF_HEADS, NORM_OF_ALL = range(3)  # of queries and keys
-HALVES, NEIGHBOURS = range(2)  # which two columns of a head are rotated together
-
-
-class LayerCall(NamedTuple):
-    """One call: integers, for numba. Without a unit, an address; vectors are float32."""
-
-    state: int
-    yield_: int
-    # of the layer
-    dtype: int  # of x and the cache: the place of its name in BIASES
-    width: int  # D
-    num_groups: int  # G
-    per_group: int  # H / G
-    head_width: int  # d
-    value_width: int  # v
-    rotated: int  # columns of a head
-    pairs: int  # HALVES or NEIGHBOURS
-    norms: int  # of queries and keys
-    numbers: int  # float32: eps of norm, norm of queries, of keys, of the residual; scale of scores
-    norm: int  # [D]
-    query_norm: int  # [d] or [H * d]
-    key_norm: int
-    residual_norm: int  # [D]
-    blocks: int  # of the first product; see work.Weights
-    num_blocks: int
-    bias: int  # [H * d + G * d + G * v]; 0: none
-    sinks: int  # [H]: scores of nothing; 0: none
-    out_blocks: int
-    num_out_blocks: int
-    out_bias: int  # [D]; 0: none
-    router_blocks: int
-    num_router_blocks: int
-    num_experts: int
-    router_bias: int  # [E]; 0: none
-    top_k: int
-    shares: int  # OF_ALL or OF_CHOSEN
-    share_dtype: int  # the place of its name in BIASES
-    x_places: int  # of Arrangements: of x, of a query, of what goes into the products after them
-    query_places: int
-    out_places: int
-    router_places: int
-    score: int  # function that multiplies keys with queries
-    told: int  # KernelArguments of keys
-    # of the call
-    num_seqs: int  # B
-    num_tokens: int  # N
-    x: int  # [B, D]
-    cos: int  # [B, pairs of columns], and how many bytes from one sequence to the next
-    sin: int
-    angle_bytes: int
-    key: int  # bytes from one sequence, head and token to the next
-    key_seq: int
-    key_head: int
-    key_row: int
-    value: int
-    value_seq: int
-    value_head: int
-    value_row: int
-    mask: int  # [B, N], added to scores; 0: none
-    mask_bytes: int
-    # memory for what is between
-    hidden: int  # [B, D]
-    arranged: int  # the widest of what the products get
-    heads: int  # [B, H * d + G * d + G * v]
-    queries: int  # [B, H, ...]
-    attended: int  # [B, H * v]
-    out: int  # [B, D]
-    scores: int  # [B, H, score_bytes]
-    score_bytes: int
-    # results
-    residual: int  # [B, D]
-    normed: int  # [B, D]
-    logits: int  # float32 [B, E]
-    chosen: int  # int64 [B, K]
-    chosen_shares: int  # [B, K]
-
+# The stages that all threads of a team pass together, in this order.
+NORM, PROJECTIONS, HEADS, ARRANGE, OUTPUT, RESIDUAL, LOGITS, CHOICE = range(8)
+STATE = (CHOICE + 1) * 2 * LINE  # int64s: of each stage the next item, and how many are done
 
 _call_at = reader_of(LayerCall)
-_places_at = reader_of(Arrangement)
+_arrangement_at = reader_of(Arrangement)
 
 
 @njit(nogil=True)
@@ -181,27 +114,27 @@ def _rotate(at, cos, sin, rotated, pairs):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _begin(call):  # type: ignore[no-untyped-def]
-    """The norm of x, arranged."""
+    """Compute the norm of x, arranged."""
     for seq in range(call.num_seqs):
         row = call.hidden + 4 * call.width * seq
         for i in range(call.width):
             put_float(row, i, value_at(call.x, seq * call.width + i, call.dtype))
-        scale = _scale_of_norm(row, call.width, float_at(call.numbers, 0))
+        scale = _scale_of_norm(row, call.width, float_at(call.numbers, NORM_EPS))
         _scale(row, call.width, scale, call.norm)
-    places = _places_at(call.x_places)
-    arrange(call.hidden, 4 * call.width, call.arranged, call.num_seqs, places)
+    arrangement = _arrangement_at(call.x_arrangement)
+    arrange(call.hidden, 4 * call.width, call.arranged, call.num_seqs, arrangement)
 
 
 @njit(nogil=True)
 def _keep(call, at, count, to):  # type: ignore[no-untyped-def]
-    """In the cache, which has the dtype of x."""
+    """Write a key or value into the cache, which has the dtype of x."""
     for i in range(count):
         put_number(to, i, float_at(at, i), call.dtype)
 
 
 @njit(nogil=True)
 def _make_head(call, at, seq, is_query, norm, eps, scale_of_all, head):  # type: ignore[no-untyped-def]
-    """Norm and rotation of one head of queries or keys."""
+    """Apply the norm and the rotation to one head of queries or keys."""
     if call.norms == NORM_OF_HEADS:
         _scale(at, call.head_width, _scale_of_norm(at, call.head_width, eps), norm)
     elif call.norms == NORM_OF_ALL:
@@ -209,14 +142,16 @@ def _make_head(call, at, seq, is_query, norm, eps, scale_of_all, head):  # type:
     angle = call.angle_bytes * seq
     _rotate(at, call.cos + angle, call.sin + angle, call.rotated, call.pairs)
     if is_query:
-        scale = float_at(call.numbers, 4)
+        scale = float_at(call.numbers, SCORE_SCALE)
         for i in range(call.head_width):
             put_float(at, i, float_at(at, i) * scale)
 
 
 @njit(nogil=True)
 def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
-    """Of one head of keys: its queries arranged, its key and value in the cache."""
+    """Make the queries and the key of one head of keys: queries arranged, key and value in the
+    cache.
+    """
     num_heads = call.num_groups * call.per_group
     columns = (num_heads + call.num_groups) * call.head_width + call.num_groups * call.value_width
     row = call.heads + 4 * columns * seq
@@ -230,8 +165,8 @@ def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
         _add(queries, call.bias + (queries - row), call.per_group * call.head_width)
         _add(key, key_bias, call.head_width)
         _add(value, call.bias + (value - row), call.value_width)
-    query_eps = float_at(call.numbers, 1)
-    key_eps = float_at(call.numbers, 2)
+    query_eps = float_at(call.numbers, QUERY_EPS)
+    key_eps = float_at(call.numbers, KEY_EPS)
     of_queries = types.float32(0)
     of_keys = types.float32(0)
     if call.norms == NORM_OF_ALL:
@@ -247,29 +182,31 @@ def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
     _keep(call, own, call.head_width, at)
     at = call.value + call.value_seq * seq + call.value_head * group + call.value_row * last
     _keep(call, value, call.value_width, at)
-    places = _places_at(call.query_places)
-    query_bytes = places.row_bytes
+    arrangement = _arrangement_at(call.query_arrangement)
+    query_bytes = arrangement.row_bytes
     for head in range(first, first + call.per_group):
         for i in range(call.head_width):
             put_float(own, i, float_at(row, head * call.head_width + i))
         _make_head(call, own, seq, 1, call.query_norm, query_eps, of_queries, head)
         to = call.queries + query_bytes * (seq * num_heads + head)
-        arrange(own, 4 * call.head_width, to, 1, places)
+        arrange(own, 4 * call.head_width, to, 1, arrangement)
 
 
 @njit(nogil=True)
 def _score(call, seq, group):  # type: ignore[no-untyped-def]
-    """Of the queries of one head of keys, with all keys. Gives the vectors of a query's scores."""
+    """Multiply the queries of one head of keys with all keys. Returns the vectors of a query's
+    scores.
+    """
     num_heads = call.num_groups * call.per_group
-    places = _places_at(call.query_places)
-    query_bytes = places.row_bytes
+    arrangement = _arrangement_at(call.query_arrangement)
+    query_bytes = arrangement.row_bytes
     keys = call.key + call.key_seq * seq + call.key_head * group
     count = call.num_tokens + (1 if call.sinks else 0)
     num_vectors = -(-count // LANES)
     first = seq * num_heads + group * call.per_group
     queries = call.queries + query_bytes * first
     at = call.scores + call.score_bytes * first
-    call_rows(call.score, 0, call.num_tokens, queries, call.per_group, at, call.told, keys)
+    call_rows(call.score, 0, call.num_tokens, queries, call.per_group, at, call.key_arguments, keys)
     for in_group in range(call.per_group):
         head = group * call.per_group + in_group
         at = call.scores + call.score_bytes * (seq * num_heads + head)
@@ -284,7 +221,7 @@ def _score(call, seq, group):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _end(call):  # type: ignore[no-untyped-def]
-    """The residual, and its norm."""
+    """Compute the residual, and its norm."""
     for seq in range(call.num_seqs):
         row = call.out + 4 * call.width * seq
         if call.out_bias:
@@ -294,23 +231,22 @@ def _end(call):  # type: ignore[no-untyped-def]
             value = float_at(row, i) + value_at(call.x, first + i, call.dtype)
             put_float(row, i, value)
             put_number(call.residual, first + i, value, call.dtype)
-        scale = _scale_of_norm(row, call.width, float_at(call.numbers, 3))
+        scale = _scale_of_norm(row, call.width, float_at(call.numbers, RESIDUAL_EPS))
         _scale(row, call.width, scale, call.residual_norm)
         for i in range(call.width):
             put_number(call.normed, first + i, float_at(row, i), call.dtype)
     if call.num_router_blocks:
-        places = _places_at(call.router_places)
-        arrange(call.out, 4 * call.width, call.arranged, call.num_seqs, places)
+        arrangement = _arrangement_at(call.router_arrangement)
+        arrange(call.out, 4 * call.width, call.arranged, call.num_seqs, arrangement)
 
 
 @njit(nogil=True)
 def _product(call, stage, blocks, num_blocks, out, num_columns):  # type: ignore[no-untyped-def]
-    """What was arranged, times a weight in blocks of rows: [B, columns]."""
+    """Multiply the arranged rows with a weight in blocks of rows: [B, columns]."""
     item = _take(call.state, stage)
     while item < num_blocks:
-        block = blocks + 8 * BLOCK * item
-        x_bytes = int_at(block, 5)
-        multiply(block, 0, 0, call.num_seqs, call.arranged, x_bytes, out, 4 * num_columns)
+        block = block_at(blocks + BLOCK_BYTES * item)
+        multiply(block, 0, 0, call.num_seqs, call.arranged, block.x_bytes, out, 4 * num_columns)
         _count(call.state, stage)
         item = _take(call.state, stage)
     _meet(call.state, stage, num_blocks, call.yield_)
@@ -323,31 +259,31 @@ def _choose(call, seq):  # type: ignore[no-untyped-def]
         _add(row, call.router_bias, call.num_experts)
     first = call.top_k * seq
     choose(
-        row, call.num_experts, call.top_k, call.shares,
-        call.chosen + 8 * first, call.chosen_shares, first, call.share_dtype,
+        row, call.num_experts, call.top_k, call.softmax_over,
+        call.top_k_index + 8 * first, call.top_k_weights, first, call.weights_dtype,
     )  # fmt: skip
 
 
 @cache
 def layer_function(kind: str, num_vectors: int) -> Any:
-    """The C function of layers whose cache has values of this kind, so many vectors wide."""
+    """The C function of layers whose cache has values of this kind, `num_vectors` vectors wide."""
 
     @c_function(types.void(types.int64), f"decoder_{kind}_{num_vectors}")
     def run(address: int) -> None:
         call = _call_at(address)
         state = call.state
-        if _take(state, 0) == 0:
+        if _take(state, NORM) == 0:
             _begin(call)
-            _count(state, 0)
-        _meet(state, 0, 1, call.yield_)
+            _count(state, NORM)
+        _meet(state, NORM, 1, call.yield_)
 
         num_heads = call.num_groups * call.per_group
         columns = num_heads * call.head_width
         columns += call.num_groups * (call.head_width + call.value_width)
-        _product(call, 1, call.blocks, call.num_blocks, call.heads, columns)
+        _product(call, PROJECTIONS, call.blocks, call.num_blocks, call.heads, columns)
 
         num_items = call.num_seqs * call.num_groups
-        item = _take(state, 2)
+        item = _take(state, HEADS)
         while item < num_items:
             seq = item // call.num_groups
             group = item % call.num_groups
@@ -359,32 +295,32 @@ def layer_function(kind: str, num_vectors: int) -> Any:
                 at = call.scores + call.score_bytes * row
                 to = call.attended + 4 * call.value_width * row
                 weigh(kind, num_vectors, at, steps, values, call.value_row, call.num_tokens, to)
-            _count(state, 2)
-            item = _take(state, 2)
-        _meet(state, 2, num_items, call.yield_)
+            _count(state, HEADS)
+            item = _take(state, HEADS)
+        _meet(state, HEADS, num_items, call.yield_)
 
-        if _take(state, 3) == 0:
+        if _take(state, ARRANGE) == 0:
             width = 4 * num_heads * call.value_width
-            places = _places_at(call.out_places)
-            arrange(call.attended, width, call.arranged, call.num_seqs, places)
-            _count(state, 3)
-        _meet(state, 3, 1, call.yield_)
+            arrangement = _arrangement_at(call.out_arrangement)
+            arrange(call.attended, width, call.arranged, call.num_seqs, arrangement)
+            _count(state, ARRANGE)
+        _meet(state, ARRANGE, 1, call.yield_)
 
-        _product(call, 4, call.out_blocks, call.num_out_blocks, call.out, call.width)
+        _product(call, OUTPUT, call.out_blocks, call.num_out_blocks, call.out, call.width)
 
-        if _take(state, 5) == 0:
+        if _take(state, RESIDUAL) == 0:
             _end(call)
-            _count(state, 5)
-        _meet(state, 5, 1, call.yield_)
+            _count(state, RESIDUAL)
+        _meet(state, RESIDUAL, 1, call.yield_)
 
         to = call.logits
-        _product(call, 6, call.router_blocks, call.num_router_blocks, to, call.num_experts)
+        _product(call, LOGITS, call.router_blocks, call.num_router_blocks, to, call.num_experts)
 
-        if _take(state, 7) == 0:
+        if _take(state, CHOICE) == 0:
             if call.num_router_blocks:
                 for seq in range(call.num_seqs):
                     _choose(call, seq)
-            _count(state, 7)
-        _meet(state, 7, 1, call.yield_)
+            _count(state, CHOICE)
+        _meet(state, CHOICE, 1, call.yield_)
 
     return run

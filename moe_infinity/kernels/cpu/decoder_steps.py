@@ -26,15 +26,22 @@ from moe_infinity.experts import Ints
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.cpu import team
 from moe_infinity.kernels.cpu.decoder import DecoderKernel
-from moe_infinity.kernels.cpu.decoder_call import STATE, LayerCall
+from moe_infinity.kernels.cpu.decoder_call import STATE
 from moe_infinity.kernels.cpu.experts import SPARE_BYTES
-from moe_infinity.kernels.cpu.in_turn import COUNTERS, Turn, Turns, in_turn
-from moe_infinity.kernels.cpu.routed import JOB_AT, RoutedCall, begin_routed, end_routed
+from moe_infinity.kernels.cpu.layer_call import LayerCall
+from moe_infinity.kernels.cpu.routed import (
+    COUNTERS,
+    RoutedCall,
+    Turn,
+    Turns,
+    begin_routed,
+    end_routed,
+    in_turn,
+)
 from moe_infinity.kernels.cpu.steps import KernelArguments
-from moe_infinity.kernels.cpu.team import LINE
-from moe_infinity.kernels.cpu.threads import num_threads
+from moe_infinity.kernels.cpu.team import LINE, num_threads
 from moe_infinity.kernels.cpu.vectors import LANES
-from moe_infinity.kernels.cpu.work import BIASES, OF_EXPERTS, KernelJob, experts
+from moe_infinity.kernels.cpu.work import BIASES, JOB_AT, OF_EXPERTS, KernelJob, experts
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.system.processes import yield_address
 
@@ -43,59 +50,59 @@ MORE_TOKENS = 1024  # that scores get room for at once
 
 
 class Cached(NamedTuple):
-    """What one layer has in the cache; the last place is the new token's, and free."""
+    """The cache of one layer; its last row is the new token's, and free."""
 
     keys: Tensor  # [B, G, N, d]
     values: Tensor  # [B, G, N, v]
 
 
 class Attended(NamedTuple):
-    """What a layer gives to its experts."""
+    """The inputs of a layer's experts, and the experts that its router chose."""
 
     residual: Tensor  # [B, D]
     normed: Tensor  # [B, D]
     logits: Tensor  # float32 [B, E]
-    chosen: Tensor  # int64 [B, K]: the largest logit first
-    shares: Tensor  # [B, K]
+    top_k_index_BK: Tensor  # int64: the largest logit first
+    top_k_weights_BK: Tensor
 
 
-def _places(fields: Sequence[str], first: str, last: str) -> slice:
+def _slice_of(fields: Sequence[str], first: str, last: str) -> slice:
     return slice(fields.index(first), fields.index(last) + 1)
 
 
 # Fields of a LayerCall that are written together.
-IN_CALL = _places(LayerCall._fields, "num_seqs", "mask_bytes")
-IN_MEMORY = _places(LayerCall._fields, "hidden", "score_bytes")
-IN_RESULT = _places(LayerCall._fields, "residual", "chosen_shares")
+IN_CALL = _slice_of(LayerCall._fields, "num_seqs", "mask_bytes")
+IN_MEMORY = _slice_of(LayerCall._fields, "hidden", "score_bytes")
+IN_RESULT = _slice_of(LayerCall._fields, "residual", "top_k_weights")
 # And of the others.
 ROW_BYTES, OUT_BYTES = (KernelArguments._fields.index(name) for name in ("row_bytes", "out_bytes"))
-ROUTED_CALL = _places(RoutedCall._fields, "num_seqs", "result")
+ROUTED_CALL = _slice_of(RoutedCall._fields, "num_seqs", "result")
 
 
 class DecoderSteps:
     """The decoder layers of one model. Used by one thread at a time."""
 
     def __init__(self, kernels: Sequence[DecoderKernel]) -> None:
-        """In the order of the model, all of one dtype."""
+        """`kernels` are in the order of the model, all of one dtype."""
         self._kernels = kernels
         num_layers = len(kernels)
         self._calls = np.array([kernel.fixed for kernel in kernels], np.int64)
-        self._told = np.array([kernel.told for kernel in kernels], np.int64)
+        self._key_arguments = np.array([kernel.key_arguments for kernel in kernels], np.int64)
         self._routed = np.zeros((num_layers, len(RoutedCall._fields)), np.int64)
         self._jobs = np.zeros((num_layers, JOB_AT + len(KernelJob._fields)), np.int64)
         self._residents: list[Residents | None] = [None] * num_layers
-        self._up_places = [array("q")] * num_layers
+        self._up_arrangements = [array("q")] * num_layers
         self._counters = _lines(num_layers * (STATE + 2 * COUNTERS))
         self._turns = np.zeros((num_layers, TURNS, len(Turn._fields)), np.int64)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._most_seqs = 0  # that there is memory for
         self._most_tokens = 0
-        # Addresses of what only the call itself reads: residual, norm, logits, shares.
+        # Addresses of what only the call itself reads: residual, norm, logits, weights.
         self._between: Sequence[int] = ()
         for i in range(num_layers):
             state = self._counters[i * (STATE + 2 * COUNTERS) :].ctypes.data
             own = self._calls[i]
-            own[LayerCall._fields.index("told")] = self._told[i].ctypes.data
+            own[LayerCall._fields.index("key_arguments")] = self._key_arguments[i].ctypes.data
             own[LayerCall._fields.index("state")] = state
             routed = self._routed[i].ctypes.data
             begun = state + 8 * STATE
@@ -114,26 +121,26 @@ class DecoderSteps:
         cached: Cached,
         mask_BN: Tensor | None,
     ) -> Attended:
-        """One layer without its experts. Without a router the last three have no columns. `angles`
-        are the cosine and sine of each pair of columns, float32 [B or 1, pairs]. The mask is
-        float32.
+        """Run one layer without its experts. Without a router the last three results have no
+        columns. `angles` are the cosine and sine of each pair of columns, float32 [B or 1, pairs].
+        The mask is float32.
         """
         num_seqs = len(x_BD)
         fixed = self._kernels[layer].fixed
-        share_dtype = getattr(torch, BIASES[fixed.share_dtype])
-        found = Attended(
+        weights_dtype = getattr(torch, BIASES[fixed.weights_dtype])
+        attended = Attended(
             torch.empty_like(x_BD),
             torch.empty_like(x_BD),
             host_float32(num_seqs, fixed.num_experts),
             torch.empty(num_seqs, fixed.top_k, dtype=torch.int64, device="cpu"),
-            torch.empty(num_seqs, fixed.top_k, dtype=share_dtype, device="cpu"),
+            torch.empty(num_seqs, fixed.top_k, dtype=weights_dtype, device="cpu"),
         )
         self._write_calls(layer, [x_BD], angles, [cached], mask_BN)
         own = self._calls[layer]
-        own[IN_RESULT] = [tensor.data_ptr() for tensor in found]
+        own[IN_RESULT] = [tensor.data_ptr() for tensor in attended]
         self._counters.fill(0)
         team.run(self._kernels[layer].function, own.ctypes.data, num_threads())
-        return found
+        return attended
 
     def run(
         self,
@@ -144,9 +151,9 @@ class DecoderSteps:
         mask_BN: Tensor | None,
         residents: Sequence[Residents],
     ) -> tuple[Sequence[Tensor], Sequence[Ints]]:
-        """Layers from number `first` on, as many as `cached` and `residents` are of, which need not
-        be called one by one. Gives what each layer gives, [B, D], and which experts each activated,
-        [B, K]. Angles and mask are the same for all.
+        """Run the layers from number `first` on, one for each of `cached` and `residents`. Returns
+        the output of each layer, [B, D], and the experts that each activated, [B, K]. Angles and
+        mask are the same for all.
         """
         num_seqs = len(x_BD)
         stop = first + len(cached)
@@ -154,24 +161,24 @@ class DecoderSteps:
             if self._residents[layer] is not own:
                 self._connect(layer, own)
         outs = torch.empty(len(cached), *x_BD.shape, dtype=x_BD.dtype, device="cpu").unbind()
-        chosen = [
+        top_k_index = [
             np.empty((num_seqs, kernel.fixed.top_k), np.int64)
             for kernel in self._kernels[first:stop]
         ]
         self._write_calls(first, [x_BD, *outs[:-1]], angles, cached, mask_BN)
-        residual, normed, logits, shares = self._between
+        residual, normed, logits, weights = self._between
         self._calls[first:stop, IN_RESULT] = [
-            (residual, normed, logits, experts_BK.ctypes.data, shares) for experts_BK in chosen
+            (residual, normed, logits, index_BK.ctypes.data, weights) for index_BK in top_k_index
         ]
         self._routed[first:stop, ROUTED_CALL] = [
-            (num_seqs, normed, residual, experts_BK.ctypes.data, shares, out.data_ptr())
-            for experts_BK, out in zip(chosen, outs, strict=True)
+            (num_seqs, normed, residual, index_BK.ctypes.data, weights, out.data_ptr())
+            for index_BK, out in zip(top_k_index, outs, strict=True)
         ]
         self._counters.fill(0)
         count = len(cached) * TURNS
         turns = array("q", Turns(self._turns[first].ctypes.data, count, yield_address()))
         team.run(in_turn.address, turns.buffer_info()[0], num_threads())
-        return outs, chosen
+        return outs, top_k_index
 
     def _write_calls(
         self,
@@ -181,7 +188,7 @@ class DecoderSteps:
         cached: Sequence[Cached],
         mask_BN: Tensor | None,
     ) -> None:
-        """What changes from step to step, but for results."""
+        """Write the fields that change from step to step, but for results."""
         num_seqs = len(xs[0])
         self._make_room(num_seqs, max(one.keys.shape[2] for one in cached))
         cos, sin = angles
@@ -198,17 +205,17 @@ class DecoderSteps:
             rows.append((num_seqs, keys.shape[2], *x_and_angles, *of_keys, *of_values, *mask))
         stop = first + len(rows)
         self._calls[first:stop, IN_CALL] = rows
-        self._told[first:stop, ROW_BYTES] = [size * keys.stride(2) for keys, _ in cached]
+        self._key_arguments[first:stop, ROW_BYTES] = [size * keys.stride(2) for keys, _ in cached]
 
     def _connect(self, layer: int, residents: Residents) -> None:
-        """Let this layer's experts be these."""
+        """Connect a layer with its experts."""
         own = residents.experts
         fixed = self._kernels[layer].fixed
-        self._up_places[layer] = array("q", own.up.places)
+        self._up_arrangements[layer] = array("q", own.up.arrangement)
         self._residents[layer] = residents
         self._jobs[layer, :JOB_AT] = (
-            own.weights.buffer_info()[0],
-            own.hidden_places.buffer_info()[0],
+            own.mlp.buffer_info()[0],
+            own.hidden_arrangement.buffer_info()[0],
         )
         self._routed[layer] = RoutedCall(**dict.fromkeys(RoutedCall._fields, 0))._replace(
             job=self._jobs[layer].ctypes.data,
@@ -217,13 +224,13 @@ class DecoderSteps:
             top_k=fixed.top_k,
             width=fixed.width,
             dtype=fixed.dtype,
-            share_dtype=fixed.share_dtype,
-            places=self._up_places[layer].buffer_info()[0],
+            weights_dtype=fixed.weights_dtype,
+            arrangement=self._up_arrangements[layer].buffer_info()[0],
         )
         self._most_seqs = 0  # it may need more memory than others
 
     def _make_room(self, num_seqs: int, num_tokens: int) -> None:
-        """Memory for what is between, the same for all layers."""
+        """Make room for intermediate results, which all layers share."""
         if num_seqs <= self._most_seqs and num_tokens <= self._most_tokens:
             return
         self._most_seqs = max(self._most_seqs, num_seqs)
@@ -239,17 +246,17 @@ class DecoderSteps:
         top_k = max(one.top_k for one in fixed)
         of_sequence = *sizes, num_heads * score_bytes, width, width, 4 * num_experts, 4 * top_k
         of_experts = self._memory_of_experts(width, num_experts, top_k)
-        places = self._allocated(
+        addresses = self._allocated(
             [*(size * self._most_seqs for size in of_sequence), *of_experts.values()]
         )
-        self._calls[:, IN_MEMORY] = [*places[:7], score_bytes]
-        self._told[:, OUT_BYTES] = score_bytes
-        self._between = places[7:11]
-        for name, place in zip(of_experts, places[11:], strict=True):
+        self._calls[:, IN_MEMORY] = [*addresses[:7], score_bytes]
+        self._key_arguments[:, OUT_BYTES] = score_bytes
+        self._between = addresses[7:11]
+        for name, address in zip(of_experts, addresses[11:], strict=True):
             step = 0
             if name == "state":  # a late thread looks at a layer's while others are in the next
                 step = _state_bytes(self._most_seqs * top_k)
-            by_layer = place + step * np.arange(len(self._kernels))
+            by_layer = address + step * np.arange(len(self._kernels))
             if name in RoutedCall._fields:
                 self._routed[:, RoutedCall._fields.index(name)] = by_layer
             if name in KernelJob._fields:
@@ -257,12 +264,14 @@ class DecoderSteps:
         self._jobs[:, JOB_AT + KernelJob._fields.index("yield_")] = yield_address()
 
     def _memory_of_experts(self, width: int, num_experts: int, top_k: int) -> dict[str, int]:
-        """In bytes, by the names of fields of RoutedCall and of KernelJob."""
+        """The memory that experts need, in bytes, by the names of fields of RoutedCall and of
+        KernelJob.
+        """
         known = [own.experts for own in self._residents if own is not None]
         if not known:
             return {}
         num_pairs = self._most_seqs * top_k
-        x_bytes = max(own.up.places.row_bytes for own in known)
+        x_bytes = max(own.up.arrangement.row_bytes for own in known)
         return {
             "counts": 8 * num_experts,
             "row_of": 8 * num_pairs,
@@ -270,33 +279,34 @@ class DecoderSteps:
             "stops": 8 * num_pairs,
             "slots": 8 * num_pairs,
             "state": len(self._kernels) * _state_bytes(num_pairs),
-            "shares": 4 * num_pairs,
+            "weights": 4 * num_pairs,
             "inputs": width * self._most_seqs,
             "arranged": x_bytes * self._most_seqs,
             "gathered": x_bytes * num_pairs,
             "up": max(own.up_bytes for own in known) * num_pairs + SPARE_BYTES,
-            "hidden": max(own.down.places.row_bytes for own in known) * num_pairs + SPARE_BYTES,
+            "hidden": max(own.down.arrangement.row_bytes for own in known) * num_pairs
+            + SPARE_BYTES,
             "out": width * num_pairs,
         }
 
     def _allocated(self, sizes: Sequence[int]) -> list[int]:
         """Addresses of memory of these sizes, in bytes; each begins a cache line."""
-        places = [0]
+        offsets = [0]
         for size in sizes:
-            places.append(places[-1] + -(-size // 64) * 64)
-        self._memory = torch.empty(places[-1] + 64, dtype=torch.uint8, device="cpu")
+            offsets.append(offsets[-1] + -(-size // 64) * 64)
+        self._memory = torch.empty(offsets[-1] + 64, dtype=torch.uint8, device="cpu")
         start = self._memory.data_ptr()
         start += -start % 64
-        return [start + place for place in places[:-1]]
+        return [start + offset for offset in offsets[:-1]]
 
 
 def _state_bytes(num_pairs: int) -> int:
-    """Of KernelJob.state, if each pair has an expert of its own."""
+    """The bytes of KernelJob.state, if each pair has an expert of its own."""
     return 8 * (OF_EXPERTS + LINE * num_pairs)
 
 
 def _lines(count: int) -> NDArray[np.int64]:
-    """So many zeros, from the start of a cache line on."""
+    """`count` zeros, from the start of a cache line on."""
     memory = np.zeros(count + LINE, np.int64)
     first = -(memory.ctypes.data // 8) % LINE
     return memory[first : first + count]

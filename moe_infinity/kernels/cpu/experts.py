@@ -27,26 +27,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import EXPONENTS, WORDS, WeightLayout, block_of
 from moe_infinity.experts import Ints, ParamSpec
 from moe_infinity.kernels import host_float32
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cpu import work as experts_work
-from moe_infinity.kernels.cpu.loaders import LOADERS
+from moe_infinity.kernels.cpu.arrangement import (
+    Arrangement,
+    arrange,
+    arrangement_for,
+    one_behind_another,
+)
 from moe_infinity.kernels.cpu.rows import row_function
 from moe_infinity.kernels.cpu.steps import (
-    Arrangement,
+    LOADERS,
     InnerLoop,
     KernelArguments,
     arguments_for,
-    arrange,
-    arrangement_for,
     loop_for,
-    one_behind_another,
 )
-from moe_infinity.kernels.cpu.threads import num_threads
+from moe_infinity.kernels.cpu.team import num_threads
 from moe_infinity.kernels.cpu.words import BLOCK_ROWS
-from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, Weights, run_job
+from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, ExpertMlp, RowBlock, run_job
+from moe_infinity.layout import EXPONENTS, WORDS, WeightLayout, block_of
 
 BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it
 SPARE_BYTES = 128  # behind the outputs of up, of which vectors are read
@@ -61,10 +63,10 @@ def fused_experts(
     biases: Sequence[ParamSpec] = (),
     is_interleaved: bool = False,
 ) -> FusedExperts | None:
-    """Weights lie one below the other. In `up` all rows of gate come before those of up or, with
-    `is_interleaved`, they alternate. Biases are one of up and one of down, or none. None: kernels
-    do not read these weights. Compiles what no earlier start has compiled: 2 s of processor time
-    for the first kind, 0.3 s for each further one, 0.5 to 3 s for one of GGML's.
+    """The experts of a layer. Weights lie one below the other. In `up` all rows of gate come before
+    those of up or, with `is_interleaved`, they alternate. Biases are one of up and one of down, or
+    none. None: kernels do not read these weights. Compiles what no earlier start has compiled: 2 s
+    of processor time for the first kind, 0.3 s for each further one, 0.5 to 3 s for one of GGML's.
     """
     first = Product.of(up)
     second = Product.of(down)
@@ -85,7 +87,7 @@ def fused_experts(
 
 
 def _loop_of(weight: WeightLayout) -> InnerLoop | None:
-    """None: kernels do not read this weight."""
+    """The loop that reads this weight. None: kernels do not read it."""
     loader = LOADERS.get(weight.kind)
     columns = weight.shape[1]
     if loader is None or not weight.is_stored_in(loader.bits):
@@ -112,14 +114,16 @@ class Product:
 
     num_rows: int  # of all weights
     num_columns: int
-    places: Arrangement  # of x
+    arrangement: Arrangement  # of x
     arguments: NDArray[np.int64]  # by weight; blocks point here
-    blocks: NDArray[np.int64]  # see work.Weights
-    kept: list[array[int]]  # what `places` points to
+    blocks: NDArray[np.int64]  # RowBlocks
+    kept: list[array[int]]  # what `arrangement` points to
 
     @classmethod
     def of(cls, weights: Sequence[WeightLayout]) -> Product | None:
-        """None unless kernels read all weights, and these have as many columns."""
+        """The product with these weights. None unless kernels read all of them, and they have as
+        many columns as each other.
+        """
         loops = [loop for weight in weights if (loop := _loop_of(weight)) is not None]
         if len(loops) < len(weights) or len({weight.shape[1] for weight in weights}) != 1:
             return None
@@ -127,13 +131,13 @@ class Product:
         num_columns = weights[0].shape[1]
         arrangements = [arrangement_for(loop, num_columns) for loop in loops]
         distinct = list(dict.fromkeys(arrangements))
-        places, kept = one_behind_another(distinct)
+        arrangement, kept = one_behind_another(distinct)
         arguments = np.zeros((len(weights), len(KernelArguments._fields)), np.int64)
         blocks = []
         offset = 0
         for weight, loop, own, row in zip(weights, loops, arrangements, arguments, strict=True):
             row[:] = _arguments(weight, loop)._replace(
-                out_bytes=4 * num_rows, x_bytes=places.row_bytes
+                out_bytes=4 * num_rows, x_bytes=arrangement.row_bytes
             )
             x_offset = sum(before.row_bytes for before in distinct[: distinct.index(own)])
             function = row_function(loop).address
@@ -143,13 +147,14 @@ class Product:
             for first in range(0, weight.shape[0], at_once):
                 last = min(first + at_once, weight.shape[0])
                 at = row.ctypes.data
-                blocks.append((function, at, first, last, offset, places.row_bytes, x_offset))
+                block = RowBlock(function, at, first, last, offset, arrangement.row_bytes, x_offset)
+                blocks.append(block)
             offset += 4 * weight.shape[0]
-        return cls(num_rows, num_columns, places, arguments, np.array(blocks, np.int64), kept)
+        return cls(num_rows, num_columns, arrangement, arguments, np.array(blocks, np.int64), kept)
 
 
 def _arguments(weight: WeightLayout, loop: InnerLoop) -> KernelArguments:
-    """For a kernel; addresses count from the start of a slot."""
+    """The arguments for a kernel; addresses count from the start of a slot."""
     rows, columns = weight.shape
     block = block_of(weight) or (rows, columns)
     return arguments_for(loop, weight.shape, block, -(-rows // block[0]))._replace(
@@ -176,8 +181,8 @@ class FusedExperts:
         numbers = activation.alpha, activation.shift, activation.limit
         self._numbers = np.array(numbers, np.float32)
         self.up_bytes = -(-4 * up.num_rows // 64) * 64  # so that no vector crosses a cache line
-        self.row_bytes = self.up_bytes + down.places.row_bytes
-        weights = Weights(
+        self.row_bytes = self.up_bytes + down.arrangement.row_bytes
+        mlp = ExpertMlp(
             up_blocks=up.blocks.ctypes.data,
             num_up=len(up.blocks),
             down_blocks=down.blocks.ctypes.data,
@@ -193,8 +198,8 @@ class FusedExperts:
             down_bias=biases[1].offset if biases else NO_BIAS,
             bias=BIASES.index(biases[0].dtype) if biases else 0,
         )
-        self.weights = array("q", weights)
-        self.hidden_places = array("q", down.places)
+        self.mlp = array("q", mlp)
+        self.hidden_arrangement = array("q", down.arrangement)
         self(host_float32(0, down.num_rows), [0], [])  # compiles
 
     def __call__(
@@ -208,7 +213,7 @@ class FusedExperts:
         return rows.out_PD.to(inputs_PD.dtype)
 
     def begin(self, inputs_TD: Tensor, num_rows: int, tokens_P: Tensor | None = None) -> Rows:
-        """Make ready to compute `num_rows` rows, of which row i has the input tokens_P[i]. Without
+        """Prepare to compute `num_rows` rows, of which row i has the input tokens_P[i]. Without
         `tokens_P` it has input i, or the only one, if each expert has one row.
         """
         return Rows(self, inputs_TD, num_rows, tokens_P)
@@ -221,10 +226,10 @@ class Rows:
         self, experts: FusedExperts, inputs_TD: Tensor, num_rows: int, tokens_P: Tensor | None
     ) -> None:
         x = inputs_TD.to(torch.float32).contiguous()
-        places = experts.up.places
+        arrangement = experts.up.arrangement
         self._experts = experts
-        self._x = host_float32(len(x), places.row_bytes // 4)
-        arrange(x.data_ptr(), 4 * x.shape[1], self._x.data_ptr(), len(x), places)
+        self._x = host_float32(len(x), arrangement.row_bytes // 4)
+        arrange(x.data_ptr(), 4 * x.shape[1], self._x.data_ptr(), len(x), arrangement)
         if tokens_P is not None:
             self._x = self._x[tokens_P]
         self._is_shared = len(self._x) < num_rows
@@ -242,8 +247,8 @@ class Rows:
         addresses[i], where it has to stay until this returns.
         """
         run_job(
-            self._experts.weights,
-            self._experts.hidden_places,
+            self._experts.mlp,
+            self._experts.hidden_arrangement,
             starts,
             stops,
             addresses,
@@ -255,14 +260,14 @@ class Rows:
             out=self.out_PD.data_ptr(),
         )
 
-    def sum(self, row_P: Ints, weights_TK: Tensor) -> Tensor:
+    def sum(self, row_P: Ints, top_k_weights_TK: Tensor) -> Tensor:
         """[T, D]: the weighted sum of each token's rows, in the order of k. `row_P` is the row of
         each pair, token by token; negative: it has none. Weights are float32, contiguous.
         """
-        num_tokens, top_k = weights_TK.shape
+        num_tokens, top_k = top_k_weights_TK.shape
         total_TD = host_float32(num_tokens, self.out_PD.shape[1]).zero_()
         experts_work.add_weighted(
             self.out_PD.data_ptr(), self.out_PD.shape[1], row_P.ctypes.data,
-            weights_TK.data_ptr(), top_k, total_TD.data_ptr(), num_tokens,
+            top_k_weights_TK.data_ptr(), top_k, total_TD.data_ptr(), num_tokens,
         )  # fmt: skip
         return total_TD

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import PackedWeight, WeightLayout
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels import host_float32
+from moe_infinity.kernels.cpu.arrangement import arrange
 from moe_infinity.kernels.cpu.experts import Product
-from moe_infinity.kernels.cpu.steps import arrange
-from moe_infinity.kernels.cpu.threads import num_threads
-from moe_infinity.kernels.cpu.work import Weights, run_job
+from moe_infinity.kernels.cpu.team import num_threads
+from moe_infinity.kernels.cpu.work import ExpertMlp, run_job
+from moe_infinity.layout import PackedWeight, WeightLayout
 
 # What takes less is done before a second thread has woken up.
 MIN_SHARED_BYTES = 2 << 20  # of weights to read
@@ -43,7 +43,7 @@ def product_of(weights: Sequence[Tensor | PackedWeight]) -> Product | None:
 
 
 def fused_linear(weights: Sequence[Tensor | PackedWeight]) -> FusedLinear | None:
-    """For weights that multiply the same input. None: kernels do not read them."""
+    """A linear layer for weights that multiply the same input. None: kernels do not read them."""
     product = product_of(weights)
     if product is None:
         return None
@@ -55,25 +55,27 @@ class FusedLinear:
 
     def __init__(self, weights: list[Tensor | PackedWeight], product: Product) -> None:
         self.weights = weights
-        self._places = product.places
-        self._product = product  # keeps what `_weights` points to
-        layout = Weights(
+        self._arrangement = product.arrangement
+        self._product = product  # keeps what `_mlp` points to
+        mlp = ExpertMlp(
             up_blocks=product.blocks.ctypes.data,
             num_up=len(product.blocks),
             up_bytes=4 * product.num_rows,
         )
-        self._weights = array("q", layout)
-        self._unused = array("q", product.places)  # there is no second product
+        self._mlp = array("q", mlp)
+        self._unused = array("q", product.arrangement)  # there is no second product
         self._num_bytes = sum(weight.nbytes for weight in weights)
 
     def __call__(self, x_TC: Tensor) -> Tensor:
         """[T, C] -> [T, R of all weights] in float32."""
         x = x_TC.to(torch.float32).contiguous()
-        arranged = torch.empty(len(x) * self._places.row_bytes, dtype=torch.uint8, device="cpu")
-        arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), self._places)
+        arranged = torch.empty(
+            len(x) * self._arrangement.row_bytes, dtype=torch.uint8, device="cpu"
+        )
+        arrange(x.data_ptr(), 4 * x.shape[1], arranged.data_ptr(), len(x), self._arrangement)
         out_TR = host_float32(len(x), self._product.num_rows)
         run_job(  # one "expert" has all rows; addresses of weights are absolute
-            self._weights,
+            self._mlp,
             self._unused,
             [0],
             [len(x)],

@@ -20,8 +20,8 @@ from numba.extending import intrinsic
 
 from moe_infinity.kernels.cpu import team
 from moe_infinity.kernels.cpu.activations import activate_lanes
+from moe_infinity.kernels.cpu.arrangement import Arrangement, arrange
 from moe_infinity.kernels.cpu.compiler import c_function, machine_code, reader_of
-from moe_infinity.kernels.cpu.steps import Arrangement, arrange
 from moe_infinity.kernels.cpu.team import LINE, fetch_add, wait_for
 from moe_infinity.kernels.cpu.vectors import (
     I64,
@@ -41,34 +41,44 @@ NO_BIAS = -1
 NEXT = 0
 DONE = LINE
 OF_EXPERTS = 2 * LINE  # in KernelJob.state
-BLOCK = 7  # int64s; see Weights
+JOB_AT = 2  # int64s in front of a KernelJob: addresses of an ExpertMlp and of an Arrangement
 
 
-class Weights(NamedTuple):
-    """Where things are in a slot, the same for all experts: integers, for numba. A block is seven
-    numbers: the addresses of a row function and of KernelArguments; its first row, and one more
-    than its last; its offset in a row of out; the bytes of a row of x, and its offset there. A
+class RowBlock(NamedTuple):
+    """Rows of a weight that one thread multiplies at once: integers, for numba."""
+
+    function: int  # address of a row function; see rows.py
+    arguments: int  # address of KernelArguments
+    first: int  # row
+    last: int  # one more than the last row
+    out_offset: int  # of the weight in a row of out, in bytes
+    x_bytes: int  # of a row of x
+    x_offset: int  # of the weight's arrangement in a row of x, in bytes
+
+
+class ExpertMlp(NamedTuple):
+    """The MLP of an expert, the same for all of a layer but for the slot: integers, for numba. A
     single product has an up and nothing else.
     """
 
-    up_blocks: int  # address
+    up_blocks: int  # address of RowBlocks
     num_up: int
     up_bytes: int  # of a row of up's outputs
-    down_blocks: int = 0  # address
+    down_blocks: int = 0  # address of RowBlocks
     num_down: int = 0
     out_bytes: int = 0  # of a row of down's outputs
-    function: int = 0  # the place of its name in FUNCTIONS
+    function: int = 0  # the index of its name in FUNCTIONS
     is_gated: int = 0
     numbers: int = 0  # address of three: alpha, shift and limit
     gate_step: int = 0  # from one output of gate to the next, and so for up
     first_up: int = 0
     up_bias: int = NO_BIAS  # from the start of a slot
     down_bias: int = NO_BIAS
-    bias: int = 0  # the place of their dtype in BIASES
+    bias: int = 0  # the index of their dtype in BIASES
 
 
 class KernelJob(NamedTuple):
-    """What one call computes: integers, for numba. Without a unit, an address."""
+    """The experts that one call computes: integers, for numba. Without a unit, an address."""
 
     state: int  # next item; items done; by expert: blocks of up done, and whether hidden is ready
     starts: int  # first row of each expert
@@ -96,24 +106,24 @@ def call_rows(
     return types.void(*[types.int64] * 8), emit
 
 
-_weights_at = reader_of(Weights)
-_places_at = reader_of(Arrangement)
+BLOCK_BYTES = 8 * len(RowBlock._fields)
+block_at = reader_of(RowBlock)
+_mlp_at = reader_of(ExpertMlp)
+_arrangement_at = reader_of(Arrangement)
 _job_at = reader_of(KernelJob)
 
 
 @njit(nogil=True)
 def multiply(block, slot, p, stop, x, x_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
-    """Multiply a block of rows of a weight in this slot by rows of x, from p to stop."""
-    x += p * x_bytes + int_at(block, 6)
-    out += p * out_bytes + int_at(block, 4)
-    first = int_at(block, 2)
-    last = int_at(block, 3)
-    call_rows(int_at(block, 0), first, last, x, stop - p, out, int_at(block, 1), slot)
+    """Multiply a RowBlock of a weight in this slot by rows of x, from p to stop."""
+    x += p * x_bytes + block.x_offset
+    out += p * out_bytes + block.out_offset
+    call_rows(block.function, block.first, block.last, x, stop - p, out, block.arguments, slot)
 
 
 @njit(nogil=True)
 def _add_bias(rows, row_bytes, num_rows, bias, dtype, first, last):  # type: ignore[no-untyped-def]
-    """To outputs from first to last of so many rows."""
+    """Add the bias to the outputs from first to last of `num_rows` rows."""
     for p in range(num_rows):
         row = rows + p * row_bytes
         for r in range(first, last):
@@ -122,7 +132,7 @@ def _add_bias(rows, row_bytes, num_rows, bias, dtype, first, last):  # type: ign
 
 @njit(nogil=True)
 def value_at(at, index, dtype):  # type: ignore[no-untyped-def]
-    """In float32, from an array whose dtype is number `dtype` of BIASES."""
+    """A value in float32, from an array whose dtype is number `dtype` of BIASES."""
     if dtype == 0:
         return float_at(at, index)
     return bfloat_at(at, index) if dtype == 1 else half_at(at, index)
@@ -130,7 +140,7 @@ def value_at(at, index, dtype):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def put_number(at, index, value, dtype):  # type: ignore[no-untyped-def]
-    """Rounded to dtype number `dtype` of BIASES."""
+    """Write a value, rounded to dtype number `dtype` of BIASES."""
     if dtype == 0:
         put_float(at, index, value)
     elif dtype == 1:
@@ -140,25 +150,23 @@ def put_number(at, index, value, dtype):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _activate(weights, places, job, expert):  # type: ignore[no-untyped-def]
-    """The input of down, for an expert whose up is complete."""
+def _activate(mlp, arrangement, job, expert):  # type: ignore[no-untyped-def]
+    """Compute the input of down, for an expert whose up is complete."""
     first = int_at(job.starts, expert)
     num_rows = int_at(job.stops, expert) - first
-    at = job.up + first * weights.up_bytes
-    hidden = job.hidden + first * places.row_bytes
-    if weights.up_bias != NO_BIAS:
-        bias = int_at(job.slots, expert) + weights.up_bias
-        num_up = weights.up_bytes // 4
-        _add_bias(at, weights.up_bytes, num_rows, bias, weights.bias, 0, num_up)
-    up = weights.first_up if weights.is_gated else 0
-    width = places.num_columns
+    at = job.up + first * mlp.up_bytes
+    hidden = job.hidden + first * arrangement.row_bytes
+    if mlp.up_bias != NO_BIAS:
+        bias = int_at(job.slots, expert) + mlp.up_bias
+        num_up = mlp.up_bytes // 4
+        _add_bias(at, mlp.up_bytes, num_rows, bias, mlp.bias, 0, num_up)
+    up = mlp.first_up if mlp.is_gated else 0
+    width = arrangement.num_columns
     for p in range(num_rows):
-        row = at + p * weights.up_bytes
+        row = at + p * mlp.up_bytes
         for f in range(0, width, LANES):
-            activate_lanes(
-                row, f, width - f, up, weights.gate_step, weights.function, weights.numbers
-            )
-    arrange(at, weights.up_bytes, hidden, num_rows, places)
+            activate_lanes(row, f, width - f, up, mlp.gate_step, mlp.function, mlp.numbers)
+    arrange(at, mlp.up_bytes, hidden, num_rows, arrangement)
 
 
 @machine_code(types.void(*[types.int64] * 7))
@@ -179,50 +187,47 @@ def add_weighted(rows, width, row_of, weights, top_k, total, num_tokens):  # typ
 @c_function(types.void(types.int64), "experts")
 def experts(call: int) -> None:
     """Take items until none is left, and wait until all are done. At the address `call` are the
-    addresses of Weights and of an Arrangement, then a KernelJob.
+    addresses of an ExpertMlp and of an Arrangement, then a KernelJob.
     """
-    weights = _weights_at(int_at(call, 0))
-    places = _places_at(int_at(call, 1))
-    job = _job_at(call + 16)
-    ups = job.num_experts * weights.num_up
-    num_items = ups + job.num_experts * weights.num_down
+    mlp = _mlp_at(int_at(call, 0))
+    arrangement = _arrangement_at(int_at(call, 1))
+    job = _job_at(call + 8 * JOB_AT)
+    ups = job.num_experts * mlp.num_up
+    num_items = ups + job.num_experts * mlp.num_down
     item = fetch_add(job.state + 8 * NEXT, 1)
     while item < num_items:
         if item < ups:
-            expert = item // weights.num_up
+            expert = item // mlp.num_up
             counter = job.state + 8 * (OF_EXPERTS + LINE * expert)
-            block = weights.up_blocks + 8 * BLOCK * (item % weights.num_up)
-            x_bytes = 0 if job.x_is_shared else int_at(block, 5)
+            block = block_at(mlp.up_blocks + BLOCK_BYTES * (item % mlp.num_up))
+            x_bytes = 0 if job.x_is_shared else block.x_bytes
             slot = int_at(job.slots, expert)
             p = int_at(job.starts, expert)
             stop = int_at(job.stops, expert)
-            multiply(block, slot, p, stop, job.x, x_bytes, job.up, weights.up_bytes)
-            if fetch_add(counter, 1) == weights.num_up - 1 and weights.num_down:
-                _activate(weights, places, job, expert)
+            multiply(block, slot, p, stop, job.x, x_bytes, job.up, mlp.up_bytes)
+            if fetch_add(counter, 1) == mlp.num_up - 1 and mlp.num_down:
+                _activate(mlp, arrangement, job, expert)
                 fetch_add(counter + 8, 1)
         else:
-            expert = (item - ups) // weights.num_down
+            expert = (item - ups) // mlp.num_down
             wait_for(job.state + 8 * (OF_EXPERTS + LINE * expert + 1), 1, job.yield_)
-            block = weights.down_blocks + 8 * BLOCK * ((item - ups) % weights.num_down)
+            block = block_at(mlp.down_blocks + BLOCK_BYTES * ((item - ups) % mlp.num_down))
             slot = int_at(job.slots, expert)
             p = int_at(job.starts, expert)
             stop = int_at(job.stops, expert)
-            x_bytes = int_at(block, 5)
-            multiply(block, slot, p, stop, job.hidden, x_bytes, job.out, weights.out_bytes)
-            if weights.down_bias != NO_BIAS:
-                bias = slot + weights.down_bias
-                at = job.out + p * weights.out_bytes
-                first = int_at(block, 2)
-                last = int_at(block, 3)
-                _add_bias(at, weights.out_bytes, stop - p, bias, weights.bias, first, last)
+            multiply(block, slot, p, stop, job.hidden, block.x_bytes, job.out, mlp.out_bytes)
+            if mlp.down_bias != NO_BIAS:
+                bias = slot + mlp.down_bias
+                at = job.out + p * mlp.out_bytes
+                _add_bias(at, mlp.out_bytes, stop - p, bias, mlp.bias, block.first, block.last)
         fetch_add(job.state + 8 * DONE, 1)
         item = fetch_add(job.state + 8 * NEXT, 1)
     wait_for(job.state + 8 * DONE, num_items, job.yield_)
 
 
 def run_job(
-    weights: array[int],
-    places: array[int],
+    mlp: array[int],
+    arrangement: array[int],
     starts: Sequence[int],
     stops: Sequence[int],
     slots: Sequence[int],
@@ -239,7 +244,7 @@ def run_job(
     for values in (starts, stops, slots):
         memory.extend(values)
     # Grows no more from here on: its address is taken.
-    memory.extend([0] * (2 + len(KernelJob._fields)))
+    memory.extend([0] * (JOB_AT + len(KernelJob._fields)))
     at = memory.buffer_info()[0]
     lists = [at + 8 * (num_state + i * num_experts) for i in range(4)]
     job = KernelJob(
@@ -252,5 +257,5 @@ def run_job(
         **rest,
     )
     call = num_state + 3 * num_experts
-    memory[call:] = array("q", [weights.buffer_info()[0], places.buffer_info()[0], *job])
+    memory[call:] = array("q", [mlp.buffer_info()[0], arrangement.buffer_info()[0], *job])
     team.run(experts.address, lists[3], num_threads)

@@ -1,4 +1,4 @@
-"""What an expert computes between its two products, for Triton. kernels/activation.py has the
+"""The activation between the two products of an expert, for Triton. kernels/activation.py has the
 definition.
 """
 

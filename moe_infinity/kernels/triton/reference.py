@@ -1,5 +1,5 @@
-"""What the kernels of experts.py compute, in plain PyTorch and Python, from the addresses of slots
-that are in host memory. It is the definition.
+"""The definition of the kernels of experts.py, in plain PyTorch and Python, from the addresses of
+slots that are in host memory.
 
 Legend: T tokens, K experts per token, P = T * K pairs, E experts, D model width.
 """
@@ -11,8 +11,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import SCALES, view_of
 from moe_infinity.kernels.triton.slot_mlp import Matrix, SlotMlp
+from moe_infinity.layout import SCALES, view_of
 
 
 def memory_at(address: int, num_bytes: int) -> Tensor:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from moe_infinity.checkpoint.layout import PLAIN, WeightLayout
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
+from moe_infinity.layout import PLAIN, WeightLayout
 
 LOAD_BYTES = 16  # that a thread loads at once; every part of a slot begins at a multiple of it
 

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+import logging
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.checkpoint.kind import find_kind
-from moe_infinity.checkpoint.tokenizer import load_tokenizer
+import torch
+
+from moe_infinity.checkpoint.kind import find_kind, load_tokenizer
 from moe_infinity.config import OffloadConfig
-from moe_infinity.errors import ConfigError, UnsupportedModelError
+from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.inspection import Summary, inspect_checkpoint
+from moe_infinity.memory.cuda import device_memory_bytes
+from moe_infinity.memory.slots import AUTOMATIC_SHARE
 from moe_infinity.model import MoE
-from moe_infinity.tools.bench.conditions import about_machine, fit_together
-from moe_infinity.tools.bench.config import BenchConfig, host_memory_of
-from moe_infinity.tools.bench.ours import opened_ours
-from moe_infinity.tools.bench.peer import Peer, parse_compare, require_llama_cpp
-from moe_infinity.tools.bench.rates import measure_rates
-from moe_infinity.tools.bench.rows import LLAMA_CPP, Rates, Row, rows_of, table_of
-from moe_infinity.tools.bench.run import OnRun, System, measure
-from moe_infinity.tools.bench.workload import Workload
+from moe_infinity.sizes import format_bytes, parse_size
+from moe_infinity.system.machine import (
+    available_memory_bytes,
+    machine_memory_bytes,
+    num_cores,
+    processor_name,
+)
+from moe_infinity.tools.bench.config import BenchConfig
+from moe_infinity.tools.bench.measuring import OnRun, Workload, measure, opened_ours
+from moe_infinity.tools.bench.rows import Rates, Row, rows_of, table_of
+from moe_infinity.tools.planning.disk import WEIGHTS, measure_disk
+from moe_infinity.tools.planning.rates import memory_rate, products_rate
+
+PACKAGES = ("moe-infinity", "torch", "transformers", "numba")
+SHARE = 0.8  # of the free memory that models may take together
+DISK_S = 2.0  # for measuring the disk
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +80,28 @@ def run_bench(
 ) -> BenchResult:
     """Measure a checkpoint. `options` are fields of OffloadConfig, without host_memory.
 
-    Raises ConfigError, CheckpointError, UnsupportedModelError; MoEInfinityError if llama.cpp fails.
+    Raises ConfigError, CheckpointError, UnsupportedModelError.
     """
-    gguf = _check(config, options)
+    for host_memory in config.budgets.values():  # what is wrong is said before anything is loaded
+        OffloadConfig(**options, host_memory=host_memory)
     named = {name: options[name] for name in ("config_from", "trust_remote_code")}
     summary = inspect_checkpoint(model, dtype=options["dtype"], **named)
     workload = _workload(model, config, named)
-    machine = about_machine(options["device"])
-    together = fit_together(
-        summary,
-        [host_memory_of(budget) for budget in config.budgets],
-        others_bytes=0 if gguf is None else gguf.stat().st_size,
-        device=options["device"],
-    )
+    machine = _about_machine(options["device"])
+    together = _fit_together(summary, [*config.budgets.values()], device=options["device"])
     rates_now = partial(
-        measure_rates,
+        _measure_rates,
         Path(model),
         bytes_per_expert=summary.stored_bytes_per_expert,
         num_threads=machine["threads"],
     )
     rates = rates_now()
-    systems = _ours(model, config, options, summary, open_model)
-    if gguf is not None:
-        systems[LLAMA_CPP] = _theirs(gguf, config.llama_python, machine["threads"], workload)
+    systems = {
+        name: partial(
+            opened_ours, partial(open_model, model, **options, host_memory=host_memory), summary
+        )
+        for name, host_memory in config.budgets.items()
+    }
     found = measure(systems, workload, together=together, on_run=on_run)
     rates = rates.best(rates_now())
     asked = {
@@ -98,19 +113,6 @@ def run_bench(
         "systems": {name: measured.about for name, measured in found.items()},
     }
     return BenchResult(machine | asked, rates, rows_of(found, rates))
-
-
-def _check(config: BenchConfig, options: dict[str, Any]) -> Path | None:
-    """What is wrong is said before anything is loaded. The file to compare with. Raises
-    ConfigError.
-    """
-    for budget in config.budgets:
-        OffloadConfig(**options, host_memory=host_memory_of(budget))
-    if config.compare is None:
-        return None
-    file = parse_compare(config.compare)
-    require_llama_cpp(config.llama_python)
-    return file
 
 
 def _workload(model: str, config: BenchConfig, named: dict[str, Any]) -> Workload:
@@ -140,29 +142,6 @@ def _workload(model: str, config: BenchConfig, named: dict[str, Any]) -> Workloa
     return workload
 
 
-def _ours(
-    model: str,
-    config: BenchConfig,
-    options: dict[str, Any],
-    summary: Summary,
-    open_model: Callable[..., AbstractContextManager[MoE]],
-) -> dict[str, Callable[[], AbstractContextManager[System]]]:
-    def opened(budget: str) -> AbstractContextManager[System]:
-        host_memory = host_memory_of(budget)
-        return opened_ours(open_model(model, **options, host_memory=host_memory), summary)
-
-    return {budget: partial(opened, budget) for budget in config.budgets}
-
-
-def _theirs(
-    file: Path, python: str, num_threads: int, workload: Workload
-) -> Callable[[], AbstractContextManager[System]]:
-    num_positions = workload.num_positions
-    return lambda: closing(
-        Peer(file, python=python, num_threads=num_threads, num_positions=num_positions)
-    )
-
-
 def _said_of_bounds(rates: Rates) -> str:
     """What the bounds of the table are made of."""
     known = [
@@ -182,3 +161,64 @@ def _said_of_bounds(rates: Rates) -> str:
             "measured, or that weights fit into the caches of the processor.",
         ]
     )
+
+
+def _about_machine(device: str) -> dict[str, Any]:
+    """Versions, processor, threads, memory."""
+    return {
+        "versions": {name: version(name) for name in PACKAGES}
+        | {"python": platform.python_version()},
+        "cpu": processor_name(),
+        "cores": num_cores(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": machine_memory_bytes(),
+        "device": device if device_memory_bytes(device) is not None else "cpu",
+    }
+
+
+def _fit_together(summary: Summary, budgets: Sequence[str | None], *, device: str) -> bool:
+    """Return True if models of all budgets fit into memory at once. Raises ConfigError if not even
+    one does.
+    """
+    free = available_memory_bytes()
+    own = [_num_bytes(summary, budget, free) for budget in budgets]
+    if max(own) > free:
+        raise ConfigError(
+            f"{format_bytes(summary.dense_bytes)} of dense weights and "
+            f"{format_bytes(max(own) - summary.dense_bytes)} for experts, "
+            f"{format_bytes(free)} of memory are free\nhint: a smaller --host-memory"
+        )
+    if device_memory_bytes(device) is not None:
+        return False  # each takes most of a GPU's memory
+    return sum(own) <= SHARE * free
+
+
+def _num_bytes(summary: Summary, budget: str | None, free: int) -> int:
+    """Of a model with that budget; None is its own choice."""
+    if budget is None:
+        experts = min(summary.expert_bytes, int(AUTOMATIC_SHARE * free) - summary.dense_bytes)
+        return summary.dense_bytes + max(experts, 0)
+    asked = parse_size(budget, whole_bytes=summary.expert_bytes)
+    return summary.dense_bytes + min(asked, summary.expert_bytes)
+
+
+def _measure_rates(checkpoint: Path, *, bytes_per_expert: int, num_threads: int) -> Rates:
+    """Of this machine's processor and memory, and of the disk that a folder or file is on."""
+    return Rates(
+        memory=memory_rate(num_threads),
+        disk=_disk_rate(checkpoint, bytes_per_expert),
+        products=products_rate(),
+    )
+
+
+def _disk_rate(checkpoint: Path, bytes_per_expert: int) -> float | None:
+    """None if no weight file is large enough to be read past the page cache."""
+    files = [checkpoint]
+    if checkpoint.is_dir():
+        files = [file for file in checkpoint.iterdir() if file.suffix in WEIGHTS]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    try:
+        return measure_disk(largest, DISK_S, read_bytes=bytes_per_expert)
+    except CheckpointError as error:
+        logger.info("no bound by the disk: %s", error)
+        return None

@@ -1,26 +1,25 @@
-"""`moe-infinity bench`"""
+"""`moe-infinity bench`."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from moe_infinity.cli.opening import open_model
-from moe_infinity.cli.options import AsJson, Model, ModelOptions, Yes, with_options_of
-from moe_infinity.cli.pulling import ensure_here
+from moe_infinity.cli.models import ensure_here, open_model
+from moe_infinity.cli.options import AsJson, Model, ModelOptions, Yes, taken, with_options_of
 from moe_infinity.cli.terminal import stderr, write
 from moe_infinity.tools.bench.config import BenchConfig
 
 if TYPE_CHECKING:
-    from moe_infinity.tools.bench.workload import BenchTest
+    from moe_infinity.tools.bench.measuring import BenchTest
 
 OF_MODEL = (
-    "device", "device_memory", "policy", "prefetch", "early_router", "preload", "config_from",
-    "dtype", "expert_dtype", "exact", "experts_implementation", "gpu_engine", "trust_remote_code",
+    "device", "device_memory", "policy", "prefetch", "early_router", "preload", "stream_layers",
+    "config_from", "dtype", "expert_dtype", "exact", "experts_implementation", "gpu_engine",
+    "trust_remote_code",
 )  # fmt: skip
 
 
@@ -32,14 +31,14 @@ def bench(model: Model, yes: Yes = False, as_json: AsJson = False, **options: An
 
     here = ensure_here(model, yes=yes)
     opened = partial(open_model, yes=yes)
-    config = BenchConfig(**{field.name: options.pop(field.name) for field in fields(BenchConfig)})
+    config = taken(BenchConfig, options)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     is_shown = stderr.is_terminal
     with Progress(*columns, console=stderr, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("measuring memory, processor and disk", total=None)
 
-        def show(system: str, test: BenchTest) -> None:
-            progress.update(task, description=f"{system}: {test.name}")
+        def show(model: str, test: BenchTest) -> None:
+            progress.update(task, description=f"{model}: {test.name}")
 
         result = run_bench(here, config, options, open_model=opened, on_run=show)
     write((json.dumps(result.as_dict()) if as_json else str(result)) + "\n")

@@ -3,42 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
 from moe_infinity.sizes import format_bytes
-from moe_infinity.tools.bench.workload import BenchTest
-
-LLAMA_CPP = "llama.cpp"
-
-
-class Sample(NamedTuple):
-    """One run of one test. Counts of experts are 0 for a model that does not count them."""
-
-    num_tokens: int
-    seconds: float
-    hits: int = 0
-    lookups: int = 0  # of an expert, as a layer asks for it
-    bytes_read: int = 0  # of experts that were not in memory
-    disk_bytes: int = 0  # that the disk gave; the rest was in the page cache
-
-
-class Needs(NamedTuple):
-    """What a token takes, whoever computes it."""
-
-    dense_bytes: int  # read for every token beside experts
-    expert_bytes: float  # of one expert
-    prompt_flops: float | None  # a token's products in a prompt; None: unknown
-
-
-@dataclass(slots=True)
-class Measured:
-    """What is known of one system at the end."""
-
-    needs: Needs | None  # None: nothing is known of what limits it
-    about: str
-    samples: dict[BenchTest, list[Sample]] = field(default_factory=dict)
+from moe_infinity.tools.bench.measuring import BenchTest, Measured, Needs, Sample
 
 
 class Rates(NamedTuple):
@@ -59,10 +29,9 @@ class Row:
     """One test of one model."""
 
     test: BenchTest
-    model: str  # LLAMA_CPP, or the budget of ours
+    model: str  # the budget
     samples: Sequence[Sample]
     bound: float | None  # tokens per second
-    ratio: float | None = None  # to llama.cpp, of the medians
 
     @property
     def rates(self) -> list[float]:
@@ -80,44 +49,38 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
-        is_ours = self.model != LLAMA_CPP
         return {
             "test": self.test.name,
             "meaning": self.test.meaning,
-            "system": "moe-infinity" if is_ours else LLAMA_CPP,
-            "host_memory": self.model if is_ours else None,
+            "host_memory": self.model,
             "tokens_per_s": median(self.rates),
             "tokens_per_s_min": min(self.rates),
             "tokens_per_s_max": max(self.rates),
             "hit_rate": self.hit_rate,
-            "bytes_read_per_token": per_token(self.samples, "bytes_read") if is_ours else None,
-            "disk_bytes_per_token": per_token(self.samples, "disk_bytes") if is_ours else None,
+            "bytes_read_per_token": per_token(self.samples, "bytes_read"),
+            "disk_bytes_per_token": per_token(self.samples, "disk_bytes"),
             "bound_tokens_per_s": self.bound,
             "share_of_bound": self.share_of_bound,
-            "ratio_to_llama_cpp": self.ratio,
             "samples": [sample._asdict() for sample in self.samples],
         }
 
     def cells(self) -> list[str]:
         """As the table shows it."""
         rates = self.rates
-        read = per_token(self.samples, "bytes_read")
         return [
             self.test.name,
             self.model,
             _number(median(rates)),
             f"{_number(min(rates))} - {_number(max(rates))}",
             _percent(self.hit_rate),
-            "-" if self.model == LLAMA_CPP else format_bytes(read),
+            format_bytes(per_token(self.samples, "bytes_read")),
             "-" if self.bound is None else _number(self.bound),
             _percent(self.share_of_bound),
-            "-" if self.ratio is None else f"{self.ratio:.2f}",
         ]
 
 
 HEADINGS = (
     "test", "host memory", "tokens/s", "min - max", "hit rate", "read/token", "bound", "of bound",
-    "x llama.cpp",
 )  # fmt: skip
 
 
@@ -149,7 +112,7 @@ def bound_of(
 
 
 def rows_of(found: Mapping[str, Measured], rates: Rates) -> list[Row]:
-    """By test, prompts first, then by system."""
+    """Rows by test, prompts first, then by model."""
     tests = sorted({test for measured in found.values() for test in measured.samples}, key=_place)
     return [_row(test, model, found, rates) for test in tests for model in found]
 
@@ -162,11 +125,7 @@ def _row(test: BenchTest, model: str, found: Mapping[str, Measured], rates: Rate
     samples = found[model].samples[test]
     needs = found[model].needs
     bound = None if needs is None else bound_of(test, samples, needs, rates)
-    ratio = None
-    if LLAMA_CPP in found and model != LLAMA_CPP:
-        theirs = found[LLAMA_CPP].samples[test]
-        ratio = median(map(_rate, samples)) / median(map(_rate, theirs))
-    return Row(test, model, samples, bound, ratio)
+    return Row(test, model, samples, bound)
 
 
 def _rate(sample: Sample) -> float:
@@ -175,8 +134,7 @@ def _rate(sample: Sample) -> float:
 
 def table_of(rows: Sequence[Row]) -> str:
     """Markdown, and what its words mean."""
-    num_columns = len(HEADINGS) if any(row.model == LLAMA_CPP for row in rows) else -1
-    lines = [list(HEADINGS)[:num_columns], *(row.cells()[:num_columns] for row in rows)]
+    lines = [list(HEADINGS), *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = [
         " | ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])

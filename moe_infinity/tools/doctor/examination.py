@@ -17,13 +17,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.memory.machine import available_memory_bytes, machine_memory_bytes
-from moe_infinity.system import control_groups, features, machine
+from moe_infinity.system import linux, machine
 from moe_infinity.system.files import nearest_folder, open_past_cache, open_to_read
 from moe_infinity.system.linux import is_cached
+from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes
 from moe_infinity.system.memory import zeroed_memory
-from moe_infinity.tools.doctor import hardware, packages, storage
-from moe_infinity.tools.doctor.line import Line, error, warning
+from moe_infinity.tools.doctor import lines
+from moe_infinity.tools.doctor.lines import Line, error, warning
 
 PACKAGE = "moe-infinity"
 TRITON = ">=3.4"  # of the GPU's kernels; only the extra dev installs it
@@ -40,19 +40,19 @@ def examine(*, is_quick: bool = False) -> Iterator[Line]:
         ("packages", _packages),
         ("processor", _processor),
         ("cores", _cores),
-        ("memory", lambda: hardware.memory_line(available_memory_bytes(), machine_memory_bytes())),
+        ("memory", lambda: lines.memory_line(available_memory_bytes(), machine_memory_bytes())),
         ("swap", _swap),
         ("control group", _group),
-        ("huge pages", lambda: hardware.huge_pages_line(machine.huge_pages_setting())),
+        ("huge pages", lambda: lines.huge_pages_line(machine.huge_pages_setting())),
         ("gpu", _gpu),
-        ("switches", lambda: hardware.switches_lines(os.environ)),
+        ("switches", lambda: lines.switches_lines(os.environ)),
         ("kernels", _kernels),
         (
             "hub cache",
-            lambda: storage.file_system_line("hub cache", cache, machine.mount_of(cache)),
+            lambda: lines.file_system_line("hub cache", cache, machine.mount_of(cache)),
         ),
         ("this folder", _this_folder),
-        ("disk space", lambda: storage.room_line(shutil.disk_usage(nearest_folder(cache)).free)),
+        ("disk space", lambda: lines.room_line(shutil.disk_usage(nearest_folder(cache)).free)),
         ("direct reads", lambda: _tried(nearest_folder(cache))),
     ]
     if not is_quick:
@@ -94,12 +94,12 @@ def version_of(name: str) -> str | None:
 def _python() -> Line:
     wanted = str(metadata.metadata(PACKAGE)["Requires-Python"])
     has_gil = not sysconfig.get_config_var("Py_GIL_DISABLED")
-    return packages.python_line(platform.python_version(), wanted, has_gil=has_gil)
+    return lines.python_line(platform.python_version(), wanted, has_gil=has_gil)
 
 
 def _packages() -> Iterator[Line]:
     requirements = metadata.requires(PACKAGE) or []
-    return packages.package_lines(requirements, version_of, importlib.import_module)
+    return lines.package_lines(requirements, version_of, importlib.import_module)
 
 
 # Hardware
@@ -110,28 +110,28 @@ def _processor() -> Line:
 
     found = llvm.get_host_cpu_features()
     features_of = {name for name, is_there in found.items() if is_there}
-    return hardware.processor_line(llvm.get_host_cpu_name(), features_of)
+    return lines.processor_line(llvm.get_host_cpu_name(), features_of)
 
 
 def _cores() -> Line:
     import torch
 
-    limit = control_groups.core_limit()
-    return hardware.cores_line(machine.num_cores(), limit, torch.get_num_threads(), os.environ)
+    limit = machine.core_limit()
+    return lines.cores_line(machine.num_cores(), limit, torch.get_num_threads(), os.environ)
 
 
 def _swap() -> Line:
     used, total = machine.swap_bytes()
-    return hardware.swap_line(
+    return lines.swap_line(
         used, total, available=available_memory_bytes(), memory=machine_memory_bytes()
     )
 
 
 def _group() -> Line:
-    limits = control_groups.memory_limits()
+    limits = machine.memory_limits()
     limit = min((found.num_bytes for found in limits), default=None)
     left = min((found.num_bytes - found.used_bytes for found in limits), default=0)
-    return hardware.group_line(limit, left, control_groups.core_limit())
+    return lines.group_line(limit, left, machine.core_limit())
 
 
 def _gpu() -> Iterator[Line]:
@@ -148,15 +148,15 @@ def _gpu() -> Iterator[Line]:
         name = found.name
         capability = (found.major, found.minor)
         memory = found.total_memory
-    yield hardware.gpu_line(name, capability, memory, driver=driver, build=build)
-    yield packages.triton_line(version_of("triton"), TRITON, has_gpu=has_gpu)
-    yield hardware.memlock_line(machine.lockable_bytes(), has_gpu=has_gpu)
+    yield lines.gpu_line(name, capability, memory, driver=driver, build=build)
+    yield lines.triton_line(version_of("triton"), TRITON, has_gpu=has_gpu)
+    yield lines.memlock_line(machine.lockable_bytes(), has_gpu=has_gpu)
     if has_gpu:
         cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
         compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
         compiler = next((path for c in compilers if c and (path := shutil.which(c))), None)
         options = machine.mount_of(nearest_folder(cache).resolve()).options
-        yield hardware.launcher_line(compiler, str(cache), options)
+        yield lines.launcher_line(compiler, str(cache), options)
 
 
 # Disks
@@ -169,12 +169,12 @@ def _kernels() -> Line:
     files = list(folder.glob("*/*.nbc"))
     num_bytes = sum(file.stat().st_size for file in files)
     is_writable = os.access(nearest_folder(folder), os.W_OK | os.X_OK)
-    return storage.kernels_line(folder, len(files), num_bytes, is_writable=is_writable)
+    return lines.kernels_line(folder, len(files), num_bytes, is_writable=is_writable)
 
 
 def _this_folder() -> Line:
     here = Path.cwd()
-    return storage.file_system_line("this folder", here, machine.mount_of(here))
+    return lines.file_system_line("this folder", here, machine.mount_of(here))
 
 
 def _tried(folder: Path) -> Iterator[Line]:
@@ -186,8 +186,8 @@ def _tried(folder: Path) -> Iterator[Line]:
         file.write_bytes(bytes(BLOCK))
         is_direct = _is_read_directly(file)
         is_told = _is_told(file)
-    yield storage.direct_line(is_direct)
-    yield storage.page_cache_line(is_told)
+    yield lines.direct_line(is_direct)
+    yield lines.page_cache_line(is_told)
 
 
 def _is_read_directly(file: Path) -> bool:
@@ -203,7 +203,7 @@ def _is_read_directly(file: Path) -> bool:
 
 
 def _is_told(file: Path) -> bool:
-    if not features.found().page_cache:
+    if not linux.is_linux():
         return False
     opened = open_to_read(file)
     try:
@@ -220,7 +220,7 @@ def _rate(folder: Path) -> Line:
     from moe_infinity.tools.planning.disk import measure_disk
 
     try:
-        return storage.rate_line(measure_disk(folder))
+        return lines.rate_line(measure_disk(folder))
     except CheckpointError as problem:
         found, _, hint = str(problem).partition("\nhint: ")
         return warning("disk rate", f"not measured: {found}", hint or "look at this folder")

@@ -17,14 +17,14 @@ from pathlib import Path
 from threading import Lock
 
 from moe_infinity.checkpoint.chunks import BounceBuffer, Chunk, chunks_of
-from moe_infinity.checkpoint.extents import Extent
 from moe_infinity.checkpoint.files import SMALL_FILE_BYTES, OpenFile
+from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import NUM_READ_THREADS
 from moe_infinity.errors import CheckpointError
 from moe_infinity.memory import threads
-from moe_infinity.memory.pages import huge_pages
 from moe_infinity.memory.threads import CLOSE_TIMEOUT_S, ReadThreads
 from moe_infinity.sizes import format_bytes
+from moe_infinity.system.memory import huge_pages
 
 WEIGHTS = (".safetensors", ".gguf", ".bin")
 READ_BYTES = 8 << 20  # of one expert, where the caller knows no better

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.memory.machine import available_memory_bytes
 from moe_infinity.sizes import parse_size
-from moe_infinity.system.machine import lockable_bytes, num_cores, own_bytes
+from moe_infinity.system.machine import available_memory_bytes, lockable_bytes, num_cores, own_bytes
 
 OPERATIONS = re.compile(r"(\d+(?:\.\d+)?)\s*([MGT])FLOPS?(?:/s)?", re.IGNORECASE)
 SCALES = {"M": 1e6, "G": 1e9, "T": 1e12}

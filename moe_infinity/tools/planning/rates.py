@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from moe_infinity.kernels.many_rows import has_products_of_bfloat16
-from moe_infinity.memory.machine import available_memory_bytes
-from moe_infinity.memory.pages import huge_pages
+from moe_infinity.system.machine import available_memory_bytes
+from moe_infinity.system.memory import huge_pages
 
 MEASURE_S = 0.4
 READ_BYTES = 512 << 20  # by all threads together: more than caches hold

@@ -26,20 +26,21 @@ class Constants:
     """What is neither a size nor a rate of the machine. Seconds were measured on two cores."""
 
     # Python beside the kernels: 2.3 ms a step of 7 layers, all resident (docs/performance.md,
-    # "Where the time goes"); 4.4 to 5.6 ms where each layer may have to wait (docs/log.md,
+    # "Where the time goes"); 4.4 to 5.6 ms where each layer may have to wait (notes/log.md,
     # "Python took").
     resident_layer_s: float = 0.0023 / 7
     waiting_layer_s: float = 0.0050 / 7
     # Of the memory's rate, what kernels reach: 17.2 of 18.4 ms (the same place).
     memory_share: float = 0.93
-    # transformers, kernels from their cache, beside reading dense weights: 1.1 s ("First token,
-    # cached"), and 2 s on two Zen 3 cores.
+    # transformers, kernels from their cache, beside reading dense weights: 1.1 s ("Where we are
+    # slower"), and 2 s on two Zen 3 cores.
     load_s: float = 1.5
     # Of the measured rate of products, what prompts reach: of 600 tokens 0.9 of 1.07 s (row
     # "prompt, warm, 600 tokens", rate of 38 rows in kernels/many_rows.py).
     products_share: float = 0.85
     # Of the disk's measured rate, what loads reach: those of a layer come in bursts, and copying
-    # them takes the cores' time. 0.5 to 1 under memory limits (docs/log.md, "three memory limits").
+    # them takes the cores' time. 0.5 to 1 under memory limits (notes/log.md, "three memory
+    # limits").
     disk_share: float = 0.7
     # Launching a layer's kernels where the host decides. Not measured: no GPU has run this.
     gpu_layer_s: float = 0.0003

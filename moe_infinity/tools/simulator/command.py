@@ -1,30 +1,19 @@
-"""The options of `simulate`, and what it does with them."""
+"""`moe-infinity simulate`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress
 
-from moe_infinity.cache.policies import ACTIVATION_AWARE
-from moe_infinity.cli.options import above_zero
-from moe_infinity.cli.terminal import stderr
-from moe_infinity.errors import ConfigError
-from moe_infinity.predict.features import FACTORS
+from moe_infinity.cli.options import AsJson, taken, with_options_of
+from moe_infinity.cli.terminal import count_bar, write
+from moe_infinity.predict.knowledge import FACTORS
 from moe_infinity.tools.pictures.figures import check_picture
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES
-from moe_infinity.tools.simulator.routers import ROUTERS
-
-if TYPE_CHECKING:
-    from moe_infinity.tools.simulator.cluster import ClusterExperiment
-    from moe_infinity.tools.simulator.laboratory import Experiment
-
-POLICIES = "lru,lfu,request-lfu,moe-infinity-v3,activation-aware"
 
 Traces = Annotated[
     list[Path],
@@ -33,16 +22,15 @@ Traces = Annotated[
 
 
 @dataclass(kw_only=True)
-class ReplayOptions:
-    """What to replay on which machine."""
+class SimulationOptions:
+    """What to replay on which machine, and how."""
 
     policy: Annotated[
-        str | None,
+        str,
         typer.Option(
-            help=f"Separated by commas: {', '.join(SIMULATED_POLICIES)}; belady is always added. "
-            f"Default: {POLICIES}; with --replicas {ACTIVATION_AWARE}."
+            help=f"Separated by commas: {', '.join(SIMULATED_POLICIES)}; belady is always added."
         ),
-    ] = None
+    ] = "lru,lfu,request-lfu,moe-infinity-v3,activation-aware"
     capacity: Annotated[
         str, typer.Option(help="Separated by commas: '10%' of all experts, or a number of slots.")
     ] = "10%,20%,30%"
@@ -64,62 +52,13 @@ class ReplayOptions:
         int | None, typer.Option(min=1, help="Replay this many requests, drawn at random.")
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of that draw.")] = 0
-    users: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Users whose requests are interleaved; with --replicas, requests that a replica "
-            "decodes at once.",
-        ),
-    ] = 1
+    users: Annotated[int, typer.Option(min=1, help="Users whose requests are interleaved.")] = 1
     without: Annotated[
         str,
         typer.Option(
             help=f"Factors to leave out of predictions, separated by commas: {', '.join(FACTORS)}."
         ),
     ] = ""
-
-
-@dataclass(kw_only=True)
-class ReplicaOptions:
-    """Several machines."""
-
-    replicas: Annotated[
-        str | None,
-        typer.Option(help="Numbers of machines that have the whole model each, as in '1,2,4'."),
-    ] = None
-    router: Annotated[
-        str,
-        typer.Option(
-            help="With --replicas: what chooses the machine of a request, separated by commas: "
-            f"{', '.join(ROUTERS)}."
-        ),
-    ] = "round-robin,least-loaded,hash,eam"
-    arrivals: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --replicas: CSV with a column arrival_s, stretched to --rate. Default: at "
-            "random times.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None
-    rate: Annotated[
-        float,
-        typer.Option(
-            callback=above_zero, help="With --replicas: requests a minute, for each machine."
-        ),
-    ] = 1.0
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --replicas: cut each request to so many tokens."),
-    ] = None
-
-
-@dataclass(kw_only=True)
-class SimulationOptions:
-    """How a simulation runs, and what it draws."""
-
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -138,85 +77,37 @@ class SimulationOptions:
     ] = None
 
 
-def simulated(files: Sequence[Path], options: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Rows, and a table of them for people. Raises ConfigError, TraceError, OutputError."""
-    # Not needed by other commands.
+@with_options_of(SimulationOptions)
+def simulate(traces: Traces, as_json: AsJson = False, **options: Any) -> None:
+    """Replay recorded routing with other policies and capacities. Needs no model."""
+    # Imported here: no other command needs them.
     from moe_infinity.system.machine import num_cores
-    from moe_infinity.tools.pictures.hit_rates import draw_hit_rates
-    from moe_infinity.tools.simulator import cluster, laboratory
+    from moe_infinity.tools.pictures.plots import draw_hit_rates
+    from moe_infinity.tools.simulator.laboratory import Experiment, run_experiment, table_of
 
-    plot = options["plot"]
-    if plot is not None:
-        if options["replicas"] is not None:
-            raise ConfigError("--plot draws one machine: leave out --plot or --replicas")
-        check_picture(plot)
-    with simulation_progress() as on_work:
-        jobs = options["jobs"] or num_cores()
-        if options["replicas"] is not None:
-            together = cluster_experiment_of(options)
-            rows = cluster.run_cluster(files, together, jobs=jobs, on_requests=on_work)
-            return rows, f"{cluster.table_of(rows)}\n{assumed(options)}"
-        alone = experiment_of(options)
-        rows = laboratory.run_experiment(files, alone, jobs=jobs, on_steps=on_work)
-    if plot is not None:
-        draw_hit_rates(rows, plot)
-    return rows, f"{laboratory.table_of(rows)}\n{assumed(options)}"
-
-
-def assumed(options: Mapping[str, Any]) -> str:
-    """What the times of a table stand on."""
-    return (
-        f"Times: experts of {options['expert_bytes']} (--expert-bytes) over {options['bandwidth']} "
-        f"(--bandwidth), {options['compute_us']:g} us for each layer (--compute-us)."
+    asked = taken(SimulationOptions, options)
+    if asked.plot is not None:
+        check_picture(asked.plot)
+    experiment = Experiment.from_text(
+        policies=asked.policy,
+        capacities=asked.capacity,
+        bandwidth=asked.bandwidth,
+        expert_bytes=asked.expert_bytes,
+        layer_us=asked.compute_us,
+        prefetch=asked.prefetch,
+        warmup=asked.warmup,
+        draw=asked.draw,
+        seed=asked.seed,
+        users=asked.users,
+        without=asked.without,
     )
-
-
-@contextmanager
-def simulation_progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, with the time that is left."""
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("simulating", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def experiment_of(options: Mapping[str, Any]) -> Experiment:
-    """On one machine. Raises ConfigError."""
-    from moe_infinity.tools.simulator.laboratory import Experiment
-
-    return Experiment.from_text(
-        policies=options["policy"] or POLICIES,
-        prefetch=options["prefetch"],
-        draw=options["draw"],
-        users=options["users"],
-        without=options["without"],
-        **common_of(options),
+    files = [path / "experts.npz" if path.is_dir() else path for path in traces]
+    with count_bar("simulating") as on_steps:
+        rows = run_experiment(files, experiment, jobs=asked.jobs or num_cores(), on_steps=on_steps)
+    if asked.plot is not None:
+        draw_hit_rates(rows, asked.plot)
+    times = (
+        f"Times: experts of {asked.expert_bytes} (--expert-bytes) over {asked.bandwidth} "
+        f"(--bandwidth), {asked.compute_us:g} us for each layer (--compute-us)."
     )
-
-
-def cluster_experiment_of(options: Mapping[str, Any]) -> ClusterExperiment:
-    """On several. Raises ConfigError."""
-    from moe_infinity.tools.simulator.cluster import ClusterExperiment
-
-    return ClusterExperiment.from_text(
-        policies=options["policy"] or ACTIVATION_AWARE,
-        replicas=options["replicas"],
-        routers=options["router"],
-        rate=options["rate"] / 60,
-        arrivals=options["arrivals"],
-        num_places=options["users"],
-        num_requests=options["draw"],
-        num_tokens=options["tokens"],
-        **common_of(options),
-    )
-
-
-def common_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What experiments on one machine and on several have in common."""
-    return {
-        "capacities": options["capacity"],
-        "bandwidth": options["bandwidth"],
-        "expert_bytes": options["expert_bytes"],
-        "layer_us": options["compute_us"],
-        "warmup": options["warmup"],
-        "seed": options["seed"],
-    }
+    write((json.dumps({"rows": rows}) if as_json else f"{table_of(rows)}\n{times}") + "\n")

@@ -17,13 +17,19 @@ import numpy as np
 from moe_infinity.cache.counters import Counters, PrefetchCounters
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Phase
-from moe_infinity.predict.features import FACTORS
+from moe_infinity.predict.knowledge import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.sizes import parse_size
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES
-from moe_infinity.tools.simulator.hardware import Hardware
 from moe_infinity.tools.simulator.processes import OnWork, adding_up, run_all
-from moe_infinity.tools.simulator.replay import BELADY, CLAIRVOYANT, OMNISCIENT, Setup, replay
+from moe_infinity.tools.simulator.replay import (
+    BELADY,
+    CLAIRVOYANT,
+    OMNISCIENT,
+    Hardware,
+    Setup,
+    replay,
+)
 from moe_infinity.tools.simulator.schedule import interleave, steps_of
 
 

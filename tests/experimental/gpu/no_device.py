@@ -25,9 +25,10 @@ from moe_infinity.experimental.gpu.attention_modules import FusedAttention
 from moe_infinity.experimental.gpu.cached_step import CachedStep, Place
 from moe_infinity.experimental.gpu.device_steps import StepState
 from moe_infinity.experimental.gpu.device_table import DeviceTable
-from moe_infinity.experimental.gpu.graphed_step import CACHE, GraphedStep
+from moe_infinity.experimental.gpu.graphed_step import GraphedStep
 from moe_infinity.experimental.gpu.kernels import kernels_for
 from moe_infinity.experimental.gpu.mlps import FusedMlp
+from tests.cache_name import CACHE
 from tests.meta_device import FROM_THE_HOST, NOWHERE, PAIR_KERNELS
 
 # They wait for the device, or for its answer how large their result is.

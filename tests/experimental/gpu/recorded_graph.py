@@ -20,6 +20,7 @@ from moe_infinity import MoE
 from moe_infinity.experimental.gpu import build, graphed_step
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.kernels import Kernels, kernels_for
+from tests.cache_name import CACHE
 from tests.experimental.gpu.fast_device import on_device
 from tests.on_device import LONG_PROMPT, PROMPT, greedy
 
@@ -186,7 +187,7 @@ def conversation(moe: MoE) -> list[Tensor]:
     for more in (PROMPT[:, :4], LONG_PROMPT[:, :9]):
         ids = torch.cat([ids, more], dim=1)
         out = moe.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+            input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: cache},
             max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         ids = out.sequences

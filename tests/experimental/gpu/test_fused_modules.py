@@ -19,6 +19,7 @@ from moe_infinity.experimental.gpu.kernels import kernels_for
 from moe_infinity.experimental.gpu.mlps import FusedMlp, activation_of, is_as_before, joined
 from moe_infinity.experimental.gpu.residuals import find_norms, fuse_layers, parts_of
 from moe_infinity.experimental.gpu.routers import fuse_routers, try_router
+from tests.cache_name import CACHE
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
 
@@ -117,7 +118,7 @@ def test_attention_modules_are_found_and_give_what_their_own_code_gives(folder):
         found = []
         for is_ours in (False, True):
             cache = DynamicCache(config=model.config)
-            given = {"past_key_values": cache}
+            given = {CACHE: cache}
             for each in attention:  # every layer of the cache has something
                 each(x_BTD[:, :3], position_embeddings=parts[0], attention_mask=mask, **given)
             given["position_embeddings"] = parts[1]

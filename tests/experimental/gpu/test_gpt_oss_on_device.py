@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_infinity import MoE
-from moe_infinity.checkpoint.extents import Extent, StoredTensor
+from moe_infinity.architectures.trial import FellBack, Found
 from moe_infinity.checkpoint.formats import find_format
-from moe_infinity.checkpoint.headers import Headers
+from moe_infinity.checkpoint.headers import Extent, Headers, StoredTensor
 from moe_infinity.checkpoint.plan import Plan, contents_of, plan_experts
 from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
@@ -218,10 +218,11 @@ def test_published_sizes_are_described(layers, num_experts):
     plan = plan_of(config)
     assert (len(plan.layers), plan.top_k) == (layers, 4)
     for layer, recipes in zip(plan.layers, plan.recipes, strict=True):
-        mlp = slot_layer(layer, recipes, any_matrix)
-        assert mlp is not None
+        described = slot_layer(layer, recipes, any_matrix)
+        assert isinstance(described, Found)
+        mlp = described.path
         assert mlp.up is not None
-        assert fused_layer(layer, recipes) is not None
+        assert isinstance(fused_layer(layer, recipes), Found)
         assert mlp.activation == Activation("silu", alpha=1.5, shift=1.0, limit=6.0)  # the module's
         assert (mlp.gate.first_row, mlp.up.first_row, mlp.gate.row_step) == (0, 1, 2)
         for matrix in (mlp.gate, mlp.up, mlp.down):
@@ -237,14 +238,15 @@ def test_published_sizes_are_described(layers, num_experts):
 def test_weights_that_are_not_packed_are_read_transposed():
     config = transformers.GptOssConfig(**GPT_OSS)
     plan = plan_of(config, is_packed=False)
-    mlp = slot_layer(plan.layers[0], plan.recipes[0])
-    assert mlp is not None
+    described = slot_layer(plan.layers[0], plan.recipes[0])
+    assert isinstance(described, Found)
+    mlp = described.path
     assert mlp.up is not None
     for half, first in ((mlp.gate, 0), (mlp.up, 1)):
         assert (half.kind, half.first_row, half.row_step) == ("bf16", first, 2)
         assert (half.row_stride, half.column_stride) == (1, 2 * config.intermediate_size)
     assert (mlp.down.row_stride, mlp.down.column_stride) == (1, config.hidden_size)
-    assert fused_layer(plan.layers[0], plan.recipes[0]) is None
+    assert isinstance(fused_layer(plan.layers[0], plan.recipes[0]), FellBack)
 
 
 def test_packed_on_load_they_are_read_too(tmp_path):

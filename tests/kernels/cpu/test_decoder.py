@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import PackedWeight
 from moe_infinity.kernels.cpu.decoder import (
     HALVES,
     NEIGHBOURS,
@@ -20,6 +19,7 @@ from moe_infinity.kernels.cpu.decoder import (
     Router,
 )
 from moe_infinity.kernels.cpu.decoder_steps import Cached, DecoderSteps
+from moe_infinity.layout import PackedWeight
 
 WIDTH = 96
 SHAPES = {  # heads, heads of keys, width of a head, of its values
@@ -97,7 +97,7 @@ def routing(router: Router | None, x: Tensor) -> tuple[Tensor, ...]:
         logits = logits + router.bias.double()
     largest, chosen = logits.topk(router.gate.top_k)
     shares = largest.softmax(-1)
-    if router.gate.shares == OF_ALL:
+    if router.gate.softmax_over == OF_ALL:
         shares = logits.softmax(-1).gather(1, chosen)
     return logits, chosen, shares
 
@@ -194,7 +194,7 @@ def test_a_token_gets_what_the_reference_gives(shape, dtype, case):
         angles = angle.cos(), angle.sin()
         wanted = reference(attention, x, angles, *views, mask)
         found = steps.attend(0, x, angles, Cached(*views), mask)
-        assert torch.equal(found.chosen, wanted[3])
+        assert torch.equal(found.top_k_index_BK, wanted[3])
         new = views[0][:, :, -1], views[1][:, :, -1]
         for one, other in zip((*found, *new), wanted, strict=True):
             size = other.double().abs().max()
@@ -237,7 +237,7 @@ def test_equal_logits_and_no_numbers_choose_experts_that_exist(logits):
     steps = DecoderSteps([DecoderKernel(replace(attention, router=router), torch.float32)])
     cached = Cached(torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1, 32))
     angles = torch.ones(1, 16), torch.zeros(1, 16)
-    chosen = steps.attend(0, torch.ones(1, WIDTH), angles, cached, None).chosen[0].tolist()
+    chosen = steps.attend(0, torch.ones(1, WIDTH), angles, cached, None).top_k_index_BK[0].tolist()
     assert len(set(chosen)) == 2
     assert set(chosen) <= {0, 1, 2}
     if logits[0] == 2.0:

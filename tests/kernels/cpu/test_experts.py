@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import PLAIN, WeightLayout
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
+from moe_infinity.layout import PLAIN, WeightLayout
 from tests.kernels.stored_weights import StoredExperts
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.layout import PLAIN
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.triton import reference
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp, plain_matrix, slot_mlp
+from moe_infinity.layout import PLAIN
 from tests.kernels.stored_weights import StoredExperts
 
 pytest.importorskip("triton", reason="needs triton")

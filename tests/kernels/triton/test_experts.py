@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_infinity.checkpoint.layout import PLAIN
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
+from moe_infinity.layout import PLAIN
 from tests.kernels.triton.slot_experts import (
     DEVICE,
     KERNELS,

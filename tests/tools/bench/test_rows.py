@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moe_infinity.tools.bench.rows import (
-    LLAMA_CPP,
-    Measured,
-    Needs,
-    Rates,
-    Sample,
-    bound_of,
-    rows_of,
-    table_of,
-)
-from moe_infinity.tools.bench.workload import BenchTest
+from moe_infinity.tools.bench.measuring import BenchTest, Measured, Needs, Sample
+from moe_infinity.tools.bench.rows import Rates, bound_of, rows_of, table_of
 
 PROMPT, DECODE = BenchTest(10, 0), BenchTest(10, 4)
 NEEDS = Needs(dense_bytes=600, expert_bytes=100.0, prompt_flops=2e6)
@@ -63,15 +54,6 @@ def test_a_row_has_the_median_the_spread_and_the_share_of_the_bound():
     assert told["hit_rate"] == 0.75
     assert told["bytes_read_per_token"] == 100
     assert told["share_of_bound"] == pytest.approx(0.5)
-    assert told["ratio_to_llama_cpp"] is None
-
-
-def test_ours_are_compared_with_llama_cpp_by_medians():
-    found = {"25%": measured(4.0, 4.0, 9.0), LLAMA_CPP: measured(8.0, 8.0, 1.0, needs=None)}
-    ours, theirs = rows_of(found, RATES)
-    assert ours.ratio == pytest.approx(2.0)
-    assert theirs.as_dict()["system"] == LLAMA_CPP
-    assert theirs.bound is theirs.ratio is None
 
 
 def test_rows_are_by_test_with_prompts_first_and_by_system():
@@ -87,5 +69,4 @@ def test_the_table_is_markdown_and_says_what_its_tests_are():
     lines = table_of(rows_of({"25%": measured(4.0)}, RATES)).splitlines()
     assert len({len(line) for line in lines[:3]}) == 1
     assert [line.count("|") for line in lines[:3]] == [9, 9, 9]
-    assert "x llama.cpp" not in lines[0]
     assert lines[-1] == "tg4 @ d10: 4 tokens decoded one by one, after 10"

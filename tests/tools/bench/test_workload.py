@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.tools.bench.workload import BenchTest, Workload
+from moe_infinity.tools.bench.measuring import BenchTest, Workload
 
 
 def workload(lengths: str = "4,2", num_decoded: int = 3, ids: tuple[int, ...] = ()) -> Workload:

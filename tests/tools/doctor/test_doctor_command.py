@@ -13,9 +13,9 @@ import pytest
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.tools.doctor import examination
-from moe_infinity.tools.doctor.line import Line, error, ok, warning
+from moe_infinity.tools.doctor.lines import Line, error, ok, warning
 from moe_infinity.tools.planning import disk
-from tests.system.other_systems import WINDOWS, use
+from tests.system.other_systems import leave_linux
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def without(name: str, *args: str) -> subprocess.CompletedProcess[str]:
     """The command where a package cannot be imported."""
     program = (
-        f"import sys; sys.modules[{name!r}] = None; from moe_infinity.cli.app import main; main()"
+        f"import sys; sys.modules[{name!r}] = None; from moe_infinity.__main__ import main; main()"
     )
     return subprocess.run(
         [sys.executable, "-c", program, *args],
@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_written_is_not_tried(monkeypatch, tmp_path):
 
 def test_on_other_systems_the_same_is_asked_and_no_check_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(examination, "hub_cache", lambda: tmp_path)
-    use(monkeypatch, WINDOWS)
+    leave_linux(monkeypatch)
     lines = list(examination.examine(is_quick=True))
     assert not [line for line in lines if "could not be looked at" in line.found]
     (direct,) = [line for line in lines if line.check == "direct reads"]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moe_infinity.system.machine import Mount
-from moe_infinity.tools.doctor import hardware, packages, storage
-from moe_infinity.tools.doctor.line import Line
+from moe_infinity.tools.doctor import lines
+from moe_infinity.tools.doctor.lines import Line
 
 GIB = 1 << 30
 HERE = Path("/models")
 
 
 def python(version: str, *, has_gil: bool = True) -> Line:
-    return packages.python_line(version, ">=3.10", has_gil=has_gil)
+    return lines.python_line(version, ">=3.10", has_gil=has_gil)
 
 
 def package(version: str | None, *, problem: Exception | None = None) -> Line:
@@ -27,48 +26,48 @@ def package(version: str | None, *, problem: Exception | None = None) -> Line:
             raise problem
 
     texts = ["torch<3,>=2.8", 'fastapi>=1; extra == "serve"']
-    (line,) = packages.package_lines(texts, lambda name: version, load)
+    (line,) = lines.package_lines(texts, lambda name: version, load)
     return line
 
 
 def triton(version: str | None, *, has_gpu: bool) -> Line:
-    return packages.triton_line(version, ">=3.4", has_gpu=has_gpu)
+    return lines.triton_line(version, ">=3.4", has_gpu=has_gpu)
 
 
 def processor(*features: str) -> Line:
-    return hardware.processor_line("a processor", features)
+    return lines.processor_line("a processor", features)
 
 
 def cores(usable: int, limit: float | None, threads: int, **given: str) -> Line:
-    return hardware.cores_line(usable, limit, threads, given)
+    return lines.cores_line(usable, limit, threads, given)
 
 
 def swap(used: int, total: int, available: int) -> Line:
-    return hardware.swap_line(used, total, available=available, memory=16 * GIB)
+    return lines.swap_line(used, total, available=available, memory=16 * GIB)
 
 
 def gpu(name: str | None, capability: tuple[int, int], driver: str, build: str) -> Line:
-    return hardware.gpu_line(name, capability, 24 * GIB, driver=driver, build=build)
+    return lines.gpu_line(name, capability, 24 * GIB, driver=driver, build=build)
 
 
 def memlock(limit: int | None, *, has_gpu: bool) -> Line:
-    return hardware.memlock_line(limit, has_gpu=has_gpu)
+    return lines.memlock_line(limit, has_gpu=has_gpu)
 
 
 def launcher(compiler: str | None, *options: str) -> Line:
-    return hardware.launcher_line(compiler, "/home/me/.triton/cache", options)
+    return lines.launcher_line(compiler, "/home/me/.triton/cache", options)
 
 
 def on(kind: str) -> Line:
-    return storage.file_system_line("hub cache", HERE, Mount("/dev/sda", kind, ("rw",)))
+    return lines.file_system_line("hub cache", HERE, Mount("/dev/sda", kind, ("rw",)))
 
 
 def kernels(num: int, *, is_writable: bool) -> Line:
-    return storage.kernels_line(HERE, num, 3 << 20, is_writable=is_writable)
+    return lines.kernels_line(HERE, num, 3 << 20, is_writable=is_writable)
 
 
 def switch(**given: str) -> Line:
-    (line,) = hardware.switches_lines(given)
+    (line,) = lines.switches_lines(given)
     return line
 
 
@@ -102,19 +101,19 @@ OUTCOMES: dict[str, tuple[Line, str, str, str]] = {
     "a limit of cores": (cores(8, 1.5, 8), "warning", "allows 1.5", "OMP_NUM_THREADS=2"),
     "enough cores": (cores(8, 8.0, 8), "ok", "torch uses 8", ""),
     "more threads than cores": (cores(2, None, 8), "warning", "torch uses 8", "OMP_NUM_THREADS=2"),
-    "memory": (hardware.memory_line(9 * GIB, 16 * GIB), "ok", "9.0 GiB free of 16.0 GiB", ""),
-    "no memory": (hardware.memory_line(GIB, 16 * GIB), "warning", "1.0 GiB", "--host-memory"),
+    "memory": (lines.memory_line(9 * GIB, 16 * GIB), "ok", "9.0 GiB free of 16.0 GiB", ""),
+    "no memory": (lines.memory_line(GIB, 16 * GIB), "warning", "1.0 GiB", "--host-memory"),
     "no swap": (swap(0, 0, GIB), "ok", "none", ""),
     "swap": (swap(GIB, 2 * GIB, 8 * GIB), "ok", "1.0 GiB used of 2.0 GiB", ""),
     "swap and no memory": (swap(GIB, 2 * GIB, GIB), "warning", "nearly full", "slower than"),
-    "no group": (hardware.group_line(None, 0, None), "ok", "no limit", ""),
+    "no group": (lines.group_line(None, 0, None), "ok", "no limit", ""),
     "a group": (
-        hardware.group_line(8 * GIB, 4 * GIB, 2.0), "ok", "4.0 GiB free of 8.0 GiB, 2 cores", "",
+        lines.group_line(8 * GIB, 4 * GIB, 2.0), "ok", "4.0 GiB free of 8.0 GiB, 2 cores", "",
     ),
-    "a full group": (hardware.group_line(8 * GIB, GIB, None), "warning", "1.0 GiB", "raise"),
-    "huge pages": (hardware.huge_pages_line("madvise"), "ok", "madvise", ""),
-    "no such setting": (hardware.huge_pages_line(""), "ok", "not on this system", ""),
-    "no huge pages": (hardware.huge_pages_line("never"), "warning", "never", "echo madvise"),
+    "a full group": (lines.group_line(8 * GIB, GIB, None), "warning", "1.0 GiB", "raise"),
+    "huge pages": (lines.huge_pages_line("madvise"), "ok", "madvise", ""),
+    "no such setting": (lines.huge_pages_line(""), "ok", "not on this system", ""),
+    "no huge pages": (lines.huge_pages_line("never"), "warning", "never", "echo madvise"),
     "memlock on a cpu": (memlock(8192, has_gpu=False), "ok", "only of interest with a GPU", ""),
     "memlock": (memlock(8192, has_gpu=True), "warning", "8.0 KiB", "ulimit -l"),
     "no memlock": (memlock(None, has_gpu=True), "ok", "no limit", ""),
@@ -134,16 +133,16 @@ OUTCOMES: dict[str, tuple[Line, str, str, str]] = {
     "fuse": (on("fuse.sshfs"), "warning", "network", "local SSD"),
     "tmpfs": (on("tmpfs"), "warning", "which is memory", "keep checkpoints on a disk"),
     "an unknown file system": (on(""), "ok", "unknown", ""),
-    "room": (storage.room_line(90 * GIB), "ok", "90.0 GiB free", ""),
-    "no room": (storage.room_line(GIB), "warning", "1.0 GiB free", "HF_HOME"),
-    "direct": (storage.direct_line(True), "ok", "past the page cache", ""),
-    "not direct": (storage.direct_line(False), "warning", "refused", "ext4"),
-    "direct, not tried": (storage.direct_line(None), "warning", "not tried", "writable"),
-    "told": (storage.page_cache_line(True), "ok", "tells", ""),
-    "not told": (storage.page_cache_line(False), "warning", "does not tell", "Linux 6.5"),
-    "told, not tried": (storage.page_cache_line(None), "warning", "not tried", "writable"),
-    "a disk": (storage.rate_line(3e9), "ok", "3.00 GB/s", ""),
-    "a slow disk": (storage.rate_line(1.5e8), "warning", "0.15 GB/s", "local SSD"),
+    "room": (lines.room_line(90 * GIB), "ok", "90.0 GiB free", ""),
+    "no room": (lines.room_line(GIB), "warning", "1.0 GiB free", "HF_HOME"),
+    "direct": (lines.direct_line(True), "ok", "past the page cache", ""),
+    "not direct": (lines.direct_line(False), "warning", "refused", "ext4"),
+    "direct, not tried": (lines.direct_line(None), "warning", "not tried", "writable"),
+    "told": (lines.page_cache_line(True), "ok", "tells", ""),
+    "not told": (lines.page_cache_line(False), "warning", "does not tell", "Linux 6.5"),
+    "told, not tried": (lines.page_cache_line(None), "warning", "not tried", "writable"),
+    "a disk": (lines.rate_line(3e9), "ok", "3.00 GB/s", ""),
+    "a slow disk": (lines.rate_line(1.5e8), "warning", "0.15 GB/s", "local SSD"),
     "kernels": (kernels(40, is_writable=True), "ok", "40 compiled, 3.0 MiB in /models", ""),
     "no kernels": (kernels(0, is_writable=True), "ok", "none compiled yet", ""),
     "no place for kernels": (kernels(0, is_writable=False), "warning", "each start", "XDG_CACHE"),
@@ -164,5 +163,5 @@ def test_whatever_is_not_well_comes_with_what_to_do():
 
 
 def test_every_switch_is_said():
-    lines: Any = hardware.switches_lines({"NUMBA_DISABLE_JIT": "1", "CUDA_LAUNCH_BLOCKING": "1"})
-    assert [line.state for line in lines] == ["error", "warning"]
+    said = lines.switches_lines({"NUMBA_DISABLE_JIT": "1", "CUDA_LAUNCH_BLOCKING": "1"})
+    assert [line.state for line in said] == ["error", "warning"]

@@ -17,9 +17,8 @@ import pytest
 from moe_infinity.errors import ConfigError, OutputError
 from moe_infinity.predict.tracefile import Trace, save_trace
 from moe_infinity.tools.pictures import figures
-from moe_infinity.tools.pictures.activation import covered, draw_activation
 from moe_infinity.tools.pictures.figures import COLOURS, check_picture
-from moe_infinity.tools.pictures.hit_rates import draw_hit_rates
+from moe_infinity.tools.pictures.plots import covered, draw_activation, draw_hit_rates, matrix_of
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.tools.simulator.replay import OMNISCIENT
 from tests.tools.simulator.traces import one_after_the_other
@@ -164,7 +163,7 @@ def test_an_interrupted_picture_is_not_there(tmp_path, monkeypatch):
 
 def test_matplotlib_is_imported_only_to_draw():
     """Start-up is fast, and the extra may be missing."""
-    code = "import sys, moe_infinity.cli.app; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, moe_infinity.__main__; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -194,12 +193,11 @@ def test_simulate_draws_its_rows(command, trace, tmp_path):
 
 
 def test_simulate_refuses_a_picture_before_it_replays(command, trace, tmp_path):
-    for name, more, said in (
-        ("out.gif", [], "a picture ends in .svg or .png"),
-        ("no/out.svg", [], "does not exist"),
-        ("out.svg", ["--replicas", "2"], "leave out --plot or --replicas"),
+    for name, said in (
+        ("out.gif", "a picture ends in .svg or .png"),
+        ("no/out.svg", "does not exist"),
     ):
-        outcome = command("simulate", trace, *more, "--plot", tmp_path / name)
+        outcome = command("simulate", trace, "--plot", tmp_path / name)
         assert (outcome.code, outcome.out) == (1, "")
         assert outcome.said(said)
     assert list(tmp_path.iterdir()) == [trace]
@@ -216,3 +214,8 @@ def test_trace_draws_what_it_recorded(command, tiny_checkpoint, tmp_path):
     assert {"expert", "MoE layer", "one request, on average", "all requests"} <= set(texts)
     outcome = command("trace", tiny_checkpoint, *args, "--plot", tmp_path / "no" / "out.svg")
     assert (outcome.code, outcome.said("does not exist")) == (1, True)
+
+
+def test_a_matrix_counts_tokens():
+    experts_TLK = np.array([[[0, 1], [2, 3]], [[0, 2], [2, 4]]])
+    assert matrix_of(experts_TLK, (2, 5)).tolist() == [[2, 1, 1, 0, 0], [0, 0, 2, 1, 1]]

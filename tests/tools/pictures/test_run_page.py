@@ -16,14 +16,20 @@ import pytest
 from moe_infinity import MoE
 from moe_infinity.cache.counters import Counters, PhaseCounters, PrefetchCounters
 from moe_infinity.errors import OutputError
-from moe_infinity.predict.eam import RequestEam
+from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.tools.pictures import run_page
-from moe_infinity.tools.pictures.cells import LEVELS, levels_of, path_of, state_paths
-from moe_infinity.tools.pictures.reporting import write_report
-from moe_infinity.tools.pictures.run_page import FinishedRun, page_of, write_page
-from moe_infinity.tools.profiling import profiling
-from moe_infinity.tools.step_counts import counting_steps, decode_steps_of
+from moe_infinity.tools.pictures.reporting import RunReports
+from moe_infinity.tools.pictures.run_page import (
+    LEVELS,
+    FinishedRun,
+    levels_of,
+    page_of,
+    path_of,
+    state_paths,
+    write_page,
+)
+from moe_infinity.tools.profiling import counting_steps, decode_steps_of
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7 * 7 }}"
 VOID = {"meta", "rect", "path"}
@@ -65,6 +71,7 @@ def a_run(**changes: Any) -> FinishedRun:
         decode=PhaseCounters(hits=6, late_hits=1, misses=1, steps=2, tokens=2),
         startup_bytes_read=1, dense_types={}, prefetches=PrefetchCounters(),
         preload=Counters().preload, evictions=0, tiers=(TierOccupancy("host", 3, 4, 2048),),
+        paths=(),
     )  # fmt: skip
     run = FinishedRun(
         model="some/model", version="1.2.3", options={"host_memory": "25%"}, prompt="Once",
@@ -198,7 +205,7 @@ def test_a_page_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, 
 
 @pytest.fixture
 def moe(tiny_checkpoint) -> Iterator[MoE]:
-    with MoE(tiny_checkpoint, host_memory="50%", policy="lru", preload="off") as moe:
+    with MoE(tiny_checkpoint, host_memory="50%", policy="lru") as moe:
         yield moe
 
 
@@ -218,12 +225,10 @@ def test_steps_add_up_to_the_report(moe):
 
 
 def test_a_real_run_has_a_page_with_its_matrices(moe, tmp_path):
-    with profiling(moe) as profile, counting_steps(moe) as counters:
-        stream = moe.stream("w5 w6 w9", max_new_tokens=6, do_sample=False)
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    stream = moe.stream("w5 w6 w9", **settings)
+    with RunReports(report_html=tmp_path / "out.html").watching(moe, "w5 w6 w9", stream, settings):
         list(stream)
-    write_report(
-        tmp_path / "out.html", moe, "w5 w6 w9", stream, profile, counters, {"do_sample": False}
-    )
     text = (tmp_path / "out.html").read_text("utf-8")
     (eam,) = moe.request_eams()
     assert json.dumps(eam.decode.tolist()) in text

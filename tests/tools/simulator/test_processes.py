@@ -221,7 +221,7 @@ def test_ctrl_c_ends_all_processes_soon_and_without_a_word(tmp_path, seconds):
     """While they start, import and replay."""
     path = tmp_path / "long.npz"
     save_trace(path, one_after_the_other([(3, 4000)]), num_experts=6)
-    command = [sys.executable, "-m", "moe_infinity.cli", "simulate", str(path), "--jobs", "2"]
+    command = [sys.executable, "-m", "moe_infinity", "simulate", str(path), "--jobs", "2"]
     command += ["--capacity", ",".join(map(str, range(6, 18)))]
     with subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -233,3 +233,21 @@ def test_ctrl_c_ends_all_processes_soon_and_without_a_word(tmp_path, seconds):
         assert time.monotonic() - pressed_at < 30  # on a busy machine; below a second as a rule
         time.sleep(0.01)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_processes_end_with_a_command_that_is_killed(tmp_path):
+    path = tmp_path / "long.npz"
+    save_trace(path, one_after_the_other([(3, 4000)]), num_experts=6)
+    command = [sys.executable, "-m", "moe_infinity", "simulate", str(path), "--jobs", "2"]
+    give_up_at = time.monotonic() + 60
+    with subprocess.Popen([*command, "--capacity", "50%"], start_new_session=True) as it:
+        while len(pids := children_of(it.pid)) < 2:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        time.sleep(1)
+        it.kill()
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.1)

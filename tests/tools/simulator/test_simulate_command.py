@@ -51,12 +51,11 @@ def test_simulate_prints_a_table_for_people(command, trace):
 def test_the_last_line_of_a_table_names_the_machine_of_its_times(command, trace):
     args = ["--capacity", "50%", "--policy", "lru"]
     options = ["--expert-bytes", "2MB", "--bandwidth", "3GB/s", "--compute-us", "70"]
-    for more in ([], ["--replicas", "1"]):
-        outcome = command("simulate", trace, *args, *options, *more)
-        assert outcome.out.splitlines()[-1] == (
-            "Times: experts of 2MB (--expert-bytes) over 3GB/s (--bandwidth), 70 us for each layer "
-            "(--compute-us)."
-        )
+    outcome = command("simulate", trace, *args, *options)
+    assert outcome.out.splitlines()[-1] == (
+        "Times: experts of 2MB (--expert-bytes) over 3GB/s (--bandwidth), 70 us for each layer "
+        "(--compute-us)."
+    )
 
 
 def test_simulate_takes_a_folder_and_several_traces(command, trace, folder):

@@ -17,7 +17,8 @@ import triton.language as tl
 from moe_infinity.experimental.gpu.kernels.blocks import block_values
 from moe_infinity.kernels.triton.experts import floats_at, plain_tile
 from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES
-from moe_infinity.kernels.unpack import NIBBLES, ZERO_OF_SYMMETRIC
+from moe_infinity.kernels.unpack import ZERO_OF_SYMMETRIC
+from moe_infinity.layout import NIBBLES
 
 _LOAD_BYTES = tl.constexpr(LOAD_BYTES)
 _NIBBLES = tl.constexpr(NIBBLES)

@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from moe_infinity.checkpoint.ggml import BLOCKS
-from moe_infinity.checkpoint.layout import (
+from moe_infinity.experts import ParamSpec
+from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES, Matrix, SlotMlp, plain_matrix
+from moe_infinity.kernels.unpack import BLOCKS
+from moe_infinity.layout import (
     EXPONENTS,
+    NIBBLES,
     PLAIN,
     WORDS,
     Block,
     WeightLayout,
     block_of,
 )
-from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES, Matrix, SlotMlp, plain_matrix
-from moe_infinity.kernels.unpack import NIBBLES
 
 LOADED = {"int8": 16, "fp8": 16, "int4": 32, "mxfp4": 32, **dict.fromkeys(WORDS, 32)}  # values
 BLOCK_CHUNKS = {"q8_0": 32, "q4_k": 32, "q6_k": 16, "ggml_mxfp4": 32}  # columns that share a scale

@@ -22,7 +22,6 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moe_infinity.checkpoint.ggml import blocks_layout, row_bytes
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.kernels import kernels_for
 from moe_infinity.experimental.gpu.kernels.descriptions import (
@@ -36,6 +35,7 @@ from moe_infinity.experimental.gpu.kernels.packed_matrix import PackedMatrix, an
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.triton.slot_mlp import Matrix, SlotMlp
+from moe_infinity.kernels.unpack import blocks_layout, row_bytes
 from tests.experimental.gpu.kernels.compiled import AbsentGpu
 from tests.experimental.gpu.kernels.usual_experts import KINDS, mlp_of
 from tests.kernels.triton.slot_experts import slot_moe

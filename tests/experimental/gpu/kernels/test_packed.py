@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.kernels.packed_matrix import PackedMatrix, any_matrix
 from moe_infinity.experts import ExpertKey, ParamSpec
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp, slot_mlp
+from moe_infinity.layout import WeightLayout
 from tests.kernels.stored_weights import layout_of
 from tests.kernels.triton.slot_experts import (
     DEVICE,

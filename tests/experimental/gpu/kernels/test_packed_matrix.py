@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.experimental.gpu.kernels.packed_matrix import (
     PackedMatrix,
     any_matrix,
@@ -16,6 +15,7 @@ from moe_infinity.experimental.gpu.kernels.packed_matrix import (
 from moe_infinity.experts import ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp, slot_mlp
+from moe_infinity.layout import WeightLayout
 from tests.kernels.stored_weights import StoredExperts, layout_of, make_weight
 
 pytestmark = pytest.mark.arithmetic

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
-from moe_infinity.checkpoint.layout import WeightLayout
 from moe_infinity.experimental.gpu.kernels.packed_matrix import any_matrix
 from moe_infinity.experts import ExpertLayout, ParamSpec
 from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp, slot_mlp
+from moe_infinity.layout import WeightLayout
 
 KINDS = ("bf16", "int8", "fp8", "int4", "mxfp4", "gptq", "awq")
 WIDTH, EXPERT_WIDTH = 2048, 768
@@ -39,10 +39,10 @@ def layout_of(kind: str, parts: dict[str, ParamSpec]) -> WeightLayout:
     if kind == "bf16":
         return WeightLayout.plain(parts["values"])
     if kind in PACKED_BY_US:
-        return PACKED_BY_US[kind].place(parts, is_transposed=False)
+        return PACKED_BY_US[kind].layout_of(parts, is_transposed=False)
     config = {"quant_method": kind, "bits": 4, "group_size": GROUP_OF_WORDS, "desc_act": False}
     (weight_format,) = find_format(config).weights
-    return weight_format.place(parts, is_transposed=False)
+    return weight_format.layout_of(parts, is_transposed=False)
 
 
 def mlp_of(kind: str) -> SlotMlp:

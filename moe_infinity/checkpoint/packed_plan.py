@@ -1,0 +1,115 @@
+"""The weights of a plan that stay packed, or become packed, when a model is loaded: those of linear
+layers, with which kernels of ours multiply, and experts packed on their way into a slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from moe_infinity.architectures.model_parts import PackedLinear
+from moe_infinity.checkpoint.headers import StoredTensor
+from moe_infinity.checkpoint.layer_recipes import LayerRecipes
+from moe_infinity.checkpoint.packed_recipes import PackedRecipe
+from moe_infinity.checkpoint.packing import PackedTensor
+from moe_infinity.checkpoint.plan import Plan
+from moe_infinity.checkpoint.reader import Reader
+from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.experts import ExpertLayout
+from moe_infinity.kernels import uint8_memory
+from moe_infinity.kernels.pack import precision_of
+from moe_infinity.layout import PackedWeight, WeightLayout
+
+GROUP_SIZE = 32  # columns of int4 that share a scale; `moe-infinity pack` has the same default
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDense:
+    """The packed weight of one linear layer, still on disk."""
+
+    linear: str  # name of the module
+    layout: WeightLayout
+    parts: tuple[tuple[StoredTensor, int], ...]  # and where each begins in memory
+    num_bytes: int
+
+    def put_into(self, model: nn.Module, reader: Reader) -> None:
+        """Read the weight, and replace the linear layer by one that multiplies with it."""
+        memory = uint8_memory(self.num_bytes)
+        for tensor, offset in self.parts:
+            reader.read_into(
+                tensor.extent, memory.numpy().data[offset : offset + tensor.extent.num_bytes]
+            )
+        owner, _, name = self.linear.rpartition(".")
+        linear: Any = model.get_submodule(self.linear)
+        packed = PackedLinear(linear, PackedWeight(self.layout, memory), linear.weight.dtype)
+        setattr(model.get_submodule(owner), name, packed)
+
+
+def find_packed_dense(
+    model: Any, plan: Plan, rules: list[Any], reads: Callable[[WeightLayout], bool]
+) -> list[PackedDense]:
+    """The linear layers, of a model on the meta device, whose weights can stay packed: the
+    checkpoint has the parameter as it is, under its own name, and kernels read it, as `reads` says.
+    """
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    meta = model.state_dict()
+    prefix = model.base_model_prefix
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
+    packed = []
+    for name, module in model.named_modules():
+        param = f"{name}.weight"
+        weight = plan.dense.get(param)
+        if type(module) is not nn.Linear or not isinstance(weight, PackedTensor):
+            continue
+        if param in tied or weight.shape != module.weight.shape or weight.format.is_transposed:
+            continue
+        if rename_source_key(param, renamings, converters, prefix, meta) != (param, None):
+            continue
+        dense = _packed_dense(name, weight)
+        if reads(dense.layout):
+            packed.append(dense)
+    return packed
+
+
+def _packed_dense(linear: str, weight: PackedTensor) -> PackedDense:
+    shapes = {role: (tensor.shape, tensor.dtype) for role, tensor in weight.parts}
+    layout = ExpertLayout.of(shapes)
+    specs = {spec.name: spec for spec in layout.params}
+    return PackedDense(
+        linear,
+        weight.format.layout_of(specs, is_transposed=False),
+        tuple((tensor, specs[role].offset) for role, tensor in weight.parts),
+        layout.slot_bytes,
+    )
+
+
+def packed_on_load(plan: Plan, expert_dtype: str) -> Plan:
+    """The plan with experts that take `expert_dtype` in slots. Raises UnsupportedModelError for a
+    checkpoint that is packed already, or weights that do not fit.
+    """
+    if plan.packing is not None:
+        raise UnsupportedModelError(f"the checkpoint is quantized already ({plan.packing})")
+    precision = precision_of(expert_dtype, GROUP_SIZE)
+    made: dict[int, LayerRecipes] = {}  # layers may have tied experts
+    for layer, recipes in zip(plan.layers, plan.recipes, strict=True):
+        if id(recipes) not in made:
+            is_transposed = bool(layer.is_transposed)
+            packed = [
+                PackedRecipe(recipe, precision, is_transposed=is_transposed)
+                for recipe in recipes.recipes
+            ]
+            made[id(recipes)] = LayerRecipes(packed, is_transposed=is_transposed)
+    if not any(recipes.is_packed for recipes in made.values()):
+        raise UnsupportedModelError(
+            f"no expert has a weight that {expert_dtype} fits"
+            + (f": groups of {GROUP_SIZE} columns" if precision.group_size else "")
+        )
+    return dataclasses.replace(
+        plan, recipes=[made[id(recipes)] for recipes in plan.recipes], packing=expert_dtype
+    )

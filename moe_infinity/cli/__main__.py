@@ -1,3 +1,0 @@
-from moe_infinity.cli.app import main
-
-main()

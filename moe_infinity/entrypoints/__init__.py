@@ -1,1 +1,0 @@
-"""Module names that scripts of the earlier MoE-Infinity use."""

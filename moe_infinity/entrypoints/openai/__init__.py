@@ -1,1 +1,0 @@
-"""The server, under the name it had in the earlier MoE-Infinity."""

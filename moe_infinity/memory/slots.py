@@ -1,0 +1,165 @@
+"""Slots, each wide enough for an expert of any layer.
+
+HostSlots      one allocation in DRAM, cut into equal parts
+MappedSlots    experts stay where the page cache has them, for models of which all experts fit
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_infinity.errors import ConfigError
+from moe_infinity.experts import ExpertKey, ExpertLayout
+from moe_infinity.layout import view_of
+from moe_infinity.sizes import format_bytes, parse_size
+from moe_infinity.system.machine import available_memory_bytes, machine_memory_bytes
+from moe_infinity.system.memory import huge_pages
+
+# The share that experts get of what is free once the dense weights are loaded, unless host_memory
+# is set. The rest is for the KV cache, activations and other programs; a convention, not a
+# measurement.
+AUTOMATIC_SHARE = 0.7
+
+MappedBytes = Callable[[ExpertKey], memoryview | None]
+
+
+class Slots(ABC):
+    """Buffers of `slot_bytes` bytes for experts, all in the memory of one device."""
+
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.num_bytes = num_slots * slot_bytes
+        self.device = device
+        self._views: dict[ExpertLayout, SlotViews] = {}
+
+    def views(self, layout: ExpertLayout) -> SlotViews:
+        """The slots seen as experts of this layout. Layers of one layout share one object."""
+        return self._views.setdefault(layout, SlotViews(self, layout))
+
+    @abstractmethod
+    def address_of(self, slot_id: int) -> int:
+        """The memory address of the slot's first byte."""
+
+    @abstractmethod
+    def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] from the slot's first byte."""
+
+
+class BufferSlots(Slots):
+    """Slots cut from `buffer`, uint8 in any memory."""
+
+    def __init__(self, buffer: Tensor, slot_bytes: int) -> None:
+        super().__init__(len(buffer) // slot_bytes, slot_bytes, buffer.device)
+        self._buffer = buffer
+
+    def address_of(self, slot_id: int) -> int:
+        return self._buffer.data_ptr() + slot_id * self.slot_bytes
+
+    def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] from the slot's first byte; it may reach into the slots that follow."""
+        start = slot_id * self.slot_bytes
+        return self._buffer[start : start + num_bytes]
+
+
+class HostSlots(BufferSlots):
+    """Slots in DRAM. The operating system gives them memory as they are first filled.
+
+    Raises ConfigError if the allocation fails.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        try:
+            buffer = torch.frombuffer(huge_pages(num_slots * slot_bytes), dtype=torch.uint8)
+        except (OSError, OverflowError, ValueError) as error:  # how an allocation fails
+            raise ConfigError(
+                f"{num_slots} slots of {format_bytes(slot_bytes)} could not be allocated\n"
+                "hint: lower host_memory"
+            ) from error
+        super().__init__(buffer, slot_bytes)
+
+    def bytes_of(self, slot_id: int) -> memoryview:
+        """The bytes of the slot, which may be written now."""
+        return self.tensor_of(slot_id, self.slot_bytes).numpy().data
+
+    def bytes_for(self, slot_id: int, key: ExpertKey) -> memoryview:
+        """The bytes to fill so that the slot has this expert: those of the slot."""
+        return self.bytes_of(slot_id)
+
+
+class MappedSlots(Slots):
+    """Slots that are the bytes of an expert in its mapped file, as `mapped_bytes` gives them, or
+    memory of their own where it gives none. The expert is chosen when the slot is filled.
+
+    Nothing is copied: a model that is in the page cache computes at once, and its bytes are in
+    memory once, not twice. The price: a file that is shortened while it is in use ends the process
+    (SIGBUS).
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, mapped_bytes: MappedBytes) -> None:
+        super().__init__(num_slots, slot_bytes, torch.device("cpu"))
+        self._mapped_bytes = mapped_bytes
+        self._tensors: dict[int, Tensor] = {}
+
+    def bytes_for(self, slot_id: int, key: ExpertKey) -> memoryview:
+        """The bytes to fill so that the slot has this expert."""
+        memory = self._mapped_bytes(key)
+        if memory is None:
+            memory = huge_pages(self.slot_bytes)
+        self._tensors[slot_id] = torch.frombuffer(memory, dtype=torch.uint8)
+        return memory
+
+    def address_of(self, slot_id: int) -> int:
+        return self._tensors[slot_id].data_ptr()
+
+    def tensor_of(self, slot_id: int, num_bytes: int) -> Tensor:
+        return self._tensors[slot_id][:num_bytes]
+
+
+class SlotViews:
+    """views[slot_id] -> {parameter name: tensor}. Tensors share the slot's memory, and are made
+    when first asked for.
+    """
+
+    def __init__(self, slots: Slots, layout: ExpertLayout) -> None:
+        self._slots = slots
+        self._layout = layout
+        self._params: dict[int, dict[str, Tensor]] = {}  # by address
+
+    def __getitem__(self, slot_id: int) -> dict[str, Tensor]:
+        address = self._slots.address_of(slot_id)
+        if address not in self._params:
+            slot = self._slots.tensor_of(slot_id, self._layout.slot_bytes)
+            self._params[address] = {spec.name: view_of(spec, slot) for spec in self._layout.params}
+        return self._params[address]
+
+
+def num_host_slots(host_memory: int | str | None, *, slot_bytes: int, num_experts: int) -> int:
+    """How many slots `host_memory` allows, at most one per expert.
+
+    Raises ConfigError if it holds no expert, or is more than the machine has.
+    """
+    everything = slot_bytes * num_experts
+    if host_memory is None:
+        budget = int(available_memory_bytes() * AUTOMATIC_SHARE)
+    else:
+        budget = parse_size(host_memory, whole_bytes=everything)
+    machine = machine_memory_bytes()
+    if host_memory is not None and budget > machine:
+        raise ConfigError(
+            f"host_memory of {format_bytes(budget)} is more than this machine has "
+            f"({format_bytes(machine)})\n"
+            f"hint: all experts together take {format_bytes(everything)}"
+        )
+    if budget < slot_bytes:
+        raise ConfigError(
+            f"host_memory of {format_bytes(budget)} holds no expert: "
+            f"one takes {format_bytes(slot_bytes)}\n"
+            f"hint: raise host_memory; all {num_experts} experts together take "
+            f"{format_bytes(everything)}"
+        )
+    return min(budget // slot_bytes, num_experts)
