@@ -16,7 +16,7 @@ CACHE_NAMES = ("cache", "past_key_values")  # if a call has both, transformers t
 
 
 def cache_name(names: Container[str]) -> str | None:
-    """Return the KV cache's name among names of parameters or arguments; None if it is not there."""
+    """Return the KV cache's name among names of parameters or arguments; None if there is none."""
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
@@ -26,8 +26,8 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def cache_parameter(forward: Callable[..., Any]) -> str:
-    """Return the name by which a forward method takes a KV cache. Raises UnsupportedModelError if it
-    takes none: a cache that is dropped leaves each token without those before it.
+    """Return the name by which a forward method takes a KV cache. Raises UnsupportedModelError if
+    there is none: a cache that is dropped leaves each token without those before it.
     """
     name = cache_name(signature(forward).parameters)
     if name is None:
