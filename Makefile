@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gate test test-all test-gpu-code test-rounding test-cluster test-compiled check same-bits docs bench dist format clean
+.PHONY: help demo gate test test-all test-gpu-code test-newest test-rounding test-cluster test-compiled check same-bits docs bench dist format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,15 @@ test: $(INSTALLED) ## fast tests
 test-gpu-code: export HF_HUB_OFFLINE = 1
 test-gpu-code: $(INSTALLED) ## fast tests of what a GPU would run, without one
 	$(BIN)/python -m pytest -n 2 -m "gpu_code and "$(FAST)
+
+# All pins hold but those of transformers and of what it chooses.
+test-newest: export HF_HUB_OFFLINE = 1
+test-newest: ## fast tests with the newest transformers that pyproject.toml allows, in .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	grep -vE '^(transformers|huggingface-hub|tokenizers)==' constraints.txt > .venv-newest/constraints.txt
+	.venv-newest/bin/pip install -c .venv-newest/constraints.txt torch==2.13.0 setuptools wheel
+	.venv-newest/bin/pip install -U -c .venv-newest/constraints.txt --no-build-isolation -e '.[dev]'
+	.venv-newest/bin/python -m pytest -n 2 -m "not gpu_code and "$(FAST)
 
 # Coverage is for the parts without torch, by their own tests: it would slow down the others.
 test-all: $(INSTALLED) ## every test that needs no GPU, and the coverage gate of the parts without torch

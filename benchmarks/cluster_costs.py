@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from moe_infinity.predict.tracefile import load_trace
-from moe_infinity.tools.simulator.hardware import Hardware
 from moe_infinity.tools.simulator.laboratory import num_slots_of
-from moe_infinity.tools.simulator.replay import Setup, replay
+from moe_infinity.tools.simulator.replay import Hardware, Setup, replay
 from moe_infinity.tools.simulator.schedule import interleave, steps_of
 
 GB = 1e9

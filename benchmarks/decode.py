@@ -39,16 +39,17 @@ def decode(
     from transformers import DynamicCache
 
     from moe_infinity import MoE
+    from moe_infinity.architectures.cache_argument import cache_parameter
 
     with MoE(model, preload="off", stream_layers=False, **options) as moe, torch.no_grad():
         ids = moe.tokenizer(TEXT.read_text("utf-8"), return_tensors="pt").input_ids
         ids = ids[:, : num_prompt + num_tokens]
-        cache = DynamicCache(config=moe.model.config)
+        cached = {cache_parameter(moe.model.forward): DynamicCache(config=moe.model.config)}
         started = time.perf_counter()
-        moe.model(ids[:, :num_prompt], past_key_values=cache, use_cache=True)
+        moe.model(ids[:, :num_prompt], **cached, use_cache=True)
         times = [time.perf_counter()]
         for at in range(num_prompt, ids.shape[1]):
-            moe.model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+            moe.model(ids[:, at : at + 1], **cached, use_cache=True)
             times.append(time.perf_counter())
         report = moe.report()
     token_s = [after - before for before, after in zip(times, times[1:], strict=False)]

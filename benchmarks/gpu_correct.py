@@ -17,6 +17,7 @@ from gpu_stage import LINK, LOCKING, MEMORY, PRODUCT, Bound, Check
 from torch import Tensor
 
 from moe_infinity import MoE
+from moe_infinity.architectures.cache_argument import cache_parameter
 from moe_infinity.memory.cuda import CudaDevice, TorchCudaDevice
 from tests.experimental.gpu.fake_cuda import FakeCudaDevice
 
@@ -140,13 +141,15 @@ def near_exact(check: Check, folder: Path, shape: Shape) -> None:
 @torch.no_grad()
 def logits_of(moe: MoE, ids: Tensor, *, num_prompt: int) -> Tensor:
     """[T, V] of these tokens, those behind the prompt one by one."""
-    cache = transformers.DynamicCache(config=moe.model.config)
+    cached = {
+        cache_parameter(moe.model.forward): transformers.DynamicCache(config=moe.model.config)
+    }
     pieces = [ids[:, :num_prompt], *ids[:, num_prompt:].split(1, dim=1)]
     found, start = [], 0
     for piece in pieces:
         end = start + piece.shape[1]
         positions = torch.arange(start, end, device=ids.device)[None]
-        given = {"input_ids": piece, "position_ids": positions, "past_key_values": cache}
-        found.append(moe.model(**given, use_cache=True).logits[0].float().cpu())
+        given = {"input_ids": piece, "position_ids": positions}
+        found.append(moe.model(**given, **cached, use_cache=True).logits[0].float().cpu())
         start = end
     return torch.cat(found)

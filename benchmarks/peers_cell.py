@@ -64,7 +64,10 @@ class Ours:
     def begin(self, num_sequences: int) -> None:
         from transformers import DynamicCache
 
-        self._cache = DynamicCache(config=self._moe.model.config)
+        from moe_infinity.architectures.cache_argument import cache_parameter
+
+        cache = DynamicCache(config=self._moe.model.config)
+        self._cached = {cache_parameter(self._moe.model.forward): cache}
 
     def feed(self, ids_BT: list[list[int]]) -> None:
         import torch
@@ -72,7 +75,7 @@ class Ours:
         with torch.no_grad():
             self._moe.model(
                 torch.tensor(ids_BT),
-                past_key_values=self._cache,
+                **self._cached,
                 use_cache=True,
                 logits_to_keep=1,
             )

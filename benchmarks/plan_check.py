@@ -92,6 +92,7 @@ def run_cell(model: str, prompt: int, decode: int, ids: list[int]) -> dict[str, 
 def trace_cell(model: str, prompt: int, decode: int, ids: list[int], output: str) -> dict[str, Any]:
     """Routing of text that no run gets."""
     from moe_infinity import MoE
+    from moe_infinity.architectures.cache_argument import cache_parameter
     from moe_infinity.predict.tracefile import save_trace
 
     with MoE(model) as moe:
@@ -107,7 +108,7 @@ def trace_cell(model: str, prompt: int, decode: int, ids: list[int], output: str
                     with torch.no_grad():
                         moe.model(
                             torch.tensor([text[at : at + count]]),
-                            past_key_values=cache,
+                            **{cache_parameter(moe.model.forward): cache},
                             use_cache=True,
                             logits_to_keep=1,
                         )

@@ -97,7 +97,7 @@ class OffloadConfig:
 
     @property
     def is_exact(self) -> bool:
-        """Whether results have the bits of transformers."""
+        """True if results have the bits of transformers."""
         return self.exact or self.experts_implementation in EXACT_IMPLEMENTATIONS
 
     def _require_one_of(self, name: str, allowed: tuple[str | None, ...]) -> None:

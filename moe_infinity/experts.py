@@ -78,7 +78,7 @@ class Step:
 
     @property
     def num_counted(self) -> int:
-        """Tokens that count."""
+        """The number of tokens that count."""
         return self.num_tokens if self.counted_T is None else int(self.counted_T.sum())
 
     @property
@@ -91,7 +91,7 @@ class Step:
 
     @property
     def sequence_of_token_T(self) -> Ints:
-        """Which sequence each counted token belongs to."""
+        """The sequence that each counted token belongs to."""
         sequence_T = self.sequence_T
         if sequence_T is None:
             sequence_T = np.repeat(np.arange(self.num_sequences), self.tokens_per_sequence)
@@ -120,7 +120,9 @@ class ExpertLayout:
 
     @classmethod
     def of(cls, shapes: dict[str, tuple[tuple[int, ...], str]]) -> ExpertLayout:
-        """From {name: (shape without the expert dimension, dtype name)}, in that order."""
+        """Lay parameters out, from {name: (shape without the expert dimension, dtype name)}, in
+        that order.
+        """
         params = []
         offset = 0
         for name, (shape, dtype) in shapes.items():

@@ -1,32 +1,31 @@
-"""Models of a hub: which files are to be downloaded, and downloading them.
+"""Models of a hub: which files are to be downloaded, and downloading them. Without torch.
 
-    find_download      asks the hub what there is, and chooses what this library reads
-    Download.run       LFS files by `_fetch`, which goes on where an earlier run was stopped;
-                       then snapshot_download for the rest: small files, names in the cache
-
-huggingface_hub has the protocol and the cache folder, which all its users share. It begins a file
-anew in every process (1.33), so `_fetch` keeps the bytes of a file that is not whole where earlier
-versions kept them. Files above 50 GB come by Xet only, from their beginning. Without torch.
+huggingface_hub has the protocol and the cache folder, which all its users share. After an
+interruption it keeps whole files; one that was under way begins anew.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import filter as matching
 from functools import partial
 from glob import escape
+from multiprocessing import TimeoutError as NotYet
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any, NamedTuple
 
-from huggingface_hub import HfApi, constants, hf_hub_download, hf_hub_url, snapshot_download
-from huggingface_hub.file_download import http_get, repo_folder_name
-from huggingface_hub.utils import WeakFileLock, build_hf_headers, filter_repo_objects, tqdm
-from huggingface_hub.utils.sha import sha_fileobj
+from huggingface_hub import (
+    HfApi,
+    constants,
+    hf_hub_download,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.utils import filter_repo_objects, tqdm
 from rich.filesize import decimal
 
 from moe_infinity.checkpoint.file_names import INDEX, WHOLE, gguf_models, gguf_parts, shards_of
@@ -37,7 +36,6 @@ from moe_infinity.system.files import nearest_folder
 ANSWER_S = 20.0
 NUM_TRANSFERS = 4  # at once
 GLANCE_S = 0.1  # between two looks at how much is there
-END_S = 0.5  # for transfers to stop after an error or Ctrl-C; one that waits for the hub is left
 # At the top of a repo, beside the weights: config, tokenizer, chat template, code of the model.
 SMALL_FILES = (
     "*.json", "*.jinja", "*.py", "*.tiktoken", "*.model", "merges.txt", "vocab.txt",
@@ -50,7 +48,6 @@ OnBytes = Callable[[int, int], None]  # bytes here, of how many
 class HubFile(NamedTuple):
     name: str
     num_bytes: int
-    blob: str  # what its bytes are called in the cache: their hash
     is_lfs: bool
 
 
@@ -68,29 +65,13 @@ class Download:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
 
-    @property
-    def folder(self) -> Path:
-        """Where the files will be, by their names."""
-        return self._repo / "snapshots" / self.commit
+    def bytes_here(self) -> int:
+        """Bytes of the files that are here."""
+        return sum(file.num_bytes for file in self.files if self._is_here(file))
 
-    @property
-    def _repo(self) -> Path:
-        return self.cache / repo_folder_name(repo_id=self.model, repo_type="model")
-
-    def bytes_here(self, *, under_way: bool = False) -> int:
-        """Bytes that need not be downloaded any more. `under_way`: also those that huggingface_hub
-        would drop.
-        """
-        ending = "*.incomplete" if under_way else ".incomplete"
-        sizes = _sizes_in(self._repo / "blobs")
-        here = 0
-        for file in self.files:
-            if file.blob in sizes or (self.folder / file.name).exists():
-                here += file.num_bytes
-            else:
-                parts = matching(sizes, f"{file.blob}{ending}")
-                here += min(file.num_bytes, max((sizes[part] for part in parts), default=0))
-        return here
+    def _is_here(self, file: HubFile) -> bool:
+        path = try_to_load_from_cache(self.model, file.name, self.cache, self.commit)
+        return isinstance(path, str)
 
     def require_room(self) -> None:
         """Raises DownloadError if the disk has no room for what is missing."""
@@ -103,69 +84,84 @@ class Download:
                 "hint: make room, or set HF_HUB_CACHE to a folder on a larger disk"
             )
 
-    def run(self, on_bytes: OnBytes = lambda here, total: None) -> None:
-        """Bring what is missing. `on_bytes` gets bytes that are here and of all files, again and
-        again. After an interruption the same call goes on. Raises DownloadError.
+    def run(self, on_bytes: OnBytes = lambda here, total: None) -> Path:
+        """Bring what is missing, and return the folder with all files. `on_bytes` gets bytes that
+        are here and of all files, again and again. Raises DownloadError.
         """
         self.require_room()
+        here = self.bytes_here()
+        missing = [file.name for file in self.files if not self._is_here(file)]
+        bars: list[tqdm] = []
         stop = Event()
-        bar = _bar_until(stop)
-        fetched = [partial(self._fetch, f, bar) for f in self.files if self._is_to_fetch(f)]
-
-        def glance() -> None:
-            on_bytes(self.bytes_here(under_way=True), self.num_bytes)
-
-        with explained(self.model, self.cache):
-            (self._repo / "blobs").mkdir(parents=True, exist_ok=True)
-            for jobs in (fetched, [partial(self._complete, bar)]):
-                _do_all(jobs, glance, stop)
-
-    def _is_to_fetch(self, file: HubFile) -> bool:
-        if not file.is_lfs or file.num_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
-            return False
-        return not (self.folder / file.name).exists()
-
-    def _fetch(self, file: HubFile, bar: type[tqdm]) -> None:
-        """Bring the bytes of one file, from where they end here."""
-        blob = self._repo / "blobs" / file.blob
-        incomplete = blob.with_name(f"{file.blob}.incomplete")
-        lock = self.cache / ".locks" / self._repo.name / f"{file.blob}.lock"  # huggingface_hub's
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock):
-            if blob.exists():
-                return
-            if incomplete.exists() and incomplete.stat().st_size > file.num_bytes:
-                incomplete.unlink()
-            with incomplete.open("ab") as opened:
-                before = opened.tell()
-                http_get(
-                    hf_hub_url(self.model, file.name, revision=self.commit),
-                    opened,
-                    resume_size=before,
-                    headers=build_hf_headers(),
-                    expected_size=file.num_bytes,
-                    tqdm_class=bar,
-                )
-            if before:  # it may have been there for long
-                _require_hash(incomplete, file)
-            incomplete.replace(blob)
-
-    def _complete(self, bar: type[tqdm]) -> None:
-        snapshot_download(
+        bar = _bar_of(bars, stop)
+        fetch = partial(
+            hf_hub_download,
             self.model,
-            revision=self.revision,
+            revision=self.commit,
             cache_dir=self.cache,
-            allow_patterns=[escape(file.name) for file in self.files],
             tqdm_class=bar,
-            max_workers=NUM_TRANSFERS,
         )
+        try:
+            # Threads of a ThreadPool do not keep a process from ending, as after Ctrl-C.
+            with explained(self.model, self.cache), ThreadPool(NUM_TRANSFERS) as pool:
+                on_bytes(here, self.num_bytes)
+                fetched = pool.imap_unordered(fetch, missing)
+                while not _is_at_end(fetched):
+                    on_bytes(here + sum(int(each.n) for each in bars), self.num_bytes)
+                on_bytes(self.num_bytes, self.num_bytes)
+                # All files are here: this gives the revision its name in the cache.
+                names = [escape(file.name) for file in self.files]
+                return Path(
+                    snapshot_download(
+                        self.model,
+                        revision=self.revision,
+                        cache_dir=self.cache,
+                        allow_patterns=names,
+                        tqdm_class=bar,
+                    )
+                )
+        finally:
+            stop.set()
+
+
+def _is_at_end(results: Any) -> bool:
+    """Wait a moment for the next of a pool's results. Raises what a job raised."""
+    try:
+        results.next(GLANCE_S)
+    except NotYet:
+        pass
+    except StopIteration:
+        return True
+    return False
+
+
+def _bar_of(bars: list[tqdm], stop: Event) -> type[tqdm]:
+    """A class for huggingface_hub whose bars are in `bars`, count bytes, show nothing, and end a
+    transfer once `stop` is set.
+    """
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            untyped: Any = super()
+            untyped.__init__(*args, **kwargs | {"disable": True})
+            bars.append(self)
+
+        def update(self, n: float | None = 1) -> None:
+            if stop.is_set():
+                raise DownloadError("stopped")
+            self.n += n or 0
+
+        def update_transfer(self, n: float | None = 1) -> None:
+            """Bytes on the way are no bytes of a file."""
+
+    return Bar
 
 
 def find_download(
     model: str, *, include: Sequence[str] = (), revision: str | None = None
 ) -> Download:
-    """What this library reads of a model on the hub: its weights in one format, config, tokenizer,
-    chat template. `include`: take files of these patterns for weights instead.
+    """Return the files that this library reads of a model on the hub: its weights in one format,
+    config, tokenizer, chat template. `include`: take files of these patterns for weights instead.
 
     Raises ConfigError, DownloadError, UnsupportedModelError.
     """
@@ -175,10 +171,7 @@ def find_download(
         assert info.sha is not None, model
         files = {
             sibling.rfilename: HubFile(
-                sibling.rfilename,
-                sibling.size or 0,
-                str(sibling.blob_id if sibling.lfs is None else sibling.lfs.sha256),
-                sibling.lfs is not None,
+                sibling.rfilename, sibling.size or 0, sibling.lfs is not None
             )
             for sibling in info.siblings or ()
         }
@@ -207,7 +200,7 @@ def _weights(model: str, files: dict[str, HubFile], commit: str) -> list[str]:
     found = gguf_models(files)
     if len(found) > 1:
         models = [
-            HubFile(name, sum(files[p].num_bytes for p in gguf_parts(name) if p in files), "", True)
+            HubFile(name, sum(files[p].num_bytes for p in gguf_parts(name) if p in files), True)
             for name in found
         ]
         raise ConfigError(
@@ -229,70 +222,3 @@ def _listed(files: Iterable[HubFile]) -> str:
 def _is_small(name: str) -> bool:
     patterns = [pattern for pattern in SMALL_FILES if pattern.count("/") == name.count("/")]
     return not name.endswith(".index.json") and any(matching([name], p) for p in patterns)
-
-
-def _sizes_in(folder: Path) -> dict[str, int]:
-    try:
-        with os.scandir(folder) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries}
-    except OSError:  # not there yet, or a file was just renamed
-        return {}
-
-
-def _require_hash(path: Path, file: HubFile) -> None:
-    with path.open("rb") as opened:
-        found = sha_fileobj(opened).hex()
-    if found != file.blob:
-        path.unlink()
-        raise DownloadError(
-            f"{file.name}: was resumed, and is damaged: sha256 {found}, expected {file.blob}\n"
-            "hint: the same command downloads it anew"
-        )
-
-
-def _bar_until(stop: Event) -> type[tqdm]:
-    """For huggingface_hub: shows nothing, and ends a transfer once `stop` is set."""
-
-    class Bar(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            untyped: Any = super()
-            untyped.__init__(*args, **kwargs | {"disable": True})
-
-        def update(self, n: float | None = 1) -> None:
-            if stop.is_set():
-                raise DownloadError("stopped")
-
-    return Bar
-
-
-def _do_all(jobs: Sequence[Callable[[], None]], glance: Callable[[], None], stop: Event) -> None:
-    """Do the jobs, several at once, and glance meanwhile. Raises the first error, and sets `stop`
-    then. The threads do not keep a process from ending.
-    """
-    glance()  # at what is here before anything comes
-    waiting = iter(jobs)
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for job in waiting:
-                job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [Thread(target=work, daemon=True) for _ in jobs[:NUM_TRANSFERS]]
-    for thread in threads:
-        thread.start()
-    try:
-        while any(thread.is_alive() for thread in threads):
-            if errors:
-                raise errors[0]
-            time.sleep(GLANCE_S)
-            glance()
-        for error in errors:
-            raise error
-    except BaseException:
-        stop.set()
-        for thread in threads:
-            thread.join(END_S / len(threads))
-        raise

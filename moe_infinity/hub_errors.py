@@ -1,4 +1,4 @@
-"""What huggingface_hub raises, in words that say what to do."""
+"""The errors of huggingface_hub, in words that say what to do."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,  # of httpx, or of httpx2 since huggingface_hub 2
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -41,7 +41,7 @@ def explained(
         raise ConfigError(
             f"{model!r} is no id of a model, such as Qwen/Qwen3-30B-A3B: {error}"
         ) from error
-    except (httpx.HTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:
         raise DownloadError(
             f"{model}: {_explanation(error, model, cache, revision, hint)}"
         ) from error
@@ -71,7 +71,7 @@ def _explanation(error: Exception, model: str, cache: Path, revision: str | None
                 if status in (401, 403)
                 else f"{hub} answered {status}\nhint: {hint}"
             )
-        case httpx.HTTPError() | LocalEntryNotFoundError():
+        case HTTPError() | LocalEntryNotFoundError():
             return f"no answer from {hub}: {error}\nhint: check the network; {hint}"
         case OSError() if error.errno in FULL:
             return f"{cache}: the disk is full\nhint: make room; {hint}"

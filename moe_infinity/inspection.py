@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from moe_infinity.checkpoint.file_names import checkpoint_files, find_gguf, gguf_models, gguf_parts
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.packing import PackedTensor
-from moe_infinity.checkpoint.plan import Plan
+from moe_infinity.checkpoint.plan import Plan, stored_bytes
 from moe_infinity.errors import CheckpointError
 from moe_infinity.sizes import format_bytes
 
@@ -148,7 +148,7 @@ def _expert_types(plan: Plan) -> dict[str, str]:
 
 
 def _runs(numbers: list[int]) -> str:
-    """As text: 0, 1, 2 and 5 are "0-2, 5"."""
+    """Return numbers as text: 0, 1, 2 and 5 are "0-2, 5"."""
     starts = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
     pairs = zip(starts, ends, strict=True)
@@ -162,12 +162,12 @@ def _dense_types(plan: Plan) -> dict[str, int]:
             name = weight.format.name
         else:
             name = weight.stored_dtype.lower()
-        sizes[name] += sum(part.extent.num_bytes for _, part in weight.parts)
+        sizes[name] += stored_bytes([weight])
     return dict(sizes.most_common())
 
 
 def local_folder(model: str) -> str:
-    """What `find_local` finds. Raises CheckpointError if that is nothing."""
+    """Return what `find_local` finds. Raises CheckpointError if that is nothing."""
     found = find_local(model)
     if found is None:
         raise CheckpointError(
@@ -178,8 +178,8 @@ def local_folder(model: str) -> str:
 
 
 def find_local(model: str) -> str | None:
-    """What can be opened of a model: a path as it is; of a hub id the folder or GGUF file in the
-    hub cache, or None if that is not there or not whole. Nothing is downloaded. Raises
+    """Return what can be opened of a model: a path as it is; of a hub id the folder or GGUF file in
+    the hub cache, or None if that is not there or not whole. Nothing is downloaded. Raises
     CheckpointError for several to choose from.
     """
     is_path = Path(model).exists() or model.startswith((".", "/", "~"))
@@ -194,8 +194,8 @@ def find_local(model: str) -> str | None:
 
 
 def weights_in(folder: Path, names: Collection[str]) -> str | None:
-    """What can be opened of these files of a hub: the folder itself if it has weights, else the
-    only folder or GGUF file below that has. Raises CheckpointError for several.
+    """Return what can be opened of these files of a hub: the folder itself if it has weights, else
+    the only folder or GGUF file below that has. Raises CheckpointError for several.
     """
     folders = {(folder / name).parent for name in names if name.endswith(WEIGHTS)}
     ggufs = [name for name in gguf_models(names) if {*gguf_parts(name)} <= {*names}]

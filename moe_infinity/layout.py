@@ -54,7 +54,7 @@ class WeightLayout:
 
     @property
     def parts(self) -> dict[str, ParamSpec]:
-        """By role, without those that it has not."""
+        """The parts of the weight by role, without those that it lacks."""
         parts = {
             "values": self.values, "scale": self.scale, "zeros": self.zeros, "groups": self.groups
         }  # fmt: skip
@@ -66,11 +66,11 @@ class WeightLayout:
         return max(part.offset + part.num_bytes for part in self.parts.values())
 
     def is_stored_in(self, bits: float) -> bool:
-        """Whether the values take so many bits each."""
+        """True if the values take `bits` bits each."""
         return 8 * self.values.num_bytes == bits * prod(self.shape) > 0
 
     def moved(self, num_bytes: int) -> WeightLayout:
-        """The same so many bytes further on."""
+        """The same layout `num_bytes` further on."""
         parts: dict[str, Any] = {
             role: replace(part, offset=part.offset + num_bytes) for role, part in self.parts.items()
         }
@@ -100,7 +100,7 @@ class PackedWeight:
         return sum(part.num_bytes for part in self.layout.parts.values())
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """[R, C]"""
+        """The weight [R, C]."""
         parts = self.layout.parts.values()
         return self.layout.unpacked({p.name: view_of(p, self.memory) for p in parts}, dtype)
 
@@ -112,8 +112,8 @@ def view_of(part: ParamSpec, slot: Tensor) -> Tensor:
 
 
 def block_of(weight: WeightLayout) -> Block | None:
-    """Rows and columns that share a scale, as if groups were in order. None if there are no scales,
-    or if the parts do not fit each other as kernels expect it.
+    """The rows and columns that share a scale, as if groups were in order. None if there are no
+    scales, or if the parts do not fit each other as kernels expect it.
     """
     scale = weight.scale
     if scale is None or scale.dtype not in SCALES + EXPONENTS:

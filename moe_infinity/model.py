@@ -7,15 +7,19 @@ model.
         out = moe.generate(**inputs, max_new_tokens=64)
         print(moe.tokenizer.decode(out[0]), moe.report(), sep="\\n")
 
-The way of a token: transformers runs the model (`generate`); at each MoE layer our backend
-(engine/experts_backend.py) passes the routing to the engine (engine/layer.py), which finds,
-loads, holds and computes the activated experts.
+The way of a token: transformers runs the model (`generate`), and its experts modules call ours.
+
+    not all experts in memory   engine/experts_backend.py ──> engine/engine.py ──> engine/layer.py:
+                                find, load, hold and compute the experts that the router chose
+    all experts in memory       architectures/decoder_layers.py: the first decoder layer computes
+                                all layers in one call, and tells the engine what they activated
+
+Both give the same bits. docs/architecture.md draws them and says which files to read next.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -43,12 +47,11 @@ from moe_infinity.engine.step_reader import StepReader
 from moe_infinity.errors import (
     Cancelled,
     ClosedError,
-    TraceError,
     UnsupportedModelError,
 )
 from moe_infinity.experts import Ints, Step, Tier
 from moe_infinity.predict.eamc import RequestEam
-from moe_infinity.predict.history import load_history, save_history
+from moe_infinity.predict.history import History
 from moe_infinity.predict.predictor import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.report import Report, TierOccupancy, count_paths
@@ -61,8 +64,8 @@ GLANCE_S = 0.05  # between looks at whether experts are preloaded
 
 
 class MoE:
-    """A model with its dense weights in memory and its experts cached. Safe to call from several
-    threads, one at a time.
+    """A model with its dense weights in memory and its experts cached. Threads may share it; one at
+    a time computes.
     """
 
     config_class = OffloadConfig
@@ -75,40 +78,38 @@ class MoE:
         on_bytes: Any = lambda done, total: None,  # Any: **options are often all of one type
         **options: Any,
     ) -> None:
-        """Load a checkpoint folder, hub id or GGUF file; reads headers and dense weights only.
+        """Load a checkpoint folder, hub id or GGUF file; only headers and dense weights are read.
 
-        `config`: an OffloadConfig, a dict (the older MoE-Infinity's is understood) or a JSON file
-        with one; `options` are OffloadConfig fields and come on top. Threads tell `on_bytes` how
-        many bytes were read, of how many. Raises ConfigError, CheckpointError or
-        UnsupportedModelError.
+        `config` is an OffloadConfig, a dict (the older MoE-Infinity's is understood) or a JSON file
+        with one; `options` are OffloadConfig fields and come on top. `on_bytes` is called by
+        threads with the bytes that were read and their total. Raises ConfigError, CheckpointError
+        or UnsupportedModelError.
         """
         self.checkpoint = str(checkpoint)
         self.config = self.config_class.from_options(config, options)
         check_policy(self.config)
+        self._lock = threading.RLock()
+        self._is_closed = False
         with torch.inference_mode(False):  # what is made inside of it cannot be changed outside
             self._device = ComputeDevice(self.config)
             loaded = self._load(on_bytes)
             self.model: Any = loaded.model
             self.model.save_pretrained = self._refuse_saving
-            self._lock = threading.RLock()
-            self._is_closed = False
             self._startup_bytes_read = loaded.startup_bytes_read
+            layers = loaded.plan.layers
+            early_router = EarlyRouter(self.model, layers) if self.config.early_router else None
             try:
-                plan = loaded.plan
-                early_router = None
-                if self.config.early_router:
-                    early_router = EarlyRouter(self.model, plan.layers)
                 self._experts = self._build_experts(loaded, early_router)
             except BaseException:
                 loaded.reader.close()
                 raise
             try:
-                self._signature = signature_of(self.model, plan.layers)
-                self._load_history()
+                self._history = History(self.config.history, signature_of(self.model, layers))
+                self._history.load(self.engine.predictor)
             except BaseException:
                 self._experts.close()
                 raise
-            experts_backend.attach(self.model, plan.layers, self._experts, early_router)
+            experts_backend.attach(self.model, layers, self._experts, early_router)
             self._steps = StepReader(self.model, self._experts)
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
             if self.config.preload != "off":
@@ -131,7 +132,7 @@ class MoE:
             )
 
     def _build_experts(self, loaded: LoadedModel, early_router: EarlyRouter | None) -> Experts:
-        experts = build_experts(
+        local = build_experts(
             loaded.plan,
             loaded.reader,
             self.config,
@@ -139,13 +140,15 @@ class MoE:
             early_router=early_router,
         )
         if self.config.gpu_engine == "host":
-            return experts
-        return gpu_engine(self.config.gpu_engine)(experts, self.model, loaded.plan, self.config)
+            return local
+        return gpu_engine(self.config.gpu_engine)(local, self.model, loaded.plan, self.config)
 
     @property
     def engine(self) -> LocalExperts:
         """The experts of this process, with the bookkeeping that `report` reads."""
         return self._experts.local
+
+    # Text
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -157,10 +160,20 @@ class MoE:
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate()`: same arguments, same result. Tensors may be anywhere; the
-        result is where the model computes.
+        """Call transformers' `generate()`: same arguments, same result. Tensors may be on any
+        device; the result is where the model computes.
         """
         return self._generate(None, *args, **kwargs)
+
+    def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
+        """Generate from text, or from what the tokenizer returned with return_tensors="pt"; iterate
+        the result for pieces of text. `kwargs` are those of `generate()`. Raises ConfigError for
+        more than one sequence.
+        """
+        self._require_open()
+        inputs = self.tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else prompt
+        check_one_sequence(inputs)
+        return TextStream(self._generate, self.tokenizer, {**inputs, **kwargs})
 
     def _generate(self, cancelled: threading.Event | None, *args: Any, **kwargs: Any) -> Any:
         with self._lock, self._device.explaining():
@@ -171,45 +184,44 @@ class MoE:
             if not self._device.is_cpu:
                 kwargs.setdefault("disable_compile", True)  # what we decide cannot be compiled
             named = signature(self.model.generate).bind_partial(*args).arguments | kwargs
-            config = named.get("generation_config")
             try:
-                self._steps.end_ids = named.get("eos_token_id", config and config.eos_token_id)
-                self._steps.prompt_mask = named.get("attention_mask")
-                with self.engine.cancellable(cancelled):
+                with self._steps.generating(named), self.engine.cancellable(cancelled):
                     return self.model.generate(*args, **kwargs)
             finally:
-                self._steps.end_ids = self._steps.prompt_mask = None
                 self._experts.settle()
 
-    def forward(self, step: Step, **inputs: Any) -> Any:
-        """One forward pass of the model, for a caller who batches requests himself: `step` says
-        which sequence each token belongs to. Nothing is kept for gradients. Of a step that a device
-        decided all rows are in the report when the next one begins.
+    # Steps of a caller that batches requests by itself, as the server does
+
+    def forward(self, step: Step, *, cache: Any = None, **inputs: Any) -> Any:
+        """Run one forward pass of the model without gradients. `step` says which sequence each
+        token belongs to, `cache` is the KV cache, whatever name the model has for it, and `inputs`
+        are the other arguments. Raises UnsupportedModelError if the model takes no cache.
         """
+        if cache is not None:
+            inputs[self._steps.cache_parameter] = cache
         with self._lock, torch.no_grad(), self._device.explaining():
             self._require_open()
             self._await_preload(None)
-            self._steps.named = step
-            try:
+            with self._steps.naming(step):
                 return self.model(**{k: self._device.move(v) for k, v in inputs.items()})
-            finally:
-                self._steps.named = None
 
-    def note_known(self, step: Step, experts_TLK: Ints) -> None:
-        """For the same caller: tokens that need no pass, because their keys and values are kept,
-        and what they activated, [T, MoE layers, K].
+    def note_known(self, step: Step, top_k_index_TLK: Ints) -> None:
+        """Record tokens that need no pass, because their keys and values are kept, with the experts
+        that they activated, [T, MoE layers, K].
         """
         with self._lock:
             self._require_open()
             self._experts.settle()
-            self.engine.note_known(step, experts_TLK)
+            self.engine.note_known(step, top_k_index_TLK)
 
     def last_routing(self) -> Ints | None:
-        """[T, MoE layers, K]: what the tokens of the last pass activated. None if layers choose
-        different numbers of experts, or a device has not reported yet.
+        """Return [T, MoE layers, K], the experts that the tokens of the last pass activated. None
+        if layers choose different numbers of experts, or if a layer's routing is not known yet.
         """
         with self._lock:
             return self.engine.recorder.routing()
+
+    # Preloading
 
     @property
     def is_ready(self) -> bool:
@@ -217,8 +229,8 @@ class MoE:
         return self.config.preload != "wait" or self.engine.is_preloaded
 
     def preload(self, on_experts: Callable[[int, int], None] | None = None) -> None:
-        """Fill the free slots of host memory with experts, and wait for it. `on_experts` gets how
-        many slots are filled, and how many there are.
+        """Fill the free slots of host memory with experts, and wait for it. `on_experts` is called
+        with the number of slots that are filled, and with that of all slots.
         """
         with self._lock:
             self._require_open()
@@ -232,36 +244,46 @@ class MoE:
             self.engine.recover()  # a step that was cut short holds the loads up
 
     def _await_preload(self, cancelled: threading.Event | None) -> None:
-        """Raises Cancelled if nobody waits for an answer any more."""
+        """Wait until the model is ready. Raises Cancelled once that event is set."""
         while not self.is_ready:
             if cancelled is not None and cancelled.is_set():
                 raise Cancelled("generation was stopped before its prompt")
             time.sleep(GLANCE_S)
             self.engine.recover()
 
-    def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
-        """Generate from text, or from what the tokenizer returned with return_tensors="pt"; iterate
-        the result for pieces of text.
+    # What happened
 
-        `kwargs` are those of `generate()`. One sequence at a time. Raises ConfigError for a batch.
+    def report(self) -> Report:
+        """Return hits, misses, bytes and waiting since the model was loaded, how full each tier is
+        now, and which layers our kernels compute.
         """
-        self._require_open()
-        inputs = self.tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else prompt
-        check_one_sequence(inputs)
-        return TextStream(self._generate, self.tokenizer, {**inputs, **kwargs})
+        engine = self.engine
+        num_experts = engine.bookkeeping.total_experts
+        disk = TierOccupancy(Tier.DISK.value, num_experts, num_experts, engine.stored_expert_bytes)
+        counters = copy.deepcopy(engine.bookkeeping.counters)
+        table = engine.tiers[0].table
+        around = [] if self._small_batches is None else self._small_batches.paths()
+        return Report(
+            policy=self.config.policy,
+            experts=engine.description,
+            prefill=counters.prefill,
+            decode=counters.decode,
+            startup_bytes_read=self._startup_bytes_read,
+            dense_types=bytes_by_type(self.model),
+            prefetches=copy.copy(table.prefetches),
+            preload=counters.preload,
+            evictions=table.evictions,
+            tiers=(*(tier.occupancy() for tier in engine.tiers), disk),
+            paths=count_paths([computer.path_taken for computer in engine.path.computers], around),
+        )
 
     def request_eams(self) -> list[RequestEam]:
-        """The Expert Activation Matrices of the last request, one pair (prefill, decode) per
-        sequence of its batch.
+        """Return the Expert Activation Matrices of the last request, one pair (prefill, decode) for
+        each sequence of its batch.
         """
         with self._lock:
             self._experts.settle()
             return copy.deepcopy(self.engine.recorder.request_eams())
-
-    @property
-    def num_experts(self) -> int:
-        """Routed experts per MoE layer, the most of any layer."""
-        return self.engine.recorder.num_experts
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], list[SequenceTrace]]]:
@@ -284,34 +306,6 @@ class MoE:
         self._steps.leave_pass()
         return self.engine.recorder.finish_tokens()
 
-    def report(self) -> Report:
-        """Hits, misses, bytes and waiting since the model was loaded, and how full each tier is
-        now.
-        """
-        engine = self.engine
-        tiers = [
-            TierOccupancy(t.tier.value, t.table.num_resident, t.slots.num_slots, t.slots.num_bytes)
-            for t in engine.tiers
-        ]
-        num_experts = engine.bookkeeping.total_experts
-        disk = TierOccupancy(Tier.DISK.value, num_experts, num_experts, engine.stored_expert_bytes)
-        counters = copy.deepcopy(engine.bookkeeping.counters)
-        table = engine.tiers[0].table
-        around = [] if self._small_batches is None else self._small_batches.paths()
-        return Report(
-            policy=self.config.policy,
-            experts=engine.description,
-            prefill=counters.prefill,
-            decode=counters.decode,
-            startup_bytes_read=self._startup_bytes_read,
-            dense_types=bytes_by_type(self.model),
-            prefetches=copy.copy(table.prefetches),
-            preload=counters.preload,
-            evictions=table.evictions,
-            tiers=(*tiers, disk),
-            paths=count_paths([computer.path_taken for computer in engine.path.computers], around),
-        )
-
     def expert_states(self) -> NDArray[np.int8]:
         """Return [MoE layers, experts], where each expert is now: -1 no such expert, 0 absent, 1
         loading, 2 resident, 3 resident and activated by the last step, 4 resident in a slower tier
@@ -319,15 +313,22 @@ class MoE:
         """
         return self.engine.bookkeeping.expert_states()
 
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of the widest MoE layer."""
+        return self.engine.recorder.num_experts
+
+    # The end
+
     def check_invariants(self) -> None:
-        """Assert that the bookkeeping of slots is consistent; for tests and for doubt."""
+        """Assert that the bookkeeping of slots is consistent."""
         with self._lock:
             self.engine.check_invariants()
 
     def close(self) -> None:
-        """Stop the read threads, close the files, write the history if there is to be one. Waits
-        for a running `generate()`. Again is harmless. Raises TraceError if the history cannot be
-        written; everything is closed then.
+        """Wait for a running `generate()`, stop the read threads, close the files, and write the
+        history if there is to be one. A second call does nothing. Raises TraceError if the history
+        cannot be written; everything is closed then.
         """
         with self._lock:
             if self._is_closed:
@@ -337,26 +338,7 @@ class MoE:
             if self._small_batches is not None:
                 self._small_batches.close()
             self._experts.close()
-            self._save_history()
-
-    def _load_history(self) -> None:
-        """Go on from what earlier runs learned, if there were any. Raises TraceError."""
-        file = self.config.history
-        predictor = self.engine.predictor
-        if file is None or predictor is None:
-            return
-        folder = Path(file).absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):  # said before it is needed
-            raise TraceError(f"{file}: the history could not be written: no such writable folder")
-        if Path(file).exists():
-            load_history(Path(file), predictor, signature=self._signature)
-
-    def _save_history(self) -> None:
-        file = self.config.history
-        predictor = self.engine.predictor
-        if file is not None and predictor is not None:
-            predictor.finish(self.engine.recorder.request_eams())
-            save_history(Path(file), predictor, signature=self._signature)
+            self._history.save(self.engine.predictor, self.engine.recorder.request_eams())
 
     def _refuse_saving(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedModelError(

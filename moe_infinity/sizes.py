@@ -26,7 +26,7 @@ def parse_size(value: int | str, *, whole_bytes: int) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """The size as text: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from tests.cache_name import CACHE
+
 
 @torch.no_grad()
 def logits_of_steps(model: Any, ids: Tensor, num_prompt: int = 1, cache: Any = None) -> Tensor:
@@ -21,7 +23,7 @@ def logits_of_steps(model: Any, ids: Tensor, num_prompt: int = 1, cache: Any = N
     are given, so that no choice is made of what is near."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     steps = [ids[:, :num_prompt], *ids[:, num_prompt:].split(1, dim=1)]
-    found = [model(step, past_key_values=cache, use_cache=True).logits[:, -1] for step in steps]
+    found = [model(step, **{CACHE: cache}, use_cache=True).logits[:, -1] for step in steps]
     return torch.stack(found)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import check_layout
 from scripts.check_layout import ROOT, main, problems_of, read_tree
 
 
@@ -162,6 +163,45 @@ def test_bookkeeping_imports_no_torch(folder, text):
     (found,) = problems({f"{folder}/file": text})
     assert found.endswith(f"imports torch, which {folder}/ must do without")
     assert not problems({"engine/file": text})
+
+
+# prose
+
+
+@pytest.mark.parametrize("word", check_layout.HEADLESS)
+@pytest.mark.parametrize(
+    "text", ['"""{} it."""', 'class A:\n    """{} it."""', 'def a():\n    """{}: it."""']
+)
+def test_a_docstring_without_a_subject_is_refused(text, word):
+    (found,) = problems({"cache/file": text.format(word)})
+    assert found.endswith(f"a docstring begins with {word}, give it a subject")
+    assert not problems({"cache/file": text.format(f"{word}s")})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def told(): ...",
+        "class A:\n    def told(self): ...",
+        "class A:\n    told: int",
+        "class A:\n    def __init__(self):\n        self.told = 1",
+    ],
+)
+def test_a_public_name_that_says_nothing_is_refused(text):
+    (found,) = problems({"cache/file": text})
+    assert "told is a name that says nothing" in found
+    assert not problems({"cache/file": text.replace("told", "_told")})
+
+
+def test_a_local_name_may_say_nothing():
+    assert not problems({"cache/file": "def a(part):\n    found = part\n    return found"})
+
+
+def test_prose_is_checked_in_every_folder_that_is_not_excused():
+    files = {"": "model", "kernels": "kernels/file", "tools": "tools/file"}
+    text = '"""Of it."""'
+    refused = {folder for folder, file in files.items() if problems({file: text})}
+    assert refused == {*files} - {*check_layout.PROSE_LEFT}
 
 
 # names

@@ -26,7 +26,12 @@ pytestmark = [
 ]
 DATA = {
     str(file.relative_to(ROOT))
-    for pattern in ("server/page/*", "pictures/page/*", "tools/planning/curves.json", "py.typed")
+    for pattern in (
+        "server/page/*",
+        "tools/pictures/page/*",
+        "tools/planning/curves.json",
+        "py.typed",
+    )
     for file in ROOT.glob(f"moe_infinity/{pattern}")
 }
 MODULES = {str(file.relative_to(ROOT)) for file in ROOT.glob("moe_infinity/**/*.py")}

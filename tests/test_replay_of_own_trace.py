@@ -15,8 +15,7 @@ from moe_infinity import MoE
 from moe_infinity.cache.policies import POLICIES
 from moe_infinity.experts import Phase
 from moe_infinity.predict.tracefile import load_trace, save_trace
-from moe_infinity.tools.simulator.hardware import Hardware
-from moe_infinity.tools.simulator.replay import Setup, replay
+from moe_infinity.tools.simulator.replay import Hardware, Setup, replay
 from moe_infinity.tools.simulator.schedule import steps_of
 from tests.on_demand import ON_DEMAND
 

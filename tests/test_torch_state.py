@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moe_infinity import MoE
+from tests.cache_name import CACHE
 from tests.experimental.gpu.fake_cuda import FakeCudaDevice, fake_device
 from tests.experimental.gpu.fast_device import CACHES, on_device
 from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, greedy
@@ -65,7 +66,7 @@ def logits_of(moe: MoE) -> torch.Tensor:
     ids = torch.tensor([[5, 9, 40, 7]], device="cpu")
     with torch.no_grad():
         out = moe.model(input_ids=ids, use_cache=True)
-        after = moe.model(input_ids=ids[:, :1], past_key_values=out.past_key_values)
+        after = moe.model(input_ids=ids[:, :1], **{CACHE: out.past_key_values})
     logits: torch.Tensor = after.logits
     return logits
 

@@ -26,9 +26,8 @@ from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.tools.pictures import figures
 from moe_infinity.tools.pictures.figures import COLOURS, legend, line
 from moe_infinity.tools.simulator.baselines import make_policy
-from moe_infinity.tools.simulator.hardware import Hardware
 from moe_infinity.tools.simulator.laboratory import num_slots_of
-from moe_infinity.tools.simulator.replay import Cell, Setup, distinct, replay
+from moe_infinity.tools.simulator.replay import Cell, Hardware, Setup, distinct, replay
 from moe_infinity.tools.simulator.schedule import interleave, steps_of
 
 __all__ = ["COLOURS", "legend", "line"]  # for the experiments, beside what is defined here

@@ -29,7 +29,7 @@ from moe_infinity.predict import knowledge, sequence_predictor
 from moe_infinity.predict.eamc import Eamc, EamcMatch, RequestEam, row_normalised
 from moe_infinity.predict.knowledge import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
-from moe_infinity.tools.simulator import moe_infinity_v3
+from moe_infinity.tools.simulator import baselines
 
 CAPACITIES = (1, 10, 50, 100, 120, 200, 500)
 KMEANS = (10, 50, 120)  # capacities at which it is compared
@@ -63,7 +63,7 @@ def hit_rates(
 ) -> dict[str, float]:
     """At 20 %, by variant, when collections begin as `make` makes them."""
     rates = {}
-    with common.constants([(knowledge, "Eamc", make), (moe_infinity_v3, "Eamc", make)]):
+    with common.constants([(knowledge, "Eamc", make), (baselines, "Eamc", make)]):
         for label, (policy, without) in VARIANTS.items():
             cells = common.run(
                 sequences, [policy], ["20%"], num_experts=num_experts, warmup=0, without=without

@@ -16,7 +16,7 @@ from typing import Any
 
 import common
 
-from moe_infinity.tools.simulator.hardware import Hardware
+from moe_infinity.tools.simulator.replay import Hardware
 
 LINKS = (10, 2)  # all-miss time / compute time
 CAPACITIES = ("10%", "20%", "30%")

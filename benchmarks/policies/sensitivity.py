@@ -17,7 +17,7 @@ import numpy as np
 
 from moe_infinity.cache import activation_aware
 from moe_infinity.predict import knowledge, planner, predictor, sequence_predictor, tables
-from moe_infinity.tools.simulator.hardware import Hardware
+from moe_infinity.tools.simulator.replay import Hardware
 
 PARAMETERS = (
     (knowledge, "LEARNING_RATE"),

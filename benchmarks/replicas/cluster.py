@@ -20,10 +20,9 @@ from benchmarks.replicas.routers import ROUTERS, ReplicaRouter
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES
-from moe_infinity.tools.simulator.hardware import Hardware
 from moe_infinity.tools.simulator.laboratory import hardware_of, num_slots_of, some_of
 from moe_infinity.tools.simulator.processes import OnWork, adding_up, run_all
-from moe_infinity.tools.simulator.replay import Setup
+from moe_infinity.tools.simulator.replay import Hardware, Setup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

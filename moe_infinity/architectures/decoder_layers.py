@@ -40,6 +40,7 @@ from transformers import DynamicCache
 
 from moe_infinity.architectures.answered_ahead import AnsweredAhead, TensorVersion
 from moe_infinity.architectures.attention_inputs import Angles, add_token, can_grow, with_room
+from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_in
 from moe_infinity.architectures.decoder_search import LayerKind, described, dtype_of
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import (
@@ -58,7 +59,7 @@ from moe_infinity.kernels.residents import Residents
 
 MOST_SEQUENCES = 64  # of a step
 # Arguments of a layer that the kernel serves, or that say nothing to it; others only if not given.
-SERVED = {"attention_mask", "past_key_values", "position_embeddings"}
+SERVED = {"attention_mask", "position_embeddings", *CACHE_NAMES}
 KNOWN = SERVED | {"position_ids", "use_cache", "cache_position"}
 
 
@@ -141,7 +142,7 @@ class DecoderLayer:
 
     def cache_layer(self, x: Tensor, kwargs: dict[str, Any]) -> Any | None:
         """Return the layer's part of the cache; None if the layer's own code has to run."""
-        cache: Any = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         index = getattr(self._attention, "layer_idx", None)
         is_for_kernel = (
             x.shape[1] == 1

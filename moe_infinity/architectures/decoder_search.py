@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from moe_infinity.architectures.cache_argument import cache_parameter
 from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,
@@ -261,9 +262,9 @@ class _TrialRun:
             x,
             attention_mask=mask,
             position_ids=None,
-            past_key_values=cache,
             use_cache=True,
             position_embeddings=angles,
+            **{cache_parameter(self._layer.forward): cache},
         )
         if not isinstance(out, Tensor):
             raise Differs(f"it returns {type(out).__name__}, not a tensor")

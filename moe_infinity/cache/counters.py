@@ -1,5 +1,5 @@
-"""What happened at lookup, and what it cost. Counted once per activated expert per layer per step,
-by phase.
+"""Counts of lookups, and of the time and bytes that they cost. Each activated expert counts once
+per layer and step, by phase.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PhaseCounters:
 
 @dataclass(slots=True)
 class PrefetchCounters:
-    """What became of loads begun before their layer."""
+    """Loads begun before their layer, by what became of them."""
 
     begun: int = 0
     useful: int = 0  # resident when first asked for

@@ -1,8 +1,8 @@
-"""A policy gives every expert a score. The victim is the lowest-scored resident that nobody holds.
+"""A policy gives every expert a score. The victim is the lowest-scored resident that is not held.
 
-Scores are numpy arrays [layers, experts], and nothing here loops over experts. A policy is told of
-every step in order: `begin_step`, then `touch` for each MoE layer. All but "activation-aware" treat
-a batch as one request.
+Scores are numpy arrays [layers, experts], and nothing here loops over experts. The engine calls a
+policy in the order of the steps: `begin_step`, then `touch` for each MoE layer. All but
+"activation-aware" treat a batch as one request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Experts = Sequence[int] | Ints
 
 
 class EvictionPolicy(Protocol):
-    """What the residency table asks of a policy, and what the engine tells it."""
+    """The interface that the residency table and the engine use."""
 
     def begin_step(self, step: Step) -> None:
         """A forward pass begins."""

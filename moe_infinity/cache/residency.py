@@ -82,7 +82,9 @@ class ResidencyTable:
         return entry.state if entry is not None else None
 
     def is_transient(self, key: ExpertKey) -> bool:
-        """Brought in by prefill and not yet used by a decode step; of one that is not absent."""
+        """True for an expert that prefill brought in and no decode step has used yet; it must not
+        be absent.
+        """
         return self._entries[key].is_transient
 
     def slot_of(self, key: ExpertKey) -> int:
@@ -113,7 +115,7 @@ class ResidencyTable:
         return {key: self._entries[key].slot_id for key in self.resident_keys()}
 
     def census(self, keys: Sequence[ExpertKey]) -> tuple[int, int, int]:
-        """How many of `keys` are resident, loading, absent."""
+        """Return how many of `keys` are resident, loading and absent."""
         present = sum(map(self._entries.__contains__, keys))
         loading = sum(map(self._loading.__contains__, keys)) if self._loading else 0
         return present - loading, loading, len(keys) - present
@@ -142,8 +144,8 @@ class ResidencyTable:
         return present + absent[:room]
 
     def room(self, phase: Phase, present: Sequence[ExpertKey] = ()) -> int:
-        """How many absent experts a step may bring in now while `present` stay: in prefill no more
-        than its quota lets it take from decoding.
+        """The number of absent experts that a step may bring in now while `present` stay: in
+        prefill no more than its quota lets it take from decoding.
         """
         evictable = self._evictable()
         evictable[[self._entries[key].slot_id for key in present]] = False
@@ -249,7 +251,7 @@ class ResidencyTable:
         self._loading.remove(key)
 
     def cancel_load(self, key: ExpertKey) -> None:
-        """The load of `key` failed: its slot is free again, and nobody holds it any more."""
+        """The load of `key` failed: its slot is free again, and no holder has it any more."""
         entry = self._entries.pop(key)
         assert entry.state is Residency.LOADING, (key, entry)
         self._loading.remove(key)
@@ -258,7 +260,7 @@ class ResidencyTable:
         self._free_slots([entry.slot_id])
 
     def _evictable(self) -> NDArray[np.bool_]:
-        """By slot: RESIDENT and held by nobody."""
+        """A mask by slot: True for slots whose expert is RESIDENT and not held."""
         evictable = np.ones(self.num_slots, dtype=bool)
         evictable[self._barred_slots()] = False
         return evictable
@@ -271,7 +273,7 @@ class ResidencyTable:
         return barred
 
     def _make_room(self, num_slots: int) -> None:
-        """Evict until so many slots are free. Raises OutOfSlots, and evicts nothing then."""
+        """Evict until `num_slots` slots are free. Raises OutOfSlots, and evicts nothing then."""
         wanted = num_slots - len(self._free)
         if wanted <= 0:
             return
@@ -291,8 +293,8 @@ class ResidencyTable:
         self.evictions += len(victims)
 
     def lowest_scores(self, num_slots: int) -> NDArray[np.float64]:
-        """The scores of the experts that so many loads would evict, lowest first: -inf for a free
-        or transient slot, inf where nothing can leave.
+        """The scores of the experts that `num_slots` loads would evict, lowest first: -inf for a
+        free or transient slot, inf where nothing can leave.
         """
         scores = np.full(num_slots, np.inf)
         num_free = min(len(self._free), num_slots)
@@ -304,8 +306,8 @@ class ResidencyTable:
         return scores
 
     def _victims(self, num_slots: int) -> list[int]:
-        """The slots to give up first, at most so many: of the residents nobody holds the
-        lowest-scored, transient ones before all others.
+        """The slots to give up first, at most `num_slots`: the lowest-scored residents that are not
+        held, transient ones before all others.
         """
         if num_slots <= 0:
             return []
@@ -335,8 +337,8 @@ class ResidencyTable:
         self._transient[slots] = False
 
     def recover(self) -> None:
-        """Put the table in order after a step was interrupted anywhere, this table included. Nobody
-        holds anything any more; all else is computed again from the entries.
+        """Put the table in order after a step was interrupted anywhere, this table included.
+        Nothing is held any more; all else is computed again from the entries.
         """
         used = {entry.slot_id for entry in self._entries.values()}
         self._held.clear()

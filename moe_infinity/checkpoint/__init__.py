@@ -1,1 +1,1 @@
-"""What is on disk, and how it gets into a slot."""
+"""Checkpoints on disk, and how their bytes get into slots."""

@@ -1,7 +1,5 @@
-"""A read cut into chunks.
-
-Chunks end at multiples of CHUNK_BYTES of their file, so all but the first begin at a block; what is
-neighbours in the file is read together, wherever in memory it goes.
+"""Chunks of a read. They end at multiples of CHUNK_BYTES of their file, so all but the first begin
+at a block. Neighbours in the file are read together, wherever in memory they go.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Chunk:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether the kernel can put the bytes where they belong without a copy."""
+        """True if the system can put the bytes where they belong without a copy."""
         return self.offset % BLOCK_BYTES == 0 and all(
             part.nbytes % BLOCK_BYTES == 0 and address_of(part) % BLOCK_BYTES == 0
             for part in self.parts
@@ -53,7 +51,7 @@ class Chunk:
 
 
 def chunks_of(pieces: Sequence[Piece]) -> list[Chunk]:
-    """In the order of their files."""
+    """Cut reads into chunks, in the order of their files."""
     chunks: list[Chunk] = []
     end_of_last: tuple[Path, int] | None = None
     for extent, destination in sorted(pieces, key=lambda piece: (piece[0].file, piece[0].offset)):
@@ -80,7 +78,9 @@ class BounceBuffer:
         return self._bytes[:num_bytes].data
 
     def copy_to(self, chunk: Chunk, skip: int, count: int) -> int:
-        """`count` bytes from `skip` on to the parts of the chunk, as many as belong there."""
+        """Copy `count` bytes from `skip` on to the parts of the chunk, and return how many belonged
+        there.
+        """
         done = 0
         for part in chunk.parts:
             wanted = max(min(part.nbytes, count - done), 0)

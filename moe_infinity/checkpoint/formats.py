@@ -235,7 +235,7 @@ def _find_gptq(config: Config) -> tuple[WeightFormat, ...]:
     group_size = int(config.get("group_size") or 0)
 
     def measure(shapes: PartShapes) -> Measured:
-        """No block where the last group is shorter, or nobody says that columns are in order."""
+        """No block where the last group is shorter, or columns are not known to be in order."""
         if (shape := _gptq_shape(shapes)) is None:
             return None
         num_columns = shape[1]

@@ -1,5 +1,5 @@
-"""The config of a GGUF model from its own metadata, for architectures whose metadata say all that
-transformers wants to know. For others the user names a folder that has the config.
+"""The config of a GGUF model from its own metadata, for architectures whose metadata name all that
+transformers needs. For others the user names a folder that has the config.
 
 Private names of transformers used here: `GGUF_CONFIG_MAPPING`.
 """
@@ -81,8 +81,8 @@ KNOWN = {
 
 
 def config_of(gguf: GgufModel) -> Any:
-    """transformers' config. Raises UnsupportedModelError where the metadata are not enough,
-    CheckpointError where they cannot be true.
+    """transformers' config of a model. Raises UnsupportedModelError where the metadata are not
+    enough, CheckpointError where they cannot be true.
     """
     where = gguf.files[0]
     known = KNOWN.get(gguf.architecture)
@@ -104,7 +104,9 @@ def config_of(gguf: GgufModel) -> Any:
 
 
 def _mapped(gguf: GgufModel, known: Known) -> dict[str, Any]:
-    """What the metadata say. A size is refused that no tensor of the model can have."""
+    """The fields of the config that the metadata name. A size is refused that no tensor of the
+    model can have.
+    """
     largest = max(max(tensor.shape) for tensor in gguf.tensors.values())
     found = dict(known.fixed)
     for key, name in (GGUF_CONFIG_MAPPING[known.like] | known.more).items():
@@ -119,7 +121,7 @@ def _mapped(gguf: GgufModel, known: Known) -> dict[str, Any]:
 
 
 def _from_tensors(gguf: GgufModel) -> dict[str, Any]:
-    """What the tensors say, which cannot lie."""
+    """The fields of the config that follow from the tensors, which cannot lie."""
     embeddings = gguf.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise CheckpointError(f"{gguf.files[0]}: no tensor token_embd.weight")

@@ -57,33 +57,9 @@ REORDERED = ("llama", "granitemoe")
 ROTARY = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
-def _only(found: Tensor | list[Tensor]) -> Tensor:
-    return found[0] if isinstance(found, list) else found
-
-
-class UndoRotaryOrder(ConversionOps):  # type: ignore[misc]
-    """Rows of queries or keys, whose rotary pairs the converter made neighbours."""
-
-    def __init__(self, heads: str) -> None:
-        self.heads = heads  # the config's name for how many there are
-
-    def convert(
-        self,
-        input_dict: Tensors,
-        source_patterns: list[str],
-        target_patterns: list[str],
-        config: Any = None,
-        **kwargs: Any,
-    ) -> dict[str, Tensor]:
-        weight = _only(next(iter(input_dict.values())))
-        pairs = weight.reshape(getattr(config, self.heads), -1, 2, *weight.shape[1:])
-        return {target_patterns[0]: pairs.transpose(1, 2).reshape(weight.shape).contiguous()}
-
-
-class JoinHeads(ConversionOps):  # type: ignore[misc]
-    """in_proj_qkvz of Qwen3-Next's linear attention, which has queries, keys, values and gates of
-    one head after the other. The converter made two tensors of it: queries of all heads, then keys,
-    then values; and gates.
+class Undo(ConversionOps):  # type: ignore[misc]
+    """An operation of transformers' rules that makes one parameter of the weights of its
+    patterns.
     """
 
     def convert(
@@ -94,12 +70,50 @@ class JoinHeads(ConversionOps):  # type: ignore[misc]
         config: Any = None,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
-        rest, gates = (_only(input_dict[pattern]) for pattern in source_patterns)
+        found = [input_dict[pattern] for pattern in source_patterns]
+        weights = [each[0] if isinstance(each, list) else each for each in found]
+        return {target_patterns[0]: self.undone(weights, config)}
+
+    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class UndoRotaryOrder(Undo):
+    """Rows of queries or keys, whose rotary pairs the converter made neighbours."""
+
+    def __init__(self, heads: str) -> None:
+        self.heads = heads  # the config's name for how many there are
+
+    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
+        (weight,) = weights
+        pairs = weight.reshape(getattr(config, self.heads), -1, 2, *weight.shape[1:])
+        return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+class JoinHeads(Undo):
+    """in_proj_qkvz of Qwen3-Next's linear attention, which has queries, keys, values and gates of
+    one head after the other. The converter made two tensors of it: queries of all heads, then keys,
+    then values; and gates.
+    """
+
+    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
+        rest, gates = weights
         heads = config.linear_num_key_heads
         key_rows = heads * config.linear_key_head_dim
         queries, keys, values = rest.split([key_rows, key_rows, len(rest) - 2 * key_rows])
         parts = [part.reshape(heads, -1, part.shape[1]) for part in (queries, keys, values, gates)]
-        return {target_patterns[0]: torch.cat(parts, dim=1).flatten(0, 1).contiguous()}
+        return torch.cat(parts, dim=1).flatten(0, 1).contiguous()
+
+
+class JoinKeysAndValues(Undo):
+    """kv_b_proj of DeepSeek's attention, of which the converter made two tensors of heads: keys
+    [heads, C, R] and values [heads, R, C].
+    """
+
+    def undone(self, weights: list[Tensor], config: Any) -> Tensor:
+        keys, values = weights
+        both = torch.cat([keys.transpose(1, 2), values], dim=1)
+        return both.reshape(-1, both.shape[-1])
 
 
 def subtract_one(weight: Tensor) -> Tensor:
@@ -110,23 +124,6 @@ def subtract_one(weight: Tensor) -> Tensor:
 def log_of_negative(weight: Tensor) -> Tensor:
     """A_log of a recurrent layer, of which the converter stored -exp(A_log)."""
     return torch.log(-weight)
-
-
-class JoinKeysAndValues(ConversionOps):  # type: ignore[misc]
-    """kv_b_proj of DeepSeek's attention, of which the converter made two tensors of heads: keys
-    [heads, C, R] and values [heads, R, C].
-    """
-
-    def convert(
-        self,
-        input_dict: Tensors,
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, Tensor]:
-        keys, values = (_only(input_dict[pattern]) for pattern in source_patterns)
-        both = torch.cat([keys.transpose(1, 2), values], dim=1)
-        return {target_patterns[0]: both.reshape(-1, both.shape[-1])}
 
 
 # Parameters that the converter splits, if it does, and the parts.

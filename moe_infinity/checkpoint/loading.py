@@ -54,8 +54,8 @@ class LoadedModel:
 
 
 class StoredSlice:
-    """A weight of the checkpoint, read and if need be unpacked when transformers indexes it; the
-    interface of a safetensors slice.
+    """A weight of the checkpoint, read and if need be unpacked when transformers indexes it. It has
+    the interface of a safetensors slice.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ def load_without_experts(
     disk. `config_from`: a folder or hub id with the config of a GGUF file.
 
     Before dense weights are read, `prepare` is called with the plan and the bytes that they will
-    take in memory. The plan that it returns is used. Packed dense weights that kernels read stay as
-    they are; `reads_packed` says which do. `on_bytes` gets bytes of dense weights that were read,
-    and of all, from several threads. Raises UnsupportedModelError, CheckpointError.
+    take in memory; the plan that it returns is used. Packed dense weights that kernels read, as
+    `reads_packed` says, stay packed. `on_bytes` gets bytes of dense weights that were read, and of
+    all, from several threads. Raises UnsupportedModelError, CheckpointError.
     """
     kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
     if kind.gguf is None and Path(checkpoint).is_dir():
@@ -153,7 +153,7 @@ def load_without_experts(
 
 
 class _LoadHook:
-    """What happens in `_load_pretrained_model` of one model."""
+    """The load hook of one model: it runs inside `_load_pretrained_model`."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class _LoadHook:
         self._on_bytes = on_bytes
 
     def note_read(self) -> None:
-        """Tell how many bytes of dense weights were read so far."""
+        """Report how many bytes of dense weights were read so far."""
         assert self.plan is not None
         self._on_bytes(self._reader.bytes_read, self.plan.dense_bytes)
 
@@ -200,7 +200,9 @@ class _LoadHook:
         return type(stock_class.__name__, (stock_class,), attributes)
 
     def _dense(self, model: Any, contents: Contents, dtype: torch.dtype) -> dict[str, StoredSlice]:
-        """What the stock method is to load. All else is planned, and taken out of the model."""
+        """The weights that the stock method is to load. All others are planned, and taken out of
+        the model.
+        """
         plan = plan_experts(model, contents)
         self.packed = find_packed_dense(model, plan, contents.rules, self._reads_packed)
         for layer in plan.layers:
@@ -218,7 +220,9 @@ class _LoadHook:
 
 
 def _contents(kind: Kind, files: Iterable[Path], model: Any, rules: list[Any]) -> Contents:
-    """`rules` are those of transformers for the model's class, which a GGUF file has no use for."""
+    """The contents of the checkpoint. `rules` are those of transformers for the model's class,
+    which a GGUF file replaces by its own.
+    """
     if kind.gguf is None:
         return contents_of(read_headers(files), kind.packing, rules)
     weights, own_rules = weights_of(model, kind.gguf)
@@ -226,7 +230,9 @@ def _contents(kind: Kind, files: Iterable[Path], model: Any, rules: list[Any]) -
 
 
 def _refuse_made_up_weights(checkpoint: str, info: dict[str, Any]) -> None:
-    """transformers initialises what it does not find or what has another shape; we refuse."""
+    """Raise CheckpointError for weights that transformers did not find, or found in another shape:
+    it would initialise them instead.
+    """
     for name, found_shape, wanted_shape in sorted(info["mismatched_keys"]):
         raise CheckpointError(
             f"{checkpoint}: {name} has shape {list(found_shape)}, "
@@ -246,8 +252,8 @@ def plan_from_headers(
     config_from: str | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """What `load_without_experts` would find, reading nothing but headers. `checkpoint` is a folder
-    or GGUF file.
+    """The plan that `load_without_experts` would make, from nothing but headers. `checkpoint` is a
+    folder or GGUF file.
     """
     kind = find_kind(checkpoint, config_from=config_from, trust_remote_code=trust_remote_code)
     files = checkpoint_files(Path(checkpoint)) if kind.gguf is None else []

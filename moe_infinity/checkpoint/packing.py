@@ -1,4 +1,4 @@
-"""What it means that several stored tensors together stand for one weight.
+"""Weights that are stored as several tensors.
 
     WeightFormat --assemble--> PackedTensor, in files --layout_of--> WeightLayout, in a slot
 
@@ -40,7 +40,7 @@ class PartFormat:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """All there is to know of one way to pack a weight. The first part, its values, is there if and
+    """All there is to know of one way to pack a weight. The first part, its values, exists if and
     only if a weight is packed so.
     """
 
@@ -70,11 +70,11 @@ class WeightFormat:
         )  # fmt: skip
 
     def suffix_of(self, role: str) -> str:
-        """How the name of this part ends."""
+        """The end of the name of this part."""
         return next(part.suffix for part in self.parts if part.role == role)
 
     def base_of(self, tensor: StoredTensor) -> str | None:
-        """What the names of all parts of a weight begin with, found from the first of its parts.
+        """The beginning of the names of all parts of a weight, found from the first of its parts.
         None: `tensor` is no first part.
         """
         first = self.parts[0]
@@ -113,7 +113,9 @@ class WeightFormat:
 
 
 def _read(parts: dict[str, Any], block: Block | None) -> dict[str, Any]:
-    """An index of columns is not read where their groups are known to be in order."""
+    """The parts that are read: an index of columns is not where their groups are known to be in
+    order.
+    """
     return {role: part for role, part in parts.items() if role != "groups" or block is None}
 
 
@@ -129,7 +131,7 @@ class PackedTensor:
 
     @property
     def is_stacked(self) -> bool:
-        """Is dim 0 of every part the expert?"""
+        """True if dim 0 of every part is the expert."""
         return len(self.parts[0][1].shape) > self.format.num_dims
 
     @property
@@ -138,7 +140,7 @@ class PackedTensor:
         return self.format.name, *((role, t.stored_dtype, t.shape) for role, t in self.parts)
 
     def unpack_rows(self, parts: Parts, out: Tensor) -> None:
-        """Where rows are free, the weight into `out`: some rows at a time, which fit a cache."""
+        """Unpack a weight with free rows into `out`: some rows at a time, which fit a cache."""
         values = parts["values"].flatten(0, -2)
         rows = out.view(len(values), -1)
         step = max(1, UNPACKED_AT_ONCE // rows.shape[1])
@@ -167,7 +169,7 @@ class Format:
     weights: tuple[WeightFormat, ...]
 
     def group(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | PackedTensor]:
-        """Put a weight in the place of its parts; leave other tensors alone. Raises
+        """Replace the parts of each weight by the weight; leave other tensors alone. Raises
         CheckpointError where parts are missing, superfluous or do not fit.
         """
         packed: dict[str, PackedTensor] = {}
@@ -192,8 +194,8 @@ class Format:
     def _refuse_stray_parts(
         self, packed: Mapping[str, PackedTensor], rest: Mapping[str, StoredTensor]
     ) -> None:
-        """A part whose weight is stored otherwise, or a tensor beside a weight that would change
-        it.
+        """Raise CheckpointError for a part whose weight is stored otherwise, or a tensor beside a
+        weight that would change it.
         """
         for name in rest:
             stem = name.rpartition(".")[0] + ".weight"

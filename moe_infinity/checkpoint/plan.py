@@ -1,7 +1,7 @@
-"""Where every expert of a model lies in its checkpoint.
+"""Locates every expert of a model in its checkpoint.
 
 The experts modules are found in the model on the meta device; which tensors of the checkpoint
-become their parameters follows from transformers' own renaming and conversion rules. What comes out
+become their parameters follows from transformers' own renaming and conversion rules. The result
 are the recipes of each MoE layer (recipe.py).
 
 Private names of transformers used here: `rename_source_key`, `dot_natural_key`.
@@ -49,7 +49,7 @@ Weights = dict[str, StoredTensor | PackedTensor]  # by name in the checkpoint
 
 @dataclass(slots=True)
 class Plan:
-    """Where every expert of a model lies on disk."""
+    """The location of every expert of a model on disk."""
 
     architecture: str  # name of the model's class
     config: Any  # transformers'
@@ -70,16 +70,19 @@ class Plan:
     @property
     def dense_bytes(self) -> int:
         """Bytes of the checkpoint that are not experts."""
-        return _stored_bytes(self.dense.values())
+        return stored_bytes(self.dense.values())
 
     @property
     def shared_expert_bytes(self) -> int:
-        """The part of it that every token uses beside its experts, by the usual names."""
+        """The part of the dense bytes that every token uses beside its experts, by the usual
+        names.
+        """
         found = (weight for name, weight in self.dense.items() if SHARED_EXPERT.search(name))
-        return _stored_bytes(found)
+        return stored_bytes(found)
 
 
-def _stored_bytes(weights: Iterable[StoredTensor | PackedTensor]) -> int:
+def stored_bytes(weights: Iterable[StoredTensor | PackedTensor]) -> int:
+    """Return the bytes that some weights take in their files."""
     return sum(part.extent.num_bytes for weight in weights for _, part in weight.parts)
 
 
@@ -109,7 +112,7 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
 
 
 def adapter_of(name: str, module: nn.Module) -> Adapter | None:
-    """Who knows how to deal with this module; None if it is not the experts of a layer."""
+    """The adapter that knows this module; None if it is not the experts of a layer."""
     if vars(module).keys() >= INTERFACE_ATTRIBUTES:
         return INTERFACE
     if type(module).__name__ in ADAPTERS:
@@ -119,7 +122,7 @@ def adapter_of(name: str, module: nn.Module) -> Adapter | None:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint has, as it is to be loaded into a model."""
+    """The weights of a checkpoint, as they are to be loaded into a model."""
 
     weights: Weights
     rules: list[Any]  # of transformers: what else than their names make them parameters
@@ -128,8 +131,8 @@ class Contents:
 
 
 def contents_of(headers: Headers, packing: Format | None, rules: list[Any]) -> Contents:
-    """Of a checkpoint in safetensors or PyTorch's files. Raises CheckpointError where parts of
-    packed weights are missing.
+    """The contents of a checkpoint in safetensors or PyTorch's files. Raises CheckpointError where
+    parts of packed weights are missing.
     """
     if packing is None:
         _refuse_unsaid_scales(headers)
@@ -184,7 +187,7 @@ def plan_experts(model: Any, contents: Contents) -> Plan:
 
 
 def _refuse_unsaid_scales(headers: Headers) -> None:
-    """Float8 weights are nothing without the scales beside them."""
+    """Raise CheckpointError for float8 weights whose scales lie beside them unannounced."""
     for tensor in headers.tensors.values():
         scales = {f"{tensor.name}_scale_inv", f"{tensor.name}_scale"}
         if tensor.stored_dtype.startswith("F8") and scales & headers.tensors.keys():
@@ -206,7 +209,7 @@ class Member(NamedTuple):
 
     @property
     def group_name(self) -> str:
-        """One for all experts of a layer."""
+        """A name that all experts of a layer share."""
         return f"{self.layer.name}.{self.location.paths[0]}"
 
 
@@ -222,8 +225,8 @@ class SourceGroup:
 
 
 def _find_tied(model: Any, groups: list[SourceGroup], members: dict[str, Member]) -> dict[str, str]:
-    """MoE layers whose experts are those of another one, and that one. Raises CheckpointError if a
-    parameter is neither in the checkpoint nor tied to one that is.
+    """MoE layers whose experts are those of another layer, and that layer. Raises CheckpointError
+    if a parameter is neither in the checkpoint nor tied to one that is.
     """
     found = {target for group in groups for target in group.targets}
     tied: dict[str, str] = {}
@@ -241,8 +244,8 @@ def _find_tied(model: Any, groups: list[SourceGroup], members: dict[str, Member]
 def _group_sources(
     model: Any, weights: Weights, weight_mapping: list[Any], members: dict[str, Member]
 ) -> tuple[list[SourceGroup], set[str]]:
-    """Which checkpoint tensors become which expert parameters, by transformers' own renaming and
-    conversion rules.
+    """Group the checkpoint's tensors by the expert parameters that they become, by transformers'
+    own renaming and conversion rules.
     """
     renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
@@ -281,7 +284,7 @@ def _group_sources(
 
 
 def _in_order(group: SourceGroup) -> dict[str, list[tuple[int, str]]]:
-    """A converter concatenates in the order of its patterns, not of the keys."""
+    """The keys in the order of the converter's patterns, in which it concatenates."""
     patterns = list(group.keys)
     if group.converter is not None:
         patterns.sort(key=group.converter.source_patterns.index)
@@ -313,8 +316,9 @@ def _make_sources(
     weights: list[StoredTensor | PackedTensor],
     location: ParameterLocation,
 ) -> list[Source]:
-    """A weight per expert, or one whose first dimension is the experts; all of one kind. Several
-    per expert, one list after the other, where a layer has several sets of experts (ERNIE-VL).
+    """Sources with a weight per expert, or with one whose first dimension is the experts; all of
+    one kind. There are several weights per expert, one list after the other, where a layer has
+    several sets of experts (ERNIE-VL).
     """
     num_experts = group.layer.num_experts
     first = weights[0]

@@ -1,7 +1,7 @@
 """Reads from checkpoint files into the memory that wants the bytes: positional, past the page cache
 where the file system allows it, many at a time.
 
-    pieces --chunks.py--> chunks --read threads--> page cache        what it has, what stays there
+    pieces --chunks.py--> chunks --read threads--> page cache        bytes that it has stay there
                                                    in place          memory and file aligned alike
                                                    bounce buffer     everything else
                                                    page cache        small files, O_DIRECT refused
@@ -31,7 +31,7 @@ from moe_infinity.memory.threads import ReadThreads
 # In random reads of 9.4 MB experts through bounce buffers, 1, 2, 4 and 8 threads reached 0.5, 0.8,
 # 0.9 and 1.0 GB/s, of 2.5 MB ones 0.7, 0.8, 0.9 and 0.9 (2 cores, a virtual disk of 1.0-1.7 GB/s).
 NUM_READ_THREADS = 4
-GLANCE_S = 0.02  # how often a read that gives way looks whether somebody waits for it by now
+GLANCE_S = 0.02  # between two looks of a read that gives way whether a layer waits for it by now
 
 
 class Reader:
@@ -70,7 +70,7 @@ class Reader:
             self.bytes_read += sum(chunk.num_bytes for chunk in chunks)
 
     def mapped(self, extent: Extent) -> memoryview:
-        """An extent where the page cache has it. It is present once it was read to this place.
+        """An extent where the page cache has it. It is present once it was read into these bytes.
         Raises OSError where files cannot be mapped, ENODATA for a file that has become shorter.
         """
         end = extent.offset + extent.num_bytes
@@ -84,8 +84,8 @@ class Reader:
 
     @contextmanager
     def giving_way(self, until: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Reads of this thread let those of the others go first, before every chunk, until somebody
-        waits for them, as `until` says.
+        """Let the reads of other threads go first, before every chunk of this thread, until `until`
+        says that a layer waits for them.
         """
         self._thread.until = until
         try:
@@ -94,7 +94,9 @@ class Reader:
             self._thread.until = None
 
     def _gives_way(self) -> bool:
-        """Whether this thread gives way still. Waits until it has to no more, or its turn comes."""
+        """Return True while this thread has to give way, after its turn has come; False once it
+        need not.
+        """
         until: Callable[[], bool] | None = getattr(self._thread, "until", None)
         while until is not None and not until():
             with self._no_urgent:
@@ -115,7 +117,9 @@ class Reader:
                     self._no_urgent.notify_all()
 
     def _read_all(self, chunks: list[Chunk]) -> None:
-        """By all read threads together, which take the chunks one by one, in the order of calls."""
+        """Read with all read threads together, which take the chunks one by one, in the order of
+        calls.
+        """
         waiting = iter(chunks)  # gives each chunk to one thread
 
         def work() -> None:
@@ -174,7 +178,7 @@ class Reader:
             raise CheckpointError(f"{where}: {error.strerror or error}") from error
 
     def _bounce_buffer(self) -> BounceBuffer:
-        """Of this thread."""
+        """The bounce buffer of this thread."""
         if not hasattr(self._thread, "bounce_buffer"):
             self._thread.bounce_buffer = BounceBuffer()
         buffer: BounceBuffer = self._thread.bounce_buffer
@@ -187,8 +191,8 @@ class Reader:
             return self._files[path]
 
     def close(self) -> None:
-        """Wait a while for reads to end, and close all files, those still read once they are not.
-        A later read opens its file anew.
+        """Wait a limited time for reads to end, and close all files; those still being read are
+        closed when they are done. A later read opens its file again.
         """
         with self._lock:
             ended, self._threads = self._threads, None

@@ -1,16 +1,15 @@
-"""How one expert's bytes come out of the checkpoint: where they lie, and what transformers would do
-to them.
+"""How one expert's bytes come out of the checkpoint, and how transformers would convert them.
 
 A recipe fills one or more parameters of any expert of one MoE layer. Its sources are either one
-weight per expert or one weight stacked over experts. Three ways lead from there to what computes:
+weight per expert or one weight stacked over experts. Three ways lead from there to a slot:
 
     as they are   transformers' conversion only concatenates: the bytes go straight into the slot
     converted     the same conversion is replayed for that one expert, on its way into the slot
     packed        quantized: the slot holds the bytes as stored, and the expert is unpacked, and
                   converted if need be, each time it computes
 
-`Recipe.weights` says how they lie in a slot (layout.py). Whether a conversion only concatenates is
-found out by trying it once on a pattern, per kind of recipe, not by knowing architectures.
+`Recipe.weights` says how they lie in a slot (layout.py). A trial on a pattern of bytes, once per
+kind of recipe, shows if a conversion only concatenates: no architecture is known by name.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ Shapes = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a pattern of a conversion matched in one MoE layer: a weight per expert, or one stacked
-    over experts.
+    """The weights that a pattern of a conversion matched in one MoE layer: a weight per expert, or
+    one stacked over experts.
     """
 
     pattern: str
@@ -52,14 +51,14 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part that belongs to one expert, as the conversion expects it."""
+        """The shape of the part that belongs to one expert, as the conversion expects it."""
         return self._shape_of_one(self.weights[0].shape)
 
     def _shape_of_one(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[0] // self.num_parts, *shape[1:]) if self.num_parts else shape
 
     def stored_shapes(self) -> Shapes:
-        """What is stored of one expert, by role, without the experts' dimension."""
+        """The stored parts of one expert, by role, without the experts' dimension."""
         is_stacked = self.weights[0].shape[0] == self.num_parts
         if self.packed is not None:
             is_stacked = self.packed.is_stacked
@@ -70,7 +69,7 @@ class Source:
         }
 
     def extents(self, expert_idx: int) -> list[Extent]:
-        """Of one expert, in the order of `stored_shapes`."""
+        """The bytes of one expert in files, in the order of `stored_shapes`."""
         if not self.num_parts:
             return [part.extent for _, part in self.weights[expert_idx].parts]
         return [
@@ -79,7 +78,7 @@ class Source:
 
 
 class OneExpertModel:
-    """What a conversion may ask of a model, answered for a model of one expert."""
+    """Answers what a conversion may ask of a model, for a model of one expert."""
 
     def __init__(self, params: dict[str, Tensor]) -> None:
         self._params = params
@@ -111,12 +110,12 @@ class Recipe:
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether a slot has the sources, and not the parameters."""
+        """True if a slot holds the sources, and not the parameters."""
         return self.is_packed or self.is_split
 
     def split(self) -> None:
-        """If the parameter is weights of all experts one below the other, let a slot have these one
-        by one: so they may lie there as far from each other as in their file.
+        """Let a slot hold the weights one by one, if the parameter is weights of all experts one
+        below the other: so they may lie there as far from each other as in their file.
         """
         shapes = [shape for s in self.sources for shape, _ in s.stored_shapes().values()]
         is_stacked = all(source.num_parts and not source.packed for source in self.sources)
@@ -124,7 +123,7 @@ class Recipe:
         self.is_split = is_stacked and is_in_rows and len(shapes) > 1
 
     def kind(self) -> tuple[Any, ...]:
-        """Recipes of one kind behave alike, so that one trial answers for all of them."""
+        """A key of recipes that behave alike, so that one trial answers for all of them."""
         sources = tuple(
             (s.pattern if self.converter else "", s.shape, s.weights[0].kind, s.num_parts > 0)
             for s in self.sources
@@ -133,7 +132,7 @@ class Recipe:
         return id(self.converter) if self.converter else None, sources, shapes
 
     def slot_shapes(self) -> Shapes:
-        """What a slot is to hold for this recipe."""
+        """The arrays that a slot holds for this recipe."""
         specs = list(self.targets.values())
         if not self.is_in_parts:
             return {spec.name: (spec.shape, spec.dtype) for spec in specs}
@@ -188,7 +187,9 @@ class Recipe:
         return [(extent, slot[at : at + extent.num_bytes]) for extent, at in copies]
 
     def load(self, expert_idx: int, reader: Reader, slot: memoryview) -> None:
-        """Bring what `slot` holds of this expert. Raises CheckpointError."""
+        """Fill the part of `slot` that this recipe fills, for one expert. Raises
+        CheckpointError.
+        """
         pieces = self.pieces(expert_idx, slot)
         if pieces is not None:
             reader.read(pieces)
@@ -206,8 +207,8 @@ class Recipe:
         return torch.frombuffer(raw, dtype=getattr(torch, dtype)).view(source.shape)
 
     def params(self, slot: dict[str, Tensor]) -> dict[str, Any]:
-        """The parameters, from the views of a slot that holds what is stored. One that is split is
-        a list of tensors.
+        """The parameters, from the views of a slot that holds the stored parts. A split one is a
+        list of tensors.
         """
         if self.is_split:
             (spec,) = self.targets.values()
@@ -226,8 +227,8 @@ class Recipe:
 
     @property
     def is_in_rows(self) -> bool:
-        """Whether its weights are the rows of the one parameter it fills, in that order: then
-        kernels can multiply with them.
+        """True if the weights are the rows of the one parameter that the recipe fills, in that
+        order: then kernels can multiply with them.
         """
         if len(self.targets) != 1 or not self.is_packed:
             return len(self.targets) == 1
@@ -235,16 +236,16 @@ class Recipe:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The one all targets have."""
+        """The dtype that all targets have."""
         (name,) = {spec.dtype for spec in self.targets.values()}
         found: torch.dtype = getattr(torch, name)
         return found
 
     def try_out(self) -> bool:
-        """Convert a pattern: is the result nothing but the sources one after the other, and in the
-        dtype they have?
+        """Convert a pattern, and return True if the result is nothing but the sources one after the
+        other, in the dtype they have.
 
-        Raises CheckpointError if the result does not have the shape the model wants.
+        Raises CheckpointError if the result does not have the shape that the model wants.
         """
         patterns, values = self.tried()
         for name, spec in self.targets.items():
@@ -283,8 +284,8 @@ class Recipe:
         return ", ".join(f"{weight.name} {list(weight.shape)}" for weight in firsts)
 
     def _convert(self, weights: list[Tensor]) -> dict[str, Tensor]:
-        """What transformers makes of one expert's weights: {full name: [1, ...]} in the model's
-        dtype.
+        """The parameters that transformers makes of one expert's weights: {full name: [1, ...]} in
+        the model's dtype.
         """
         dtype = self._dtype
         weights = [weight.to(dtype) for weight in weights]

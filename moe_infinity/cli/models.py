@@ -8,6 +8,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,42 +51,43 @@ def pull(
         f"of which {decimal(here)} are here, in {escape(str(download.cache))}",
         soft_wrap=True,
     )
-    bring(download)
-    _say_what_came(download)
+    _say_what_came(download, bring(download))
 
 
-def bring(download: Download) -> None:
-    """Download what is missing, with a progress bar. Raises DownloadError."""
+def bring(download: Download) -> Path:
+    """Download what is missing, with a progress bar, and return the model's folder. Raises
+    DownloadError.
+    """
     try:
         with byte_bar("downloading") as on_bytes:
-            download.run(on_bytes)
+            return download.run(on_bytes)
     except KeyboardInterrupt:
-        stderr.print("stopped: the same command goes on where this ended")
+        stderr.print("stopped: the same command goes on with the files that are whole")
         raise
 
 
-def _say_what_came(download: Download) -> None:
+def _say_what_came(download: Download, folder: Path) -> None:
     """The command that runs it, or a warning that none does."""
     # Imported here: torch takes seconds, and a download does without.
     from moe_infinity.inspection import find_local, inspect_checkpoint, weights_in
 
     try:
-        path = weights_in(download.folder, [file.name for file in download.files])
+        path = weights_in(folder, [file.name for file in download.files])
         if path is not None:
             inspect_checkpoint(path)
     except MoEInfinityError as error:
         stderr.print(f"[yellow]warning:[/yellow] {escape(str(error))}", soft_wrap=True)
         return
     if path is None:  # as --include wanted it
-        write(f"{download.folder}\n")
+        write(f"{folder}\n")
         return
     name = download.model if find_local(download.model) == path else path
     write(f"moe-infinity run {quote(name)} -p 'Once upon a time'\n")
 
 
 def ensure_here(model: str, *, yes: bool) -> str:
-    """What can be opened of a model: its folder or GGUF file. One of the hub that is not here is
-    downloaded, if `yes` or the user agrees. Raises CheckpointError, DownloadError.
+    """Return what can be opened of a model: its folder or GGUF file. A model of the hub that is not
+    here is downloaded if `yes` or the user agrees. Raises CheckpointError, DownloadError.
     """
     from moe_infinity.inspection import find_local, local_folder
 
@@ -145,8 +147,8 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
 
 
 def checkpoint_for(model: str, *, yes: bool, cluster: str | None) -> str:
-    """What to open for a model, on this machine by now. On other machines of a cluster it is where
-    they have it, so there a hub id stays one. Raises what `ensure_here` raises.
+    """Return what to open for a model, on this machine by now. On other machines of a cluster it is
+    where they have it, so there a hub id stays one. Raises what `ensure_here` raises.
     """
     here = ensure_here(model, yes=yes)
     return here if cluster is None else model

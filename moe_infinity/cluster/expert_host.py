@@ -65,14 +65,14 @@ class ExpertHost:
         assert isinstance(asked, LayerRouting), asked
         for event in before:
             if isinstance(event, LayerRouting):
-                routing = Routing.of_experts(event.experts_TK, None)
+                routing = Routing.of_experts(event.top_k_index_TK, None)
                 self.engine.note_routing(event.moe_layer_idx, routing)
             else:
                 self.engine.begin_step(event)
-        routing = Routing.of_experts(asked.experts_TK, None)
+        routing = Routing.of_experts(asked.top_k_index_TK, None)
         with torch.no_grad():
             layer_idx = asked.moe_layer_idx
-            share = request.share
+            share = request.shared_rows
             work = work_of_share(self.engine.path.computers[layer_idx], share)
             self.engine.compute(layer_idx, routing, share.expert_idxs, work)
             return work.outputs()

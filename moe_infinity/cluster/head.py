@@ -55,7 +55,7 @@ class Placement(Protocol):
         """Start the host of a share, in place of the one before. It is to call that address."""
 
     def has_ended(self, share_idx: int) -> bool:
-        """Whether the host of a share has ended by itself."""
+        """Return True if the host of a share has ended by itself."""
 
     def close(self) -> None:
         """End all of them."""
@@ -90,7 +90,7 @@ class Host:
         return message.tensors["out"]
 
     def opened(self) -> dict[str, Any]:
-        """What it says once it has opened the checkpoint. Raises HostLost."""
+        """Return what the host says once it has opened the checkpoint. Raises HostLost."""
         return self._receive().fields
 
     def measure(self) -> None:
@@ -108,7 +108,7 @@ class Host:
 
 
 class Asked:
-    """What one MoE layer of a step asks of which hosts."""
+    """The questions of one MoE layer of a step to hosts."""
 
     def __init__(
         self,
@@ -195,8 +195,8 @@ class ExpertHosts:
 
     def ask(self, moe_layer_idx: int, routing: Routing, work: FusedWork | TorchWork) -> Asked:
         """For what the experts of others make of this layer's rows."""
-        assert routing.experts_TK is not None, routing
-        event = LayerRouting(moe_layer_idx, routing.experts_TK)
+        assert routing.top_k_index_TK is not None, routing
+        event = LayerRouting(moe_layer_idx, routing.top_k_index_TK)
         for host in self.running.values():
             host.note(event)
         experts_of: dict[int, list[int]] = {}

@@ -47,7 +47,7 @@ class LocalProcesses:
             logger.warning("expert host %d cannot be started: %s", share_idx, error)
 
     def has_ended(self, share_idx: int) -> bool:
-        """Also if it could not be started."""
+        """Return True if the process has ended or could not be started."""
         process = self.processes.get(share_idx)
         return process is None or process.poll() is not None
 

@@ -104,7 +104,7 @@ def _start(
 
 
 def _say_whether_it_pays(plan: Plan, config: ClusterConfig, exchange_s: float) -> None:
-    """What hosts cost each token, beside what they save."""
+    """Log what hosts cost each token, and what that has to save."""
     slot_bytes = max(recipes.layout.slot_bytes for recipes in plan.recipes)
     num_experts = sum(layer.num_experts for layer in plan.layers)
     fit = num_host_slots(config.host_memory, slot_bytes=slot_bytes, num_experts=num_experts)

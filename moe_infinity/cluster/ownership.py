@@ -33,7 +33,7 @@ def owners(layers: Sequence[ExpertsModule], num_shares: int) -> NDArray[np.int64
 
 
 def digest_of(plan: Plan, reader: Reader) -> str:
-    """Of some bytes of an expert of every layer: hosts have to read the same checkpoint."""
+    """Hash some bytes of an expert of every layer: hosts have to read the same checkpoint."""
     digest = hashlib.sha256()
     for layer, recipes in zip(plan.layers, plan.recipes, strict=True):
         extent = recipes.recipes[0].extents(layer.num_experts - 1)[0]

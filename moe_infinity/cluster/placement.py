@@ -74,7 +74,7 @@ class RayPlacement:
         self._runs[share_idx] = actor.run.remote(share_idx, address, key)
 
     def has_ended(self, share_idx: int) -> bool:
-        """Also if Ray has given it up."""
+        """Return True if the actor has ended or Ray has given it up."""
         ended, _ = ray.wait([self._runs[share_idx]], timeout=0)
         return bool(ended)
 

@@ -84,6 +84,6 @@ def serve_replicas(
 
 
 def _told(config: ServeConfig) -> dict[str, Any]:
-    """What a replica gets: keys themselves, as the file may be on this machine only."""
+    """Return the config of a replica, with the keys: their file may be on this machine only."""
     keys = list(config.keys()) or None
     return dataclasses.asdict(dataclasses.replace(config, api_key=keys, api_key_file=None))

@@ -53,7 +53,7 @@ class Share(NamedTuple):
 
     @property
     def rows_of(self) -> dict[int, slice]:
-        """By expert."""
+        """Return the rows of each expert."""
         return dict(zip(self.expert_idxs, map(slice, [0, *self.stops], self.stops), strict=False))
 
 

@@ -1,4 +1,5 @@
-"""What a head tells an expert host: steps that begin, what routers chose, and rows to compute.
+"""The messages of a head to an expert host: steps that begin, what routers chose, and rows to
+compute.
 
 A host keeps account of every step as the head does, so that its policy and its predictions are
 those of one machine. What does not concern a host yet waits for the next message to it.
@@ -22,24 +23,24 @@ ARRAYS_OF_A_STEP = ("begins_B", "counted_T", "token_ids_T", "sequence_T")
 
 
 class LayerRouting(NamedTuple):
-    """What the router of one MoE layer chose, [T, K]."""
+    """The experts that the router of one MoE layer chose, [T, K]."""
 
     moe_layer_idx: int
-    experts_TK: Ints
+    top_k_index_TK: Ints
 
 
 Event = Step | LayerRouting
 
 
 class RowsRequest(NamedTuple):
-    """What happened since the last request, the newest last, and rows of the newest layer."""
+    """The events since the last request, the newest last, and rows of the newest layer."""
 
     number: int  # the answer has it, too
     events: Sequence[Event]
-    share: Share
+    shared_rows: Share
 
     def message(self) -> WireMessage:
-        tensors: dict[str, Tensor] = {"x": self.share.x_ID, "input": self.share.input_P}
+        tensors: dict[str, Tensor] = {"x": self.shared_rows.x_ID, "input": self.shared_rows.input_P}
         events = []
         for idx, event in enumerate(self.events):
             fields, arrays = _told(event)
@@ -48,9 +49,9 @@ class RowsRequest(NamedTuple):
         fields = {
             "number": self.number,
             "events": events,
-            "experts": self.share.expert_idxs,
-            "stops": self.share.stops,
-            "by_kernels": self.share.by_kernels,
+            "experts": self.shared_rows.expert_idxs,
+            "stops": self.shared_rows.stops,
+            "by_kernels": self.shared_rows.by_kernels,
         }
         return WireMessage(fields, tensors)
 
@@ -76,7 +77,7 @@ class RowsRequest(NamedTuple):
 def _told(event: Event) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     if isinstance(event, LayerRouting):
         return {"layer": event.moe_layer_idx}, {
-            "experts_TK": np.ascontiguousarray(event.experts_TK)
+            "top_k_index_TK": np.ascontiguousarray(event.top_k_index_TK)
         }
     arrays = {name: getattr(event, name) for name in ARRAYS_OF_A_STEP}
     fields = {
@@ -91,5 +92,5 @@ def _told(event: Event) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
 
 def _event(told: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Event:
     if "layer" in told:
-        return LayerRouting(told["layer"], arrays["experts_TK"])
+        return LayerRouting(told["layer"], arrays["top_k_index_TK"])
     return Step(Phase(told["phase"]), told["num_sequences"], told["tokens_per_sequence"], **arrays)

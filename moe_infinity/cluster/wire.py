@@ -39,7 +39,7 @@ PROBES = 3
 
 
 class WireMessage(NamedTuple):
-    """What one end tells the other."""
+    """A message from one end to the other."""
 
     fields: dict[str, Any]  # what JSON can say
     tensors: Mapping[str, Tensor]  # on the CPU

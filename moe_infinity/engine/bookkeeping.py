@@ -18,7 +18,7 @@ from moe_infinity.routing import Routing, without_gaps
 
 
 class Bookkeeping:
-    """Of one model. `layer_bytes[i]`: what an expert of MoE layer i takes on disk, in bytes."""
+    """The account of one model. `layer_bytes[i]` is the size on disk of an expert of MoE layer i."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Bookkeeping:
         self._keeps_history = keeps_history
 
     def local_keys(self, moe_layer_idx: int) -> Sequence[ExpertKey]:
-        """Of the experts of a layer that are computed here."""
+        """Return the keys of the experts of a layer that are computed here."""
         is_local_E = self.local_LE[moe_layer_idx]
         return [key for key in self.keys[moe_layer_idx] if is_local_E[key.expert_idx]]
 
@@ -92,13 +92,13 @@ class Bookkeeping:
                 self.predictor.observe(moe_layer_idx, counted_TK)
 
     def note_routing(self, moe_layer_idx: int, routing: Routing) -> None:
-        """What the router of this layer chose in the step that began last."""
+        """Record what the router of this layer chose in the step that began last."""
         self.activated[moe_layer_idx] = routing.activated
-        if routing.experts_TK is not None:
-            experts_TK = routing.experts_TK
+        if routing.top_k_index_TK is not None:
+            top_k_index_TK = routing.top_k_index_TK
             if routing.num_without:
-                experts_TK = without_gaps(experts_TK)
-            counted_TK = self.recorder.record(moe_layer_idx, experts_TK)
+                top_k_index_TK = without_gaps(top_k_index_TK)
+            counted_TK = self.recorder.record(moe_layer_idx, top_k_index_TK)
             if self.predictor is not None:
                 self.predictor.observe(moe_layer_idx, counted_TK)
         for tier in self.tiers:
@@ -109,21 +109,21 @@ class Bookkeeping:
         counters = self.counters.of(self.recorder.step.phase)
         counters.add_lookups(*self.tiers[0].table.census(keys))
 
-    def note_residents(self, moe_layer_idx: int, experts_TK: Ints) -> None:
-        """What a layer of the step that began last chose, all of it in memory."""
-        routing = Routing.of_experts(experts_TK, None)
+    def note_residents(self, moe_layer_idx: int, top_k_index_TK: Ints) -> None:
+        """Record what a layer of the step that began last chose, all of it in memory."""
+        routing = Routing.of_experts(top_k_index_TK, None)
         self.note_routing(moe_layer_idx, routing)
         counters = self.counters.of(self.recorder.step.phase)
         counters.add_lookups(len(routing.activated), 0, 0)
 
-    def note_layer(self, moe_layer_idx: int, index_TK: Ints, missed: set[ExpertKey]) -> None:
+    def note_layer(self, moe_layer_idx: int, top_k_index_TK: Ints, missed: set[ExpertKey]) -> None:
         """A layer of the decode step that began last, as the device has decided it. If the layer
         had fewer tokens than the step, it is not known which ones, and recorder and predictor skip
         the layer.
         """
-        routing = Routing.of_experts(index_TK, None)
+        routing = Routing.of_experts(top_k_index_TK, None)
         if routing.num_tokens != self.recorder.step.num_tokens:
-            routing = routing._replace(experts_TK=None)
+            routing = routing._replace(top_k_index_TK=None)
         self.note_routing(moe_layer_idx, routing)
         keys = [self.keys[moe_layer_idx][expert_idx] for expert_idx in routing.activated]
         copied = [key for key in keys if key in missed]

@@ -158,7 +158,7 @@ def _layer_path(
 
 
 def _warn_of_slow_experts(plan: Plan, computers: Sequence[LayerComputer]) -> None:
-    """Of packed ones that kernels would read if they were of another type."""
+    """Warn of packed experts that kernels would read if they were of another type."""
     slow = [recipes for recipes, own in zip(plan.recipes, computers, strict=True) if own.is_slow]
     if slow:
         weights = (w for recipes in slow for recipe in recipes.recipes for w in recipe.weights)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Work(Protocol):
-    """What the experts of one MoE layer have to do in one step."""
+    """The work that the experts of one MoE layer have in one step."""
 
     def compute(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
         """Compute these experts, which lie in these slots, and keep their outputs."""
@@ -81,9 +81,9 @@ class LayerComputer:
 
     def begin(self, x_TD: Tensor, routing: Routing) -> FusedWork | TorchWork:
         """Begin the work of one step. Long prompts go to torch where its products are faster."""
-        if self.by_kernels is None or routing.experts_TK is None:
+        if self.by_kernels is None or routing.top_k_index_TK is None:
             return TorchWork(self.by_torch, x_TD, routing)
-        mean_rows = routing.experts_TK.size / self._num_experts
+        mean_rows = routing.top_k_index_TK.size / self._num_experts
         if not self._is_packed and is_for_torch(routing.num_tokens, x_TD.dtype, mean_rows):
             return TorchWork(self.by_torch, x_TD, routing)
         return FusedWork(self.by_kernels, x_TD, routing)

@@ -61,7 +61,7 @@ class ComputeDevice:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the model computes on the CPU, as experts do. Once `prepare` has run."""
+        """True if the model computes on the CPU, as experts do. It is known once `prepare` has run."""
         return self.slots is None and self.device.type == "cpu"
 
     def prepare(self, plan: Plan, dense_bytes: int) -> Plan:
@@ -86,7 +86,7 @@ class ComputeDevice:
         return DeviceSlots(cuda_device, num_slots, slot_bytes)
 
     def reads_packed(self, weight: WeightLayout) -> bool:
-        """Whether dense weights that are stored so are multiplied with as they are."""
+        """Return True if dense weights with this layout are multiplied as they are stored."""
         if self._config.is_exact or self.device.type != "cpu":
             return False
         from moe_infinity.kernels.cpu.experts import Product  # imports numba

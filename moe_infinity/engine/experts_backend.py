@@ -30,7 +30,7 @@ BACKEND = "moe_infinity"  # the name of our experts implementation in transforme
 def experts_forward(
     self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
 ) -> Tensor:
-    """What transformers calls instead of its own loop over experts."""
+    """Take the place of transformers' own loop over experts."""
     layer: EngineLayer = vars(self)[CALL_ATTRIBUTE]  # from Adapter.connect, see `attach` below
     return layer(x_TD, top_k_index_TK, top_k_weights_TK)
 
@@ -60,20 +60,20 @@ class EngineLayer:
 
     def answer_calls(self, calls: ExpertCalls, routing: Routing) -> None:
         if self._is_asked_early:
-            raise Routed(routing.experts_TK)
+            raise Routed(routing.top_k_index_TK)
         self._experts.local.answer_calls(self._moe_layer_idx, routing, calls)
 
     def residents(self) -> Residents | None:
         """The layer's experts, if those of all layers are in memory and none has to leave."""
         return None if self._is_asked_early else self._experts.local.residents(self._moe_layer_idx)
 
-    def note(self, experts_TK: Ints) -> None:
+    def note(self, top_k_index_TK: Ints) -> None:
         """Those were computed for these tokens."""
-        self._experts.local.note_residents(self._moe_layer_idx, experts_TK)
+        self._experts.local.note_residents(self._moe_layer_idx, top_k_index_TK)
 
     @property
     def _is_asked_early(self) -> bool:
-        """Whether the routing is all that is wanted."""
+        """True if the routing is all that is wanted."""
         return self._early_router is not None and self._early_router.is_asking
 
 

@@ -52,22 +52,22 @@ class FusedWork:
     """One MoE layer in one step: rows sorted by expert, each row's output kept in float32."""
 
     def __init__(self, backend: FusedBackend, x_TD: Tensor, routing: Routing) -> None:
-        assert routing.experts_TK is not None, routing
-        assert routing.weights_TK is not None, routing
-        num_tokens, top_k = routing.experts_TK.shape
-        order_P = routing.experts_TK.ravel().argsort(kind="stable")  # of pairs by expert
+        assert routing.top_k_index_TK is not None, routing
+        assert routing.top_k_weights_TK is not None, routing
+        num_tokens, top_k = routing.top_k_index_TK.shape
+        order_P = routing.top_k_index_TK.ravel().argsort(kind="stable")  # of pairs by expert
         self._backend = backend
         self._dtype = x_TD.dtype
         self._row_P = np.empty_like(order_P)
         self._row_P[order_P] = np.arange(len(order_P))
         self._row_P[order_P[: routing.num_without]] = NO_ROW
         self.rows_of = rows_of_experts(routing)
-        self._weights_TK = routing.weights_TK.to(torch.float32).contiguous()
+        self._weights_TK = routing.top_k_weights_TK.to(torch.float32).contiguous()
         tokens_P = None
         self.input_P = order_P // top_k
         if backend.weighs_input:
             pairs_P = torch.from_numpy(order_P)
-            x_TD = x_TD[pairs_P // top_k] * routing.weights_TK.reshape(-1, 1)[pairs_P]
+            x_TD = x_TD[pairs_P // top_k] * routing.top_k_weights_TK.reshape(-1, 1)[pairs_P]
             self._weights_TK = torch.ones_like(self._weights_TK)
             self.input_P = np.arange(len(order_P))
         elif num_tokens > 1 or not isinstance(routing.counts, int):

@@ -4,9 +4,10 @@ after it they note that it ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe_infinity.architectures.cache_argument import cache_in, cache_parameter
 from moe_infinity.engine.experts import Experts
 from moe_infinity.experts import Phase, Step
 
@@ -26,12 +28,9 @@ class StepReader:
     """
 
     def __init__(self, model: PreTrainedModel, experts: Experts) -> None:
-        # While generate() runs: tokens that end a sequence (None: the generation config's) and the
-        # mask of the prompt.
-        self.end_ids: Any = None
-        self.prompt_mask: Tensor | None = None
-        # While forward() runs: the step as its caller names it.
-        self.named: Step | None = None
+        self._end_ids: Any = None  # tokens that end a sequence; None: the generation config's
+        self._prompt_mask: Tensor | None = None
+        self._named: Step | None = None
         self._model = model
         self._experts = experts
         self._is_in_pass = False  # if a pass does not end, it stays True until the next one
@@ -46,11 +45,36 @@ class StepReader:
         ]
         self._hooks += [module.register_forward_hook(self._after_forward) for module in reads]
 
+    @cached_property
+    def cache_parameter(self) -> str:
+        """The model's name of the KV cache. Raises UnsupportedModelError if it takes none."""
+        return cache_parameter(self._model.forward)
+
+    @contextmanager
+    def generating(self, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, `generate()` runs with these arguments by name."""
+        config = arguments.get("generation_config")
+        self._end_ids = arguments.get("eos_token_id", config and config.eos_token_id)
+        self._prompt_mask = arguments.get("attention_mask")
+        try:
+            yield
+        finally:
+            self._end_ids = self._prompt_mask = None
+
+    @contextmanager
+    def naming(self, step: Step) -> Iterator[None]:
+        """Inside, a forward pass is this step, whatever its arguments say."""
+        self._named = step
+        try:
+            yield
+        finally:
+            self._named = None
+
     def _before_forward(
         self, read: Callable[..., Step | None], module: Any, args: Any, kwargs: dict[str, Any]
     ) -> None:
         self.leave_pass()
-        step = self.named or read(args, kwargs)
+        step = self._named or read(args, kwargs)
         if step is not None:
             self._experts.begin_step(step)
         self._is_in_pass = True
@@ -91,12 +115,12 @@ class StepReader:
             return None
         num_sequences, num_new = inputs.shape[:2]
         mask = kwargs.get("attention_mask")
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             num_cached = mask.shape[1] - num_new
         else:  # none, or expanded for attention already, as with a static cache
             num_cached = int(cache.get_seq_length()) if cache is not None else 0
-            mask = self.prompt_mask if num_cached == 0 else None
+            mask = self._prompt_mask if num_cached == 0 else None
         is_decode = num_new == 1 and num_cached > 0
         token_ids_T = input_ids.cpu().numpy().ravel() if input_ids is not None else None
         counted_T = np.ones(num_sequences * num_new, dtype=bool)
@@ -119,7 +143,7 @@ class StepReader:
         """Return which sequences of a batch have ended. The token that ended a sequence, and those
         that it is given while others go on, do not count for its request.
         """
-        ends = self.end_ids
+        ends = self._end_ids
         if ends is None:
             ends = self._model.generation_config.eos_token_id
         if ends is not None:

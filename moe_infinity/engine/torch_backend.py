@@ -48,27 +48,29 @@ class TorchWork:
     """One MoE layer in one step: rows sorted by expert, outputs kept by (token, k) pair."""
 
     def __init__(self, backend: TorchBackend, x_TD: Tensor, routing: Routing) -> None:
-        assert routing.experts_TK is not None, routing
-        assert routing.weights_TK is not None, routing
+        assert routing.top_k_index_TK is not None, routing
+        assert routing.top_k_weights_TK is not None, routing
         self._backend = backend
-        self._shape_TK = routing.experts_TK.shape
+        self._shape_TK = routing.top_k_index_TK.shape
         self._dtype = x_TD.dtype
         self._num_without = routing.num_without
         self.rows_of = rows_of_experts(routing)  # of `inputs_PD`, by expert
-        self._pairs_P = torch.from_numpy(self._order(routing.experts_TK)).to(x_TD.device)
+        self._pairs_P = torch.from_numpy(self._order(routing.top_k_index_TK)).to(x_TD.device)
         self.inputs_PD = x_TD[self._pairs_P // self._shape_TK[1]]
-        self._weights_P1: Tensor | None = routing.weights_TK.reshape(-1, 1)
+        self._weights_P1: Tensor | None = routing.top_k_weights_TK.reshape(-1, 1)
         if backend.weighs_input:
             self.inputs_PD = self.inputs_PD * self._weights_P1[self._pairs_P]
             self._weights_P1 = None
         self._outputs_PD: Tensor | None = None
 
-    def _order(self, experts_TK: Ints) -> Ints:
+    def _order(self, top_k_index_TK: Ints) -> Ints:
         """The pairs, sorted by expert as the reproduced implementation sorts them."""
         if not self._backend.is_eager:
-            return _order_of_grouped_mm(experts_TK.ravel())
-        num_tokens, top_k = experts_TK.shape
-        order_P = experts_TK.T.ravel().argsort(kind="stable")  # of pairs counted as k * T + token
+            return _order_of_grouped_mm(top_k_index_TK.ravel())
+        num_tokens, top_k = top_k_index_TK.shape
+        order_P = top_k_index_TK.T.ravel().argsort(
+            kind="stable"
+        )  # of pairs counted as k * T + token
         order: Ints = order_P % num_tokens * top_k + order_P // num_tokens
         return order
 

@@ -1,5 +1,5 @@
-"""Who multiplies many rows with weights that are stored as they are: our kernels in float32, or
-torch in the dtype of the weights.
+"""Decides which code multiplies many rows with weights that are stored as they are: our kernels in
+float32, or torch in the dtype of the weights.
 
 GFLOP/s of [rows, 2048] x [2048, 1536], two cores, bf16 weights:
 
@@ -27,8 +27,9 @@ def is_for_torch(
     *,
     is_packed: bool = False,
 ) -> bool:
-    """Depends on the number of tokens of a pass and not on how many of them an expert gets: else a
-    token's bits would depend on where other tokens go. An expert gets `mean_rows` on average.
+    """True if torch is to multiply. This depends on the number of tokens of a pass, not on how many
+    of them an expert gets; otherwise a token's bits would depend on where other tokens go. An
+    expert gets `mean_rows` on average.
     """
     most = MOST_TOKENS_PACKED if is_packed else MOST_TOKENS
     is_long = num_tokens > most and mean_rows > MEAN_ROWS
@@ -37,7 +38,9 @@ def is_for_torch(
 
 @cache
 def has_products_of_bfloat16() -> bool:
-    """AVX512-BF16 or AMX. Without them torch multiplies such numbers forty times more slowly."""
+    """True with AVX512-BF16 or AMX. Without them torch multiplies such numbers forty times more
+    slowly.
+    """
     knows_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return knows_avx512 and (
         torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

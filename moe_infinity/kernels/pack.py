@@ -46,8 +46,8 @@ class Precision:
         return self.name == "fp8"
 
     def group_of(self, num_columns: int) -> int | None:
-        """How many of `num_columns` columns share a scale: `group_size`, or the next larger
-        multiple of 8 that divides `num_columns`, or all columns. None if they do not fill words.
+        """The number of columns that share a scale: `group_size`, or the next larger multiple of 8
+        that divides `num_columns`, or all columns. None if they do not fill words.
         """
         if self.group_size is None:
             return num_columns
@@ -70,14 +70,16 @@ class Precision:
         }
 
     def rounded(self, values: Tensor) -> Tensor:
-        """`values`, overwritten, on the grid: to nearest, ties to even."""
+        """Round `values` in place to the grid: to nearest, ties to even."""
         if self.is_float:
             values.clamp_(self.lowest, self.highest)
             return values.to(torch.float8_e4m3fn).to(torch.float32)
         return values.round_().clamp_(self.lowest, self.highest)
 
     def nearly_rounded(self, values: Tensor) -> Tensor:
-        """As `rounded`, but ten times faster for float8, where values near zero and ties differ."""
+        """Round like `rounded`, but ten times faster for float8, where values near zero and ties
+        differ.
+        """
         if not self.is_float:
             return self.rounded(values)
         values.clamp_(self.lowest, self.highest)
@@ -86,7 +88,9 @@ class Precision:
 
 
 def precision_of(name: str, group_size: int) -> Precision:
-    """Of this name: int4, int8 or fp8. `group_size` (columns, a multiple of 8) is for int4."""
+    """The precision of this name: int4, int8 or fp8. `group_size` (columns, a multiple of 8) is for
+    int4.
+    """
     return {
         "int4": Precision("int4", -8, 7, torch.bfloat16, group_size),
         "int8": Precision("int8", -128, 127, torch.float32),
@@ -171,8 +175,8 @@ def _search(groups_NG: Tensor, widths_N1: Tensor, precision: Precision) -> Tenso
 
 
 def _stored_values(values_RC: Tensor, precision: Precision) -> Tensor:
-    """As a checkpoint stores them. int4: a word has 8 neighbouring columns, the first in its lowest
-    bits, and stores each value plus 8.
+    """The values as a checkpoint stores them. int4: a word has 8 neighbouring columns, the first in
+    its lowest bits, and stores each value plus 8.
     """
     if precision.is_float:
         return values_RC.to(torch.float8_e4m3fn)

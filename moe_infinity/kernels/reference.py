@@ -1,10 +1,10 @@
-"""One expert's MLP on the rows routed to it, in plain PyTorch: the definition every faster kernel
-is tested against.
+"""One expert's MLP on the rows routed to it, in plain PyTorch: the definition that every faster
+kernel is tested against.
 
 T tokens, R rows of one expert, D model width, F expert width. Weights come by name, without the
 expert dimension: gate_up_proj [2F, D] (or up_proj [F, D]) and down_proj [D, F]; transposed where
-the architecture stores them so. One that is not transposed may be a list of matrices, one below the
-other.
+the architecture stores them so. A weight that is not transposed may be a list of matrices, one
+below the other.
 """
 
 from __future__ import annotations

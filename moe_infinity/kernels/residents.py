@@ -1,4 +1,4 @@
-"""Experts that kernels may compute at any time."""
+"""Experts that stay in memory, so that kernels may compute them at any time."""
 
 from __future__ import annotations
 

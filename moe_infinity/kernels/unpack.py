@@ -71,8 +71,8 @@ def _fp8_scales(scales: Tensor) -> Tensor:
 
 
 def _needs_float32(weight_RC: Tensor, scales_rc: Tensor) -> bool:
-    """Whether a weight is NaN, or a scale is too large to be multiplied by 2 ** 8: then the values
-    have to be converted by torch.
+    """True if a weight is NaN, or a scale is too large to be multiplied by 2 ** 8: then torch has
+    to convert the values.
     """
     if not weight_RC.numel():
         return True
@@ -215,19 +215,23 @@ def _awq_words(words_CW: Tensor) -> Tensor:
 
 
 def _awq_nibbles(halves_W2C: Tensor) -> Tensor:
-    """-> [8 W, C] of int16: nibbles 0 to 7 of word w are rows 8 w + (0, 2, 4, 6, 1, 3, 5, 7)."""
+    """[W, 2, C] half-words -> [8 W, C] of int16: nibbles 0 to 7 of word w are rows 8 w + (0, 2, 4,
+    6, 1, 3, 5, 7).
+    """
     shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=halves_W2C.device)
     nibbles = (halves_W2C.unsqueeze(1) >> shifts[:, None, None]).bitwise_and_(0x0F)
     return nibbles.view(-1, halves_W2C.shape[2])
 
 
 def _transposed(words: Tensor) -> Tensor:
-    """Always a copy: where a side is 1 `contiguous()` makes none, and bytes could not be viewed."""
+    """The transpose, always as a copy: where a side is 1 `contiguous()` makes none, and bytes could
+    not be viewed.
+    """
     return words.t().clone(memory_format=torch.contiguous_format)
 
 
 def _is_in_order(groups_C: Tensor, num_groups: int) -> bool:
-    """Whether every group is a run of neighbouring columns, all of one length."""
+    """True if every group is a run of neighbouring columns, all of one length."""
     length, rest = divmod(len(groups_C), num_groups)
     if rest:
         return False
@@ -236,7 +240,7 @@ def _is_in_order(groups_C: Tensor, num_groups: int) -> bool:
 
 
 def _rows_of_a_chunk(device: torch.device, num_rows: int, num_columns: int) -> int:
-    """How many rows to unpack at once; on a GPU all of them."""
+    """The number of rows to unpack at once; on a GPU all of them."""
     if device.type != "cpu":
         return max(1, num_rows)
     return max(1, CHUNK_VALUES // max(1, num_columns))

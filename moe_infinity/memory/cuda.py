@@ -34,7 +34,7 @@ class Event(Protocol):
     """A point on a stream, like torch's events: over when all work before it has finished."""
 
     def query(self) -> bool:
-        """Whether all work before the event has finished. Does not wait."""
+        """Return True if all work before the event has finished, without waiting."""
 
     def synchronize(self) -> None:
         """Make the calling thread wait until it is over."""
@@ -49,7 +49,7 @@ class Copy(Event, Protocol):
 
 
 class CudaDevice(Protocol):
-    """What the package asks of a CUDA device. Tests use CPU memory (fake_cuda.py)."""
+    """The calls that the package makes of a CUDA device. Tests use CPU memory (fake_cuda.py)."""
 
     device: torch.device
 

@@ -1,9 +1,9 @@
 """The mover reads experts from disk into slots that the residency table has reserved.
 
     load_now     a layer waits for them                                 read threads
-    stream       the next layer of a long prompt will                   the same, behind these
-    load_ahead   a prediction says that some layer will                 one thread, gives way
-    preload      nobody knows who will, but there are free slots        its own threads, give way
+    stream       the next layer of a long prompt will wait for them     the same, behind these
+    load_ahead   a layer will wait for them, by a prediction            one thread, gives way
+    preload      no layer is known to wait, but slots are free          its own threads, give way
 
 One thread at a time decides: loads begin and end only in calls of its owner. The read threads only
 fill slots. A load that gives way becomes a demand load if a layer asks for it. Every wait is
@@ -27,7 +27,7 @@ from moe_infinity.memory.threads import ReadThreads
 
 # One expert from a slow network disk takes seconds; past this something is wrong.
 LOAD_TIMEOUT_S = 120.0
-GLANCE_S = 0.2  # how often one who waits for arrivals may look at something else
+GLANCE_S = 0.2  # after which a wait for arrivals lets its caller look at something else
 LOAD_TIME_RATE = 0.1  # weight of the newest load in the moving average of load times
 
 Read = Callable[[ExpertKey, int], None]  # fills a slot with an expert's bytes
@@ -94,8 +94,8 @@ class Mover:
             self._submit_ahead(self._ahead_threads, self._read_timed, key, slot_id)
 
     def preload(self, slot_ids: Mapping[ExpertKey, int], on_end: Callable[[], None]) -> None:
-        """Queue loads into slots that nobody needs now. `on_end` is called as each of them ends, by
-        the thread that read.
+        """Queue loads into slots that are not needed now. `on_end` is called as each of them ends,
+        by the thread that read.
         """
         for key, slot_id in slot_ids.items():
             self._submit_ahead(self._preload_threads, self._read_giving_way, key, slot_id)
@@ -177,7 +177,7 @@ class Mover:
                 )
             arrived = [waiting.pop(future) for future in done]
             again = [key for key in arrived if key in joined and self._loading[key].exception()]
-            for key in again:  # nobody was told of the error: perhaps the disk reads it now
+            for key in again:  # no caller has seen the error: perhaps the disk reads it now
                 joined.remove(key)
                 self._submit(self._threads, self._read, key, self._table.slot_of(key))
                 waiting[self._loading[key]] = key
@@ -212,7 +212,10 @@ class Mover:
         for key in self._table.loading_keys():
             future = self._loading.get(key)
             arrived = future is not None and not future.cancelled() and not future.exception()
-            (self._table.finish_load if arrived else self._table.cancel_load)(key)
+            if arrived:
+                self._table.finish_load(key)
+            else:
+                self._table.cancel_load(key)
         self._loading.clear()
         self._ahead.clear()
 

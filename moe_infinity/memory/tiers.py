@@ -20,6 +20,7 @@ from moe_infinity.memory.device import PAGE_BYTES, DeviceSlots, SourceSlots, rou
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.slots import HostSlots, MappedBytes, MappedSlots, num_host_slots
+from moe_infinity.report import TierOccupancy
 
 Fill = Callable[..., None]  # (expert, slot, ...): read an expert's bytes from disk
 InOrder = Callable[[Iterable[ExpertKey]], Sequence[ExpertKey]]
@@ -34,6 +35,12 @@ class SlotTier:
     policy: EvictionPolicy
     table: ResidencyTable
     mover: Mover | DeviceMover
+
+    def occupancy(self) -> TierOccupancy:
+        """Return how full the tier is now."""
+        slots = self.slots
+        num_resident = self.table.num_resident
+        return TierOccupancy(self.tier.value, num_resident, slots.num_slots, slots.num_bytes)
 
 
 def make_tiers(

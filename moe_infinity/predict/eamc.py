@@ -26,7 +26,7 @@ from moe_infinity.experts import Ints, Phase
 
 TINY = np.finfo(np.float64).tiny  # squared norms start from it: 0 / sqrt(TINY) is 0, 0 / 0 is not
 
-Floats = NDArray[np.float64]
+Doubles = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class RequestEam:
         return self.prefill if phase is Phase.PREFILL else self.decode
 
 
-def row_normalised(matrix_LE: NDArray[Any]) -> Floats:
+def row_normalised(matrix_LE: NDArray[Any]) -> Doubles:
     """Each row divided by its sum; empty rows stay zero."""
     sums_L1 = matrix_LE.sum(axis=-1, keepdims=True, dtype=np.float64)
-    normalised_LE: Floats = matrix_LE / np.where(sums_L1 > 0, sums_L1, 1.0)
+    normalised_LE: Doubles = matrix_LE / np.where(sums_L1 > 0, sums_L1, 1.0)
     return normalised_LE
 
 
@@ -54,19 +54,19 @@ class Eamc:
         if capacity < 1:
             raise ConfigError(f"the capacity of an EAMC must be at least 1, got {capacity}")
         self.capacity = capacity
-        self.num_stored = 0  # P: of the places below the first so many are taken
+        self.num_stored = 0  # P: the first P of the indices below are in use
         self.version = 0  # grows with each stored request
         # A cell's values of all stored lie side by side: one observed expert is one vector add.
         shape_LEP = (num_layers, num_experts, capacity)
         self.cells = {phase: np.zeros(shape_LEP, dtype=np.float32) for phase in Phase}
         self.squares = {phase: np.zeros((num_layers, capacity)) for phase in Phase}  # of row norms
         self.decode = np.zeros((capacity, num_layers, num_experts), dtype=np.float32)
-        self._mean_LE: Floats | None = None
+        self._mean_LE: Doubles | None = None
 
     @property
-    def norms(self) -> Floats:
+    def norms(self) -> Doubles:
         """[P] Euclidean norms of the flattened stored decode matrices."""
-        norms_P: Floats = np.sqrt(self.squares[Phase.DECODE][:, : self.num_stored].sum(axis=0))
+        norms_P: Doubles = np.sqrt(self.squares[Phase.DECODE][:, : self.num_stored].sum(axis=0))
         return norms_P
 
     def add(self, eam: RequestEam) -> int | None:
@@ -99,14 +99,14 @@ class Eamc:
         matrix_LE: NDArray[np.float32] = self.decode[idx]
         return matrix_LE
 
-    def mean_decode(self) -> Floats:
+    def mean_decode(self) -> Doubles:
         """[L, E] mean of all stored decode matrices, each row normalised; zeros when empty."""
         if self._mean_LE is None:
             self._mean_LE = row_normalised(self.decode[: self.num_stored].sum(0, dtype=np.float64))
         return np.array(self._mean_LE)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What a file keeps: prefill and decode as float32 [P, L, E]."""
+        """The arrays that a file keeps: prefill and decode as float32 [P, L, E]."""
         stored_LEP = {ph.value: of[:, :, : self.num_stored] for ph, of in self.cells.items()}
         return {name: of.transpose(2, 0, 1) for name, of in stored_LEP.items()}
 
@@ -145,7 +145,7 @@ class EamcMatch:
         self._dots_P.fill(0)
         self._observed_squares_P.fill(TINY)
         self._is_observed_L = [False] * len(self._query_LE)
-        self._similarities_P: Floats | None = None
+        self._similarities_P: Doubles | None = None
         self._version = self._eamc.version
 
     def observe(
@@ -182,12 +182,12 @@ class EamcMatch:
         self._similarities_P = None
 
     @property
-    def dots(self) -> Floats:
+    def dots(self) -> Doubles:
         """[P] dot products of the query's counts and the stored. A view that `observe` updates."""
         self._compare_again_if_changed()
         return self._dots_P[: self._eamc.num_stored]
 
-    def similarities(self) -> Floats:
+    def similarities(self) -> Doubles:
         """[P]: the cosines of the query and each stored request, over the layers observed. Zeros if
         nothing was observed. Read only: all callers share it until the next `observe`.
         """
@@ -203,7 +203,7 @@ class EamcMatch:
         """Indices of the `num` (or all) most similar, best first; of equals the lower index."""
         return np.argsort(-self.similarities(), kind="stable")[:num]
 
-    def predict(self, num_nearest: int) -> Floats:
+    def predict(self, num_nearest: int) -> Doubles:
         """[L, E] sum of the nearest decode matrices, each row normalised; empty rows zero. The mean
         of all stored while the query is like none; zeros when nothing is stored.
         """

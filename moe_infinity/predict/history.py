@@ -1,11 +1,14 @@
-"""What a predictor learned, on disk: the collection of earlier requests, the tables, the weights.
+"""The knowledge of a predictor on disk: the collection of earlier requests, the tables, the
+weights.
 
-A file belongs to one model, told by a signature, and to one version of the format. The checksums of
-the .npz find damage. Beyond that only shapes are checked: values are those that a predictor wrote.
+A file belongs to one model, known by a signature, and to one version of the format. The checksums
+of the .npz find damage. Beyond that only shapes are checked: values are those that a predictor
+wrote.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,46 @@ from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
 from moe_infinity.output import DAMAGED, read_arrays, write_arrays
+from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.predictor import Predictor
 
 FORMAT_VERSION = 1
 FOLLOW_TABLES = ("transitions", "layers")
 
 
+class History:
+    """The file in which one model's predictor keeps what it learned, if there is to be one."""
+
+    def __init__(self, path: str | Path | None, signature: str) -> None:
+        """`signature` tells this model from others; None for `path`: nothing is kept."""
+        self._path = None if path is None else Path(path)
+        self._signature = signature
+
+    def load(self, predictor: Predictor | None) -> None:
+        """Let a fresh predictor go on from what earlier runs learned. Raises TraceError, also if
+        nothing could be written at the end.
+        """
+        if self._path is None or predictor is None:
+            return
+        folder = self._path.absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise TraceError(
+                f"{self._path}: the history could not be written: no such writable folder"
+            )
+        if self._path.exists():
+            load_history(self._path, predictor, signature=self._signature)
+
+    def save(self, predictor: Predictor | None, last_eams: list[RequestEam]) -> None:
+        """Write what was learned, with the last requests. Raises TraceError."""
+        if self._path is not None and predictor is not None:
+            predictor.finish(last_eams)
+            save_history(self._path, predictor, signature=self._signature)
+
+
 def save_history(path: Path, predictor: Predictor, *, signature: str) -> None:
-    """Raises TraceError, and leaves neither a partial file nor a changed old one."""
+    """Write what a predictor learned. Raises TraceError, and leaves neither a partial file nor a
+    changed old one.
+    """
     arrays: dict[str, Any] = {
         "format_version": np.array(FORMAT_VERSION),
         "signature": np.array(signature),
@@ -59,7 +94,9 @@ def load_history(path: Path, predictor: Predictor, *, signature: str) -> None:
 
 
 def _restore(predictor: Predictor, arrays: dict[str, NDArray[Any]]) -> None:
-    """Raises ValueError or KeyError for arrays that do not fit; some may have been taken then."""
+    """Restore a predictor. Raises ValueError or KeyError for arrays that do not fit; some may have
+    been taken then.
+    """
     predictor.eamc.restore(arrays)
     for name in FOLLOW_TABLES:
         getattr(predictor, name).restore(arrays[f"{name}_counts"], arrays[f"{name}_uses"])

@@ -1,5 +1,5 @@
-"""What to load ahead now: the absent experts that save most waiting, as many as the link can begin
-before the next plan.
+"""Plans which experts to load ahead now: the absent ones that save most waiting, as many as the
+link can begin before the next plan.
 
 A plan is made after every MoE layer and holds for that layer only. Nothing waits in a queue, so an
 expert that is no longer predicted is simply not in the next plan.
@@ -21,7 +21,7 @@ from moe_infinity.experts import ExpertKey
 # Chance of being used below which nothing is loaded ahead. Chosen, not tuned: halved or doubled it
 # changed no stall that showed (docs/experiments.md, one request of each trace).
 MIN_CHANCE = 0.1
-LOADING_SHARE = 4  # of the slots, one in so many may be loading: the others are for demand
+LOADING_SHARE = 4  # one slot in four may be loading: the others are for demand loads
 
 
 @runtime_checkable
@@ -50,7 +50,7 @@ class Planner:
         self._most_loading = table.num_slots // LOADING_SHARE
 
     def num_loads(self, *, load_s: float, layer_s: float, queued_s: float) -> int:
-        """How many loads the link can begin before the next plan; 0 or less for none."""
+        """The number of loads that the link can begin before the next plan; 0 or less for none."""
         wanted = ceil((layer_s - queued_s) / load_s)
         return min(wanted, self._most_loading - self._table.num_loading)
 

@@ -1,4 +1,4 @@
-"""How likely each expert is to be activated the next time its MoE layer runs.
+"""Predicts how likely each expert is to be activated the next time its MoE layer runs.
 
 Evidence is a product of odds: each factor says how much likelier than its base rate an expert is,
 and a small logistic model, learned online, says how far each factor is to be trusted.
@@ -7,14 +7,14 @@ and a small logistic model, learned online, says how far each factor is to be tr
     request     how often this request used it lately           (moving average)
     transition  the last token's experts of this layer          -> the next token's
     next_token  the last token's id                             -> the next token's experts
-    eamc        what the most similar earlier requests used     (EAM Collection)
+    eamc        the experts of the most similar earlier requests     (EAM Collection)
     token       this token's id -> its experts                  known when a step starts
     layer       this token's experts of the layer before        known one layer ahead
     router      the layer's own router, asked early             known one layer ahead, if at all
 
 A prediction is made at three stages: for the *next* token right after a layer was routed, for the
-token that is beginning *now*, and for the layer *ahead*. docs/experiments.md has what each factor
-is worth. L MoE layers, E experts, K experts per token, T tokens.
+token that is beginning *now*, and for the layer *ahead*. docs/experiments.md says how much each
+factor is worth. L MoE layers, E experts, K experts per token, T tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Predictor(Knowledge):
         self._sequence_of_token_T: Ints | None = None  # None: all tokens are of the only sequence
 
     def begin_step(self, step: Step, ended: Sequence[RequestEam] = ()) -> None:
-        """A forward pass begins; `ended` are the requests whose place it takes."""
+        """Begin a forward pass; `ended` are the requests that it replaces."""
         self._learn(ended)
         if len(self._sequences) != step.num_sequences:
             self._make_sequences(step.num_sequences)
@@ -97,24 +97,26 @@ class Predictor(Knowledge):
         for eam in running:
             self.eamc.add(eam)
 
-    def observe(self, moe_layer_idx: int, experts_TK: Ints) -> None:
+    def observe(self, moe_layer_idx: int, top_k_index_TK: Ints) -> None:
         """The routing of the counted tokens in one layer of this step."""
         sequence_T = self._sequence_of_token_T
         if sequence_T is None:
-            self._sequences[0].observe(self, moe_layer_idx, experts_TK)
+            self._sequences[0].observe(self, moe_layer_idx, top_k_index_TK)
         else:
             for idx, sequence in enumerate(self._sequences):
-                mine_TK = experts_TK[sequence_T == idx]
+                mine_TK = top_k_index_TK[sequence_T == idx]
                 if len(mine_TK):
                     sequence.observe(self, moe_layer_idx, mine_TK)
         self._combine_sequences(slice(moe_layer_idx, moe_layer_idx + 1))
 
-    def hint(self, moe_layer_idx: int, experts_TK: Ints) -> None:
-        """What the router of a layer chose for the counted tokens when it was asked early."""
+    def hint(self, moe_layer_idx: int, top_k_index_TK: Ints) -> None:
+        """Note the experts that the router of a layer chose for the counted tokens when it was
+        asked early.
+        """
         sequence_T = self._sequence_of_token_T
         for idx, sequence in enumerate(self._sequences):
             mine = slice(None) if sequence_T is None else sequence_T == idx
-            sequence.hint(moe_layer_idx, experts_TK[mine])
+            sequence.hint(moe_layer_idx, top_k_index_TK[mine])
 
     def look_ahead(self, moe_layer_idx: int) -> None:
         """Refine the chances of the layer after this one by the routing of this one."""

@@ -19,7 +19,7 @@ from moe_infinity.predict.planner import Planner
 FIRST = 32  # steps before the first trial: short answers are not tried on
 BLOCK = 4
 TRIAL = (False, True, True, False)  # blocks with and without prefetch
-KEPT = 256  # steps between two trials; 8 steps of prefetch in so many cost 1 % if it costs a third
+KEPT = 256  # steps between two trials; 8 of them with prefetch cost 1 % if it costs a third
 LAYER_TIME_RATE = 0.1  # of the moving average of the time between two layers
 
 
@@ -62,7 +62,7 @@ class PayOff:
 
 
 class AheadMover(Protocol):
-    """What a mover does for prefetch."""
+    """The part of a mover that prefetch uses."""
 
     failed: set[ExpertKey]  # prefetches that failed; until a demand load succeeds
     load_s: float  # what a prefetch took lately; 0 before the first
@@ -75,7 +75,7 @@ class AheadMover(Protocol):
 
 
 class Prefetcher:
-    """Raises ConfigError for a policy that predicts nothing."""
+    """Begins loads ahead of their layers. Raises ConfigError for a policy that predicts nothing."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class Prefetcher:
         self._last_layer = now, stall_s
 
     def has_room(self) -> bool:
-        """Whether the link can begin a load while this layer computes."""
+        """True if the link can begin a load while this layer computes."""
         if self._pay_off is not None and not self._pay_off.is_on:
             return False
         return self._layer_s > 0 and self._planner.num_loads(**self._times()) > 0
 
     def begin_loads(self, moe_layer_idx: int) -> list[ExpertKey]:
-        """Begin the planned loads while this layer computes. Its experts are held, and there is
-        room. Gives the experts.
+        """Begin the planned loads while this layer computes, and return their experts. The layer's
+        own experts are held, and there is room.
         """
         planned = self._planner.plan(moe_layer_idx, **self._times())
         keys = [key for key in planned if key not in self._mover.failed]

@@ -54,12 +54,14 @@ class Recorder:
         self._sequence_of_token_T = step.sequence_of_token_T
         return [e for i, e in enumerate(eams) if i >= step.num_sequences or step.begins_B[i]]
 
-    def record(self, moe_layer_idx: int, experts_TK: Ints) -> Ints:
+    def record(self, moe_layer_idx: int, top_k_index_TK: Ints) -> Ints:
         """Record the routing of one layer, of as many tokens as `begin_step` announced. Gives back
         the part that counts.
         """
-        assert len(experts_TK) == self.step.num_tokens, (experts_TK.shape, self.step)
-        counted_TK = experts_TK if self.step.counted_T is None else experts_TK[self.step.counted_T]
+        assert len(top_k_index_TK) == self.step.num_tokens, (top_k_index_TK.shape, self.step)
+        counted_TK = (
+            top_k_index_TK if self.step.counted_T is None else top_k_index_TK[self.step.counted_T]
+        )
         cells = (self._sequence_of_token_T[:, None], moe_layer_idx, counted_TK)
         np.add.at(self._counts_BLE[self.step.phase], cells, 1)  # type: ignore[arg-type]  # its stubs forbid tuples
         if self._tokens is not None:
@@ -126,9 +128,9 @@ class TokenRecorder:
         self._steps.append((step, None))
         self._layers = {}
 
-    def record(self, moe_layer_idx: int, experts_TK: Ints) -> None:
+    def record(self, moe_layer_idx: int, top_k_index_TK: Ints) -> None:
         if self._layers is not None:
-            self._layers[moe_layer_idx] = experts_TK.copy()
+            self._layers[moe_layer_idx] = top_k_index_TK.copy()
 
     def drop_incomplete_step(self) -> None:
         if self._layers is not None and len(self._layers) < self._num_layers:
@@ -157,7 +159,7 @@ class TokenRecorder:
         layers = self._layers
         if not layers:
             return
-        shapes = {experts_TK.shape for experts_TK in layers.values()}
+        shapes = {top_k_index_TK.shape for top_k_index_TK in layers.values()}
         if len(layers) != self._num_layers or len(shapes) > 1:
             self._layers = None
             raise TraceError(

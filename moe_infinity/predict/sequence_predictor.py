@@ -46,7 +46,7 @@ class SequencePredictor:
         self.begin(knowledge)
 
     def begin(self, knowledge: Knowledge) -> None:
-        """A new request: nothing is known but what is true of all."""
+        """Begin a new request, of which nothing is known but what is true of all."""
         for features_FLE in (self._now_FLE, self._next_FLE):
             features_FLE[:] = 0
             features_FLE[Feature.BASE] = knowledge.log_base_LE
@@ -112,16 +112,16 @@ class SequencePredictor:
         evidence_LE: Floats = (np.log(mixed_LE) - knowledge.log_base_LE).astype(np.float32)
         return evidence_LE
 
-    def observe(self, knowledge: Knowledge, moe_layer_idx: int, experts_TK: Ints) -> None:
+    def observe(self, knowledge: Knowledge, moe_layer_idx: int, top_k_index_TK: Ints) -> None:
         """The routing of this sequence's tokens in one layer."""
-        self._experts[moe_layer_idx] = experts_TK
-        last_K = experts_TK[-1]
+        self._experts[moe_layer_idx] = top_k_index_TK
+        last_K = top_k_index_TK[-1]
         recent_E = self.recent_LE[moe_layer_idx]
-        if len(experts_TK) == 1:
+        if len(top_k_index_TK) == 1:
             recent_E *= KEPT
             recent_E[last_K] += ADDED
         else:
-            self._observe_many(recent_E, experts_TK)
+            self._observe_many(recent_E, top_k_index_TK)
         base_E = knowledge.base_LE[moe_layer_idx]
         log_base_E = knowledge.log_base_LE[moe_layer_idx]
         logs_FE = self._logs_FE
@@ -132,49 +132,49 @@ class SequencePredictor:
         np.subtract(logs_FE, log_base_E, out=next_FE[Feature.REQUEST : Feature.TRANSITION + 1])
         self.chance_LE[moe_layer_idx] = chances_of(knowledge.weights[Stage.NEXT].dot(next_FE))
 
-    def hint(self, moe_layer_idx: int, experts_TK: Ints) -> None:
-        """What the router of this layer chose when it was asked early."""
+    def hint(self, moe_layer_idx: int, top_k_index_TK: Ints) -> None:
+        """Note the experts that the router of this layer chose when it was asked early."""
         self._now_FLE[Feature.ROUTER, moe_layer_idx] = 0
-        self._now_FLE[Feature.ROUTER, moe_layer_idx, experts_TK.ravel()] = 1
+        self._now_FLE[Feature.ROUTER, moe_layer_idx, top_k_index_TK.ravel()] = 1
 
     def look_ahead(self, knowledge: Knowledge, moe_layer_idx: int) -> None:
         """Refine the chances of the layer after this one, which was just observed."""
-        experts_TK = self._experts.get(moe_layer_idx)
-        if experts_TK is None:  # it has no token in this step
+        top_k_index_TK = self._experts.get(moe_layer_idx)
+        if top_k_index_TK is None:  # it has no token in this step
             return
         next_idx = moe_layer_idx + 1
         self._is_refined_L[next_idx] = True
         now_FE = self._now_FLE[:, next_idx]
         follow_E = now_FE[Feature.LAYER]  # a view
         base_E = knowledge.base_LE[next_idx]
-        knowledge.layers.probabilities(next_idx, experts_TK[-1], base_E, follow_E)
+        knowledge.layers.probabilities(next_idx, top_k_index_TK[-1], base_E, follow_E)
         np.log(follow_E, out=follow_E)
         follow_E -= knowledge.log_base_LE[next_idx]
         self.chance_LE[next_idx] = chances_of(knowledge.weights[Stage.AHEAD].dot(now_FE))
 
-    def _observe_many(self, recent_E: Floats, experts_TK: Ints) -> None:
+    def _observe_many(self, recent_E: Floats, top_k_index_TK: Ints) -> None:
         """The moving average over a prompt."""
-        age_T = np.arange(len(experts_TK))[::-1]
+        age_T = np.arange(len(top_k_index_TK))[::-1]
         weight_T = REQUEST_RATE * (1 - REQUEST_RATE) ** age_T
-        recent_E *= np.float32((1 - REQUEST_RATE) ** len(experts_TK))
-        weight_P = weight_T.repeat(experts_TK.shape[1]).astype(np.float32)
-        np.add.at(recent_E, experts_TK.ravel(), weight_P)
+        recent_E *= np.float32((1 - REQUEST_RATE) ** len(top_k_index_TK))
+        weight_P = weight_T.repeat(top_k_index_TK.shape[1]).astype(np.float32)
+        np.add.at(recent_E, top_k_index_TK.ravel(), weight_P)
 
     def _match_step(self, num_layers: int) -> None:
-        """Tell the match with earlier requests what this step activated."""
+        """Add the experts that this step activated to the match with earlier requests."""
         match = self._match[self._phase]
         if len(self._token_ids_T) == 1:
             one_token = [self._experts[layer] for layer in range(num_layers)]
             match.observe_all(np.concatenate(one_token))
         else:
-            for moe_layer_idx, experts_TK in self._experts.items():
-                match.observe(moe_layer_idx, *np.unique(experts_TK, return_counts=True))
+            for moe_layer_idx, top_k_index_TK in self._experts.items():
+                match.observe(moe_layer_idx, *np.unique(top_k_index_TK, return_counts=True))
         self._has_decoded |= self._phase is Phase.DECODE
 
     def learn(self, knowledge: Knowledge) -> None:
         """The step is over: learn from its tokens, or from the last ones of a prompt."""
         num_layers = knowledge.num_layers
-        shapes = {experts_TK.shape for experts_TK in self._experts.values()}
+        shapes = {top_k_index_TK.shape for top_k_index_TK in self._experts.values()}
         if len(self._experts) != num_layers or len(shapes) != 1:
             return  # interrupted, or layers that do not choose alike
         if "eamc" in knowledge.factors:

@@ -1,5 +1,5 @@
-"""What was learned from earlier tokens, as counts: which experts follow which, and which experts a
-token id goes to. Learned online; old evidence fades because full counters are halved.
+"""Counts learned from earlier tokens: the experts that follow each expert, and the experts of each
+token id. Learned online; old evidence fades because full counters are halved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_TOKENS = 1 << 16  # token ids kept at most, however small the model
 
 
 class FollowTable:
-    """Given an expert of one layer, how often each expert of a layer followed it."""
+    """Counts, for an expert of one layer, how often each expert of a layer followed it."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.counts = np.zeros((num_layers, num_experts, num_experts), dtype=np.float32)
@@ -70,8 +70,8 @@ class FollowTable:
 
 
 class TokenTable:
-    """Given a token id, how often each expert served it, and how often each served the token after
-    it. Keeps the ids used last.
+    """Counts, for a token id, how often each expert served it, and how often each served the token
+    after it. Keeps the ids used last.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -94,7 +94,7 @@ class TokenTable:
         self.uses[int(after), slot] += 1
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What is known, the id used longest ago first."""
+        """The arrays of the table, the id used longest ago first."""
         slots = list(self._slots.values())
         return {
             "token_ids": np.array(list(self._slots), dtype=np.int64),

@@ -48,7 +48,7 @@ class SequenceTrace:
         )
 
     def first(self, num_tokens: int | None) -> SequenceTrace:
-        """Its first tokens; None: all."""
+        """The first tokens of the sequence; None: all."""
         return SequenceTrace(
             self.experts_TLK[:num_tokens],
             self.token_ids_T[:num_tokens],
@@ -58,7 +58,7 @@ class SequenceTrace:
 
 
 class Trace(NamedTuple):
-    """What a file holds."""
+    """The content of a file."""
 
     sequences: list[SequenceTrace]
     num_experts: int  # per layer; the highest id + 1 where the file does not say

@@ -64,7 +64,7 @@ NOT_COPIED = ("config.json", CHECKSUMS)
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """What was done."""
+    """The result of packing a checkpoint."""
 
     folder: str
     bytes_before: int  # of all weights of the checkpoint
@@ -219,7 +219,7 @@ class _Packing:
         return Unit(tuple(entries), is_aligned, partial(self._produce, matrices, copied))
 
     def _suffix(self, role: str) -> str:
-        """Of the name of a part."""
+        """Return the suffix of a stored tensor's name."""
         return PACKED_BY_US[self.precision.name].suffix_of(role)
 
     def _produce(
@@ -263,7 +263,7 @@ def _copy(tensor: StoredTensor, reader: Reader) -> Iterator[TensorBytes]:
 
 
 def _shape_of(tensor: StoredTensor) -> Unit:
-    """What compressed-tensors stores beside a weight in words."""
+    """Return the shape that compressed-tensors stores beside a weight in words."""
     name = f"{tensor.name}_shape"
     numbers = b"".join(size.to_bytes(8, "little") for size in tensor.shape)
     return Unit((TensorEntry(name, "I64", (2,)),), False, lambda: iter([(name, 0, numbers)]))
@@ -273,7 +273,9 @@ def _shape_of(tensor: StoredTensor) -> Unit:
 
 
 def _other_files(source: Path) -> Iterator[Path]:
-    """What is copied as it is: tokenizer, generation_config, code, README and so on."""
+    """Yield the files that are copied as they are: tokenizer, generation_config, code, README and
+    so on.
+    """
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source)
         is_ours = not any(part.startswith(".") or part == "__pycache__" for part in name.parts)

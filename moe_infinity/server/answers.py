@@ -23,7 +23,7 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass(slots=True)
 class Choice:
-    """What was generated for one choice so far."""
+    """The text and tokens that were generated for one choice so far."""
 
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)

@@ -65,7 +65,7 @@ class ToolResultBlock(Cacheable):
 
 
 class ThinkingBlock(Body):
-    """Of an earlier answer."""
+    """The reasoning of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -73,7 +73,7 @@ class ThinkingBlock(Body):
 
 
 class ToolUseBlock(Cacheable):
-    """Of an earlier answer."""
+    """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: str

@@ -191,12 +191,12 @@ class Api:
         return response
 
     async def live(self) -> Response:
-        """Whether the engine's thread runs."""
+        """Say whether the engine's thread runs."""
         is_live = self._engine.is_alive
         return JSONResponse({"live": is_live}, 200 if is_live else 503)
 
     async def ready(self) -> Response:
-        """Whether the engine takes requests."""
+        """Say whether the engine takes requests."""
         is_ready = self._engine.is_ready
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
@@ -213,7 +213,7 @@ class Api:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def stats(self) -> Response:
-        """What the page draws."""
+        """Return the numbers that the page draws."""
         return JSONResponse(stats_of(self._moe, self._engine, self.metrics, model=self._model_name))
 
     async def document(self, request: HttpRequest) -> Response:
@@ -348,6 +348,8 @@ def add_get(router: APIRouter, path: str, handler: Callable[..., Any], **describ
 
 
 def name_of(checkpoint: str) -> str:
-    """What clients call a checkpoint: its hub id, or a folder's name without its path."""
+    """Return the name that clients use for a checkpoint: its hub id, or a folder's name without its
+    path.
+    """
     path = Path(checkpoint)
     return path.resolve().name if path.exists() else checkpoint

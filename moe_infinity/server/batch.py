@@ -39,13 +39,24 @@ JOINABLE = (
 def layers_that_cannot_join(config: Any) -> list[str]:
     """Names of the cache layer classes of a model whose caches cannot be joined."""
     layers = DynamicCache(config=config).layers
-    return sorted({type(layer).__name__ for layer in layers if type(layer) not in JOINABLE})
+    kept = [layer for layer in layers if not attention_inputs.keeps_nothing(layer)]
+    return sorted({type(layer).__name__ for layer in kept if type(layer) not in JOINABLE})
 
 
 def has_recurrent_layers(config: Any) -> bool:
-    """Whether a layer of the model keeps a recurrent state instead of keys and values."""
+    """Return True if a layer of the model keeps a recurrent state instead of keys and values."""
     layers = DynamicCache(config=config).layers
     return any(isinstance(layer, LinearAttentionLayer) for layer in layers)
+
+
+def has_tokens(cache: DynamicCache, num_tokens: int) -> bool:
+    """Return True if a cache holds this many tokens of each sequence, padding included. A recurrent
+    state does not say how many it has seen: where there is nothing else, one that exists is enough.
+    """
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    if not layers:
+        return any(map(_tensors, cache.layers))
+    return any(layer.get_seq_length() == num_tokens for layer in layers)
 
 
 class DecodeBatch:
@@ -98,7 +109,7 @@ class DecodeBatch:
             "input_ids": torch.tensor(token_ids, dtype=torch.long, device="cpu")[:, None],
             "attention_mask": mask_BT,
             "position_ids": lengths_B1,
-            "past_key_values": self.cache,
+            "cache": self.cache,
         }
 
     def begin_step(self) -> None:

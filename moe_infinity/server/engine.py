@@ -136,13 +136,13 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs. It also runs while the engine drains."""
+        """True while the thread runs. It also runs while the engine drains."""
         has_thread = self._thread is not None and self._thread.is_alive()
         return has_thread and self.death is None
 
     @property
     def is_ready(self) -> bool:
-        """Whether `submit` takes requests, and they need not wait for experts to be preloaded."""
+        """True if `submit` takes requests, and they need not wait for experts to be preloaded."""
         return self.is_alive and not self._is_draining and self._moe.is_ready
 
     def state(self) -> dict[str, Any]:
@@ -275,8 +275,8 @@ class Engine:
             return []
 
     def _logits_apart(self) -> Sequence[Tensor]:
-        """As `_logits`, but each sequence is computed alone. Those that do not fail are together
-        again for the next step.
+        """Compute logits like `_logits`, but each sequence alone. Those that do not fail are
+        together again for the next step.
         """
         self._batch.undo()
         batch = DecodeBatch()

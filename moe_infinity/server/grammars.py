@@ -28,7 +28,7 @@ THINK = ("<think>", "</think>")
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a request wants of an answer's text."""
+    """The structure that a request asks of an answer's text."""
 
     kind: str  # json, regex, choice or grammar
     value: Any
@@ -90,7 +90,7 @@ class Lark:
         lazy = self.rule(f"{anything} {self._piece(first)}", attribute="[lazy]")
         return f"{lazy} {self.literal(''.join(rest))}"
 
-    def part(self, part: GrammarPart) -> str:
+    def add(self, part: GrammarPart) -> str:
         self.parts.append(part)
         return f"@part_{len(self.parts) - 1}"
 
@@ -322,7 +322,7 @@ def calls_in(lark: Lark, form: CallForm, tools: Sequence[Tool], max_calls: int |
 
 def _arguments(lark: Lark, form: CallForm, tool: Tool) -> str:
     if form.around_value is None:
-        return lark.part(json_part(tool.schema, tool.param))
+        return lark.add(json_part(tool.schema, tool.param))
     before, behind = form.around_value
     properties = tool.schema.get("properties", {})
     required = tool.schema.get("required", [])
@@ -356,7 +356,7 @@ def _value(lark: Lark, schema: Any, tool: Tool) -> str:
     definitions = {
         name: tool.schema[name] for name in ("$defs", "definitions") if name in tool.schema
     }
-    return lark.part(json_part(schema | definitions, tool.param))
+    return lark.add(json_part(schema | definitions, tool.param))
 
 
 def message_in(

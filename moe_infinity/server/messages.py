@@ -1,4 +1,4 @@
-"""What a model wrote, taken apart: reasoning, content and calls of tools.
+"""The parser of what a model wrote: reasoning, content and calls of tools.
 
 transformers' ResponseParser does it, as the tokenizer's `response_template` says or, where it has
 none, as transformers or this file know of the kind of model. Without any, all is content.
@@ -104,7 +104,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Parts:
-    """Of a message, or what was added to one."""
+    """The contents of a message, or what was added to one."""
 
     content: str = ""
     reasoning: str = ""
@@ -132,12 +132,12 @@ class MessageFormat:
         return self._template is not None
 
     def has_begun_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends with a tag behind which the model thinks."""
+        """Return True if a prompt ends with a tag behind which the model thinks."""
         text: str = self._tokenizer.decode(prompt_ids[-8:])
         return self.is_known and text.rstrip().endswith(THINK[0])
 
     def reads_calls(self, prompt_ids: Sequence[int], name: str) -> bool:
-        """Whether a call in the form that this kind of model writes is found as one."""
+        """Return True if a call in the form that this kind of model writes is found as one."""
         if self.answer_form is None:
             return False
         reader = self.reader(prompt_ids, None, max_calls=None)
@@ -178,7 +178,7 @@ class MessageReader:
         self.message = Parts()  # so far
 
     def add(self, text: str, *, is_last: bool) -> Parts:
-        """What this text adds."""
+        """Return what this text adds."""
         new = Parts()
         if self._parser is None:
             new.content = text

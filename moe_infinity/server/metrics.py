@@ -1,4 +1,4 @@
-"""What /metrics shows to Prometheus, and what /stats shows to the page at /."""
+"""The numbers that /metrics shows to Prometheus, and /stats to the page at /."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def cache_metrics(report: Report) -> Iterator[Metric]:
 
 
 def stats_of(moe: MoE, engine: Engine, metrics: Metrics, *, model: str) -> dict[str, Any]:
-    """What the page draws: counts, and per MoE layer a string with one letter per expert.
+    """Return what the page draws: counts, and per MoE layer a string with one letter per expert.
 
     A letter is "d" for an expert in device memory, "h" in host memory, "." on disk only, "l" while
     it loads and " " if there is none; a capital says that the last step activated it.

@@ -17,10 +17,16 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
+from moe_infinity.architectures.cache_argument import cache_parameter
 from moe_infinity.errors import ConfigError, UnsupportedModelError
 from moe_infinity.experts import Phase, Step
 from moe_infinity.model import MoE
-from moe_infinity.server.batch import DecodeBatch, has_recurrent_layers, layers_that_cannot_join
+from moe_infinity.server.batch import (
+    DecodeBatch,
+    has_recurrent_layers,
+    has_tokens,
+    layers_that_cannot_join,
+)
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.prefix_cache import PrefixCache, Snapshots, why_no_snapshots, why_not
 from moe_infinity.server.sampling import ChosenToken, prompt_logprobs
@@ -42,7 +48,7 @@ class Passes:
         self.end_ids = end_ids_of(moe.model)
         self._moe = moe
         self._num_seats = config.max_batch
-        self._accepts = set(inspect.signature(moe.model.forward).parameters)
+        self._accepts = {*inspect.signature(moe.model.forward).parameters, "cache"}
         self._require_servable()
         # Recurrent layers would begin anew with each chunk. With one seat a prompt is one pass, as
         # in generate(), unless logits of all its tokens are wanted: they may not fit into memory.
@@ -62,6 +68,7 @@ class Passes:
             )
         if not model._supports_default_dynamic_cache():
             raise UnsupportedModelError("a model with a cache of its own is not served")
+        cache_parameter(model.forward)
         apart = layers_that_cannot_join(model.config)
         if apart and self._num_seats > 1:
             raise UnsupportedModelError(
@@ -80,7 +87,7 @@ class Passes:
             "input_ids": torch.tensor([chunk], dtype=torch.long, device="cpu"),
             "attention_mask": torch.ones((1, start + len(chunk)), dtype=torch.long, device="cpu"),
             "position_ids": torch.arange(start, start + len(chunk), device="cpu")[None],
-            "past_key_values": cache,
+            "cache": cache,
         }
         step = self._step(Phase.PREFILL, [sequence] * len(chunk), chunk)
         logits_V = self._read(sequence, step, inputs)
@@ -179,6 +186,12 @@ class Passes:
         inputs |= {"use_cache": True, "logits_to_keep": num_kept}
         accepted = {name: value for name, value in inputs.items() if name in self._accepts}
         logits_BTV: Tensor = self._moe.forward(step, **accepted).logits
+        num_tokens = inputs["attention_mask"].shape[1]
+        if not has_tokens(inputs["cache"], num_tokens):
+            raise UnsupportedModelError(
+                f"a forward pass left the KV cache without its tokens; expected {num_tokens}\n"
+                "hint: the model ignores the cache; generate() with use_cache=False may run it"
+            )
         return logits_BTV
 
     def _step(self, phase: Phase, owners: Sequence[Running], token_ids: Sequence[int]) -> Step:
@@ -199,8 +212,8 @@ class Passes:
 
 
 def prefixes_of(moe: MoE, config: ServeConfig) -> PrefixCache | Snapshots:
-    """What keeps prefixes, with 0 bytes if none are kept. Raises ConfigError for what is no size,
-    and for a size where a model's prefixes cannot be kept.
+    """Return the cache of prefixes, with 0 bytes if none are kept. Raises ConfigError for a text
+    that is not a size, and for a size where a model's prefixes cannot be kept.
     """
     wanted = config.prefix_cache
     gives_exact_bits = config.max_batch == 1 and moe.config.is_exact

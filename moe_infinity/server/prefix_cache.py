@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from moe_infinity.architectures.attention_inputs import keeps_nothing
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.experts import Ints, Phase, Step
 from moe_infinity.model import MoE
@@ -39,6 +40,9 @@ from moe_infinity.server.batch import bytes_of, row_of, with_tensors
 
 logger = logging.getLogger(__name__)
 BLOCK = 16  # tokens
+# A block counts as this much however small its keys and values are: its tokens and its node take
+# about as much. So `num_bytes` bounds the number of blocks in any case.
+LEAST_BLOCK_BYTES = 512
 TRIAL_TOKENS = 32  # of `why_no_snapshots`
 TRIAL_CUT = 19  # tokens of the first of two passes
 # Of the largest logit. Models that continue were seen to differ by 1e-5 in float32 and by 0.01 in
@@ -54,7 +58,7 @@ class Node:
 
     above: Node | None
     tokens: Tokens
-    place: int  # in the pool
+    pool_idx: int
     experts: Ints | None = None  # uint16 [BLOCK, L, K]; None: not known
     below: dict[Tokens, Node] = field(default_factory=dict)
     is_kept: bool = True
@@ -78,7 +82,9 @@ class Branch:
         self.has_experts = True
 
     def note(self, experts_TLK: Ints | None) -> None:
-        """What the next tokens activated; None: not known, nor will be of those behind them."""
+        """Note what the next tokens activated; None: neither theirs nor that of later ones is
+        known.
+        """
         if experts_TLK is None:
             self.experts.clear()
             self.has_experts = False
@@ -86,7 +92,7 @@ class Branch:
             self.experts.append(experts_TLK.astype(np.uint16))
 
     def take_experts(self) -> Ints | None:
-        """Of the next block; None if it was not noted."""
+        """Return the experts of the next block; None if they were not noted."""
         if sum(map(len, self.experts)) < BLOCK:
             self.has_experts = False
             return None
@@ -96,7 +102,7 @@ class Branch:
 
 
 class PrefixCache:
-    """Of one model, for one thread. With 0 bytes nothing is kept."""
+    """The prefixes of one model, for one thread. With 0 bytes nothing is kept."""
 
     needs_windows = True  # also tokens that a sliding window passes over within a prompt
 
@@ -132,7 +138,7 @@ class PrefixCache:
 
     def fill(self, cache: DynamicCache, nodes: Sequence[Node], device: torch.device) -> None:
         """Put the keys and values of these blocks into an empty cache of one sequence."""
-        places_N = torch.tensor([node.place for node in nodes], dtype=torch.long, device="cpu")
+        places_N = torch.tensor([node.pool_idx for node in nodes], dtype=torch.long, device="cpu")
         found: dict[int, dict[str, Tensor]] = {}
         for part in self._parts:
             x_NHBd = part.pool[places_N]
@@ -182,7 +188,7 @@ class PrefixCache:
 
     def _make_pool(self, cache: DynamicCache) -> None:
         """When the shapes are known."""
-        if self._block_bytes:
+        if self._parts:
             return
         shapes = {
             (idx, name): getattr(layer, name)
@@ -190,10 +196,11 @@ class PrefixCache:
             if layer.is_initialized and layer.keys is not None  # else it shares another's
             for name in ("keys", "values")
         }
-        self._block_bytes = sum(
-            x.shape[1] * BLOCK * x.shape[3] * x.element_size() for x in shapes.values()
-        )
-        num_blocks = self.num_bytes // max(self._block_bytes, 1)
+        if not shapes:
+            return
+        num_bytes = sum(x.shape[1] * BLOCK * x.shape[3] * x.element_size() for x in shapes.values())
+        self._block_bytes = max(num_bytes, LEAST_BLOCK_BYTES)
+        num_blocks = self.num_bytes // self._block_bytes
         if num_blocks == 0:
             logger.warning("no block of %d tokens fits into the prefix cache", BLOCK)
         self._free = list(range(num_blocks))[::-1]
@@ -222,7 +229,7 @@ class PrefixCache:
         node = Node(above, tokens, self._free.pop(), experts)
         for part, x_BHTd in zip(self._parts, own, strict=True):
             first = x_BHTd.shape[2] - behind
-            part.pool[node.place] = x_BHTd[row, :, first : first + BLOCK]
+            part.pool[node.pool_idx] = x_BHTd[row, :, first : first + BLOCK]
         above.below[tokens] = node
         self._nodes[node] = None
         return node
@@ -236,10 +243,10 @@ class PrefixCache:
         assert oldest.above is not None
         del oldest.above.below[oldest.tokens]
         oldest.is_kept = False
-        self._free.append(oldest.place)
+        self._free.append(oldest.pool_idx)
 
     def _use(self, node: Node | None) -> None:
-        """Of this block and all above it, which come last."""
+        """Mark this block, and all above it, as used last."""
         while node is not None and node.above is not None:
             self._nodes.move_to_end(node)
             node = node.above
@@ -251,13 +258,13 @@ def why_not(config: Any) -> str | None:
         kind = type(layer)
         if kind is DynamicSlidingWindowLayer and layer.sliding_window <= BLOCK:
             return f"its sliding windows have {layer.sliding_window} tokens"
-        if kind not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if kind not in (DynamicLayer, DynamicSlidingWindowLayer) and not keeps_nothing(layer):
             return f"of a {kind.__name__} no part can be copied"
     return None
 
 
 class Snapshots:
-    """Of one model, for one thread. Has the methods of PrefixCache."""
+    """The snapshots of one model, for one thread, with the methods of PrefixCache."""
 
     needs_windows = False
 
@@ -357,7 +364,7 @@ def _logits_of(moe: MoE, ends: Sequence[int]) -> list[Tensor]:
             input_ids=ids[None, start:end],
             attention_mask=torch.ones((1, end), dtype=torch.long, device="cpu"),
             position_ids=torch.arange(start, end, device="cpu")[None],
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
         )
         logits.append(output.logits[0].to("cpu", torch.float32))

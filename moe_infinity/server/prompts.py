@@ -118,7 +118,7 @@ class PromptReader:
         return ids
 
     def conversation_ids(self, body: ChatBody, names: FieldNames = SAME_NAMES) -> list[int]:
-        """As `chat_ids`, of a request with all that it tells the template."""
+        """Return what `chat_ids` returns, for a request with all that it tells the template."""
         variables = self._template_variables(body)
         param = names.get("messages", "messages")
         return self.chat_ids(body.messages, body.template_tools, variables, param)
@@ -191,15 +191,15 @@ class PromptReader:
             raise BadRequest(message, param=param)
 
     def _text_grammar(self, structure: Structure | None) -> LLMatcher | None:
-        """Of an answer that is a text and nothing else; None for any text."""
+        """Return the grammar of an answer that is only text; None for any text."""
         if structure is None:
             return None
         lark = self._grammars.lark(structure.param)
-        start = lark.part(part_of(structure, structure.param))
+        start = lark.add(part_of(structure, structure.param))
         return self._grammars.compiled(lark, start, structure.param)
 
     def _chat_grammar(self, body: ChatBody, ids: list[int], names: FieldNames) -> LLMatcher | None:
-        """Of a message: what its text must be, or calls of tools, behind its reasoning.
+        """Return the grammar of a message: its text, or calls of tools, behind its reasoning.
 
         None for any message.
         """
@@ -214,7 +214,7 @@ class PromptReader:
         options = []
         if structure is not None:
             begin = "" if form is None else lark.literal(form.answer)
-            options.append(f"{begin} {lark.part(part_of(structure, param))}")
+            options.append(f"{begin} {lark.add(part_of(structure, param))}")
         parameters = names.get("function.parameters", "function.parameters")
         tools = tools_of(body.template_tools or [], parameters)
         if tools and form is not None and self.format.reads_calls(ids, tools[0].name):

@@ -52,7 +52,7 @@ class SampledBody(Body):
 
 
 class StructuredOutputs(Body):
-    """What the text of an answer must be, in vLLM's words."""
+    """The structure that the text of an answer must have, in vLLM's words."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")  # a JSON schema
     regex: str | None = None
@@ -119,7 +119,7 @@ class GenerationBody(SampledBody):
 
     @property
     def structure(self) -> Structure | None:
-        """What the text of the answer must be."""
+        """The structure that the text of the answer must have."""
         return None if self.structured_outputs is None else self.structured_outputs.structure
 
     @property
@@ -132,7 +132,7 @@ class GenerationBody(SampledBody):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk of token counts."""
+        """True if a stream ends with a chunk of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -268,12 +268,12 @@ class ChatBody(GenerationBody):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to be a call."""
+        """True if the answer has to be a call."""
         return self.tool_choice not in (None, "none", "auto")
 
     @property
     def called_name(self) -> str | None:
-        """Of the tool that has to be called; None if it may be any."""
+        """The name of the tool that has to be called; None if it may be any."""
         choice = self.tool_choice
         return choice.function.name if isinstance(choice, FunctionToolChoice) else None
 
@@ -292,7 +292,7 @@ class ChatBody(GenerationBody):
 
     @property
     def max_calls(self) -> int | None:
-        """Of tools, in one answer; None for any number."""
+        """The most tool calls in one answer; None for any number."""
         return 1 if self.parallel_tool_calls is False else None
 
     @property

@@ -125,7 +125,7 @@ def refuse_other_sites(request: HttpRequest) -> None:
 
 
 def _has_own_origin(request: HttpRequest) -> bool:
-    """Whether the request comes from our own page, or from no browser: then it has no origin."""
+    """Return True for a request of our own page, or of no browser: then it has no origin."""
     origin = request.headers.get("origin")
     if origin is None:
         return True

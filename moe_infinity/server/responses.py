@@ -63,7 +63,7 @@ class InputMessage(Body):
 
 
 class FunctionCall(Body):
-    """Of an earlier answer."""
+    """A tool call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str

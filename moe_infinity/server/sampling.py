@@ -63,7 +63,7 @@ class Constraint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow."""
+        """True if nothing may follow."""
         stopped: bool = self._matcher.is_stopped()
         return stopped
 

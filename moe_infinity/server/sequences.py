@@ -70,14 +70,14 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._kept = ""
-        self.found: str | None = None  # the stop string that ended the text
+        self.stop: str | None = None  # the stop string that ended the text
 
     def add(self, text: str) -> str:
         """Add text. Returns the text that may be shown."""
         text = self._kept + text
         places = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if places:
-            at, self.found = min(places)
+            at, self.stop = min(places)
             self._kept = ""
             return text[:at]
         end = len(text) - self._num_suspicious(text)
@@ -139,7 +139,7 @@ class Request:
 
     @property
     def reads_all(self) -> bool:
-        """Whether each token of the prompt has to be computed, known prefix or not."""
+        """True if each token of the prompt has to be computed, known prefix or not."""
         return self.has_prompt_logprobs or self.pooling is not None
 
 
@@ -153,7 +153,9 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a step added to a sequence. The last output has a finish reason or an error."""
+    """The text and tokens that a step added to a sequence. The last output has a finish reason or
+    an error.
+    """
 
     text: str = ""
     tokens: tuple[TokenText, ...] = ()
@@ -264,7 +266,7 @@ class Running:
         piece = self._detokenizer.add(chosen.token_id)
         self._num_decoded += len(piece)
         text = self._stops.add(piece)
-        if self._stops.found is not None:
+        if self._stops.stop is not None:
             self._show(text, finish="stop", is_cut=True)
             return True
         if self.request.constraint is not None and self.request.constraint.is_complete:
@@ -287,7 +289,7 @@ class Running:
 
     def _finish(self, reason: FinishReason, text: str = "") -> None:
         text += self._stops.add(self._detokenizer.finish())
-        if self._stops.found is not None:
+        if self._stops.stop is not None:
             self._show(text, finish="stop", is_cut=True)
         else:
             self._show(text + self._stops.finish(), finish=reason)
@@ -303,7 +305,7 @@ class Running:
         while self._tokens and (is_all or self._tokens[0].offset < self._num_shown):
             tokens.append(self._tokens.popleft())
         counts = self._num_generated, self.num_cached
-        output = Output(text, tuple(tokens), *counts, finish, self._stops.found)
+        output = Output(text, tuple(tokens), *counts, finish, self._stops.stop)
         if finish and self.embedding is not None:
             output = replace(output, embedding=self.embedding.unit())
         if finish:

@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from moe_infinity import MoE
 from moe_infinity.architectures import attention_inputs
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
+from tests.cache_name import CACHE
 from tests.on_demand import ON_DEMAND
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
@@ -104,7 +105,7 @@ def logits_of(model: Any, tokens: Tensor, *, num_prompt: int = 5, mask: Tensor |
     found = []
     for start, stop in [(0, num_prompt), *((t, t + 1) for t in range(num_prompt, tokens.shape[1]))]:
         kwargs = {} if mask is None else {"attention_mask": mask[:, :stop]}
-        found.append(model(tokens[:, start:stop], past_key_values=cache, **kwargs).logits)
+        found.append(model(tokens[:, start:stop], **{CACHE: cache}, **kwargs).logits)
     return torch.cat(found, dim=1)
 
 
@@ -201,8 +202,8 @@ def test_what_was_computed_ahead_is_dropped_when_something_comes_between(tmp_pat
 
         def step() -> Tensor:
             cache = DynamicCache(config=model.config)
-            model(TOKENS[:1, :7], past_key_values=cache)
-            return model(TOKENS[:1, 7:8], past_key_values=cache).logits
+            model(TOKENS[:1, :7], **{CACHE: cache})
+            return model(TOKENS[:1, 7:8], **{CACHE: cache}).logits
 
         expected = step()
         assert runs == [3]
@@ -276,22 +277,22 @@ def test_a_step_that_ended_early_leaves_nothing_behind(tmp_path, runs):
         moe.preload()
         cache = DynamicCache(config=model.config)
         expected = logits_of(model, TOKENS[:1, :12])
-        model(TOKENS[:1, :5], past_key_values=cache)
+        model(TOKENS[:1, :5], **{CACHE: cache})
         for t in range(5, 7):
-            model(TOKENS[:1, t : t + 1], past_key_values=cache)
+            model(TOKENS[:1, t : t + 1], **{CACHE: cache})
 
         def fail(*_: Any) -> None:
             raise KeyboardInterrupt
 
         hook = model.model.layers[1].register_forward_pre_hook(fail)
         with pytest.raises(KeyboardInterrupt):
-            model(TOKENS[:1, 7:8], past_key_values=cache)
+            model(TOKENS[:1, 7:8], **{CACHE: cache})
         hook.remove()
         for layer in cache.layers:  # the first has one token more
             layer.keys = layer.keys[:, :, :7]
             layer.values = layer.values[:, :, :7]
         for t in range(7, 12):
-            logits = model(TOKENS[:1, t : t + 1], past_key_values=cache).logits[:, 0]
+            logits = model(TOKENS[:1, t : t + 1], **{CACHE: cache}).logits[:, 0]
             assert torch.equal(logits, expected[:, t])
 
 
@@ -303,24 +304,24 @@ def test_what_the_kernel_does_not_know_goes_to_the_layers_own_code(tmp_path, cal
 
         def step(**kwargs: Any) -> tuple[int, Tensor]:
             cache = DynamicCache(config=model.config)
-            model(TOKENS[:1, :7], past_key_values=cache)
+            model(TOKENS[:1, :7], **{CACHE: cache})
             calls.clear()
-            logits = model(TOKENS[:1, 7:8], **{"past_key_values": cache} | kwargs).logits
+            logits = model(TOKENS[:1, 7:8], **{CACHE: cache} | kwargs).logits
             return len(calls), logits
 
         num_calls, logits = step()
         assert num_calls == 3
         assert (logits[0, 0] - expected[0, 7]).abs().max() < 1e-4  # after another prompt
         static = transformers.StaticCache(config=model.config, max_cache_len=20)
-        model(TOKENS[:1, :7], past_key_values=static)
-        assert step(past_key_values=static)[0] == 0
+        model(TOKENS[:1, :7], **{CACHE: static})
+        assert step(**{CACHE: static})[0] == 0
         with torch.enable_grad():
             assert step()[0] == 0
         layer = model.model.layers[1].self_attn
         layer.q_proj.weight = nn.Parameter(layer.q_proj.weight.clone())
         assert step()[0] == 2
         calls.clear()
-        model(TOKENS[:1, :1], past_key_values=DynamicCache(config=model.config))  # nothing cached
+        model(TOKENS[:1, :1], **{CACHE: DynamicCache(config=model.config)})  # nothing cached
         assert calls == []
         num_calls, logits = step(output_attentions=True)  # hooks on attention, which stay there
         assert num_calls == 0
@@ -335,20 +336,20 @@ def test_caches_that_are_copied_cropped_or_reordered_stay_apart(checkpoint):
         other[:, :6] = TOKENS[:, :6]
         expected_other = logits_of(model, other)
         cache = DynamicCache(config=model.config)
-        model(TOKENS[:, :5], past_key_values=cache)
-        model(TOKENS[:, 5:6], past_key_values=cache)
+        model(TOKENS[:, :5], **{CACHE: cache})
+        model(TOKENS[:, 5:6], **{CACHE: cache})
         kept = copy.copy(cache)
         kept.layers = [copy.copy(layer) for layer in cache.layers]  # the same tensors
         for t in range(6, 12):  # in turn
-            logits = model(TOKENS[:, t : t + 1], past_key_values=cache).logits[:, 0]
+            logits = model(TOKENS[:, t : t + 1], **{CACHE: cache}).logits[:, 0]
             assert torch.equal(logits, expected[:, t])
-            logits = model(other[:, t : t + 1], past_key_values=kept).logits[:, 0]
+            logits = model(other[:, t : t + 1], **{CACHE: kept}).logits[:, 0]
             assert torch.equal(logits, expected_other[:, t])
         cache.crop(-2)
-        logits = model(TOKENS[:, 10:11], past_key_values=cache).logits[:, 0]
+        logits = model(TOKENS[:, 10:11], **{CACHE: cache}).logits[:, 0]
         assert torch.equal(logits, expected[:, 10])
         cache.reorder_cache(torch.tensor([1, 0]))
-        logits = model(TOKENS[:, 11:].flip(0), past_key_values=cache).logits[:, 0]
+        logits = model(TOKENS[:, 11:].flip(0), **{CACHE: cache}).logits[:, 0]
         assert (logits - expected[:, 11].flip(0)).abs().max() < 1e-4  # torch's bits are by place
 
 

@@ -56,7 +56,7 @@ class AtOnce:
         self.routed: list[Any] = []
 
     def answer_calls(self, calls: Any, routing: Routing) -> None:
-        self.routed.append(routing.experts_TK)
+        self.routed.append(routing.top_k_index_TK)
         for expert_idx in routing.activated:
             calls.answer(expert_idx, self.experts.compute, self.weights[expert_idx])
 

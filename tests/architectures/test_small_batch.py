@@ -17,6 +17,7 @@ from moe_infinity.architectures import small_batch
 from moe_infinity.architectures.small_batch import MARK, Siblings, SmallBatchSteps
 from moe_infinity.kernels.cpu.linear import FusedLinear, fused_linear
 from moe_infinity.kernels.many_rows import MOST_TOKENS
+from tests.cache_name import CACHE
 
 pytestmark = pytest.mark.arithmetic
 
@@ -243,7 +244,7 @@ def test_a_model_takes_small_batches_unless_it_is_exact_and_stops_when_it_is_clo
         ):
             cache = moe.model(ids[:, :30], use_cache=True).past_key_values
             logits[is_exact] = [
-                moe.model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits
+                moe.model(ids[:, at : at + 1], **{CACHE: cache}, use_cache=True).logits
                 for at in range(30, 40)
             ]
         assert bool(products) == (not is_exact)

@@ -24,8 +24,7 @@ from benchmarks.replicas.routers import ROUTERS
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Phase
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace, save_trace
-from moe_infinity.tools.simulator.hardware import Hardware
-from moe_infinity.tools.simulator.replay import Setup, replay
+from moe_infinity.tools.simulator.replay import Hardware, Setup, replay
 from moe_infinity.tools.simulator.schedule import interleave, steps_of
 from tests.tools.simulator.traces import one_after_the_other, sequence
 

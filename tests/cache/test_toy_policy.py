@@ -8,8 +8,7 @@ import pytest
 from moe_infinity.cache.policies import POLICY_CLASSES, EvictionPolicy, Experts, Scores, make_policy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Ints, Phase, Step
-from moe_infinity.tools.simulator.hardware import Hardware
-from moe_infinity.tools.simulator.replay import Setup, replay
+from moe_infinity.tools.simulator.replay import Hardware, Setup, replay
 from moe_infinity.tools.simulator.schedule import steps_of
 from tests.tools.simulator.traces import one_after_the_other
 

@@ -3,8 +3,11 @@ stdout, exit code 2 for wrong usage and 1 for the rest."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +105,34 @@ def test_help_is_code_0_on_stdout(command, args):
     outcome = command(*args)
     assert outcome.code == 0
     assert "Usage" in outcome.out
+
+
+@pytest.mark.parametrize("args", [["-p", "caf\udcc3"], ["-p", "-"]])
+def test_a_prompt_that_is_no_utf8_is_refused_before_a_model_is_looked_for(command, args):
+    outcome = command("run", "no-such-model", *args, stdin="caf\udcc3")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.said("the prompt is not UTF-8 text")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_help_is_shown_in_any_encoding(encoding):
+    command = [sys.executable, "-m", "moe_infinity", "run", "--help"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert b"--host-memory" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("stdout", "said"),
+    [(">/dev/full", "stdout cannot be written: No space left"), (">&-", "stdout is closed")],
+)
+def test_a_stdout_that_takes_nothing_is_an_error(stdout, said):
+    command = f"{shlex.quote(sys.executable)} -m moe_infinity --version {stdout}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {said}")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

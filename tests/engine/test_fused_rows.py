@@ -138,12 +138,14 @@ def test_a_token_may_name_an_expert_twice():
 
 def test_a_token_gets_the_same_bits_with_any_number_of_others():
     routing, x_TD = routing_of(90)
-    assert routing.experts_TK is not None
-    assert routing.weights_TK is not None
+    assert routing.top_k_index_TK is not None
+    assert routing.top_k_weights_TK is not None
     together = sum_of(fused_backend(), 90, [routing.activated])
     for token in range(0, 90, 7):
         rows = slice(token, token + 1)
-        alone = Routing.of(torch.from_numpy(routing.experts_TK[rows]), routing.weights_TK[rows])
+        alone = Routing.of(
+            torch.from_numpy(routing.top_k_index_TK[rows]), routing.top_k_weights_TK[rows]
+        )
         work = FusedWork(fused_backend(), x_TD[rows], alone)
         work.compute(alone.activated, alone.activated)
         assert torch.equal(work.sum(), together[rows])

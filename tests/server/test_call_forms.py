@@ -89,7 +89,7 @@ class Kind:
             message = calls_in(lark, self.form.calls, tools, max_calls)
         else:
             structure = Structure("choice", ["yes", "no"], "structured_outputs.choice")
-            message = f"{lark.literal(self.form.answer)} {lark.part(part_of(structure, 'x'))}"
+            message = f"{lark.literal(self.form.answer)} {lark.add(part_of(structure, 'x'))}"
         is_thinking = self.format.has_begun_reasoning(self.ids)
         start = message_in(lark, self.form, [message], is_thinking=is_thinking)
         constraint = Constraint(self.compiler.compiled(lark, start, "tools"))

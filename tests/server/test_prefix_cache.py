@@ -252,6 +252,20 @@ def test_too_little_memory_is_said(caplog):
     assert found(prefixes, TEXT) == []
 
 
+@pytest.mark.parametrize("num_layers", [0, 2])
+def test_blocks_without_bytes_are_bounded_by_memory_too(num_layers):
+    prefixes = PrefixCache(1 << 20 if num_layers else 1 << 50)
+    cache = DynamicCache()
+    for layer_idx in range(num_layers):
+        nothing = torch.empty(1, 1, len(TEXT), 0)
+        cache.update(nothing, nothing, layer_idx)
+    branch = prefixes.branch("")
+    prefixes.extend(branch, TEXT, cache, 0, len(TEXT))
+    num_blocks = len(prefixes._free) + len(prefixes._nodes)
+    assert num_blocks == (2048 if num_layers else 0)
+    assert prefixes.used_bytes <= prefixes.num_bytes
+
+
 def test_a_branch_that_was_dropped_meanwhile_grows_no_more():
     prefixes = PrefixCache(2 * BLOCK_BYTES)
     branch = prefixes.branch("")

@@ -45,14 +45,14 @@ def test_text_is_cut_at_the_first_stop_however_it_comes(text, stops, cuts):
     for end in [*sorted(cuts), len(text)]:
         shown += stopping.add(text[start:end])
         start = max(start, end)
-        if stopping.found is not None:
+        if stopping.stop is not None:
             break
     else:
         shown += stopping.finish()
     if not found:
-        assert stopping.found is None
+        assert stopping.stop is None
         assert shown == text
     else:  # where a stop was complete first: another may begin before it but end after it
-        assert stopping.found in stops
-        assert text[len(shown) :].startswith(stopping.found)
+        assert stopping.stop in stops
+        assert text[len(shown) :].startswith(stopping.stop)
         assert text.startswith(shown)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.cache_name import CACHE
 from tests.sweep.tiny import PROMPT
 
 Outcome = dict[str, Tensor]
@@ -43,7 +44,7 @@ def run_diffusion(model: Any, generate: Callable[..., Any]) -> Outcome:
     first = model(input_ids=PROMPT, decoder_input_ids=canvas)
     second = model(
         decoder_input_ids=canvas + 1,
-        past_key_values=first.past_key_values,
+        **{CACHE: first.past_key_values},
         self_conditioning_logits=first.logits,
     )
     return {"first": first.logits, "second": second.logits}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.modeling_utils import AttentionInterface
 
+from moe_infinity.architectures.cache_argument import cache_parameter
 from moe_infinity.errors import ConfigError
 from moe_infinity.experimental.gpu.cached_step import NAME, AttentionKernels, Place
 from moe_infinity.kernels import has_triton_kernels
@@ -168,12 +169,13 @@ def _has_passed(model: Any, step: Callable[..., Any]) -> bool:
         return given | {"attention_mask": mask_BN[:, : tokens.stop], "use_cache": True}
 
     cache = DynamicCache(config=text)
-    model.forward(past_key_values=cache, **inputs(slice(0, num_tokens)))
+    name = cache_parameter(model.forward)
+    model.forward(**{name: cache}, **inputs(slice(0, num_tokens)))
     ours = copy.deepcopy(cache)
     for at in range(num_tokens, num_tokens + TRIED_STEPS):
         given = inputs(slice(at, at + 1))
-        found = step(past_key_values=ours, **given).logits.float()
-        wanted = model.forward(past_key_values=cache, **given).logits.float()
+        found = step(**{name: ours}, **given).logits.float()
+        wanted = model.forward(**{name: cache}, **given).logits.float()
         tolerance = TOLERANCES.get(model.dtype, TOLERANCE)
         if not bool((found - wanted).norm() <= tolerance * wanted.norm()):
             logger.info("the model's own attention is used in decode steps: others differ")

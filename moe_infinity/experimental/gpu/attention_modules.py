@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from moe_infinity.architectures.attention_inputs import Angles
+from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_in
 from moe_infinity.architectures.trial import in_float32, is_close
 from moe_infinity.experimental.gpu.attention import EXPAND, AttentionSwitch, attention_kernels
 from moe_infinity.experimental.gpu.joined_weights import joined
@@ -35,7 +36,7 @@ TRIED_POSITIONS = (5, 9)
 STRENGTHS = (1, 8)  # of numbers in a trial: what limits large ones is seen
 SETTINGS = ("scaling", "sliding_window", "s_aux", "softcap")  # what a module may tell attention
 # Arguments of a module that it does not hand on.
-OF_MODULE = ("position_embeddings", "past_key_values", "attention_mask")
+OF_MODULE = ("position_embeddings", "attention_mask", *CACHE_NAMES)
 EAGER = "eager_attention_forward"  # beside the class of a module
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class FusedAttention:
         angles = self._angles.of(given, shape.numel())
         handed = self.way.make(hidden_states.flatten(0, 1), angles, self._make_heads)
         query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in handed)
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if cache is not None:
             key, value = cache.update(key, value, module.layer_idx)
         if hasattr(module, EXPAND):
@@ -227,7 +228,6 @@ class _Trial:
                 self._x_TD[None],
                 position_embeddings=angles,
                 attention_mask=None,
-                past_key_values=None,
             )
         last = self._module.o_proj
         if not is_close(linear(self._given.flatten(2), last.weight, last.bias), out):

@@ -126,7 +126,11 @@ class CachedStep:
 
 
 def _is_known(layer: Any) -> bool:
-    return attention_inputs.can_grow(layer) or type(layer) is LinearAttentionLayer
+    return (
+        attention_inputs.can_grow(layer)
+        or attention_inputs.keeps_nothing(layer)
+        or type(layer) is LinearAttentionLayer
+    )
 
 
 def _states_of(layers: Sequence[Any]) -> list[int]:

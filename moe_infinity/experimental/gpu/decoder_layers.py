@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
+from moe_infinity.architectures.cache_argument import CACHE_NAMES
 from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,
@@ -33,8 +34,8 @@ TRIED_ROWS = 3
 # Arguments of a layer that it hands on to attention, and does not look at; others only if they say
 # nothing.
 HANDED_ON = {
-    "attention_mask", "past_key_values", "position_embeddings", "position_ids", "use_cache",
-    "cache_position",
+    "attention_mask", "position_embeddings", "position_ids", "use_cache", "cache_position",
+    *CACHE_NAMES,
 }  # fmt: skip
 MODEL_NORM = "norm"  # beside the list of layers
 
@@ -135,7 +136,7 @@ def _adds(layer: nn.Module) -> bool:
 def _adds_with(layer: nn.Module, block: nn.Module) -> bool:
     own = feed_forward(layer)
     x = _random(1, TRIED_ROWS, len(layer.get_submodule(RESIDUAL_NORM).get_parameter("weight")))
-    given = {"attention_mask": None, "past_key_values": None, "position_embeddings": (x, x)}
+    given = {"attention_mask": None, "position_embeddings": (x, x)}
     stubs = {own: block, layer.get_submodule(ATTENTION): _Attention(given)}
     tried: Any = copy.copy(layer)
     tried._modules = {

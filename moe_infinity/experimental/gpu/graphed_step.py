@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
+from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_in, cache_parameter
 from moe_infinity.experimental.gpu.attention import (
     AttentionSwitch,
     attention_kernels,
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 1  # of a kind, before it is captured: kernels are compiled in them
 MOST_GRAPHS = 32
-CACHE = "past_key_values"
 MASK = "attention_mask"
 POSITIONS = "position_ids"
 
@@ -119,13 +119,14 @@ class GraphedStep:
         num_seqs = positions.shape[-2]
         if mask is not None and (mask.ndim != 2 or len(mask) != num_seqs):
             return None
-        return self._cached.of(kwargs.get(CACHE), num_seqs, mask)
+        return self._cached.of(cache_in(kwargs), num_seqs, mask)
 
     def _run(self, cached: CachedStep, kwargs: dict[str, Any]) -> Any:
         """One step, as a graph if one like it has run before."""
         if self._steps is None or not self._steps.is_running or not self._may_capture:
             return self._forward(**kwargs)
-        rest = {name: value for name, value in kwargs.items() if name != CACHE}
+        rest = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+        cache = cache_in(kwargs)
         values, spec = tree_flatten(rest)
         constants = [(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values]
         key = (torch.is_inference_mode_enabled(), spec, *constants, *cached.states)
@@ -135,9 +136,11 @@ class GraphedStep:
             self._graphs.pop(next(iter(self._graphs)))
         if graph.replay is None and graph.num_eager >= WARM_UP_STEPS:
             graph.inputs = [copy_of(value) for value in values]
-            graph.cache = copy.copy(kwargs[CACHE])
+            graph.cache = copy.copy(cache)
             graph.cache.layers = list(graph.cache.layers)
-            inputs = tree_unflatten(graph.inputs, spec) | {CACHE: graph.cache}
+            inputs = tree_unflatten(graph.inputs, spec) | {
+                cache_parameter(self._forward): graph.cache
+            }
             graph.replay = self._captured(cached, inputs)
             graph.cache.layers.clear()  # else it would keep the memory of this request
             graph.shapes = dict(self._steps.poller.shapes)
@@ -149,7 +152,7 @@ class GraphedStep:
                 place.copy_(value)
         self._is_graph = True
         self._steps.poller.shapes = dict(graph.shapes)
-        return copy_of(graph.replay(), graph.cache, kwargs[CACHE])
+        return copy_of(graph.replay(), graph.cache, cache)
 
     def _captured(self, cached: CachedStep, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         assert self._steps is not None

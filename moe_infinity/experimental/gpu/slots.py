@@ -45,12 +45,14 @@ class LayerSlots:
     """One MoE layer in one step."""
 
     def __init__(self, backend: SlotBackend, x_TD: Tensor, routing: Routing) -> None:
-        assert routing.experts_TK is not None, routing
-        assert routing.weights_TK is not None, routing
+        assert routing.top_k_index_TK is not None, routing
+        assert routing.top_k_weights_TK is not None, routing
         self._backend = backend
         self._device = x_TD.device
-        index_TK = on_device(torch.from_numpy(routing.experts_TK), self._device)
-        self._work = SlotWork(backend.kernels, backend.mlp, x_TD, index_TK, routing.weights_TK)
+        index_TK = on_device(torch.from_numpy(routing.top_k_index_TK), self._device)
+        self._work = SlotWork(
+            backend.kernels, backend.mlp, x_TD, index_TK, routing.top_k_weights_TK
+        )
 
     def run(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
         """Compute these experts, which lie in these slots, and keep their outputs."""

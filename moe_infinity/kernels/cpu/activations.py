@@ -1,4 +1,4 @@
-"""What is between the two products of an expert, 16 numbers at a time: the activation, times up."""
+"""The activation between the two products of an expert, times up, 16 numbers at a time."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ ERF = 1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592
 def activate_lanes(
     _: Any, row: Any, first: Any, count: Any, up: Any, step: Any, function: Any, numbers: Any
 ) -> Any:
-    """Of 16 outputs of the first product from `first` on, to the start of the row in place of them.
-    `count` are kept. `up` is where the first output of up is in the row, 0: there is none. `step`
-    is from one output to the next, 1 or 2. `numbers` is the address of alpha, shift and limit.
+    """Activate 16 outputs of the first product from `first` on, and store `count` of them at the
+    start of the row in their place. `up` is the index of the first output of up in the row, 0:
+    there is none. `step` is from one output to the next, 1 or 2. `numbers` is the address of alpha,
+    shift and limit.
     """
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
@@ -60,7 +61,7 @@ def activate_lanes(
 
 
 def _lanes(b: Any, row: Any, first: Any, step: Any) -> Any:
-    """Every `step`-th number of a row; the last may be beyond its end."""
+    """Load every `step`-th number of a row; the last may be beyond its end."""
     at = b.add(row, b.mul(b.mul(first, step), I64(4)))
     found = cgutils.alloca_once_value(b, load(b, at, 0, F32))
     with b.if_then(b.icmp_signed("==", step, I64(2))):
@@ -82,7 +83,9 @@ def _silu(b: Any, x: Any, alpha: Any) -> Any:
 
 
 def _gelu(b: Any, x: Any, _: Any) -> Any:
-    """Half of x (1 + erf): what is left to 2 or to 0, on the other side of 0."""
+    """Half of x (1 + erf). The rest of erf to 1 is computed; on the other side of 0 it is the rest
+    to 2.
+    """
     scaled = _absolute(b, b.fmul(x, all_lanes(F32, math.sqrt(0.5))))
     t = b.fdiv(all_lanes(F32, 1.0), fma(b, scaled, all_lanes(F32, ERF_STEP), all_lanes(F32, 1.0)))
     rest = all_lanes(F32, ERF[0])
@@ -110,7 +113,7 @@ EMITTED = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu2": _relu
 
 
 def _sigmoid(b: Any, x: Any) -> Any:
-    """From the exponential of -|x|, which overflows nowhere."""
+    """The sigmoid, from the exponential of -|x|, which overflows nowhere."""
     power = exponential(b, b.fneg(_absolute(b, x)))
     is_negative = b.fcmp_ordered("<", x, FLOATS(None))
     top = b.select(is_negative, power, all_lanes(F32, 1.0))

@@ -78,7 +78,9 @@ def arrangement_for(loop: InnerLoop, num_columns: int) -> Arrangement:
 def one_behind_another(
     arrangements: Sequence[Arrangement],
 ) -> tuple[Arrangement, list[array[int]]]:
-    """The first, which knows the others; and memory that has to stay while it is used."""
+    """Chain arrangements of the same x. Returns the first, which knows the others, and memory that
+    has to stay while it is used.
+    """
     row_bytes = sum(arrangement.row_bytes for arrangement in arrangements)
     kept: list[array[int]] = []
     behind = 0
@@ -90,7 +92,7 @@ def one_behind_another(
 
 
 class Tables(NamedTuple):
-    """See Arrangement."""
+    """The tables of an Arrangement."""
 
     order: NDArray[np.int64]
     factors: NDArray[np.float32]
@@ -132,8 +134,8 @@ def _factors(kind: str, num_vectors: int) -> NDArray[np.float32]:
 
 
 def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
-    """[T, steps, vectors, LANES], in the order in which weights come out of decoding; 0 where the
-    last step overlaps the one before.
+    """x as [T, steps, vectors, LANES], in the order in which weights come out of decoding; 0 where
+    the last step overlaps the one before.
     """
     arrangement = arrangement_for(loop, x_TC.shape[1])
     # numpy aligns to 16 bytes: then every vector would cross a cache line
@@ -146,7 +148,7 @@ def arranged(x_TC: NDArray[np.float32], loop: InnerLoop) -> NDArray[np.float32]:
 def _arrange_lanes(
     _: Any, x: Any, start: Any, order: Any, is_dense: Any, counted: Any, factors: Any, out: Any
 ) -> Any:
-    """16 columns times 16 factors."""
+    """Store 16 columns times 16 factors."""
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         *columns, factors, out = args
@@ -160,7 +162,7 @@ def _arrange_lanes(
 def _add_lanes(
     _: Any, x: Any, start: Any, order: Any, is_dense: Any, counted: Any, factors: Any, total: Any
 ) -> Any:
-    """16 columns times 16 factors, to 16 sums."""
+    """Add 16 columns times 16 factors to 16 sums."""
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         *columns, factors, total = args
@@ -172,7 +174,7 @@ def _add_lanes(
 
 
 def _columns(b: Any, x: Any, start: Any, order: Any, is_dense: Any, counted: Any) -> Any:
-    """Of a row, those that `order` names, from column `start`; 0 in place of those before
+    """Load the columns of a row that `order` names, from column `start`; 0 in place of those before
     `counted`.
     """
     found = cgutils.alloca_once(b, FLOATS)
@@ -198,7 +200,7 @@ _arrangement_at = reader_of(Arrangement)
 
 @njit(nogil=True)
 def _arrange_row(x, out, arrangement):  # type: ignore[no-untyped-def]
-    """Gives the address behind what it wrote."""
+    """Arrange one row, and return the address behind what was written."""
     num_vectors = arrangement.num_vectors - arrangement.has_sum
     width = num_vectors * LANES
     dense = arrangement.is_dense

@@ -57,8 +57,9 @@ MAX_WIDTH = 16 * LANES  # of values: as many sums as a machine has registers
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor | None:
-    """[B, H, 1, d], [B, G, N, d], [B, G, N, dv] -> [B, H, dv]. The mask is added, or says where to
-    look if it is bool; [B or 1, H or 1, 1, N]. None: not for these shapes, dtypes or devices.
+    """Attend: [B, H, 1, d], [B, G, N, d], [B, G, N, dv] -> [B, H, dv]. The mask is added, or says
+    where to look if it is bool; [B or 1, H or 1, 1, N]. None: not for these shapes, dtypes or
+    devices.
     """
     num_seqs, num_groups, num_tokens, width = key.shape
     value_width = value.shape[3]
@@ -89,7 +90,7 @@ def attend(
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int, int]:
-    """From one sequence, head and token to the next."""
+    """The bytes from one sequence, head and token to the next."""
     seq, head, token, _ = tensor.stride()
     return seq * tensor.itemsize, head * tensor.itemsize, token * tensor.itemsize
 
@@ -148,7 +149,7 @@ def weigh(
 
 
 def _emit_weigh(kind: str, num_vectors: int, context: Any, b: Any, args: Any) -> Any:
-    """out = the sum of rows, weighted by the softmax of scores. Overwrites scores."""
+    """Emit out = the sum of rows, weighted by the softmax of scores. Overwrites scores."""
     scores, num_steps, rows, row_bytes, num_rows, out = args
     largest = cgutils.alloca_once_value(b, all_lanes(F32, -math.inf))
     total = cgutils.alloca_once_value(b, FLOATS(None))

@@ -55,7 +55,7 @@ class BlockStep(NamedTuple):
 
 
 class BlockKind(NamedTuple):
-    """How a step of one kind is decoded, and what of x that needs."""
+    """Decodes a step of one kind, and says how x has to be arranged for that."""
 
     load: Callable[[Any, int, Any], BlockStep]  # builder, number of vectors, address
     order: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # see `columns`
@@ -76,13 +76,13 @@ class BlockKind(NamedTuple):
         return count.reshape(num_vectors, LANES)
 
     def units(self, num_vectors: int) -> NDArray[np.float32]:
-        """By vector: the factor that its values lack, as bytes are masked without a shift."""
+        """The factor that the values of each vector lack, as bytes are masked without a shift."""
         of_bytes = [256.0**-byte for byte in range(3)] + [1.0 if self.is_wide else 256.0**-3]
         units = np.tile(of_bytes, num_vectors // 4) if self.order[0] else np.ones(num_vectors)
         return np.asarray(units * self.left_out, np.float32)
 
     def sums(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """By lane: the first of the columns that it sums, and its factor; 0 for other lanes."""
+        """The first of the columns that each lane sums, and its factor; 0 for other lanes."""
         first = np.zeros(LANES, np.int64)
         factors = np.zeros(LANES, np.float32)
         for group, lane in enumerate(self.sum_lanes):
@@ -103,7 +103,7 @@ def _bytes(b: Any, *words: Any, is_wide: bool = False) -> Iterator[Any]:
 
 
 def _field(b: Any, words: Any, shift: int, mask: int) -> Any:
-    """Of every byte the bits of `mask` after a shift to the right or, if negative, to the left."""
+    """The bits of `mask` of every byte, after a shift to the right or, if negative, to the left."""
     amount = all_lanes(I32, abs(shift))
     words = b.lshr(words, amount) if shift > 0 else b.shl(words, amount) if shift else words
     return b.and_(words, all_lanes(I32, 0x01010101 * mask))
@@ -123,12 +123,12 @@ def _numbers(b: Any, words: Any) -> Any:
 
 
 def _halves(b: Any, at: Any, offset: int, count: int) -> Any:
-    """Lanes of float16 that lie there, each over LANES / count lanes."""
+    """Load `count` numbers of float16, each spread over LANES / count lanes."""
     return spread(b, from_half(b, load(b, at, offset, I16, count)))
 
 
 def _twice(b: Any, at: Any, offset: int, shift: int) -> Any:
-    """Eight words in both halves of a vector, in the second one shifted to the right."""
+    """Eight words in both halves of a vector, shifted to the right in the second one."""
     words = pick(b, load(b, at, offset, I32, 8), [*range(8)] * 2)
     return _shifted(b, words, [0] * 8 + [shift] * 8)
 
@@ -137,7 +137,7 @@ def _twice(b: Any, at: Any, offset: int, shift: int) -> Any:
 
 
 def _scales_and_minima(b: Any, at: Any) -> Any:
-    """Of q4_k and q5_k: 8 scales, then 8 minima."""
+    """The scales and minima of q4_k and q5_k: 8 scales, then 8 minima."""
     words = load(b, at, 0, I32, 4)  # d and dmin; three words
     low = _masked(b, _shifted(b, pick(b, words, [1, 1, 2, 2]), [0, 2, 0, 2]), [63, 48, 63, 48])
     high = _masked(b, _shifted(b, pick(b, words, [3, 3, 3, 3]), [0, 0, 0, 4]), [0, 15, 0, 15])
@@ -231,7 +231,7 @@ def _by_two_bits(b: Any, scales: Any, values: Iterable[Any]) -> Iterator[Segment
 
 
 class FourBlocks(NamedTuple):
-    """Four neighbouring blocks of so many bytes."""
+    """Four neighbouring blocks of `num_bytes` bytes each."""
 
     b: Any
     at: Any
@@ -242,7 +242,7 @@ class FourBlocks(NamedTuple):
         return joined(self.b, [load(self.b, self.at, place, I32, 4) for place in places])
 
     def numbers(self, offset: int, kind: Any) -> Any:
-        """One of each block."""
+        """A number of each block."""
         found = vector_of(kind, 4)(ir.Undefined)
         for block in range(4):
             number = number_at(self.b, self.at, offset + self.num_bytes * block, kind)
@@ -250,7 +250,7 @@ class FourBlocks(NamedTuple):
         return found
 
     def halves(self, offset: int) -> Any:
-        """A float16 of each block, over the lanes of its words."""
+        """A float16 of each block, spread over the lanes of its words."""
         return spread(self.b, from_half(self.b, self.numbers(offset, I16)))
 
     def nibbles(self, offset: int) -> list[Any]:

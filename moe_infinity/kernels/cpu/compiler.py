@@ -88,7 +88,7 @@ def _compiled(compile_: Any, function: Any, signature: Any, **options: Any) -> A
 
 
 def _kept(folder: Path, compile_: Any, function: Any, signature: Any, **options: Any) -> Any:
-    """Loaded from the folder, or compiled and written there."""
+    """The compiled function, loaded from the folder, or compiled and written there."""
     stock_folder = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(folder)
     keeping = compile_(signature, cache=True, **options)
@@ -108,7 +108,7 @@ def _kept(folder: Path, compile_: Any, function: Any, signature: Any, **options:
 
 @cache
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept; None if nothing can be written there."""
+    """The folder of compiled kernels; None if nothing can be written there."""
     folder = place_of_kernels()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,8 +136,8 @@ def _version() -> str:
 
 
 def processor() -> tuple[str, str]:
-    """The name and the features of the one that code is compiled for: this machine's, unless
-    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise.
+    """The name and the features of the processor that code is compiled for: this machine's, unless
+    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another.
     """
     name = numba.config.CPU_NAME
     features = numba.config.CPU_FEATURES

@@ -1,5 +1,4 @@
-"""What surrounds the experts of a decoder layer, for decoder_call.py: the weights of a layer, and
-where they lie.
+"""The weights around the experts of a decoder layer, and where they lie, for decoder_call.py.
 
 Legend: B sequences, D model width, H heads, G heads of keys and values, N tokens of the cache with
 the new one, d width of a head, v of its values, E experts.
@@ -101,15 +100,15 @@ class Attention:
 
     @property
     def norms(self) -> int:
-        """Of queries and keys."""
+        """The kind of norm of queries and keys."""
         if self.query_norm is None:
             return NO_NORM
         return NORM_OF_HEADS if len(self.query_norm) == self.head_width else NORM_OF_ALL
 
 
 class DecoderKernel:
-    """One layer as machine code sees it: addresses, and what they point to, kept. decoder_steps.py
-    calls it.
+    """One layer as machine code sees it: addresses, and the memory that they point to, which it
+    keeps. decoder_steps.py calls it.
     """
 
     def __init__(self, layer: Attention, dtype: torch.dtype) -> None:
@@ -128,11 +127,13 @@ class DecoderKernel:
 
     @property
     def row_bytes(self) -> tuple[int, ...]:
-        """Of one sequence: the memory of LayerCall from `hidden` to `out`, in its order."""
+        """The bytes that one sequence takes in the memory of LayerCall from `hidden` to `out`, in
+        its order.
+        """
         return self._products.row_bytes
 
     def _call_of_layer(self) -> LayerCall:
-        """What stays the same from call to call."""
+        """The fields of a LayerCall that stay the same from call to call."""
         layer = self.layer
         products = self._products
         numbers = LayerNumbers(

@@ -1,4 +1,4 @@
-"""What surrounds the experts of a decoder layer, for one new token of each sequence, in one call:
+"""The parts of a decoder layer around its experts, for one new token of each sequence, in one call:
 
     norm       of the residual
     products   queries, keys and values                         items: blocks of rows
@@ -114,7 +114,7 @@ def _rotate(at, cos, sin, rotated, pairs):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _begin(call):  # type: ignore[no-untyped-def]
-    """The norm of x, arranged."""
+    """Compute the norm of x, arranged."""
     for seq in range(call.num_seqs):
         row = call.hidden + 4 * call.width * seq
         for i in range(call.width):
@@ -127,14 +127,14 @@ def _begin(call):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _keep(call, at, count, to):  # type: ignore[no-untyped-def]
-    """In the cache, which has the dtype of x."""
+    """Write a key or value into the cache, which has the dtype of x."""
     for i in range(count):
         put_number(to, i, float_at(at, i), call.dtype)
 
 
 @njit(nogil=True)
 def _make_head(call, at, seq, is_query, norm, eps, scale_of_all, head):  # type: ignore[no-untyped-def]
-    """Norm and rotation of one head of queries or keys."""
+    """Apply the norm and the rotation to one head of queries or keys."""
     if call.norms == NORM_OF_HEADS:
         _scale(at, call.head_width, _scale_of_norm(at, call.head_width, eps), norm)
     elif call.norms == NORM_OF_ALL:
@@ -149,7 +149,9 @@ def _make_head(call, at, seq, is_query, norm, eps, scale_of_all, head):  # type:
 
 @njit(nogil=True)
 def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
-    """Of one head of keys: its queries arranged, its key and value in the cache."""
+    """Make the queries and the key of one head of keys: queries arranged, key and value in the
+    cache.
+    """
     num_heads = call.num_groups * call.per_group
     columns = (num_heads + call.num_groups) * call.head_width + call.num_groups * call.value_width
     row = call.heads + 4 * columns * seq
@@ -192,7 +194,9 @@ def _make_heads(call, seq, group):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _score(call, seq, group):  # type: ignore[no-untyped-def]
-    """Of the queries of one head of keys, with all keys. Gives the vectors of a query's scores."""
+    """Multiply the queries of one head of keys with all keys. Returns the vectors of a query's
+    scores.
+    """
     num_heads = call.num_groups * call.per_group
     arrangement = _arrangement_at(call.query_arrangement)
     query_bytes = arrangement.row_bytes
@@ -217,7 +221,7 @@ def _score(call, seq, group):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _end(call):  # type: ignore[no-untyped-def]
-    """The residual, and its norm."""
+    """Compute the residual, and its norm."""
     for seq in range(call.num_seqs):
         row = call.out + 4 * call.width * seq
         if call.out_bias:
@@ -238,7 +242,7 @@ def _end(call):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _product(call, stage, blocks, num_blocks, out, num_columns):  # type: ignore[no-untyped-def]
-    """What was arranged, times a weight in blocks of rows: [B, columns]."""
+    """Multiply the arranged rows with a weight in blocks of rows: [B, columns]."""
     item = _take(call.state, stage)
     while item < num_blocks:
         block = block_at(blocks + BLOCK_BYTES * item)
@@ -262,7 +266,7 @@ def _choose(call, seq):  # type: ignore[no-untyped-def]
 
 @cache
 def layer_function(kind: str, num_vectors: int) -> Any:
-    """The C function of layers whose cache has values of this kind, so many vectors wide."""
+    """The C function of layers whose cache has values of this kind, `num_vectors` vectors wide."""
 
     @c_function(types.void(types.int64), f"decoder_{kind}_{num_vectors}")
     def run(address: int) -> None:

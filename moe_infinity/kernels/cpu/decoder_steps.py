@@ -50,14 +50,14 @@ MORE_TOKENS = 1024  # that scores get room for at once
 
 
 class Cached(NamedTuple):
-    """What one layer has in the cache; the last place is the new token's, and free."""
+    """The cache of one layer; its last row is the new token's, and free."""
 
     keys: Tensor  # [B, G, N, d]
     values: Tensor  # [B, G, N, v]
 
 
 class Attended(NamedTuple):
-    """What a layer gives to its experts."""
+    """The inputs of a layer's experts, and the experts that its router chose."""
 
     residual: Tensor  # [B, D]
     normed: Tensor  # [B, D]
@@ -83,7 +83,7 @@ class DecoderSteps:
     """The decoder layers of one model. Used by one thread at a time."""
 
     def __init__(self, kernels: Sequence[DecoderKernel]) -> None:
-        """In the order of the model, all of one dtype."""
+        """`kernels` are in the order of the model, all of one dtype."""
         self._kernels = kernels
         num_layers = len(kernels)
         self._calls = np.array([kernel.fixed for kernel in kernels], np.int64)
@@ -121,9 +121,9 @@ class DecoderSteps:
         cached: Cached,
         mask_BN: Tensor | None,
     ) -> Attended:
-        """One layer without its experts. Without a router the last three have no columns. `angles`
-        are the cosine and sine of each pair of columns, float32 [B or 1, pairs]. The mask is
-        float32.
+        """Run one layer without its experts. Without a router the last three results have no
+        columns. `angles` are the cosine and sine of each pair of columns, float32 [B or 1, pairs].
+        The mask is float32.
         """
         num_seqs = len(x_BD)
         fixed = self._kernels[layer].fixed
@@ -151,9 +151,9 @@ class DecoderSteps:
         mask_BN: Tensor | None,
         residents: Sequence[Residents],
     ) -> tuple[Sequence[Tensor], Sequence[Ints]]:
-        """Layers from number `first` on, as many as `cached` and `residents` are of, which need not
-        be called one by one. Gives what each layer gives, [B, D], and which experts each activated,
-        [B, K]. Angles and mask are the same for all.
+        """Run the layers from number `first` on, one for each of `cached` and `residents`. Returns
+        the output of each layer, [B, D], and the experts that each activated, [B, K]. Angles and
+        mask are the same for all.
         """
         num_seqs = len(x_BD)
         stop = first + len(cached)
@@ -188,7 +188,7 @@ class DecoderSteps:
         cached: Sequence[Cached],
         mask_BN: Tensor | None,
     ) -> None:
-        """What changes from step to step, but for results."""
+        """Write the fields that change from step to step, but for results."""
         num_seqs = len(xs[0])
         self._make_room(num_seqs, max(one.keys.shape[2] for one in cached))
         cos, sin = angles
@@ -208,7 +208,7 @@ class DecoderSteps:
         self._key_arguments[first:stop, ROW_BYTES] = [size * keys.stride(2) for keys, _ in cached]
 
     def _connect(self, layer: int, residents: Residents) -> None:
-        """Let this layer's experts be these."""
+        """Connect a layer with its experts."""
         own = residents.experts
         fixed = self._kernels[layer].fixed
         self._up_arrangements[layer] = array("q", own.up.arrangement)
@@ -230,7 +230,7 @@ class DecoderSteps:
         self._most_seqs = 0  # it may need more memory than others
 
     def _make_room(self, num_seqs: int, num_tokens: int) -> None:
-        """Memory for what is between, the same for all layers."""
+        """Make room for intermediate results, which all layers share."""
         if num_seqs <= self._most_seqs and num_tokens <= self._most_tokens:
             return
         self._most_seqs = max(self._most_seqs, num_seqs)
@@ -264,7 +264,9 @@ class DecoderSteps:
         self._jobs[:, JOB_AT + KernelJob._fields.index("yield_")] = yield_address()
 
     def _memory_of_experts(self, width: int, num_experts: int, top_k: int) -> dict[str, int]:
-        """In bytes, by the names of fields of RoutedCall and of KernelJob."""
+        """The memory that experts need, in bytes, by the names of fields of RoutedCall and of
+        KernelJob.
+        """
         known = [own.experts for own in self._residents if own is not None]
         if not known:
             return {}
@@ -299,12 +301,12 @@ class DecoderSteps:
 
 
 def _state_bytes(num_pairs: int) -> int:
-    """Of KernelJob.state, if each pair has an expert of its own."""
+    """The bytes of KernelJob.state, if each pair has an expert of its own."""
     return 8 * (OF_EXPERTS + LINE * num_pairs)
 
 
 def _lines(count: int) -> NDArray[np.int64]:
-    """So many zeros, from the start of a cache line on."""
+    """`count` zeros, from the start of a cache line on."""
     memory = np.zeros(count + LINE, np.int64)
     first = -(memory.ctypes.data // 8) % LINE
     return memory[first : first + count]

@@ -63,10 +63,10 @@ def fused_experts(
     biases: Sequence[ParamSpec] = (),
     is_interleaved: bool = False,
 ) -> FusedExperts | None:
-    """Weights lie one below the other. In `up` all rows of gate come before those of up or, with
-    `is_interleaved`, they alternate. Biases are one of up and one of down, or none. None: kernels
-    do not read these weights. Compiles what no earlier start has compiled: 2 s of processor time
-    for the first kind, 0.3 s for each further one, 0.5 to 3 s for one of GGML's.
+    """The experts of a layer. Weights lie one below the other. In `up` all rows of gate come before
+    those of up or, with `is_interleaved`, they alternate. Biases are one of up and one of down, or
+    none. None: kernels do not read these weights. Compiles what no earlier start has compiled: 2 s
+    of processor time for the first kind, 0.3 s for each further one, 0.5 to 3 s for one of GGML's.
     """
     first = Product.of(up)
     second = Product.of(down)
@@ -87,7 +87,7 @@ def fused_experts(
 
 
 def _loop_of(weight: WeightLayout) -> InnerLoop | None:
-    """None: kernels do not read this weight."""
+    """The loop that reads this weight. None: kernels do not read it."""
     loader = LOADERS.get(weight.kind)
     columns = weight.shape[1]
     if loader is None or not weight.is_stored_in(loader.bits):
@@ -121,7 +121,9 @@ class Product:
 
     @classmethod
     def of(cls, weights: Sequence[WeightLayout]) -> Product | None:
-        """None unless kernels read all weights, and these have as many columns."""
+        """The product with these weights. None unless kernels read all of them, and they have as
+        many columns as each other.
+        """
         loops = [loop for weight in weights if (loop := _loop_of(weight)) is not None]
         if len(loops) < len(weights) or len({weight.shape[1] for weight in weights}) != 1:
             return None
@@ -152,7 +154,7 @@ class Product:
 
 
 def _arguments(weight: WeightLayout, loop: InnerLoop) -> KernelArguments:
-    """For a kernel; addresses count from the start of a slot."""
+    """The arguments for a kernel; addresses count from the start of a slot."""
     rows, columns = weight.shape
     block = block_of(weight) or (rows, columns)
     return arguments_for(loop, weight.shape, block, -(-rows // block[0]))._replace(
@@ -211,7 +213,7 @@ class FusedExperts:
         return rows.out_PD.to(inputs_PD.dtype)
 
     def begin(self, inputs_TD: Tensor, num_rows: int, tokens_P: Tensor | None = None) -> Rows:
-        """Make ready to compute `num_rows` rows, of which row i has the input tokens_P[i]. Without
+        """Prepare to compute `num_rows` rows, of which row i has the input tokens_P[i]. Without
         `tokens_P` it has input i, or the only one, if each expert has one row.
         """
         return Rows(self, inputs_TD, num_rows, tokens_P)
@@ -258,14 +260,14 @@ class Rows:
             out=self.out_PD.data_ptr(),
         )
 
-    def sum(self, row_P: Ints, weights_TK: Tensor) -> Tensor:
+    def sum(self, row_P: Ints, top_k_weights_TK: Tensor) -> Tensor:
         """[T, D]: the weighted sum of each token's rows, in the order of k. `row_P` is the row of
         each pair, token by token; negative: it has none. Weights are float32, contiguous.
         """
-        num_tokens, top_k = weights_TK.shape
+        num_tokens, top_k = top_k_weights_TK.shape
         total_TD = host_float32(num_tokens, self.out_PD.shape[1]).zero_()
         experts_work.add_weighted(
             self.out_PD.data_ptr(), self.out_PD.shape[1], row_P.ctypes.data,
-            weights_TK.data_ptr(), top_k, total_TD.data_ptr(), num_tokens,
+            top_k_weights_TK.data_ptr(), top_k, total_TD.data_ptr(), num_tokens,
         )  # fmt: skip
         return total_TD

@@ -26,7 +26,7 @@ NORM_EPS, QUERY_EPS, KEY_EPS, RESIDUAL_EPS, SCORE_SCALE = range(len(LayerNumbers
 
 
 class LayerCall(NamedTuple):
-    """One call: integers, for numba. Without a unit, an address; vectors are float32."""
+    """One call of a layer: integers, for numba. Without a unit, an address; vectors are float32."""
 
     state: int
     yield_: int

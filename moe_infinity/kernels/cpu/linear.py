@@ -43,7 +43,7 @@ def product_of(weights: Sequence[Tensor | PackedWeight]) -> Product | None:
 
 
 def fused_linear(weights: Sequence[Tensor | PackedWeight]) -> FusedLinear | None:
-    """For weights that multiply the same input. None: kernels do not read them."""
+    """A linear layer for weights that multiply the same input. None: kernels do not read them."""
     product = product_of(weights)
     if product is None:
         return None

@@ -40,7 +40,7 @@ NUM_EXPERTS, X, X_IS_SHARED, ROWS = (
 
 
 class RoutedCall(NamedTuple):
-    """One call: integers, for numba. Without a unit, an address."""
+    """One call for the experts of a layer: integers, for numba. Without a unit, an address."""
 
     # of the layer
     job: int  # what work.experts is called with
@@ -77,7 +77,7 @@ _arrangement_at = reader_of(Arrangement)
 
 @njit(nogil=True)
 def _sort(call):  # type: ignore[no-untyped-def]
-    """Give each pair its row, by expert and then by pair. Returns how many experts were chosen."""
+    """Give each pair its row, by expert and then by pair. Returns the number of experts chosen."""
     num_pairs = call.num_seqs * call.top_k
     for expert in range(call.num_experts):
         put_int(call.counts, expert, 0)
@@ -105,7 +105,7 @@ def _sort(call):  # type: ignore[no-untyped-def]
 
 @c_function(types.void(types.int64), "begin_routed")
 def begin_routed(address: int) -> None:
-    """Make ready what work.experts does next."""
+    """Prepare the job that work.experts does next."""
     call = _call_at(address)
     num_pairs = call.num_seqs * call.top_k
     num_chosen = _sort(call)
@@ -132,7 +132,9 @@ def begin_routed(address: int) -> None:
 
 @c_function(types.void(types.int64), "end_routed")
 def end_routed(address: int) -> None:
-    """What the layer gives: experts' outputs rounded, then added to the residual."""
+    """Compute the output of the layer: the sums of experts' outputs, rounded, then added to the
+    residual.
+    """
     call = _call_at(address)
     for pair in range(call.num_seqs * call.top_k):
         put_float(call.weights, pair, value_at(call.top_k_weights, pair, call.weights_dtype))

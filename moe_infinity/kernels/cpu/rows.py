@@ -54,8 +54,9 @@ FEW = 4
 
 
 def largest_tile(loop: InnerLoop) -> Tile:
-    """As many sums as registers hold: 24 with AVX-512, elsewhere 4, of two registers each. What is
-    scaled every few vectors has a sum of a step beside each: 12, or 8 where minima are added.
+    """The largest tile whose sums fit in registers: 24 with AVX-512, otherwise 4, of two registers
+    each. Formats that are scaled every few vectors need a second sum per output: 12 fit, or 8 where
+    minima are added.
     """
     is_wide = "+avx512f" in processor()[1].split(",")
     if loop.kind in WORDS:  # a row stands for a block, which has 8 vectors of sums or 4
@@ -109,7 +110,7 @@ def _rows(
 
 
 def _emit_rows(loop: InnerLoop, b: Any, args: Any) -> None:
-    """out[t, row] for all tokens, as many at once as registers hold."""
+    """Emit out[t, row] for all tokens, as many at once as registers hold."""
     first, last, x, num_tokens, out, arguments, slot = args
     at = [b.add(arguments, I64(8 * k)) for k in range(NUM_ARGUMENTS)]
     a = KernelArguments(*(b.load(b.inttoptr(address, I64.as_pointer())) for address in at))
@@ -142,8 +143,8 @@ def _emit_tiles(
     loop: InnerLoop, tile: Tile, b: Any, first: Any, last: Any, x: Any, out: Any,
     a: KernelArguments,
 ) -> None:  # fmt: skip
-    """out[t, row] = the sum over steps of scale x (values x x[t]), for rows [first, last). Of the
-    last rows some may be computed more than once.
+    """Emit out[t, row] = the sum over steps of scale x (values x x[t]), for rows [first, last).
+    Some of the last rows may be computed more than once.
     """
     height, num_tokens = tile
     last_offset = b.sub(a.row_bytes, I64(loop.num_bytes))
@@ -185,7 +186,7 @@ def _add_step(
     b: Any, loop: InnerLoop, a: KernelArguments, values: Any, x_of: Any, sums: Any, rows: Any,
     scale_idx: Any,
 ) -> None:  # fmt: skip
-    """Onto sums: one chain of additions for each row and token."""
+    """Add the products of a step to the sums: one chain of additions for each row and token."""
     is_scaled = loop.scale is not None
     parts = sums
     if is_scaled:
@@ -212,7 +213,9 @@ def _add_step(
 
 
 def _add_blocks(b: Any, loop: InnerLoop, steps: list[BlockStep], x_of: Any, sums: Any) -> None:
-    """Onto sums: what a step adds has a chain of its own, so that few additions wait for others."""
+    """Add the products of a step to the sums. They have a chain of their own, so that few additions
+    wait for others.
+    """
     totals: list[list[Any]] = [[None] * len(x_of) for _ in steps]
     for t, x in enumerate(x_of):
         for r, step in enumerate(steps):

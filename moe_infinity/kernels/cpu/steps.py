@@ -43,7 +43,7 @@ LoadValues = Callable[[Any, int, Any], Iterable[Any]]
 
 
 class ValueLoader(NamedTuple):
-    """How the values of one kind are loaded."""
+    """Loads the values of one kind."""
 
     bits: float  # of a value, with its share of scales that lie among the values
     num_vectors: tuple[int, ...]  # that one call may load; the most that fit a row are taken
@@ -73,7 +73,7 @@ def _int8(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
 
 
 def _fp8(b: Any, num_vectors: int, at: Any) -> Iterator[Any]:
-    """As the bits of a float16, which is the value / 2 ** 8."""
+    """Make the bits of a float16, which is the value / 2 ** 8."""
     for k in range(num_vectors):
         halves = b.shl(b.sext(load(b, at, k * LANES, I8), vector_of(I16)), all_lanes(I16, 7))
         yield from_half(b, b.and_(halves, all_lanes(I16, 0xBF80)))
@@ -124,7 +124,7 @@ LOADERS = {
 
 
 class InnerLoop(NamedTuple):
-    """What one function is compiled for: how the columns of a row are read in steps."""
+    """The columns of a row read in steps: one function is compiled for each such loop."""
 
     kind: str  # of LOADERS
     num_vectors: int  # decoded at a step
@@ -138,7 +138,7 @@ class InnerLoop(NamedTuple):
 
     @property
     def scale_bytes(self) -> int:
-        """Of one; 0 without scales."""
+        """The bytes of one scale; 0 without scales."""
         return 0 if self.scale is None else DTYPE_BYTES[self.scale]
 
     @property
@@ -151,7 +151,7 @@ class InnerLoop(NamedTuple):
 
     @property
     def num_x(self) -> int:
-        """Vectors of x at a step, perhaps with their sum."""
+        """The number of vectors of x at a step, perhaps with their sum."""
         return self.num_vectors + self.loader.subtracts_zero
 
 
@@ -163,8 +163,8 @@ class Tile(NamedTuple):
 
 
 class KernelArguments(NamedTuple):
-    """What a kernel gets to know about a weight: integers, and in the kernel's code LLVM's values.
-    Fields that name no unit are addresses.
+    """The arguments that describe a weight to a kernel: integers, and in the kernel's code LLVM's
+    values. Fields that name no unit are addresses.
     """
 
     weight: Any
@@ -188,7 +188,7 @@ def loop_for(
     scale: str | None,
     has_zeros: bool = False,
 ) -> InnerLoop | None:
-    """For rows whose `group` columns share a scale. None: no step fits these columns."""
+    """The loop for rows whose `group` columns share a scale. None: no step fits these columns."""
     num_groups = -(-num_columns // group)
     num_vectors = _num_vectors(kind, num_columns, num_groups, min(group, num_columns))
     if num_vectors is None:
@@ -198,7 +198,7 @@ def loop_for(
 
 
 def _num_vectors(kind: str, num_columns: int, num_groups: int, group: int) -> int | None:
-    """The most that fit a row, where a step is inside one group or has whole groups."""
+    """The most vectors that fit a row, where a step is inside one group or has whole groups."""
     if kind in WORDS:
         return group // LANES if group % LANES == 0 else None
     loader = LOADERS[kind]
@@ -213,8 +213,8 @@ def _num_vectors(kind: str, num_columns: int, num_groups: int, group: int) -> in
 def arguments_for(
     loop: InnerLoop, shape_RC: tuple[int, ...], block: Block, num_scale_rows: int
 ) -> KernelArguments:
-    """For a weight without gaps whose blocks [rows, columns] have a scale each. Addresses and
-    `out_bytes` are left to the caller.
+    """The arguments for a weight without gaps whose blocks [rows, columns] have a scale each.
+    Addresses and `out_bytes` are left to the caller.
     """
     num_rows, num_columns = shape_RC
     num_steps = -(-num_columns // loop.num_columns)

@@ -69,7 +69,9 @@ def pause(_: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_add(_: Any, address: Any, value: Any) -> Any:
-    """Add, and return what was there. All threads see these and what came before in one order."""
+    """Add, and return the number before. All threads see these and everything before in one
+    order.
+    """
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
@@ -79,7 +81,7 @@ def fetch_add(_: Any, address: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch(_: Any, address: Any) -> Any:
-    """Read, and with it see all that was written before this value."""
+    """Read, and see everything that was written before this value."""
 
     def emit(context: Any, b: Any, _: Any, args: Any) -> Any:
         return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
@@ -110,7 +112,9 @@ def _yield(_: Any, function: Any) -> Any:
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def wait_for(address: int, value: int, yield_: int) -> None:
-    """Until the number at `address` is at least `value`, which another thread is about to write."""
+    """Wait until the number at `address` is at least `value`, which another thread is about to
+    write.
+    """
     looks = 0
     while fetch(address) < value:
         looks += 1
@@ -209,7 +213,7 @@ def run(function: int, address: int, num_threads: int) -> None:
 
 @cache
 def _team(pid: int, num_helpers: int) -> Team:
-    """One for each process, since threads do not survive a fork."""
+    """The team of a process, since threads do not survive a fork."""
     return Team(num_helpers)
 
 

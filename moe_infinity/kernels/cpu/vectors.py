@@ -128,21 +128,22 @@ def nibbles_of(b: Any, words: Any) -> Iterator[Any]:
 
 
 def smaller(b: Any, one: Any, other: Any) -> Any:
-    """`one`, too, where that is no number."""
+    """The smaller number; `one` also where that is no number."""
     compare = b.icmp_signed if one.type == I64 else b.fcmp_unordered
     return b.select(compare("<", one, other), one, other)
 
 
 def larger(b: Any, one: Any, other: Any) -> Any:
-    """As large: `other`, also where that is no number."""
+    """The larger number; of equal ones `other`, also where that is no number."""
     compare = b.icmp_signed if one.type == I64 else b.fcmp_ordered
     return b.select(compare(">", one, other), one, other)
 
 
 def exponential(b: Any, x: Any) -> Any:
-    """Of x <= 0, to 2 units in the last place; 0 where that is the smallest normal number or less.
+    """The exponential of x <= 0, to 2 units in the last place; 0 where that is the smallest normal
+    number or less.
 
-    The nearest whole power of two, times a polynomial of what is left (Cephes, expf).
+    It is the nearest whole power of two, times a polynomial of the rest (Cephes, expf).
     """
     power = _call(b, "llvm.nearbyint.v16f32", FLOATS, [b.fmul(x, all_lanes(F32, 1.44269504))])
     r = fma(b, power, all_lanes(F32, -0.693359375), x)
@@ -163,7 +164,7 @@ def fma(b: Any, one: Any, other: Any, addend: Any) -> Any:
 
 
 def sum_of_lanes(b: Any, vector: Any) -> Any:
-    """Halves onto each other until one lane is left: the same additions as in store_sums."""
+    """Add halves onto each other until one lane is left: the same additions as in store_sums."""
     return b.extract_element(_fold(b, _fold(b, _fold(b, _fold(b, vector)))), I32(0))
 
 
@@ -173,8 +174,8 @@ def _fold(b: Any, vector: Any) -> Any:
 
 
 def store_sums(b: Any, vectors: list[Any], at: Any, count: Any) -> None:
-    """The sums over the lanes of one, two or four vectors, next to each other, but no more than
-    `count` of them. A sum's bits do not depend on the other vectors.
+    """Store the sums over the lanes of one, two or four vectors next to each other, but no more
+    than `count` of them. A sum's bits do not depend on the other vectors.
     """
     num = len(vectors)
     width = LANES
@@ -193,7 +194,9 @@ def store_sums(b: Any, vectors: list[Any], at: Any, count: Any) -> None:
 
 
 def _fold_two(b: Any, one: Any, other: Any, half: int) -> Any:
-    """Both have sums of so many times two lanes; the result has those of one, then of the other."""
+    """Fold two vectors that have sums of the same number of lanes; the result has those of one,
+    then of the other.
+    """
     count = one.type.count
     width = 2 * half
     low = [k * width + lane for k in range(2 * count // width) for lane in range(half)]
@@ -201,7 +204,7 @@ def _fold_two(b: Any, one: Any, other: Any, half: int) -> Any:
 
 
 def store_some(b: Any, vector: Any, at: Any, count: Any) -> None:
-    """The first `count` lanes, or all if that is more."""
+    """Store the first `count` lanes, or all if that is more."""
     lanes = vector.type.count
     places = ir.Constant(vector_of(I64, lanes), [*range(lanes)])
     is_kept = b.icmp_signed("<", places, repeated(b, count, lanes))

@@ -48,8 +48,8 @@ def emit_words(
     loop: InnerLoop, tile: Tile, b: Any, first: Any, last: Any, x: Any, out: Any,
     a: KernelArguments,
 ) -> None:  # fmt: skip
-    """out[t, rows] = the sum over groups of scale x (nibbles x x[t] - zero x sum of x[t]). The last
-    block may begin before `first`; it computes the same numbers again for those rows.
+    """Emit out[t, rows] = the sum over groups of scale x (nibbles x x[t] - zero x sum of x[t]). The
+    last block may begin before `first`; it computes the same numbers again for those rows.
     """
     block_rows = BLOCK_ROWS[loop.kind]
     per_line = 1 if loop.kind == "awq" else NIBBLES
@@ -115,7 +115,9 @@ def _number(b: Any, at: Any, index: int) -> Any:
 
 
 def _scales(b: Any, loop: InnerLoop, a: KernelArguments, first: Any) -> list[Any]:
-    """For each vector of sums. Those of awq undo the factors that masking without shifts leaves."""
+    """The scales of each vector of sums. Those of awq undo the factors that masking without shifts
+    leaves.
+    """
     assert loop.scale is not None, loop
     size = loop.scale_bytes
     at = b.add(a.scales, b.mul(first, I64(size)))
@@ -133,7 +135,7 @@ def _scales(b: Any, loop: InnerLoop, a: KernelArguments, first: Any) -> list[Any
 
 
 def scales_of(b: Any, dtype: str, stored: Any) -> Any:
-    """In float32."""
+    """The scales in float32."""
     if dtype == "float32":
         return stored
     if dtype == "float16":
@@ -142,7 +144,7 @@ def scales_of(b: Any, dtype: str, stored: Any) -> Any:
 
 
 def _zeros(b: Any, kind: str, a: KernelArguments, first: Any) -> list[Any]:
-    """For each vector of sums; of awq with the same factors as those."""
+    """The zeros of each vector of sums; those of awq have the same factors as the sums."""
     at = b.add(a.zeros, b.lshr(first, I64(1)))  # 8 rows are 4 bytes
     if kind == "awq":
         return [*nibbles_of(b, load(b, at, 0, I32))]

@@ -151,7 +151,7 @@ def put_number(at, index, value, dtype):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _activate(mlp, arrangement, job, expert):  # type: ignore[no-untyped-def]
-    """The input of down, for an expert whose up is complete."""
+    """Compute the input of down, for an expert whose up is complete."""
     first = int_at(job.starts, expert)
     num_rows = int_at(job.stops, expert) - first
     at = job.up + first * mlp.up_bytes

@@ -225,7 +225,7 @@ class Ours:
         out = self._moe.forward(
             step,
             input_ids=torch.tensor([ids], dtype=torch.int64, device="cpu"),
-            past_key_values=self._cache,
+            cache=self._cache,
             use_cache=True,
             logits_to_keep=1,
         )

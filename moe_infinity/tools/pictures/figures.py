@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from moe_infinity.errors import ConfigError, OutputError
 from moe_infinity.output import whole_file, why_unwritable
@@ -62,6 +62,16 @@ def check_writable(path: Path) -> None:
         raise OutputError(f"{path}: {reason}")
 
 
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A file that is whole or does not exist. Raises OutputError."""
+    try:
+        with whole_file(path) as file:
+            yield file
+    except OSError as error:
+        raise OutputError(f"{path}: could not be written: {error.strerror or error}") from error
+
+
 def figure(num_panels: int, *, height: float = 3.2) -> tuple[Any, list[Any]]:
     """A figure, and its panels side by side."""
     with _style():
@@ -75,13 +85,8 @@ def save(drawn: Any, path: Path) -> None:
     """Write a figure, without the date: the same numbers give the same file. Raises OutputError."""
     kind = path.suffix.lower().removeprefix(".")
     metadata = {"Date": None} if kind == "svg" else None
-    try:
-        with _style(), whole_file(path) as file:
-            drawn.savefig(file, format=kind, metadata=metadata)
-    except OSError as error:
-        raise OutputError(
-            f"{path}: the picture could not be written: {error.strerror or error}"
-        ) from error
+    with _style(), written(path) as file:
+        drawn.savefig(file, format=kind, metadata=metadata)
 
 
 @contextmanager

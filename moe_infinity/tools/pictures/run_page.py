@@ -9,22 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
 
 from moe_infinity.cache.counters import PhaseCounters
-from moe_infinity.errors import OutputError
 from moe_infinity.experts import Ints, Phase
-from moe_infinity.output import whole_file
 from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.report import Report
 from moe_infinity.sizes import format_bytes
-from moe_infinity.tools.pictures.activation import covered
-from moe_infinity.tools.pictures.cells import LEVELS, levels_of, path_of, state_paths
+from moe_infinity.tools.pictures.figures import written
+from moe_infinity.tools.pictures.plots import covered
 
+LEVELS = 8  # colours of a heat map, beside that of none
+STATES = {  # values of MoE.expert_states()
+    3: ("used", "in memory, used by the last token"),
+    2: ("device", "in memory"),
+    1: ("loading", "being loaded"),
+    4: ("host", "in host memory, not on the device"),
+    0: ("disk", "on disk only"),
+}
 MOST_BARS = 240  # of the chart of steps; more steps share bars
 MOST_LISTED = 12  # experts used most, of each phase
 
@@ -51,13 +57,8 @@ class FinishedRun:
 def write_page(run: FinishedRun, path: Path) -> None:
     """Write the whole page or nothing. Raises OutputError."""
     page = page_of(run).encode("utf-8", errors="replace")  # a prompt may be half a character
-    try:
-        with whole_file(path) as file:
-            file.write(page)
-    except OSError as error:
-        raise OutputError(
-            f"{path}: the page could not be written: {error.strerror or error}"
-        ) from error
+    with written(path) as file:
+        file.write(page)
 
 
 def page_of(run: FinishedRun) -> str:
@@ -149,4 +150,49 @@ def _parts_of(run: FinishedRun) -> list[tuple[str, float, float]]:
     return [
         (name, 1e3 * seconds / len(run.steps), 100 * max(seconds, 0) / total_s)
         for name, seconds in run.seconds.items()
+    ]
+
+
+# Matrices of experts by layer as paths of an SVG, a unit square for each cell. Cells of one colour
+# are one path, so that a page of 15,000 experts stays small.
+
+
+class StatePath(NamedTuple):
+    """The experts that are in one state."""
+
+    name: str  # of a class of the style sheet
+    label: str
+    num_experts: int
+    path: str
+
+
+def path_of(cells_LE: NDArray[np.bool_]) -> str:
+    """Squares where it is True; neighbours in a row are one rectangle."""
+    pieces = []
+    for layer, row_E in enumerate(cells_LE):
+        padded = np.concatenate([[False], row_E, [False]])
+        begins = np.flatnonzero(padded[1:] & ~padded[:-1]).tolist()
+        ends = np.flatnonzero(padded[:-1] & ~padded[1:]).tolist()
+        for begin, end in zip(begins, ends, strict=True):
+            width = end - begin
+            pieces.append(f"M{begin} {layer}h{width}v1h-{width}z")
+    return "".join(pieces)
+
+
+def levels_of(counts_LE: NDArray[Any]) -> tuple[NDArray[np.int64], list[int]]:
+    """Of each cell 0 for none, or 1 to LEVELS; and the highest count of each level. The steps are
+    smaller where counts are: most experts serve few tokens.
+    """
+    most = max(int(counts_LE.max()), 1)
+    bounds = [int(most * (level / LEVELS) ** 2) for level in range(1, LEVELS + 1)]
+    levels_LE = np.where(counts_LE > 0, 1 + np.searchsorted(bounds, counts_LE), 0)
+    return levels_LE, bounds
+
+
+def state_paths(states_LE: NDArray[np.int8]) -> list[StatePath]:
+    """Only states that an expert is in."""
+    return [
+        StatePath(name, label, int((states_LE == state).sum()), path_of(states_LE == state))
+        for state, (name, label) in STATES.items()
+        if (states_LE == state).any()
     ]

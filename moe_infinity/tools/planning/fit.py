@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_infinity.errors import ConfigError
 from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
 from moe_infinity.memory.slots import AUTOMATIC_SHARE as HOST_SHARE
@@ -70,8 +69,8 @@ class Fit:
 def fit(
     sizes: ModelSizes, machine: PlanMachine, *, context: int, host_memory: int | str | None = None
 ) -> Fit:
-    """With room for the keys and values of `context` tokens. Raises ConfigError for a
-    `host_memory` that the engine would refuse, too.
+    """Plan with room for the keys and values of `context` tokens. Raises ConfigError for a
+    `host_memory` that is no size.
     """
     kv = sizes.kv.of(context)
     gpu = _gpu_tier(sizes, machine, kv) if machine.gpu else None
@@ -82,7 +81,7 @@ def fit(
     given = host_memory is not None
     budget = int(free * HOST_SHARE)
     if host_memory is not None:
-        budget = _given_budget(host_memory, sizes, machine)
+        budget = parse_size(host_memory, whole_bytes=sizes.expert_bytes)
     elif budget > beside_kv:
         budget = int(beside_kv)
         given = True
@@ -107,25 +106,9 @@ def fit(
     return Fit(
         tiers=(*tiers, disk),
         host_memory=budget if given else None,
-        refusal=_refusal(tiers, machine),
+        refusal=_refusal(tiers, machine, budget),
         all_in_memory=num_slots == sizes.total_experts,
     )
-
-
-def _given_budget(host_memory: int | str, sizes: ModelSizes, machine: PlanMachine) -> int:
-    budget = parse_size(host_memory, whole_bytes=sizes.expert_bytes)
-    if budget > machine.ram:
-        raise ConfigError(
-            f"host_memory of {format_bytes(budget)} is more than is free "
-            f"({format_bytes(machine.ram)})\n"
-            f"hint: all experts together take {format_bytes(sizes.expert_bytes)}"
-        )
-    if budget < sizes.slot_bytes:
-        raise ConfigError(
-            f"host_memory of {format_bytes(budget)} holds no expert: one takes "
-            f"{format_bytes(sizes.slot_bytes)}\nhint: raise host_memory"
-        )
-    return budget
 
 
 def _gpu_tier(sizes: ModelSizes, machine: PlanMachine, kv: int) -> TierBytes:
@@ -143,7 +126,12 @@ def _gpu_tier(sizes: ModelSizes, machine: PlanMachine, kv: int) -> TierBytes:
     )
 
 
-def _refusal(tiers: tuple[TierBytes, ...], machine: PlanMachine) -> str | None:
+def _refusal(tiers: tuple[TierBytes, ...], machine: PlanMachine, budget: int) -> str | None:
+    if budget > machine.ram:
+        return (
+            f"host_memory of {format_bytes(budget)} is more than is free "
+            f"({format_bytes(machine.ram)})"
+        )
     for tier in tiers:
         where = "the GPU" if tier.name == "gpu" else "memory"
         needed = tier.runtime + tier.dense + tier.kv

@@ -20,8 +20,7 @@ from pathlib import Path
 from moe_infinity.cache.policies import ACTIVATION_AWARE
 from moe_infinity.errors import ConfigError
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
-from moe_infinity.tools.simulator.hardware import Hardware
-from moe_infinity.tools.simulator.replay import Setup, replay
+from moe_infinity.tools.simulator.replay import Hardware, Setup, replay
 from moe_infinity.tools.simulator.schedule import interleave, steps_of
 
 CURVES = "curves.json"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -71,10 +72,10 @@ class RunPlan:
         """What to type; nothing if the model does not run."""
         if self.outlook.fit.refusal is not None:
             return ()
-        model = self.sizes.model
+        model = quote(self.sizes.model)
         run = f'moe-infinity run {model} -p "Write a haiku about rain." --report'
         if self.planned.host_memory is not None:
-            run += f" --host-memory {self.planned.host_memory}"
+            run += f" --host-memory {quote(self.planned.host_memory)}"
         elif (budget := self.outlook.fit.host_memory) is not None:
             run += f" --host-memory {budget >> 20}MiB"
         download = (f"moe-infinity pull {model}",) if self.sizes.place is None else ()

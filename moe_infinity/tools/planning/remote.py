@@ -16,8 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from huggingface_hub import HfApi, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import SafetensorsParsingError
-from huggingface_hub.utils._headers import build_hf_headers
-from huggingface_hub.utils._http import hf_raise_for_status, http_backoff
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
 from moe_infinity.checkpoint.file_names import INDEX as INDEX_NAME
 from moe_infinity.checkpoint.file_names import WHOLE, gguf_models, gguf_parts, shards_of

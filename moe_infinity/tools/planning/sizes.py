@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.checkpoint.headers import StoredTensor
 from moe_infinity.checkpoint.loading import plan_from_headers
-from moe_infinity.checkpoint.packing import PackedTensor
-from moe_infinity.checkpoint.plan import Plan
+from moe_infinity.checkpoint.plan import Plan, stored_bytes
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.inspection import find_local
 from moe_infinity.tools.planning.remote import hollow_copy
@@ -104,7 +101,7 @@ def _sizes(model: str, plan: Plan, place: Path | None) -> ModelSizes:
         )
     embedding = {name: w for name, w in plan.dense.items() if EMBEDDING.search(name)}
     head = {name: w for name, w in plan.dense.items() if HEAD.search(name)}
-    unread = _stored_bytes(embedding.values()) if head else 0
+    unread = stored_bytes(embedding.values()) if head else 0
     others = [w for name, w in plan.dense.items() if name not in embedding and name not in head]
     return ModelSizes(
         model=model,
@@ -125,10 +122,6 @@ def _sizes(model: str, plan: Plan, place: Path | None) -> ModelSizes:
         head_params=sum(prod(weight.shape) for weight in (head or embedding).values()),
         kv=kv_bytes_of(plan.config),
     )
-
-
-def _stored_bytes(weights: Iterable[StoredTensor | PackedTensor]) -> int:
-    return sum(part.extent.num_bytes for weight in weights for _, part in weight.parts)
 
 
 def kv_bytes_of(config: Any) -> KvBytes:

@@ -1,23 +1,32 @@
-"""Policies that the paper compares with (arXiv 2401.14361v3). The simulator replays them; no engine
-runs them.
+"""Policies that the simulator replays and no engine runs: those that the paper compares with, the
+paper's own (arXiv 2401.14361v3), and Belady's, which knows the future.
 
-They treat a batch as one request, like the engine's own policies other than the default.
+All but Belady's treat a batch as one request, as the engine's own policies other than the default
+do. L MoE layers, E experts per layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_infinity.cache import policies
 from moe_infinity.cache.activation_aware import Chances
 from moe_infinity.cache.policies import EvictionPolicy, Experts, Lru, Scores
-from moe_infinity.experts import Ints, Step
-from moe_infinity.tools.simulator.moe_infinity_v3 import MoeInfinityV3
+from moe_infinity.experts import Ints, Phase, Step
+from moe_infinity.predict.eamc import Eamc, EamcMatch, RequestEam
 
 NEIGHBOR_LAYERS = 3  # as in the published code's lru_ds
 PROTECTED = 2.0**40  # added to a time, outranks every time; the sum is still exact in float64
+EAMC_CAPACITY = 120  # v3 Fig 9: no gain beyond
+EPSILON = 1e-8  # unspecified in the paper; the published code's
+
+Touch = tuple[int, Experts]  # MoE layer, distinct experts activated in it
+Times = NDArray[np.int64]  # numbers of touches, counted from 0
+
+NEVER = np.iinfo(np.int64).max
 
 
 class Neighbor(Lru):
@@ -91,6 +100,83 @@ class TokenCounts(EvictionPolicy):
         return self._scores
 
 
+class MoeInfinityV3(EvictionPolicy):
+    """The expert cache of the paper as printed: Algorithm 1 with PredictEAM (section 4.5).
+
+        iEAM of this step --most similar EAM of a past request--> pEAM --* (1 - layer / L)--> scores
+
+    The paper leaves open how many past requests to aggregate: here it is the nearest one, as in the
+    published code. It also leaves open what prefill does: here it changes no score. Scores are
+    computed when asked for, as most touches evict nothing.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, *, num_slots: int) -> None:
+        self._eamc = Eamc(EAMC_CAPACITY, num_layers, num_experts)
+        self._match = EamcMatch(self._eamc)
+        self._request_eam = np.zeros((num_layers, num_experts), dtype=np.int64)  # decode only
+        self._layers_L1 = np.arange(num_layers)[:, None]
+        self._layer = 0
+        self._top_k = 1
+        self._is_decode = False
+        self._scores = self._score()
+        self._is_stale = False
+
+    def begin_step(self, step: Step) -> None:
+        if step.begins_B.any():
+            self.scores()  # what prefill will keep, before the collection changes
+            self._eamc.add(RequestEam(np.zeros_like(self._request_eam), self._request_eam))
+            self._request_eam = np.zeros_like(self._request_eam)
+        self._is_decode = step.phase is Phase.DECODE
+        if self._is_decode:
+            self._match.begin()
+
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
+        if self._is_decode:
+            self._request_eam[moe_layer_idx, experts] += counts
+            self._match.observe(moe_layer_idx, np.asarray(experts), counts)
+            self._layer = moe_layer_idx
+            self._top_k = len(experts)
+            self._is_stale = True
+
+    def scores(self) -> Scores:
+        """[L, E]. Algorithm 1: (pEAM[r][e] + eps) * (1 - r / L) / sum(pEAM[r])."""
+        if self._is_stale:
+            self._scores = self._score()
+            self._is_stale = False
+        return self._scores
+
+    def chances(self) -> Scores:
+        """[L, E]: the multi-layer prefetch order of v1 and v2, likelihood x proximity, as a share
+        of the experts a token takes; nothing beyond the last layer.
+        """
+        predicted = self._predict()
+        predicted[: self._layer + 1] = 0
+        return np.minimum(predicted * self._top_k, 1)
+
+    def _score(self) -> Scores:
+        predicted = self._predict()
+        row_sums = predicted.sum(axis=1, keepdims=True)
+        row_sums[row_sums == 0] = 1  # a request cut short in its first step has empty rows
+        decay_L1 = 1 - self._layers_L1 / len(predicted)
+        scores: Scores = (predicted + EPSILON) * decay_L1 / row_sums
+        return scores
+
+    def _predict(self) -> Scores:
+        """PredictEAM: pEAM [L, E]; uniform rows while nothing is collected.
+
+        Stored rows sum to 1 already: that changes no cosine (rows of a whole EAM have equal sums)
+        and makes the normalised aggregate of one match the match itself. The norm of the query is
+        the same for all, so it is left out.
+        """
+        if self._eamc.num_stored:
+            nearest = int((self._match.dots / self._eamc.norms).argmax())
+            likelihood = self._eamc.decode_matrix(nearest)
+        else:
+            likelihood = np.full(self._request_eam.shape, 1 / self._request_eam.shape[1])
+        layers_ahead_L1 = np.maximum(self._layers_L1 - self._layer, 0)
+        return likelihood * (1 - layers_ahead_L1 / len(likelihood))
+
+
 BASELINES: dict[str, Callable[..., EvictionPolicy]] = {
     "neighbor": Neighbor,
     "per-layer-lru": PerLayerLru,
@@ -109,3 +195,44 @@ def make_policy(
     return policies.make_policy(
         name, num_layers=num_layers, num_experts=num_experts, num_slots=num_slots, chances=chances
     )
+
+
+def next_uses(touches: Sequence[Touch], *, num_layers: int, num_experts: int) -> list[Times]:
+    """For each touch, when each of its experts is touched next, or NEVER. One pass, backwards."""
+    next_use = np.full((num_layers, num_experts), NEVER)
+    of_touch: list[Times] = []
+    for time in reversed(range(len(touches))):
+        moe_layer_idx, experts = touches[time]
+        of_touch.append(next_use[moe_layer_idx, experts])
+        next_use[moe_layer_idx, experts] = time
+    return of_touch[::-1]
+
+
+class Belady(EvictionPolicy):
+    """The best any policy can do without prefetch: evict what is needed again last (Belady, 1966).
+
+    `future` is what `next_uses` says of the touches that follow, so it exists in replays only.
+    Optimal for decode steps if the experts of each layer fit into the slots at once, but not with
+    prefill: the table first evicts what prefill brought in.
+    """
+
+    def __init__(self, future: Sequence[Times], *, num_layers: int, num_experts: int) -> None:
+        self._future = iter(future)
+        self._scores = np.full((num_layers, num_experts), -float(NEVER))
+        self._now = 0  # number of the next touch
+
+    def begin_step(self, step: Step) -> None:
+        """Steps and requests make no difference here."""
+
+    def touch(self, moe_layer_idx: int, experts: Experts, counts: Ints | int = 1) -> None:
+        self._scores[moe_layer_idx, experts] = -next(self._future)
+        self._now += 1
+
+    def chances(self) -> Scores:
+        """[L, E]: 1 for what its layer will activate when it comes next, else 0. Layers take turns,
+        one touch each.
+        """
+        return (-self._scores < self._now + len(self._scores)).astype(np.float64)
+
+    def scores(self) -> Scores:
+        return self._scores

@@ -21,9 +21,15 @@ from moe_infinity.predict.knowledge import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.sizes import parse_size
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES
-from moe_infinity.tools.simulator.hardware import Hardware
 from moe_infinity.tools.simulator.processes import OnWork, adding_up, run_all
-from moe_infinity.tools.simulator.replay import BELADY, CLAIRVOYANT, OMNISCIENT, Setup, replay
+from moe_infinity.tools.simulator.replay import (
+    BELADY,
+    CLAIRVOYANT,
+    OMNISCIENT,
+    Hardware,
+    Setup,
+    replay,
+)
 from moe_infinity.tools.simulator.schedule import interleave, steps_of
 
 

@@ -1,5 +1,7 @@
 """Replays recorded routing through the tables, policies, predictors and planners of the engine;
-only the mover and the clock are models.
+only the mover and the clock are models. Loads share one link that carries one expert at a time, and
+layers take a fixed time to compute. Demand loads go first; a prefetch under way waits for them and
+goes on after.
 
 Every policy and its predictor see the trace once, whatever the number of capacities: what they
 learn depends on the routing alone.
@@ -19,14 +21,60 @@ from moe_infinity.experts import ExpertKey, Ints, Phase, Step
 from moe_infinity.predict.planner import Planner, PredictingPolicy
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
-from moe_infinity.tools.simulator.baselines import make_policy
-from moe_infinity.tools.simulator.belady import Belady, next_uses
-from moe_infinity.tools.simulator.hardware import Hardware, Link
+from moe_infinity.tools.simulator.baselines import Belady, make_policy, next_uses
 from moe_infinity.tools.simulator.schedule import RecordedStep
 
 BELADY = "belady"
 CLAIRVOYANT = "clairvoyant"  # Belady that also prefetches what it knows will be used
 OMNISCIENT = (BELADY, CLAIRVOYANT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a replay's times are made of."""
+
+    bytes_per_s: float  # of the link
+    expert_bytes: int
+    layer_s: float  # from one layer's routing to the next one's, everything resident
+
+    @property
+    def load_s(self) -> float:
+        """Seconds to load one expert."""
+        return self.expert_bytes / self.bytes_per_s
+
+
+class Link:
+    """The link, and how far the prefetches on it are."""
+
+    def __init__(self, load_s: float) -> None:
+        self._load_s = load_s
+        self._queue: dict[ExpertKey, float] = {}  # seconds left, in order
+
+    @property
+    def queued_s(self) -> float:
+        """Time to finish what was begun."""
+        return sum(self._queue.values())
+
+    def begin(self, keys: Iterable[ExpertKey]) -> None:
+        """Queue prefetches."""
+        for key in keys:
+            self._queue[key] = self._load_s
+
+    def run(self, seconds: float) -> list[ExpertKey]:
+        """Time passes without demand; gives the prefetches that arrived."""
+        arrived = []
+        for key, left in list(self._queue.items()):
+            if left > seconds:
+                self._queue[key] = left - seconds
+                break
+            seconds -= left
+            del self._queue[key]
+            arrived.append(key)
+        return arrived
+
+    def demand(self, num_absent: int, late: Iterable[ExpertKey]) -> float:
+        """Seconds until so many demand loads and these prefetches, already begun, are there."""
+        return num_absent * self._load_s + sum(self._queue.pop(key) for key in late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +177,11 @@ class Machine:
             policy.begin_step(step)
         for cell in self.cells:
             cell.begin_step(step)
-        for moe_layer_idx, experts_TK in enumerate(experts_LTK):
+        for moe_layer_idx, top_k_index_TK in enumerate(experts_LTK):
             if predictor is not None:
-                self._recorder.record(moe_layer_idx, experts_TK)
-                predictor.observe(moe_layer_idx, experts_TK)
-            activated, counts = distinct(experts_TK)
+                self._recorder.record(moe_layer_idx, top_k_index_TK)
+                predictor.observe(moe_layer_idx, top_k_index_TK)
+            activated, counts = distinct(top_k_index_TK)
             for policy in self._policies:
                 policy.touch(moe_layer_idx, activated, counts)
             for cell in self.cells:
@@ -198,9 +246,9 @@ def _policies(
         if name not in shared and setup.policy in OMNISCIENT:
             if future is None:
                 touches = [
-                    (moe_layer_idx, distinct(experts_TK)[0])
+                    (moe_layer_idx, distinct(top_k_index_TK)[0])
                     for recorded in steps
-                    for moe_layer_idx, experts_TK in enumerate(recorded.experts_LTK)
+                    for moe_layer_idx, top_k_index_TK in enumerate(recorded.experts_LTK)
                 ]
                 future = next_uses(touches, num_layers=num_layers, num_experts=num_experts)
             shared[name] = Belady(future, num_layers=num_layers, num_experts=num_experts)
@@ -215,8 +263,8 @@ def _policies(
         yield shared[name]
 
 
-def distinct(experts_TK: Ints) -> tuple[Ints, Ints]:
+def distinct(top_k_index_TK: Ints) -> tuple[Ints, Ints]:
     """The experts activated, ascending, and the tokens of each."""
-    if len(experts_TK) == 1:
-        return np.sort(experts_TK[0]), np.ones_like(experts_TK[0])
-    return np.unique(experts_TK, return_counts=True)
+    if len(top_k_index_TK) == 1:
+        return np.sort(top_k_index_TK[0]), np.ones_like(top_k_index_TK[0])
+    return np.unique(top_k_index_TK, return_counts=True)

@@ -26,11 +26,12 @@ from moe_infinity.experimental.gpu.attention_modules import FusedAttention
 from moe_infinity.experimental.gpu.cached_step import AttentionKernels, CachedStep, Place
 from moe_infinity.experimental.gpu.device_steps import StepState
 from moe_infinity.experimental.gpu.device_table import DeviceTable
-from moe_infinity.experimental.gpu.graphed_step import CACHE, GraphedStep
+from moe_infinity.experimental.gpu.graphed_step import GraphedStep
 from moe_infinity.experimental.gpu.kernels import rotary_reference
 from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp
 from moe_infinity.experimental.gpu.mlps import FusedMlp
 from moe_infinity.experimental.gpu.slot_kernels import SlotKernels
+from tests.cache_name import CACHE
 from tests.experimental.gpu.fake_cuda import FakeCudaDevice
 
 NOWHERE = torch.device("meta")

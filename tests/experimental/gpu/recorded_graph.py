@@ -22,6 +22,7 @@ from moe_infinity.experimental.gpu.attention import attention_kernels
 from moe_infinity.experimental.gpu.cached_step import AttentionKernels
 from moe_infinity.experimental.gpu.kernels.attention_reference import attend_latent
 from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
+from tests.cache_name import CACHE
 from tests.experimental.gpu.fast_device import on_device
 from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, greedy
 
@@ -187,7 +188,7 @@ def conversation(moe: MoE) -> list[Tensor]:
     for more in (PROMPT[:, :4], LONG_PROMPT[:, :9]):
         ids = torch.cat([ids, more], dim=1)
         out = moe.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+            input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: cache},
             max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         ids = out.sequences

@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 from moe_infinity import MoE
 from moe_infinity.experimental.gpu.cached_step import CachedSteps
+from tests.cache_name import CACHE
 from tests.experimental.gpu import recorded_graph
 from tests.experimental.gpu.fast_device import on_device
 from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, greedy
@@ -116,7 +117,7 @@ def test_caches_that_are_not_known_are_left_to_the_model(folder_of):
         config = moe.model.config
         cache = DynamicCache(config=config)
         assert not taken(moe, cache)  # has nothing yet
-        greedy(moe, past_key_values=cache)
+        greedy(moe, **{CACHE: cache})
         length = cache.get_seq_length()
         assert taken(moe, cache)
         assert not taken(moe, cache, num_seqs=2)
@@ -132,15 +133,15 @@ def test_caches_that_are_not_known_are_left_to_the_model(folder_of):
 def test_a_step_that_fails_leaves_the_cache_as_it_was(folder_of, monkeypatch):
     with on_device(folder_of("deepseek_v2"), "100%", "100%") as moe:
         cache = DynamicCache(config=moe.model.config)
-        moe.model(input_ids=PROMPT, past_key_values=cache)
+        moe.model(input_ids=PROMPT, **{CACHE: cache})
         last = {"input_ids": PROMPT[:, :1], "position_ids": torch.full((1, 1), 8)}
         with monkeypatch.context() as patched:
             patched.setattr(moe.model.lm_head, "forward", lambda x: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                moe.model(past_key_values=cache, **last)
+                moe.model(**{CACHE: cache}, **last)
         assert cache.get_seq_length() == PROMPT.shape[1]
         assert not any("update" in vars(layer) for layer in cache.layers)
-        again = moe.model(past_key_values=cache, **last).logits
+        again = moe.model(**{CACHE: cache}, **last).logits
         fresh = DynamicCache(config=moe.model.config)
-        moe.model(input_ids=PROMPT, past_key_values=fresh)
-        assert torch.equal(moe.model(past_key_values=fresh, **last).logits, again)
+        moe.model(input_ids=PROMPT, **{CACHE: fresh})
+        assert torch.equal(moe.model(**{CACHE: fresh}, **last).logits, again)

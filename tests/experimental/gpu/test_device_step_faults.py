@@ -22,6 +22,7 @@ from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.graphed_step import GraphedStep
 from moe_infinity.experimental.gpu.kernels import reference as slot_reference
 from moe_infinity.experimental.gpu.reports import ReportPoller
+from tests.cache_name import CACHE
 from tests.experimental.gpu.fast_device import CACHES, STATIC, on_device, tokens_of_a_cpu
 from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
 from tests.experimental.gpu.recorded_graph import record_graphs, tokens_without_graph
@@ -181,7 +182,7 @@ def test_prompts_between_steps_that_nobody_settles(tiny_checkpoint):
             found.append(out.logits)
             for step in range(4):
                 ids = torch.tensor([[11 * n + step]])
-                found.append(moe.model(input_ids=ids, past_key_values=out.past_key_values).logits)
+                found.append(moe.model(input_ids=ids, **{CACHE: out.past_key_values}).logits)
         return found
 
     with on_device(tiny_checkpoint, "100%", "100%") as moe:

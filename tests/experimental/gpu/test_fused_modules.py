@@ -20,6 +20,7 @@ from moe_infinity.experimental.gpu.kernels import reference
 from moe_infinity.experimental.gpu.mlps import FusedMlp, activation_of
 from moe_infinity.experimental.gpu.norms import find_norms
 from moe_infinity.experimental.gpu.routers import find_router, fuse_routers
+from tests.cache_name import CACHE
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
 
@@ -118,7 +119,7 @@ def test_attention_modules_are_found_and_give_what_their_own_code_gives(folder):
         found = []
         for is_ours in (False, True):
             cache = DynamicCache(config=model.config)
-            given = {"past_key_values": cache}
+            given = {CACHE: cache}
             for each in attention:  # every layer of the cache has something
                 each(x_BTD[:, :3], position_embeddings=parts[0], attention_mask=mask, **given)
             given["position_embeddings"] = parts[1]

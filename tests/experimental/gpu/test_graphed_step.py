@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from moe_infinity.experimental.gpu import graph as graphs_of_cuda
 from moe_infinity.experimental.gpu import graphed_step
 from moe_infinity.memory.cuda import CAPTURING, TorchCudaDevice
+from tests.cache_name import CACHE
 from tests.experimental.gpu.fast_device import STATIC, on_device, tokens_of_a_cpu
 from tests.experimental.gpu.on_device import PROMPT, assert_same_tokens, greedy
 from tests.experimental.gpu.recorded_graph import tokens_without_graph
@@ -57,7 +58,7 @@ def test_a_number_of_sequences_is_captured_once_for_all_requests(tiny_checkpoint
 def test_a_graph_keeps_no_request_in_memory(tiny_checkpoint, graphs):
     with on_device(tiny_checkpoint, "100%", "100%") as moe:
         cache = DynamicCache(config=moe.model.config)
-        greedy(moe, past_key_values=cache)
+        greedy(moe, **{CACHE: cache})
         assert graphs
         keys = weakref.ref(cache.layers[0].keys)
         del cache

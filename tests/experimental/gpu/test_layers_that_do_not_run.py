@@ -15,6 +15,7 @@ from moe_infinity.experimental.gpu import resolve_reference
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
+from tests.cache_name import CACHE
 from tests.experimental.gpu.fast_device import CACHES, compute_as_the_device_does, on_device
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
@@ -93,7 +94,7 @@ def test_layers_that_get_a_part_of_a_steps_tokens_are_counted(folder, host_memor
                 out = moe.model(
                     input_ids=torch.tensor([[5 + n], [9 + n]]),
                     attention_mask=torch.ones(2, out.past_key_values.get_seq_length() + 1),
-                    past_key_values=out.past_key_values,
+                    **{CACHE: out.past_key_values},
                     moe_mm_token_type_ids=torch.tensor(kinds),
                 )
                 found.append(out.logits)

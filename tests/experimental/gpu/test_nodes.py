@@ -30,6 +30,7 @@ from moe_infinity.experimental.gpu.kernels import (
 from moe_infinity.experimental.gpu.norms import NormKernels
 from moe_infinity.experimental.gpu.routers import RouterKernels
 from moe_infinity.experts import Phase, Step
+from tests.cache_name import CACHE
 from tests.experimental.gpu import no_device
 from tests.experimental.gpu.fast_device import on_device
 from tests.experimental.gpu.no_device import Captured, capturing
@@ -145,7 +146,7 @@ def host_operations(config: Any, folder: Path, graphs: list[Recorder]) -> Counte
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     with on_device(folder, "100%", "100%") as moe, torch.no_grad():
         cache = DynamicCache(config=moe.model.config)
-        greedy(moe, num_tokens=2, past_key_values=cache)
+        greedy(moe, num_tokens=2, **{CACHE: cache})
         graphed = moe._graphed
         assert graphed is not None
         for _ in range(3):  # to warm up, to capture, to count
@@ -160,7 +161,7 @@ def host_operations(config: Any, folder: Path, graphs: list[Recorder]) -> Counte
                 graphs[-1].calls.clear()  # nothing runs
             nodes = Nodes()
             with nodes:
-                graphed(past_key_values=cache, use_cache=True, return_dict=True, **given)
+                graphed(**{CACHE: cache}, use_cache=True, return_dict=True, **given)
         assert graphed.has_graph
     return nodes.found
 

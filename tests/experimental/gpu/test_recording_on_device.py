@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from moe_infinity import MoE
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
+from tests.cache_name import CACHE
 from tests.experimental.gpu.fast_device import CACHES, on_device
 from tests.experimental.gpu.on_device import PROMPT, greedy
 
@@ -62,12 +63,12 @@ def test_a_step_that_ran_is_recorded_though_its_caller_never_hears_of_it(tiny_ch
 
     with on_device(tiny_checkpoint, "100%", "100%") as moe, moe.recording() as finish:
         cache = moe.model(PROMPT, use_cache=True).past_key_values
-        moe.model(PROMPT[:, :1], past_key_values=cache)
+        moe.model(PROMPT[:, :1], **{CACHE: cache})
         hook = moe.model.register_forward_hook(fail, prepend=True)
         with pytest.raises(ValueError, match="enough"):
-            moe.model(PROMPT[:, 1:2], past_key_values=cache)
+            moe.model(PROMPT[:, 1:2], **{CACHE: cache})
         hook.remove()
-        moe.model(PROMPT[:, 2:3], past_key_values=cache)
+        moe.model(PROMPT[:, 2:3], **{CACHE: cache})
         (trace,) = finish()
     assert trace.token_ids_T.tolist() == [*PROMPT[0].tolist(), *PROMPT[0, :3].tolist()]
 

@@ -16,6 +16,7 @@ from moe_infinity.engine.exact import ExactWork
 from moe_infinity import MoE
 from moe_infinity.engine import compute
 from moe_infinity.experimental.gpu import graphed_step
+from tests.cache_name import CACHE
 from tests.experimental.gpu.fake_cuda import fake_device
 from tests.experimental.gpu.no_device import (
     ATTENTION_KERNELS,
@@ -51,7 +52,7 @@ def prompt_and_token(folder: Path, **options: Any) -> None:
         ids = torch.zeros(1, 9, dtype=torch.int64, device=NOWHERE)
         out = moe.model(ids, use_cache=True)
         last = {"input_ids": ids[:, :1], "position_ids": ids[:, :1]}
-        out = moe.model(**last, use_cache=True, past_key_values=out.past_key_values)
+        out = moe.model(**last, use_cache=True, **{CACHE: out.past_key_values})
         assert out.logits.device == NOWHERE
         assert moe.report().decode.lookups > 0
 

@@ -19,9 +19,16 @@ from moe_infinity.errors import OutputError
 from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.report import Report, TierOccupancy
 from moe_infinity.tools.pictures import run_page
-from moe_infinity.tools.pictures.cells import LEVELS, levels_of, path_of, state_paths
 from moe_infinity.tools.pictures.reporting import RunReports
-from moe_infinity.tools.pictures.run_page import FinishedRun, page_of, write_page
+from moe_infinity.tools.pictures.run_page import (
+    LEVELS,
+    FinishedRun,
+    levels_of,
+    page_of,
+    path_of,
+    state_paths,
+    write_page,
+)
 from moe_infinity.tools.profiling import counting_steps, decode_steps_of
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7 * 7 }}"

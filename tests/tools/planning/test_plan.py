@@ -162,6 +162,12 @@ def test_a_model_of_the_hub_is_downloaded_first(sizes, machine):
     assert plan.commands[1].endswith("--host-memory 2GB")
 
 
+def test_a_path_is_quoted_in_the_command(sizes, machine):
+    spaced = replace(sizes, model="/tmp/packed 1")
+    (run,) = make_plan(spaced, machine, PlannedRun(), Constants()).commands
+    assert run.startswith("moe-infinity run '/tmp/packed 1' -p ")
+
+
 def test_a_budget_lowered_for_the_context_is_in_the_command(sizes, machine):
     plan = make_plan(sizes, machine, PlannedRun(context=3_000_000), Constants())
     assert plan.outlook.fit.host_memory == 5 * 10**9 - 10**9 - sizes.kv.of(3_000_000)
@@ -229,8 +235,6 @@ def test_a_disk_that_cannot_be_measured_is_assumed(command, tiny_checkpoint, mon
     ("more", "said"),
     [
         (["--machine", "rom=3"], "unknown 'rom'"),
-        (["--machine", TOLD, "--host-memory", "1B"], "holds no expert"),
-        (["--machine", TOLD, "--host-memory", "40GiB"], "more than is free"),
         (["--machine", TOLD, "--host-memory", "much"], "is not a size"),
     ],
 )
@@ -238,6 +242,16 @@ def test_wrong_options_are_errors(command, tiny_checkpoint, more, said):
     outcome = command("plan", tiny_checkpoint, *more)
     assert outcome.code == 1
     assert said in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"), [("1B", "no expert has room"), ("40GiB", "more than is free")]
+)
+def test_a_budget_that_the_engine_refuses_does_not_fit(command, tiny_checkpoint, budget, said):
+    outcome = command("plan", tiny_checkpoint, "--machine", TOLD, "--host-memory", budget)
+    assert "It does not fit: " in outcome.out
+    assert said in outcome.out
+    assert "moe-infinity run" not in outcome.out
 
 
 def test_a_wrong_path_is_an_error(command, tmp_path):

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from moe_infinity.cache.policies import ACTIVATION_AWARE, EvictionPolicy, Lru
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase, Step
-from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES, make_policy
-from moe_infinity.tools.simulator.belady import NEVER, Belady, Touch, next_uses
+from moe_infinity.tools.simulator.baselines import (
+    NEVER,
+    SIMULATED_POLICIES,
+    Belady,
+    Touch,
+    make_policy,
+    next_uses,
+)
 
 Decoding = list[list[list[int]]]  # by step and layer: the experts activated
 

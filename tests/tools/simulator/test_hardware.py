@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_infinity.experts import ExpertKey
-from moe_infinity.tools.simulator.hardware import Hardware, Link
+from moe_infinity.tools.simulator.replay import Hardware, Link
 
 A, B, C = (ExpertKey(0, expert_idx) for expert_idx in range(3))
 

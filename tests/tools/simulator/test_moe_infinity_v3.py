@@ -18,8 +18,7 @@ from numpy.testing import assert_allclose
 from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase, Step
-from moe_infinity.tools.simulator.baselines import make_policy
-from moe_infinity.tools.simulator.moe_infinity_v3 import EPSILON, MoeInfinityV3
+from moe_infinity.tools.simulator.baselines import EPSILON, MoeInfinityV3, make_policy
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 L, E = 3, 2
