@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_name
+from moe_infinity.architectures.attention_inputs import CACHE_NAMES, cache_name
 from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,

@@ -14,7 +14,7 @@ import typer
 from moe_infinity.cli.models import checkpoint_for, open_model
 from moe_infinity.cli.options import Model, ModelOptions, Yes, taken, with_options_of
 from moe_infinity.cli.terminal import talk
-from moe_infinity.cluster.options import ClusterOptions
+from moe_infinity.cluster.config import ClusterOptions
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.config import ServeConfig
 

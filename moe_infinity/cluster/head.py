@@ -31,8 +31,7 @@ from moe_infinity.cluster.wire import Wire, WireMessage
 from moe_infinity.engine.fused import FusedWork
 from moe_infinity.engine.torch_backend import TorchWork
 from moe_infinity.errors import ConfigError, HostLost
-from moe_infinity.experts import Step
-from moe_infinity.routing import Routing
+from moe_infinity.experts import Routing, Step
 
 OPEN_S = 300.0  # for all hosts to open the checkpoint
 SIGNS_S = 10.0  # between two signs of life while one does

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.modeling_utils import AttentionInterface
 
-from moe_infinity.architectures.cache_argument import cache_parameter
+from moe_infinity.architectures.attention_inputs import cache_parameter
 from moe_infinity.architectures.trial import Differs, Verdict, verdict
 from moe_infinity.errors import ConfigError
 from moe_infinity.experimental.gpu.cached_step import NAME, Place

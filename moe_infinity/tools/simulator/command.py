@@ -11,7 +11,7 @@ import typer
 
 from moe_infinity.cli.options import AsJson, taken, with_options_of
 from moe_infinity.cli.terminal import count_bar, write
-from moe_infinity.predict.knowledge import FACTORS
+from moe_infinity.predict.tables import FACTORS
 from moe_infinity.tools.pictures.figures import check_picture
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES
 
