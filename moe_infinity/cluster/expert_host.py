@@ -20,9 +20,8 @@ import torch
 
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.cluster.ownership import digest_of, owners
 from moe_infinity.cluster.share import work_of_share
-from moe_infinity.cluster.steps import LayerRouting, RowsRequest
+from moe_infinity.cluster.steps import LayerRouting, RowsRequest, digest_of, owners
 from moe_infinity.cluster.wire import Wire, WireMessage
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.build import build_experts

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.cluster import steps
-from moe_infinity.cluster.ownership import HEAD
 from moe_infinity.cluster.share import Share, put_share, share_of
-from moe_infinity.cluster.steps import LayerRouting, RowsRequest
+from moe_infinity.cluster.steps import HEAD, LayerRouting, RowsRequest
 from moe_infinity.cluster.wire import Wire, WireMessage
 from moe_infinity.engine.fused import FusedWork
 from moe_infinity.engine.torch_backend import TorchWork

@@ -18,7 +18,7 @@ from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.cluster.config import ClusterConfig
 from moe_infinity.cluster.head import ExpertHosts, Placement
 from moe_infinity.cluster.local import LocalProcesses
-from moe_infinity.cluster.ownership import HEAD, digest_of, owners
+from moe_infinity.cluster.steps import HEAD, digest_of, owners
 from moe_infinity.config import options_of
 from moe_infinity.engine.build import build_experts
 from moe_infinity.engine.engine import LocalExperts, anonymous_step

@@ -32,7 +32,7 @@ from moe_infinity.architectures.trial import (
     is_close,
     verdict,
 )
-from moe_infinity.experimental.gpu.attention import EXPAND, AttentionSwitch
+from moe_infinity.experimental.gpu.cached_step import EXPAND, AttentionSwitch
 from moe_infinity.experimental.gpu.kernels import Kernels
 from moe_infinity.experimental.gpu.kernels.descriptions import PAIRS, Heads
 from moe_infinity.experimental.gpu.kernels.reference import make_heads

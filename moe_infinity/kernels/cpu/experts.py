@@ -3,7 +3,7 @@ few rows of a decode step, where one call for each expert would take longer than
 
     FusedExperts(inputs, starts, addresses)
       up      x times gate and up     float32
-      act     activation.py           float32
+      act     reference.py            float32
       down    hidden times down       float32
       ->      rounded once, to the dtype of the inputs
 

@@ -82,7 +82,7 @@ def simulate(traces: Traces, as_json: AsJson = False, **options: Any) -> None:
     """Replay recorded routing with other policies and capacities. Needs no model."""
     # Imported here: no other command needs them.
     from moe_infinity.system.machine import num_cores
-    from moe_infinity.tools.pictures.plots import draw_hit_rates
+    from moe_infinity.tools.pictures.figures import draw_hit_rates
     from moe_infinity.tools.simulator.laboratory import Experiment, run_experiment, table_of
 
     asked = taken(SimulationOptions, options)
