@@ -189,15 +189,15 @@ def test_a_step_that_is_cut_short_leaves_no_answer_for_the_next_one(
     alone = logits(checkpoint)
     with ClusterMoE(checkpoint, device="cpu", expert_hosts=1) as moe, torch.no_grad():
         logits_of_steps(moe.model, IDS[:, :2])
-        layer = moe.engine.path.layer
+        layer = moe.engine.path.run_layer
 
         def interrupted(*args: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(moe.engine.path, "layer", interrupted)
+        monkeypatch.setattr(moe.engine.path, "run_layer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             moe.model(IDS)
-        monkeypatch.setattr(moe.engine.path, "layer", layer)
+        monkeypatch.setattr(moe.engine.path, "run_layer", layer)
         assert torch.equal(logits_of_steps(moe.model, IDS, num_prompt=5), alone)
         assert set(hosts_of(moe)) == {1}
 

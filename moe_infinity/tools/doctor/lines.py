@@ -99,7 +99,8 @@ def loaded_line(line: Line, load: Callable[[str], object]) -> Line:
         load(line.check)
     except Exception as problem:  # whatever a broken installation gives
         reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-        hint = f"install it again: pip install --force-reinstall --no-deps {line.check}=={line.finding}"
+        package = f"{line.check}=={line.finding}"
+        hint = f"install it again: pip install --force-reinstall --no-deps {package}"
         return error(line.check, f"{line.finding} cannot be imported: {reason}", hint)
     return line
 

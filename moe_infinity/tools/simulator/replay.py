@@ -116,7 +116,7 @@ class Cell:
             self._begin_prefetches(self._planner, -1)
 
     def run_layer(self, moe_layer_idx: int, activated: Ints, phase: Phase) -> None:
-        """Do what the engine does with one MoE layer, on the modelled clock; the policy knows it."""
+        """Do what the engine does with one MoE layer, on the modelled clock."""
         keys = self._keys[moe_layer_idx]
         waiting: Sequence[ExpertKey] = [keys[expert] for expert in activated.tolist()]
         counters = self.counters.of(phase)

@@ -56,7 +56,7 @@ def test_a_gguf_file_of_the_hub_is_read_as_far_as_its_header(hub, gguf_file, tmp
     hub.add("some/gguf", folder)
     found = sizes_of("some/gguf")
     local = sizes_of(str(gguf_file))
-    assert replace(found, model="", folder=None) == replace(local, model="", place=None)
+    assert replace(found, model="", folder=None) == replace(local, model="", folder=None)
 
 
 def test_of_several_gguf_files_one_has_to_be_named(hub, gguf_file, tmp_path):
