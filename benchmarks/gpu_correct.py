@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -17,12 +18,13 @@ from gpu_stage import LINK, LOCKING, MEMORY, PRODUCT, Bound, Check
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.architectures.cache_argument import cache_parameter
+from moe_infinity.architectures.attention_inputs import cache_parameter
 from moe_infinity.memory.cuda import CudaDevice, TorchCudaDevice
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice
+from tests.fake_cuda import FakeCudaDevice
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = (("3%", "40%"), ("25%", "100%"), ("60%", "40%"), ("60%", "100%"))
+GRAPHS: dict[str, Any] = {"gpu_engine": "graphs"}
 NEAR = 0.03  # of the norm of logits: two ways to round in bfloat16
 
 
@@ -100,9 +102,9 @@ def run_tests(check: Check, *, args: list[str]) -> None:
             break
 
 
-def same_tokens(check: Check, folder: Path, shape: Shape) -> None:
-    """With and without a graph the tokens of the run with all experts on the device and no graph,
-    whatever the budgets, a step of one sequence or of several.
+def same_tokens(check: Check, folder: Path, shape: Shape, **options: Any) -> None:
+    """The tokens of the run with all experts on the device, whatever the budgets, for a step of one
+    sequence or of several. The experimental engine has to capture its steps in graphs.
     """
     num_tokens = 6 if check.is_fake else 48  # after a prompt of 48: a window of 64 fills up
     prompts = [token_ids(256, batch, 48) for batch in (1, 3)]
@@ -110,28 +112,32 @@ def same_tokens(check: Check, folder: Path, shape: Shape) -> None:
     def tokens_of(moe: MoE) -> list[str]:
         return [generate(moe, ids, num_tokens) for ids in prompts]
 
-    with check.model(folder, device_memory="100%", cuda_graph=False) as moe:
+    with check.model(folder, device_memory="100%", **options) as moe:
         expected = tokens_of(moe)
+        check.add("how experts compute", moe.report().experts)
     for device_memory, host_memory in BUDGETS:
+        if options and host_memory != "100%":
+            continue
         budgets = {"device_memory": device_memory, "host_memory": host_memory}
-        with check.model(folder, **budgets) as moe:
+        with check.model(folder, **budgets, **options) as moe:
             found = [tokens_of(moe) for _ in range(2)]
             moe.check_invariants()
-            has_graph = moe.has_cuda_graph
+            has_graph = check.has_graph(moe)
         check.add("same tokens", found == [expected] * 2, **budgets)
-        may_have = host_memory == "100%" and not check.is_fake
-        check.add("a graph, if host memory has all", has_graph == may_have, **budgets)
+        if options:
+            check.add("a graph", has_graph is not check.is_fake, **budgets)
 
 
-def near_exact(check: Check, folder: Path, shape: Shape) -> None:
+def near_exact(check: Check, folder: Path, shape: Shape, **options: Any) -> None:
     """Logits of our kernels at full width beside those of torch's, for a prompt and for single
     tokens: the median over tokens, as for some two experts are nearly as good.
     """
     ids = token_ids(shape.config.vocab_size, 1, 64).to(check.device)
     with check.model(folder, device_memory="100%", exact=True) as moe:
         exact_TV = logits_of(moe, ids, num_prompt=48)
-    with check.model(folder, device_memory="100%") as moe:
+    with check.model(folder, device_memory="100%", **options) as moe:
         found_TV = logits_of(moe, ids, num_prompt=48)
+        check.add("how experts compute", moe.report().experts)
     error_T = (found_TV - exact_TV).norm(dim=1) / exact_TV.norm(dim=1)
     for name, part_T in (("a prompt", error_T[:48]), ("single tokens", error_T[48:])):
         median = float(part_T.median())

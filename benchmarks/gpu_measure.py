@@ -34,7 +34,7 @@ PROFILED = 4  # steps
 KINDS = {
     "find and copy experts": ("_resolve", "_fill"),
     "experts": ("_up", "_down", "_sum", "_plan"),
-    "attention": ("attend", "_combine", "_expand", "fmha", "flash"),
+    "attention": ("attend", "_combine", "fmha", "flash"),
     "norms, positions, activations": ("norm", "_make_heads", "_gated"),
     "router": ("_router", "_choose"),
     "matrix products": ("gemm", "gemv", "cutlass", "nvjet", "splitK"),
@@ -132,11 +132,14 @@ def measure(
     is_profiled: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     """Requests, each so many sequences of so many tokens, by a model with these options. Of four
-    the last counts; of a new process the first two. All ways have to give the same tokens.
+    the last counts; of a new process the first two. All ways of one arithmetic have to give the
+    same tokens.
     """
     started = time.perf_counter()
+    arithmetic = "exact" if options.get("exact") else options.get("gpu_engine", "host")
     with check.model(folder, is_filled=not is_cold, **options) as moe:
         told: dict[str, Any] = {"model": shape.name, "layers": shape.layers, "way": way}
+        told["arithmetic"] = arithmetic
         opened_ms = 1e3 * (time.perf_counter() - started)
         locked = check.takes(moe.report().tiers[1].capacity_bytes, by=LOCKING)
         check.add("open", opened_ms, "ms", locked, **told)
@@ -169,7 +172,8 @@ def add_token(
 ) -> None:
     check.add(
         "token", ms, "ms", bound, **told, tokens_per_s=1e3 * told["batch"] / ms,
-        hit_rate=used.hit_rate, copied_mb=used.copied_bytes / 1e6, captured=str(moe.has_cuda_graph),
+        hit_rate=used.hit_rate, copied_mb=used.copied_bytes / 1e6,
+        captured=str(check.has_graph(moe)),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from gpu_correct import machine, near_exact, run_tests, same_tokens
+from gpu_correct import GRAPHS, machine, near_exact, run_tests, same_tokens
 from gpu_measure import PROMPT, measure, measure_server, measure_stock
 from gpu_models import Shape, deepseek_v2_lite, gpt_oss, qwen3
 from gpu_stage import MEMORY, Bound, Check, Stage
@@ -20,33 +20,45 @@ DEEPSEEK = Shape("deepseek-v2-lite", deepseek_v2_lite, layers=13, full_layers=26
 GPT_OSS = Shape("gpt-oss-20b", gpt_oss, layers=24, full_layers=24, total_gb=10.2)
 SHAPES = QWEN3, DEEPSEEK, GPT_OSS
 TESTS = {  # pytest's arguments, and how long they may take
-    "tests of host and device": (
+    "tests of the default path": (["tests/engine/test_gpu.py", "-m", "gpu"], 120),
+    "tests of the kernel of experts": (["tests/kernels/triton", "-m", "triton", "-n", "12"], 90),
+}
+TESTS_OF_GRAPHS = {
+    "graphs, tests of host and device": (
         ["tests/experimental/gpu/test_device_protocol.py", "-m", "gpu"],
         60,
     ),
-    "tests of tiny models": (["tests/experimental/gpu/test_gpu.py", "-m", "gpu"], 120),
-    "tests of kernels": (["tests/experimental/gpu", "-m", "triton", "-n", "12"], 180),
+    "graphs, tests of tiny models": (["tests/experimental/gpu/test_gpu.py", "-m", "gpu"], 120),
+    "graphs, tests of kernels": (["tests/experimental/gpu", "-m", "triton", "-n", "12"], 180),
 }
 ALL: dict[str, Any] = {"device_memory": "100%"}
 BATCHES, PROMPTS = (8, 9, 16, 32), (128, 2048, 8192)
 DECIDES: dict[str, dict[str, Any]] = {  # who, and why
-    "device": {},
-    "host, as it lacks 5 %": {"host_memory": "95%"},
+    "host": {},
     "host, which prefetches": {"prefetch": True},
+    "device": GRAPHS,
 }
 
 
 def correct(carried: Path, *, is_fake: bool) -> list[Stage]:
-    """Are copies, kernels and tokens right?"""
-    tests = [Stage(n, s, partial(run_tests, args=args)) for n, (args, s) in TESTS.items()]
+    """Are copies, kernels and tokens right? Of the default path first."""
+    tests, tests_of_graphs = (
+        [Stage(n, s, partial(run_tests, args=args)) for n, (args, s) in of.items()]
+        for of in (TESTS, TESTS_OF_GRAPHS)
+    )
     tiny = [replace(shape, layers=3, is_tiny=True) for shape in SHAPES]
     wide = [replace(shape, layers=2, is_tiny=is_fake) for shape in SHAPES]
+    tokens, logits = (partial(run, **GRAPHS) for run in (same_tokens, near_exact))
     return [
         MACHINE,
         tests[0],
         *(Stage(f"tokens of tiny {shape.name}", 30, same_tokens, shape) for shape in tiny),
         *(Stage(f"logits of {shape.name}", 30, near_exact, shape) for shape in wide),
         *tests[1:],
+        tests_of_graphs[0],
+        *(Stage(f"graphs, tokens of tiny {shape.name}", 30, tokens, shape) for shape in tiny),
+        *(Stage(f"graphs, logits of {shape.name}", 30, logits, shape) for shape in wide),
+        *tests_of_graphs[1:],
     ]
 
 
@@ -61,9 +73,11 @@ def time(carried: Path, *, is_fake: bool) -> list[Stage]:
     requests = [(batch, PROMPT) for batch in BATCHES] + [(1, length) for length in PROMPTS]
     if is_fake:
         requests = [(3, PROMPT), (1, 128)]
-    profiled = partial(measure, way="graph", is_profiled=True, **ALL)
-    more = partial(measure, way="graph, other requests", requests=requests, **ALL)
-    without = partial(measure, way="no graph", cuda_graph=False, **ALL)
+    profiled = partial(measure, way="default", is_profiled=True, **ALL)
+    more = partial(measure, way="default, other requests", requests=requests, **ALL)
+    by_torch = partial(measure, way="exact", exact=True, **ALL)
+    graphs = partial(measure, way="graphs", is_profiled=True, **ALL, **GRAPHS)
+    more_graphs = partial(measure, way="graphs, other requests", requests=requests, **ALL, **GRAPHS)
     stock = partial(measure_stock, way="transformers")
     static = partial(measure_stock, way="transformers, compiled", cache_implementation="static")
     return [
@@ -73,8 +87,10 @@ def time(carried: Path, *, is_fake: bool) -> list[Stage]:
         Stage("8 layers by transformers", 25, stock, few),
         Stage("24 layers by transformers", 40, stock, many),
         Stage("batches and prompts", 80, more, many),
-        Stage("24 layers without a graph", 60, without, many),
-        Stage("8 layers without a graph", 35, without, few),
+        Stage("8 layers, exact", 35, by_torch, few),
+        Stage("24 layers by graphs", 70, graphs, many),
+        Stage("8 layers by graphs", 40, graphs, few),
+        Stage("batches and prompts by graphs", 80, more_graphs, many),
         Stage("8 layers by transformers, compiled", 90, static, few),
         Stage("24 layers by transformers, compiled", 120, static, many),
         Stage("a layer", 1, slopes),
@@ -120,7 +136,7 @@ def offloaded(carried: Path, *, is_fake: bool) -> list[Stage]:
             way = f"{cap} GB, {who}"
             for shape in shapes:
                 share = cap / shape.total_gb
-                if share < 1 and (cap == 8 or who == "device"):
+                if share < 1 and (cap == 8 or who in ("host", "device")):
                     given = {**options, "device_memory": f"{share:.1%}"}
                     add(way, 25, partial(measure, way=way, carried=carried, **given), shape)
     first, share = shapes[0], 8 / shapes[0].total_gb

@@ -28,7 +28,8 @@ import torch
 from gpu_models import Shape, write_checkpoint
 
 from moe_infinity import MoE
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice, RealClock, fake_device
+from moe_infinity.experimental.gpu.engine import DeviceExperts
+from tests.fake_cuda import FakeCudaDevice, RealClock, fake_device
 
 FORK = multiprocessing.get_context("fork")  # modules are there, and nobody has asked CUDA yet
 BEGUN = "begun"  # the first row of a stage
@@ -214,6 +215,10 @@ class Check:
             self.add(ENDED, f"left out: {why}")
 
     # What stages share
+
+    def has_graph(self, moe: MoE) -> bool:
+        """Return True if the last step of the experimental engine was a CUDA graph."""
+        return isinstance(moe._experts, DeviceExperts) and moe._experts.graphed.has_graph
 
     @contextmanager
     def model(self, folder: Path, *, is_filled: bool = True, **options: Any) -> Iterator[MoE]:

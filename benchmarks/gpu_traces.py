@@ -87,7 +87,7 @@ class Replay:
         if requests_RNLK is None:
             return
         self._experts_RLNK = requests_RNLK.transpose(1, 2).to(moe.model.device)
-        self._route: Callable[..., Tensor] = moe.engine.moe_layer
+        self._route: Callable[..., Tensor] = moe._experts.layer
         self._of_one_token_L1K = torch.empty_like(self._experts_RLNK[0, :, :1])
         self._chosen_LTK = self._of_one_token_L1K
         self.begin(0)
@@ -99,7 +99,7 @@ class Replay:
             return forward(*args, **kwargs)
 
         vars(moe.model)["forward"] = counting
-        vars(moe.engine)["moe_layer"] = self._moe_layer
+        vars(moe._experts)["layer"] = self._layer
 
     def begin(self, number: int) -> None:
         """The tokens that come are those of this request."""
@@ -113,5 +113,5 @@ class Replay:
             self._chosen_LTK = self._of_one_token_L1K.copy_(self._chosen_LTK)
         self._num_done += num_tokens
 
-    def _moe_layer(self, idx: int, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def _layer(self, idx: int, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return self._route(idx, x_TD, self._chosen_LTK[idx], weights_TK)

@@ -12,9 +12,9 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.memory.device import PAGE_BYTES, SourceSlots
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice, fake_device
 from tests.experimental.gpu.fast_device import STATIC
-from tests.experimental.gpu.on_device import greedy
+from tests.fake_cuda import FakeCudaDevice, fake_device
+from tests.on_device import greedy
 
 
 def open_files() -> set[str]:

@@ -13,9 +13,9 @@ import torch
 
 from moe_infinity import MoE
 from tests.cache_name import CACHE
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice, fake_device
 from tests.experimental.gpu.fast_device import CACHES, on_device
-from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, greedy
+from tests.fake_cuda import FakeCudaDevice, fake_device
+from tests.on_device import LONG_PROMPT, PROMPT, greedy
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
@@ -53,11 +53,11 @@ def test_the_default_dtype_changes_nothing_on_a_cpu(tiny_checkpoint, set_dtype, 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("cache", CACHES)
 def test_the_default_dtype_changes_nothing_on_a_device(tiny_checkpoint, set_dtype, cache):
-    with on_device(tiny_checkpoint, "30%", "40%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         expected = tokens(moe, **cache)
         set_dtype()
         assert tokens(moe, **cache) == expected
-    with on_device(tiny_checkpoint, "30%", "40%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         assert tokens(moe, **cache) == expected
 
 
@@ -75,7 +75,7 @@ def logits_of(moe: MoE) -> torch.Tensor:
 def test_what_kernels_need_is_not_made_on_the_default_device(tiny_checkpoint, device):
     """Meta tensors have no memory."""
     where = MoE(tiny_checkpoint, device="cpu", host_memory="50%")
-    with where if device == "cpu" else on_device(tiny_checkpoint, "30%", "40%") as moe:
+    with where if device == "cpu" else on_device(tiny_checkpoint, "30%") as moe:
         expected = logits_of(moe)
         with torch.device("meta"):
             found = logits_of(moe)

@@ -82,7 +82,7 @@ class ActivationAware:
         return self._scores
 
     def scores_after(self, moe_layer_idx: int) -> NDArray[np.float32]:
-        """See EvictionPolicy."""
+        """Return the scores after this layer has run, whatever it activates."""
         ahead_L1 = self._layers_ahead[moe_layer_idx]
         once_LE = self._p_LE / ahead_L1
         until_LE = self._wait_LE + ahead_L1

@@ -34,12 +34,6 @@ class EvictionPolicy(Protocol):
     def scores(self) -> Scores:
         """[layers, experts]; the higher, the longer it stays. The caller only reads it."""
 
-    def scores_after(self, moe_layer_idx: int) -> Scores:
-        """The scores after this layer has run, whatever it activates. A device needs them before
-        the host knows the routing.
-        """
-        return self.scores()
-
 
 class Lru(EvictionPolicy):
     """Least recently used: the score is the time of the last use."""

@@ -190,30 +190,6 @@ class ResidencyTable:
             if (entry := self._entries.get(key)) is not None:
                 self._use(entry, Phase.DECODE)
 
-    def apply_load(self, key: ExpertKey, slot_id: int) -> None:
-        """Enter a load that the device made in a decode step: `key` is RESIDENT in this slot, and
-        the expert that had the slot is evicted.
-        """
-        assert key not in self._entries, key
-        if self._layer_of_slot[slot_id] >= 0:
-            self._evict([slot_id])
-        self._free.remove(slot_id)
-        self._entries[key] = Entry(slot_id, Residency.RESIDENT)
-        self._layer_of_slot[slot_id], self._expert_of_slot[slot_id] = key
-
-    def evict_all(self) -> None:
-        """Evict every expert, as what is in the slots is unknown. None is held or loading."""
-        self._evict([entry.slot_id for entry in self._entries.values()])
-
-    def leaving_scores(self, moe_layer_idx: int) -> NDArray[np.float64]:
-        """[layers, experts]: after this layer has run, the resident with the lowest score leaves
-        first. Transient experts are below all others, as in `_victims`.
-        """
-        scores = self._policy.scores_after(moe_layer_idx).astype(np.float64)
-        transient = self._layer_of_slot[self._transient], self._expert_of_slot[self._transient]
-        scores[transient] -= scores.max() - scores.min() + 1
-        return scores
-
     def begin_prefetch(self, key: ExpertKey) -> int:
         """Reserve a slot for `key`, which no layer waits for yet. Raises OutOfSlots."""
         slot_id = self.begin_load(key, Phase.DECODE)

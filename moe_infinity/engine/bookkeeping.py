@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.cache.counters import Counters
-from moe_infinity.experts import ExpertKey, Ints, Step
+from moe_infinity.experts import ExpertKey, Ints, Routing, Step, without_gaps
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
-from moe_infinity.routing import Routing, without_gaps
 
 
 class Bookkeeping:
@@ -115,22 +114,6 @@ class Bookkeeping:
         self.note_routing(moe_layer_idx, routing)
         counters = self.counters.of(self.recorder.step.phase)
         counters.add_lookups(len(routing.activated), 0, 0)
-
-    def note_layer(self, moe_layer_idx: int, top_k_index_TK: Ints, missed: set[ExpertKey]) -> None:
-        """A layer of the decode step that began last, as the device has decided it. If the layer
-        had fewer tokens than the step, it is not known which ones, and recorder and predictor skip
-        the layer.
-        """
-        routing = Routing.of_experts(top_k_index_TK, None)
-        if routing.num_tokens != self.recorder.step.num_tokens:
-            routing = routing._replace(top_k_index_TK=None)
-        self.note_routing(moe_layer_idx, routing)
-        keys = [self.keys[moe_layer_idx][expert_idx] for expert_idx in routing.activated]
-        copied = [key for key in keys if key in missed]
-        self.counters.decode.add_lookups(len(keys) - len(copied), 0, len(copied))
-        device, host = self.tiers
-        device.table.note_use(keys)
-        host.table.note_use(copied)
 
     def note_loads(self, moe_layer_idx: int, num_read: int) -> None:
         """The step that began last reads `num_read` experts of this layer from disk."""

@@ -20,6 +20,7 @@ from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.engine.experts import Experts
+from moe_infinity.engine.kernel_trial import use_kernel
 from moe_infinity.engine.layer import LayerPath
 from moe_infinity.engine.preloader import Preloader
 from moe_infinity.experts import ExpertKey
@@ -27,14 +28,14 @@ from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.memory.tiers import make_tiers
+from moe_infinity.predict.planner import PayOff, Prefetcher
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.prefetcher import PayOff, Prefetcher
 
 logger = logging.getLogger(__name__)
 
 
 # Other ways to drive a GPU, by the option gpu_engine. The core imports none of them.
-OTHER_GPU_ENGINES = {"graphs": "moe_infinity.experimental.gpu.build"}
+OTHER_GPU_ENGINES = {"graphs": "moe_infinity.experimental.gpu.engine"}
 
 
 def gpu_engine(name: str) -> Callable[..., Experts]:
@@ -137,6 +138,10 @@ def _layer_path(
         )
         for layer, recipes in zip(plan.layers, plan.recipes, strict=True)
     ]
+    is_driven_here = config.gpu_engine == "host"  # another engine has kernels of its own
+    if isinstance(tier.slots, DeviceSlots) and is_driven_here and not config.is_exact:
+        is_required = config.experts_implementation == "fast"
+        use_kernel(plan, computers, tier.slots, is_required=is_required)
     _warn_of_slow_experts(plan, computers)
     is_on_cpu = isinstance(tier.mover, Mover)
     prefetcher = None

@@ -1,9 +1,10 @@
 """How the experts of one MoE layer compute once they are in their slots.
 
     fused.py           on a CPU, those that arrived together in one call of our kernels
+    slots.py           the same on a GPU, by one kernel
     torch_backend.py   one by one by torch, with the bits of transformers; packed ones are unpacked
 
-Both begin a piece of work from a routing, compute experts as they arrive, and sum their outputs.
+All begin a piece of work from a routing, compute experts as they arrive, and sum their outputs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_take
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.engine.expert_kernels import fused_layer
 from moe_infinity.engine.fused import FusedBackend, FusedWork
+from moe_infinity.engine.slots import SlotBackend, SlotWork
 from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
-from moe_infinity.experts import ExpertKey
+from moe_infinity.experts import ExpertKey, Routing
 from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.slots import Slots
-from moe_infinity.routing import Routing
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts
@@ -59,7 +60,8 @@ class LayerComputer:
             is_eager=is_eager,
             weighs_input=layer.adapter.weighs_input,
         )
-        self.by_kernels: FusedBackend | None = None  # None: no kernel reads these experts
+        self.by_slots: SlotBackend | None = None  # of a GPU, see kernel_trial.py
+        self.by_kernels: FusedBackend | None = None  # of a CPU; None: none reads these experts
         uses_kernels = not (is_exact or copies_experts or isinstance(slots, DeviceSlots))
         experts: Verdict[FusedExperts] = FellBack(
             "transformers' bits were asked for" if is_exact else "not on the CPU"
@@ -79,8 +81,10 @@ class LayerComputer:
         self.how = by_torch if self.by_kernels is None else by_kernels
         self.is_slow = self._is_packed and not is_exact and self.by_kernels is None
 
-    def begin(self, x_TD: Tensor, routing: Routing) -> FusedWork | TorchWork:
+    def begin(self, x_TD: Tensor, routing: Routing) -> FusedWork | SlotWork | TorchWork:
         """Begin the work of one step. Long prompts go to torch where its products are faster."""
+        if self.by_slots is not None and routing.top_k_index_TK is not None:
+            return SlotWork(self.by_slots, x_TD, routing)
         if self.by_kernels is None or routing.top_k_index_TK is None:
             return TorchWork(self.by_torch, x_TD, routing)
         mean_rows = routing.top_k_index_TK.size / self._num_experts

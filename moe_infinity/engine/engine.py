@@ -29,12 +29,11 @@ from moe_infinity.engine.compute import Work
 from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
 from moe_infinity.engine.preloader import Preloader, start_turns
 from moe_infinity.errors import Cancelled, ClosedError
-from moe_infinity.experts import Ints, Phase, Step
+from moe_infinity.experts import Ints, Phase, Routing, Step
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
-from moe_infinity.routing import Routing
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class LocalExperts:
         with self.deciding:
             if not self.is_next(moe_layer_idx, routing.num_tokens):
                 self.begin_step(anonymous_step(routing.num_tokens))
-            self._enter(moe_layer_idx, is_loading=True)
+            self.enter(moe_layer_idx, is_loading=True)
             self.path.layer(self._ongoing, routing, expert_idxs, work, self._stop_if_cancelled)
             self._ongoing = self._ongoing._replace(is_loading=False)
 
@@ -146,7 +145,7 @@ class LocalExperts:
         with self.deciding:
             if not self.is_next(moe_layer_idx, len(top_k_index_TK)):
                 self.begin_step(anonymous_step(len(top_k_index_TK)))
-            self._enter(moe_layer_idx)
+            self.enter(moe_layer_idx)
             self.bookkeeping.note_residents(moe_layer_idx, top_k_index_TK)
 
     def note_routing(self, moe_layer_idx: int, routing: Routing) -> None:
@@ -154,7 +153,7 @@ class LocalExperts:
         with self.deciding:
             if not self.is_next(moe_layer_idx, routing.num_tokens):
                 self.begin_step(anonymous_step(routing.num_tokens))
-            self._enter(moe_layer_idx)
+            self.enter(moe_layer_idx)
             self.bookkeeping.note_routing(moe_layer_idx, routing)
 
     def note_known(self, step: Step, top_k_index_TLK: Ints) -> None:
@@ -170,7 +169,7 @@ class LocalExperts:
         is_later = moe_layer_idx > self._ongoing.moe_layer_idx
         return is_later and num_tokens == self.recorder.step.num_tokens
 
-    def _enter(self, moe_layer_idx: int, *, is_loading: bool = False) -> None:
+    def enter(self, moe_layer_idx: int, *, is_loading: bool = False) -> None:
         """Go on to a layer of the step under way. Raises ClosedError or Cancelled."""
         if self._is_closed:
             raise ClosedError("the model was closed: its experts cannot be read any more")

@@ -6,16 +6,16 @@ Kernels read experts of any class that compute two products with a known activat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from moe_infinity.architectures.adapters import ExpertsModule, find_activation
 from moe_infinity.architectures.trial import FellBack, Found, Verdict
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.recipe import Recipe
-from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
+from moe_infinity.kernels.triton.slot_mlp import Matrix, SlotMlp, plain_matrix, slot_mlp
 from moe_infinity.layout import WeightLayout
 
 if TYPE_CHECKING:
@@ -39,20 +39,29 @@ def fused_layer(layer: ExpertsModule, recipes: LayerRecipes) -> Verdict[FusedExp
     return FellBack("kernels do not read its weights") if experts is None else Found(experts)
 
 
-def slot_layer(layer: ExpertsModule, recipes: LayerRecipes) -> SlotMlp | None:
-    """For a GPU. None: its kernels do not read the experts."""
-    two_products = _two_products(layer, recipes)
-    if isinstance(two_products, FellBack) or len(two_products.path.down) != 1:
-        return None
-    mlp = two_products.path
-    return slot_mlp(
-        mlp.up,
-        mlp.down[0],
-        activation=mlp.activation,
-        biases=mlp.biases,
-        is_interleaved=mlp.is_interleaved,
-        weighs_input=layer.adapter.weighs_input,
-    )
+def slot_layer(
+    layer: ExpertsModule,
+    recipes: LayerRecipes,
+    matrix_of: Callable[[WeightLayout], Matrix | None] = plain_matrix,
+) -> Verdict[SlotMlp]:
+    """Describe the experts of a layer for the kernel of a GPU. `matrix_of` knows the weights that
+    it reads.
+    """
+    mlp = _two_products(layer, recipes)
+    if isinstance(mlp, FellBack):
+        return mlp
+    described = None
+    if len(mlp.path.down) == 1:
+        described = slot_mlp(
+            mlp.path.up,
+            mlp.path.down[0],
+            activation=mlp.path.activation,
+            biases=mlp.path.biases,
+            is_interleaved=mlp.path.is_interleaved,
+            weighs_input=layer.adapter.weighs_input,
+            matrix_of=matrix_of,
+        )
+    return FellBack("kernels do not read its weights") if described is None else Found(described)
 
 
 class _TwoProducts(NamedTuple):

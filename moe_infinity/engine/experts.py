@@ -1,7 +1,8 @@
 """The seam between a model and whatever computes its routed experts.
 
     LocalExperts    engine/engine.py      the six steps, in this process; CPU or one GPU
-    RemoteExperts   cluster/remote.py     some experts on other hosts, the others by LocalExperts
+    RemoteExperts   cluster/model.py     some experts on other hosts, the others by LocalExperts
+    others          engine/build.py       ways to drive a GPU, by the option gpu_engine
 
 The model's hooks call `begin_step` before each forward pass, its experts modules call `layer`, and
 `leave_step` ends a pass that an error or Ctrl-C cut short.
@@ -41,6 +42,9 @@ class Experts(Protocol):
 
     def settle(self) -> None:
         """Wait until the bookkeeping has all that was computed."""
+
+    def check_invariants(self) -> None:
+        """Assert that all bookkeeping of slots is consistent."""
 
     def close(self) -> None:
         """Wait for work under way, stop all threads and close the files."""

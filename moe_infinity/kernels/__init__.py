@@ -1,7 +1,5 @@
 """Kernels, a plain reference of each, and memory for them."""
 
-from importlib.util import find_spec
-
 import torch
 
 from moe_infinity.system.memory import HUGE_PAGE_BYTES, huge_pages
@@ -19,8 +17,3 @@ def uint8_memory(num_bytes: int) -> torch.Tensor:
     if num_bytes >= HUGE_PAGE_BYTES:
         return torch.frombuffer(huge_pages(num_bytes), dtype=torch.uint8)
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-
-def has_triton_kernels() -> bool:
-    """True if kernels of a GPU can be imported: torch's CUDA builds for Linux bring triton."""
-    return find_spec("triton") is not None

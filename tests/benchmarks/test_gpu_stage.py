@@ -193,6 +193,6 @@ def test_two_depths_tell_what_a_layer_takes_and_what_is_beside_them(check, modul
 def test_kernels_of_a_kind_are_found_by_their_names(modules):
     kind_of = modules("gpu_measure").kind_of
     assert kind_of("_resolve") == "find and copy experts"
-    assert kind_of("_up_tile") == "experts"
+    assert kind_of("_up") == "experts"
     assert kind_of("nvjet_tst_64x8_64x16_4x1_v_bz_TNT") == "matrix products"
     assert kind_of("vectorized_elementwise_kernel") == "others"

@@ -111,21 +111,6 @@ def assert_chooses_a_victim_of(
     assert naive_of(history, victim) == min(naive_of(history, key) for key in residents)
 
 
-def assert_scores_after_a_layer_are_as_told(
-    policy: EvictionPolicy, history: History, layer: int
-) -> None:
-    """Only what is running counts: nobody knows yet what the layer will activate. An order, as the
-    clock of some goes on.
-    """
-    replay(policy, history)
-    told = policy.scores_after(layer).ravel().copy()
-    policy.touch(layer, [])
-    found = policy.scores().ravel()
-    assert (np.subtract.outer(told, told) > 0).tolist() == (
-        np.subtract.outer(found, found) > 0
-    ).tolist()
-
-
 def assert_loops_over_no_experts(policy: EvictionPolicy) -> None:
     """Touches and scores are on the way of every token; building may take its time."""
     source = ast.parse(textwrap.dedent(inspect.getsource(type(policy))))

@@ -30,7 +30,6 @@ from tests.cache.histories import (
     assert_chooses_a_victim_of,
     assert_loops_over_no_experts,
     assert_orders_every_pair_as,
-    assert_scores_after_a_layer_are_as_told,
     assert_shares_nothing,
     few_examples,
     histories,
@@ -70,13 +69,6 @@ def test_the_victim_is_one_the_naive_policy_would_choose(name, history, newcomer
 @pytest.mark.parametrize("name", POLICY_CLASSES)
 def test_each_model_gets_a_policy_of_its_own(name):
     assert_shares_nothing(make(name), make(name))
-
-
-@pytest.mark.parametrize("name", POLICY_CLASSES)
-@few_examples
-@given(history=histories, layer=st.integers(0, NUM_LAYERS - 1))
-def test_scores_after_a_layer_are_those_of_a_step_that_has_come_there(name, history, layer):
-    assert_scores_after_a_layer_are_as_told(make(name), history, layer)
 
 
 @pytest.mark.parametrize("name", POLICY_CLASSES)

@@ -218,53 +218,6 @@ def test_who_held_a_cancelled_load_does_not_let_go_of_the_next_one(table):
         assert table.lookup(A) is Residency.RESIDENT
 
 
-# Steps that a device decided
-
-
-def test_a_device_takes_a_slot_from_nobody_or_from_who_had_it(table):
-    load(table, A)
-    free = 1 - table.slot_of(A)
-    table.apply_load(B, free)
-    table.check_invariants()
-    assert table.resident_slots() == {A: table.slot_of(A), B: free}
-    assert table.evictions == 0
-    table.apply_load(C, free)
-    table.check_invariants()
-    assert table.resident_slots() == {A: table.slot_of(A), C: free}
-    assert table.evictions == 1
-
-
-def test_nothing_is_believed_of_slots_after_a_step_that_was_interrupted(table):
-    load(table, A, B)
-    table.evict_all()
-    table.check_invariants()
-    assert (len(table), table.evictions) == (0, 2)
-    load(table, C)
-    assert table.lookup(C) is Residency.RESIDENT
-
-
-def test_a_prefetch_that_the_device_evicts_unused_was_wasted(table):
-    slot = table.begin_prefetch(A)
-    table.finish_load(A)
-    table.apply_load(B, slot)
-    assert table.prefetches.wasted == 1
-
-
-def test_who_leaves_is_told_by_score_and_transient_ones_leave_first(table, policy):
-    load(table, A)
-    table.begin_load(B, Phase.PREFILL)
-    table.finish_load(B)
-    use(policy, A, B)
-    told = policy.scores().copy()
-    scores = table.leaving_scores(0)
-    assert (policy.scores() == told).all()
-    assert scores[A] == policy.scores()[A]
-    assert scores[B] < scores.min(where=scores != scores[B], initial=0)
-    assert np.isfinite(scores).all()
-    table.note_use([B])
-    assert (table.leaving_scores(0) == policy.scores()).all()
-
-
 def test_what_a_prompt_brought_belongs_to_decode_once_a_step_used_it(table):
     table.begin_load(A, Phase.PREFILL)
     table.finish_load(A)

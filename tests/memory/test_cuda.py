@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_infinity.memory.cuda import TorchCudaDevice
-from tests.experimental.gpu.cuda_notes import note_cuda
+from tests.cuda_notes import note_cuda
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from moe_infinity.memory.device import (
     SourceSlots,
     num_device_slots,
 )
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice, FakeMark
+from tests.fake_cuda import FakeCudaDevice, FakeMark
 
 MIB, GIB = 1 << 20, 1 << 30
 NUM_BYTES = 1000  # of an expert, less than a slot

@@ -14,7 +14,7 @@ from moe_infinity.experts import ExpertKey, Phase, Residency
 from moe_infinity.memory.device import PAGE_BYTES, DeviceSlots, SourceSlots
 from moe_infinity.memory.device_mover import DeviceMover
 from moe_infinity.memory.mover import Mover
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice
+from tests.fake_cuda import FakeCudaDevice
 
 A, B, C, D = KEYS = [ExpertKey(0, expert_idx) for expert_idx in range(4)]
 NUM_BYTES = 512

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_infinity import MoE, MoEInfinityError
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
+from moe_infinity import ConfigError, MoE, MoEInfinityError
+from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from tests.experimental.gpu.fast_device import on_device
 from tests.sweep import tiny
 from tests.sweep.compare import difference
@@ -47,9 +47,9 @@ TOLERANCE = 1e-4  # of the largest logit, in float32: sums have another order
 def run(checkpoint: Path, device_memory: str) -> tuple[Outcome, bool]:
     """And whether the device decided in a step."""
     with (
-        on_device(checkpoint, device_memory, "100%", dtype="float32") as moe,
+        on_device(checkpoint, device_memory, dtype="float32") as moe,
         mock.patch.object(
-            SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
+            DeviceSteps, "run_layer", autospec=True, side_effect=DeviceSteps.run_layer
         ) as rows,
         torch.no_grad(),
     ):
@@ -74,7 +74,11 @@ def test_no_budget_changes_a_bit_and_the_exact_path_agrees(folder, tmp_path):
         except MoEInfinityError:
             assert name in NOT_COMPARED
             continue
-        resident, is_by_device = run(checkpoint, "100%")
+        try:
+            resident, is_by_device = run(checkpoint, "100%")
+        except ConfigError:
+            assert name in BY_HOST
+            continue
         assert is_by_device == (name not in BY_HOST), name
         assert not difference(resident, exact, TOLERANCE)
         few, _ = run(checkpoint, "30%")

@@ -7,10 +7,10 @@ what it hands to attention is compared with what the kernels would hand over.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -19,14 +19,25 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from moe_infinity.architectures.attention_inputs import Angles
-from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_in
-from moe_infinity.architectures.trial import in_float32, is_close
-from moe_infinity.experimental.gpu.attention import EXPAND, AttentionSwitch, attention_kernels
-from moe_infinity.experimental.gpu.joined_weights import joined
-from moe_infinity.experimental.gpu.kernels.heads import PAIRS, Heads
-from moe_infinity.experimental.gpu.kernels.rotary_reference import make_heads
-from moe_infinity.experimental.gpu.norms import eps_of, form_of
+from moe_infinity.architectures.attention_inputs import CACHE_NAMES, Angles, cache_in
+from moe_infinity.architectures.model_parts import rotations_of
+from moe_infinity.architectures.trial import (
+    Differs,
+    Found,
+    Trial,
+    Verdict,
+    first_found,
+    first_that,
+    in_float32,
+    is_close,
+    verdict,
+)
+from moe_infinity.experimental.gpu.cached_step import EXPAND, AttentionSwitch
+from moe_infinity.experimental.gpu.kernels import Kernels
+from moe_infinity.experimental.gpu.kernels.descriptions import PAIRS, Heads
+from moe_infinity.experimental.gpu.kernels.reference import make_heads
+from moe_infinity.experimental.gpu.residuals import eps_of, try_norm
+from moe_infinity.experimental.gpu.routers import is_as_before, joined
 
 PRODUCTS = ("q_proj", "k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -38,8 +49,6 @@ SETTINGS = ("scaling", "sliding_window", "s_aux", "softcap")  # what a module ma
 # Arguments of a module that it does not hand on.
 OF_MODULE = ("position_embeddings", "attention_mask", *CACHE_NAMES)
 EAGER = "eager_attention_forward"  # beside the class of a module
-
-logger = logging.getLogger(__name__)
 
 MakeHeads = Callable[..., tuple[Tensor, Tensor]]
 
@@ -94,7 +103,7 @@ class _Latent:
         return Handed(query_BHd, key_B1C[..., :rank], key_B1C[..., rank:])
 
 
-class Found(NamedTuple):
+class AttentionPath(NamedTuple):
     """How modules of one kind compute."""
 
     heads: Heads
@@ -105,36 +114,36 @@ class Found(NamedTuple):
 class FusedAttention:
     """In place of the forward method of one attention module."""
 
-    def __init__(self, module: Any, found: Found, angles: Angles, make_heads: MakeHeads) -> None:
+    def __init__(self, module: Any, path: AttentionPath, angles: Angles, kernels: Kernels) -> None:
         self._module = module
         self._stock: Callable[..., Any] = module.forward
-        self._found = found
-        self._make_heads = make_heads
-        self.way = _way_of(module, found.heads)
+        self._path = path
+        self._kernels = kernels
+        self.products = _products_of(module, path.heads)
         self._angles = angles
         self._children = dict(module.named_children())
         self._eager = vars(sys.modules[type(module).__module__]).get(EAGER)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method."""
+        """Compute as the stock method does."""
         given = kwargs.get("position_embeddings")
         attend = self._attention()
-        is_watched = torch.is_grad_enabled() or not self._is_as_found()
+        is_watched = torch.is_grad_enabled() or not is_as_before(self._module, self._children)
         if args or given is None or attend is None or is_watched:
             return self._stock(hidden_states, *args, **kwargs)
         module = self._module
         shape = hidden_states.shape[:2]
         angles = self._angles.of(given, shape.numel())
-        handed = self.way.make(hidden_states.flatten(0, 1), angles, self._make_heads)
+        handed = self.products.make(hidden_states.flatten(0, 1), angles, self._kernels.make_heads)
         query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in handed)
         cache = cache_in(kwargs)
         if cache is not None:
             key, value = cache.update(key, value, module.layer_idx)
         if hasattr(module, EXPAND):
             key, value = module.expand_kv(key, value)
-        settings = self._found.settings | {k: v for k, v in kwargs.items() if k not in OF_MODULE}
-        if self._found.sinks is not None:
-            settings["s_aux"] = module.get_parameter(self._found.sinks)
+        settings = self._path.settings | {k: v for k, v in kwargs.items() if k not in OF_MODULE}
+        if self._path.sinks is not None:
+            settings["s_aux"] = module.get_parameter(self._path.sinks)
         mask = kwargs.get("attention_mask")
         out, weights = attend(module, query, key, value, mask, dropout=0.0, **settings)
         return module.o_proj(out.flatten(2)), weights
@@ -145,39 +154,28 @@ class FusedAttention:
         found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get_interface(name, self._eager)
         return found
 
-    def _is_as_found(self) -> bool:
-        """Whether nobody has replaced a part, or watches one."""
-        return all(
-            self._module.get_submodule(name) is own
-            and not (own._forward_hooks or own._forward_pre_hooks)
-            for name, own in self._children.items()
-        )
-
 
 def fuse_attention(
-    model: nn.Module, device: torch.device
+    model: nn.Module, kernels: Kernels
 ) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """The attention modules that kernels can compute, each with its new forward method."""
-    kernels = attention_kernels(device)
-    if kernels is None:
-        return
-    rotations = [m for m in model.modules() if hasattr(m, "inv_freq") and not list(m.children())]
-    known: dict[Any, Found | None] = {}
+    """Yield the attention modules that kernels can compute, each with its new forward method."""
+    rotations = rotations_of(model)
+    verdicts: dict[Any, Verdict[AttentionPath]] = {}
     angles: dict[int, Angles] = {}
     for module in list(model.modules()):
-        if not _has_parts(module):
+        if not _has_parts(module) or not rotations:
             continue
         kind = _kind_of(module)
-        if kind not in known:
-            known[kind] = _find(module, rotations)
-        found = known[kind]
-        if found is not None:
-            num_pairs = found.heads.rotated // 2
+        if kind not in verdicts:
+            verdicts[kind] = try_attention(module, rotations)
+        found = verdicts[kind]
+        if isinstance(found, Found):
+            num_pairs = found.path.heads.rotated // 2
             of_step = angles.setdefault(num_pairs, Angles(num_pairs))
-            yield module, FusedAttention(module, found, of_step, kernels.make_heads).forward
+            yield module, FusedAttention(module, found.path, of_step, kernels).forward
 
 
-def _way_of(module: Any, heads: Heads) -> _Usual | _Latent:
+def _products_of(module: Any, heads: Heads) -> _Usual | _Latent:
     return _Latent(module, heads) if hasattr(module, EXPAND) else _Usual(module, heads)
 
 
@@ -195,32 +193,32 @@ def _kind_of(module: nn.Module) -> Any:
     return type(module), repr(sorted(plain.items())), tuple(shapes)
 
 
-@torch.no_grad()
-def _find(module: nn.Module, rotations: Sequence[nn.Module]) -> Found | None:
-    for rotation in rotations:
-        try:
-            trials = [_Trial(module, rotation, strength) for strength in STRENGTHS]
-            for heads in trials[0].candidates():
-                if all(trial.passes(heads) for trial in trials):
-                    return Found(heads, trials[0].settings, trials[0].sinks)
-        except Exception as error:  # whatever a module does that wants other arguments or shapes
-            logger.debug("%s is computed by its own code: %s", type(module).__name__, error)
-    return None
+def try_attention(module: nn.Module, rotations: Sequence[nn.Module]) -> Verdict[AttentionPath]:
+    """Find out how a module makes what it hands to attention."""
+    return first_found(verdict(partial(_path_of, module, each)) for each in rotations)
 
 
-class _Trial:
+def _path_of(module: nn.Module, rotation: nn.Module) -> AttentionPath:
+    trials = [_HandedTrial(module, rotation, strength) for strength in STRENGTHS]
+    heads = first_that(
+        trials[0].candidates(),
+        lambda each: all(trial.passes(each) for trial in trials),
+        "it makes queries and keys otherwise",
+    )
+    return AttentionPath(heads, trials[0].settings, trials[0].sinks)
+
+
+class _HandedTrial:
     """A module's own code on two random tokens."""
 
     def __init__(self, module: nn.Module, rotation: nn.Module, strength: float) -> None:
-        self._module = in_float32(module).cpu()
+        self._trial = Trial(module, seed=4)
+        self._module = self._trial.module
         self._stock = module
-        make = torch.Generator().manual_seed(4)
         width = next(p.shape[1] for p in self._module.parameters() if p.dim() == 2)
-        shape = len(TRIED_POSITIONS), width
-        x_TD = torch.randn(shape, generator=make, dtype=torch.float32, device="cpu")
-        self._x_TD = strength * x_TD
+        self._x_TD = strength * self._trial.random(len(TRIED_POSITIONS), width)
         positions = torch.tensor([TRIED_POSITIONS], dtype=torch.long, device="cpu")
-        angles = in_float32(rotation).cpu()(self._x_TD[None], positions)
+        angles = in_float32(rotation)(self._x_TD[None], positions)
         self._angles = angles
         self._given: Tensor
         with self._noting():
@@ -231,7 +229,7 @@ class _Trial:
             )
         last = self._module.o_proj
         if not is_close(linear(self._given.flatten(2), last.weight, last.bias), out):
-            raise ValueError("more than a product after attention")
+            raise Differs("more than a product after attention")
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -244,17 +242,15 @@ class _Trial:
     ) -> Any:
         self.handed = Handed(*(x[0].transpose(0, 1) for x in (query, key, value)))
         if more.keys() - {*SETTINGS, "dropout"}:
-            raise ValueError(f"attention is told {sorted(more)}")
+            raise Differs(f"attention is told {sorted(more)}")
         self.settings = {name: more[name] for name in SETTINGS if more.get(name) is not None}
         own = dict(module.named_parameters(recurse=False))
         s_aux = self.settings.pop("s_aux", None)
         self.sinks = next((name for name, p in own.items() if p is s_aux), None)
         if s_aux is not None and self.sinks is None:
-            raise ValueError("sinks that are no parameter")
+            raise Differs("sinks that are no parameter")
         wide = module.o_proj.in_features // query.shape[1]
-        make = torch.Generator().manual_seed(5)
-        shape = 1, query.shape[2], query.shape[1], wide
-        self._given = torch.randn(shape, generator=make, dtype=torch.float32, device="cpu")
+        self._given = self._trial.random(1, query.shape[2], query.shape[1], wide)
         return self._given, None
 
     def candidates(self) -> Iterator[Heads]:
@@ -266,11 +262,11 @@ class _Trial:
         norm: dict[str, Any] = {"normed_key": rank}
         if hasattr(self._module, names[0]):
             own = [getattr(self._stock, name) for name in names]
-            forms = {form_of(each) for each in own}
-            if len(forms) > 1 or None in forms:
-                raise ValueError("norms that kernels do not know")
+            forms = [try_norm(each) for each in own]
+            if not isinstance(forms[0], Found) or forms[0] != forms[-1]:
+                raise Differs("norms that kernels do not know")
             eps = [eps_of(each) for each in own]
-            norm |= {"norm_form": forms.pop(), "query_eps": eps[0], "key_eps": eps[-1]}
+            norm |= {"norm_form": forms[0].path, "query_eps": eps[0], "key_eps": eps[-1]}
             norm["norms_all"] = not is_latent and len(own[0].weight) != query.shape[2]
         cos = self._angles.real if isinstance(self._angles, Tensor) else self._angles[0]
         for rotated, pairs in product((cos.shape[-1], 2 * cos.shape[-1]), PAIRS):
@@ -288,7 +284,7 @@ class _Trial:
                 )
 
     def passes(self, heads: Heads) -> bool:
-        """Whether our way hands over the same."""
+        """Return True if kernels hand over the same."""
         angles = Angles(heads.rotated // 2).of(self._angles, len(self._x_TD))
-        found = _way_of(self._module, heads).make(self._x_TD, angles, make_heads)
+        found = _products_of(self._module, heads).make(self._x_TD, angles, make_heads)
         return all(map(is_close, found, self.handed))

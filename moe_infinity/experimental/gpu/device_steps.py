@@ -1,7 +1,7 @@
 """Decode steps that the device decides without asking the host.
 
     begin_step   apply the reports of the step before; upload what the device has to know
-    run_layer    launch the kernels of every MoE layer: resolve, fill, experts (slot_kernels.py)
+    run_layer    launch the kernels of every MoE layer: resolve, fill, compute_pairs, sum_pairs
     finish_step  wait for the step, and apply its reports
 
 While a step runs, the host polls the device's reports, and the device does not wait for that
@@ -20,7 +20,6 @@ Legend: T tokens, K experts per token, D model width.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -28,15 +27,17 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from moe_infinity.engine.bookkeeping import Bookkeeping
+from moe_infinity.engine.slots import PairWork
 from moe_infinity.errors import ConfigError
-from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp
-from moe_infinity.experimental.gpu.reports import ReportPoller
-from moe_infinity.experimental.gpu.slot_kernels import MAX_PAIRS, SlotLayers
-from moe_infinity.experimental.gpu.step_bookkeeping import StepBookkeeping
+from moe_infinity.experimental.gpu.device_table import DeviceTable
+from moe_infinity.experimental.gpu.kernels import Kernels
+from moe_infinity.experimental.gpu.reports import ReportPoller, evict_all
 from moe_infinity.experts import Phase, Step
+from moe_infinity.kernels.triton.slot_mlp import SlotMlp
 from moe_infinity.memory.device import SourceSlots
 
-logger = logging.getLogger(__name__)
+MAX_PAIRS = 512  # (token, k) of one MoE layer in one step
 
 
 class StepState(Enum):
@@ -67,23 +68,22 @@ class DeviceSteps:
     run_layer() of every MoE layer; then finish_step().
     """
 
-    def __init__(
-        self, bookkeeping: StepBookkeeping, mlps: Sequence[SlotMlp], *, is_required: bool
-    ) -> None:
-        """`mlps`: how kernels read the experts of each MoE layer. `is_required`: memory that cannot
-        be page-locked is an error; else the host decides from then on.
-        """
+    def __init__(self, bookkeeping: Bookkeeping, mlps: Sequence[SlotMlp], kernels: Kernels) -> None:
+        """`mlps`: how kernels read the experts of each MoE layer."""
         self._bookkeeping = bookkeeping
-        self._is_required = is_required
-        self._has_warned = False
+        self._mlps = mlps
+        self.kernels = kernels
         device, self._host = bookkeeping.tiers
-        num_experts = bookkeeping.recorder.num_experts
         slots = device.slots
         self._residency = device.table
         self._mover = device.mover
         slots_SB = slots.tensor_of(0, slots.num_bytes).view(slots.num_slots, slots.slot_bytes)
-        self.layers = SlotLayers(slots_SB, mlps, num_experts=num_experts)
-        self.table = self.layers.table
+        self.table = DeviceTable(
+            slots_SB,
+            num_layers=len(mlps),
+            num_experts=bookkeeping.recorder.num_experts,
+            max_pairs=MAX_PAIRS,
+        )
         self._gpu = -1 if slots_SB.device.index is None else slots_SB.device.index  # -1: none
         self.top_k: dict[int, int] = {}  # of the MoE layers that have run
         self.poller = ReportPoller(bookkeeping, self.table)
@@ -123,23 +123,18 @@ class DeviceSteps:
         return True
 
     def _may_decide(self) -> bool:
-        """Whether HOST has all experts, where the device can read them. Raises ConfigError if it
-        must be able to, and is not.
+        """True once HOST has all experts, where the device can read them. Raises ConfigError if the
+        machine does not lock as much memory.
         """
         slots = self._host.slots
         assert isinstance(slots, SourceSlots), slots
-        if not slots.is_refused:
-            return self._host.table.num_resident == self._bookkeeping.total_experts
-        if self._is_required:
+        if slots.is_refused:
             raise ConfigError(
-                "kernels on a GPU read experts from page-locked memory, and this machine does not "
-                "lock as much\n"
-                "hint: lower host_memory, or use experts_implementation='auto'"
+                "gpu_engine='graphs' reads experts from page-locked memory, and this machine does "
+                "not lock as much\n"
+                "hint: use gpu_engine='host'"
             )
-        if not self._has_warned:
-            logger.warning("the machine locks no more memory: the host decides in every step")
-            self._has_warned = True
-        return False
+        return self._host.table.num_resident == self._bookkeeping.total_experts
 
     def finish_step(self) -> bool:
         """Wait for the step under way and apply its reports. Returns False, and does nothing, if it
@@ -175,7 +170,7 @@ class DeviceSteps:
             self._state = StepState.UPDATING
             self._residency.recover()
             self._mover.recover()  # waits for copies and kernels
-            self._residency.evict_all()
+            evict_all(self._residency)
             self.poller.apply_rest(is_residency_known=False)
             self._bookkeeping.recorder.drop_incomplete_step()
             self._forget()
@@ -225,7 +220,17 @@ class DeviceSteps:
         num_tokens, top_k = top_k_index_TK.shape
         self.poller.note_launch(moe_layer_idx, (num_tokens, top_k), is_captured=is_captured)
         self.top_k[moe_layer_idx] = top_k
-        return self.layers.compute(moe_layer_idx, x_TD, top_k_index_TK, top_k_weights_TK)
+        return self._compute(moe_layer_idx, x_TD, top_k_index_TK.contiguous(), top_k_weights_TK)
+
+    def _compute(
+        self, moe_layer_idx: int, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        kernels = self.kernels
+        pointers_E = kernels.resolve(self.table, moe_layer_idx, index_TK)
+        kernels.fill(self.table, index_TK.numel())
+        work = PairWork(kernels.pairs, self._mlps[moe_layer_idx], x_TD, index_TK, weights_TK)
+        work.compute(pointers_E)
+        return work.sum()
 
     def check_invariants(self) -> None:
         """Assert that, with all reports applied, host and device agree on the residency table."""

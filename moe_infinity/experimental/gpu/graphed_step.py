@@ -8,15 +8,16 @@ GraphedStep replaces `model.forward`. The inputs of a graph are all tensors amon
 other arguments are part of it, and so are the addresses of recurrent states, which a layer changes
 in place: if they change, another one is captured.
 
-Private name of torch used here: `torch.utils._pytree`.
+Private names of torch used here: `torch.utils._pytree`, and two of `torch._C` (`_leave_pool`).
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -25,16 +26,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
-from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_in, cache_parameter
-from moe_infinity.experimental.gpu.attention import (
+from moe_infinity.architectures.attention_inputs import CACHE_NAMES, cache_in, cache_parameter
+from moe_infinity.architectures.trial import Found
+from moe_infinity.experimental.gpu.cached_step import (
     AttentionSwitch,
-    attention_kernels,
-    gives_the_same,
+    CachedStep,
+    CachedSteps,
+    try_steps,
 )
-from moe_infinity.experimental.gpu.cached_step import CachedStep, CachedSteps
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
-from moe_infinity.experimental.gpu.graph import capture, copy_of, has_graphs, new_stream
+from moe_infinity.memory.cuda import CAPTURING
 
 logger = logging.getLogger(__name__)
 
@@ -58,25 +61,22 @@ class _Graph:
 class GraphedStep:
     """Runs the forward passes of one model."""
 
-    def __init__(
-        self, model: PreTrainedModel, steps: DeviceSteps | None, *, may_capture: bool = True
-    ) -> None:
-        """Replaces `model.forward` until close(). `steps`: None if the host decides in all. The
-        model is tried, so its experts have to answer.
+    def __init__(self, model: PreTrainedModel, steps: DeviceSteps) -> None:
+        """Replaces `model.forward` until close(). The model is tried, so its experts have to
+        answer.
         """
         self._model = model
         self._steps = steps
         self._forward: Callable[..., Any] = model.forward
         self._stream = new_stream(model.device)
-        self._may_capture = may_capture and has_graphs(model.device)
+        self._may_capture = has_graphs(model.device)
         self._graphs: dict[Any, _Graph] = {}  # by what is constant in them, the newest last
         self._is_graph = False
         self._switch = AttentionSwitch(model)
         self._cached: CachedSteps | None = None
-        kernels = attention_kernels(model.device)
-        if kernels is not None and POSITIONS in signature(self._forward).parameters:
-            self._cached = CachedSteps(model.device, kernels)
-            if not gives_the_same(model, self):
+        if POSITIONS in signature(self._forward).parameters:
+            self._cached = CachedSteps(model.device, steps.kernels)
+            if not isinstance(try_steps(model, self), Found):
                 self._cached = None
 
         @wraps(self._forward)
@@ -103,8 +103,7 @@ class GraphedStep:
 
     def _running(self) -> Any:
         """While the device decides."""
-        is_begun = self._steps is not None and self._steps.has_begun
-        return self._steps.running() if self._steps and is_begun else nullcontext()
+        return self._steps.running() if self._steps.has_begun else nullcontext()
 
     def _cached_step(self, kwargs: dict[str, Any]) -> CachedStep | None:
         """Room in the cache for one token of each sequence; None if the step is not one that our
@@ -123,7 +122,7 @@ class GraphedStep:
 
     def _run(self, cached: CachedStep, kwargs: dict[str, Any]) -> Any:
         """One step, as a graph if one like it has run before."""
-        if self._steps is None or not self._steps.is_running or not self._may_capture:
+        if not self._steps.is_running or not self._may_capture:
             return self._forward(**kwargs)
         rest = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         cache = cache_in(kwargs)
@@ -138,9 +137,8 @@ class GraphedStep:
             graph.inputs = [copy_of(value) for value in values]
             graph.cache = copy.copy(cache)
             graph.cache.layers = list(graph.cache.layers)
-            inputs = tree_unflatten(graph.inputs, spec) | {
-                cache_parameter(self._forward): graph.cache
-            }
+            name = cache_parameter(self._forward)
+            inputs = tree_unflatten(graph.inputs, spec) | {name: graph.cache}
             graph.replay = self._captured(cached, inputs)
             graph.cache.layers.clear()  # else it would keep the memory of this request
             graph.shapes = dict(self._steps.poller.shapes)
@@ -155,8 +153,6 @@ class GraphedStep:
         return copy_of(graph.replay(), graph.cache, cache)
 
     def _captured(self, cached: CachedStep, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        assert self._steps is not None
-
         def run() -> Any:
             with cached.without_lengths():
                 return self._forward(**kwargs)
@@ -180,3 +176,81 @@ class GraphedStep:
         """Drop the graphs, and give the model its own forward back."""
         self.forget()
         vars(self._model).pop("forward", None)
+
+
+# Graphs
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether what is launched on this device can be captured."""
+    return device.type == "cuda"
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream on which one model is captured; None without a GPU.
+
+    Each model has its own of torch's 32 streams. When a graph is freed, torch 2.13 frees cuBLAS
+    memory of all graphs that were captured on its stream (torch's issue 193402).
+    """
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def capture(stream: torch.cuda.Stream | None, run: Callable[[], Any]) -> Callable[[], Any]:
+    """Capture the kernels that `run` launches. Returns a function that launches them again, with
+    the same memory for inputs and outputs, and returns what `run` returned. For devices that
+    `has_graphs` allows.
+    """
+    assert stream is not None
+    graph = torch.cuda.CUDAGraph()
+    pool = torch.cuda.graph_pool_handle()
+    with CAPTURING:
+        # A model that is collected waits for its device, in any thread, and that would end the
+        # capture: so nothing is collected meanwhile.
+        restore_gc = gc.enable if gc.isenabled() else gc.disable
+        try:
+            gc.disable()
+            with (
+                torch.cuda.device(stream.device),
+                # A capture that fails leaves its own stream current.
+                torch.cuda.stream(torch.cuda.current_stream(stream.device)),
+                # "thread_local": read threads may page-lock memory during the capture.
+                torch.cuda.graph(graph, pool, stream, "thread_local"),
+            ):
+                out = run()
+        except BaseException:
+            _leave_pool(stream.device, pool)
+            raise
+        finally:
+            restore_gc()
+
+    def replay() -> Any:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def _leave_pool(device: torch.device, pool: Any) -> None:
+    """End a capture that CUDA has ended for torch too.
+
+    torch 2.11 goes on as if the capture were under way. Then no other capture can begin, no memory
+    be freed (which every new model does), and no random number be drawn.
+    """
+    with suppress(RuntimeError, AttributeError):  # torch has ended it, or a later torch has renamed
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+        generator = torch.cuda.default_generators[device.index]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def copy_of(out: Any, replaced: Any = None, by: Any = None) -> Any:
+    """A copy of a model's output that the next replay does not overwrite, and which has `by` in
+    place of `replaced`.
+    """
+    if isinstance(out, Tensor):
+        return out.clone()
+    if isinstance(out, ModelOutput):
+        return type(out)(**{name: copy_of(v, replaced, by) for name, v in out.items()})
+    if isinstance(out, tuple):
+        return tuple(copy_of(value, replaced, by) for value in out)
+    return by if replaced is not None and out is replaced else out

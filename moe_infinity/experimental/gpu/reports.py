@@ -5,19 +5,27 @@ counts the layer in the bookkeeping, and uploads new scores of the layer's exper
 waits for this. If it waits for its link, the host keeps up with it, and the device evicts by what
 the layers before were routed to. If it is faster, the host applies the rest of the reports while
 the next step runs.
+
+Private names of cache/residency.py used here: `_entries`, `_free`, `_layer_of_slot`,
+`_expert_of_slot`, `_transient`, `_evict`. No other engine enters what somebody else has decided.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Set
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from moe_infinity.cache.activation_aware import ActivationAware
+from moe_infinity.cache.policies import EvictionPolicy, Scores
+from moe_infinity.cache.residency import Entry, ResidencyTable
+from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experimental.gpu.device_table import DeviceTable, LayerReport
-from moe_infinity.experimental.gpu.step_bookkeeping import StepBookkeeping
-from moe_infinity.experts import Step
+from moe_infinity.experts import ExpertKey, Ints, Residency, Routing, Step
 
 POLL_TIMEOUT_S = 10.0  # then the remaining reports are applied later
 POLL_INTERVAL_S = 20e-6  # a fraction of the time that an MoE layer with a miss takes
@@ -45,7 +53,7 @@ class ReportPoller:
     every MoE layer, poll_reports().
     """
 
-    def __init__(self, bookkeeping: StepBookkeeping, table: DeviceTable) -> None:
+    def __init__(self, bookkeeping: Bookkeeping, table: DeviceTable) -> None:
         self._bookkeeping = bookkeeping
         self._table = table
         self._residency = bookkeeping.tiers[0].table
@@ -88,7 +96,7 @@ class ReportPoller:
         if moe_layer_idx in self._launched:
             raise UnsupportedModelError(
                 f"MoE layer {moe_layer_idx} ran twice in one step, which a GPU cannot report\n"
-                "hint: use experts_implementation='auto'"
+                "hint: use gpu_engine='host'"
             )
         self._launched.add(moe_layer_idx)
         if self._current is not None and self._may_evict:
@@ -144,12 +152,12 @@ class ReportPoller:
         """The loads of one layer, in the residency table."""
         for key, slot_id in report.misses.items():
             if slot_id >= 0:
-                self._residency.apply_load(key, slot_id)
+                apply_load(self._residency, key, slot_id)
 
     def _count(self, moe_layer_idx: int, report: LayerReport) -> None:
         """One layer, in the bookkeeping."""
         index_TK = report.expert_P.reshape(-1, self.shapes[moe_layer_idx][1])
-        self._bookkeeping.note_layer(moe_layer_idx, index_TK, set(report.misses))
+        note_layer(self._bookkeeping, moe_layer_idx, index_TK, report.misses.keys())
 
     def upload_scores(self, moe_layer_idx: int | None = None) -> None:
         """Score the experts of one MoE layer anew, or all, and upload that. Nothing is uploaded if
@@ -159,8 +167,9 @@ class ReportPoller:
             return
         first_layer = moe_layer_idx or 0
         stop = None if moe_layer_idx is None else moe_layer_idx + 1
+        tier = self._bookkeeping.tiers[0]
         scores = [
-            self._residency.leaving_scores(last_layer)[first_layer:stop]
+            leaving_scores(tier.table, tier.policy, last_layer)[first_layer:stop]
             for last_layer in self._table.last_layers
         ]
         self._table.upload_scores(np.stack(scores, axis=1), first_layer)
@@ -208,3 +217,63 @@ class ReportPoller:
         self._count(moe_layer_idx, report)
         self.upload_scores(moe_layer_idx)
         return True
+
+
+# What the bookkeeping learns of a device that decides
+
+
+def apply_load(table: ResidencyTable, key: ExpertKey, slot_id: int) -> None:
+    """Enter a load that the device made in a decode step: `key` is RESIDENT in this slot, and the
+    expert that had the slot is evicted.
+    """
+    assert table.lookup(key) is None, key
+    if table._layer_of_slot[slot_id] >= 0:
+        table._evict([slot_id])
+    table._free.remove(slot_id)
+    table._entries[key] = Entry(slot_id, Residency.RESIDENT)
+    table._layer_of_slot[slot_id], table._expert_of_slot[slot_id] = key
+
+
+def evict_all(table: ResidencyTable) -> None:
+    """Evict every expert, as what is in the slots is unknown. None is held or loading."""
+    table._evict(table.slots_of(table.resident_keys()))
+
+
+def leaving_scores(
+    table: ResidencyTable, policy: EvictionPolicy, moe_layer_idx: int
+) -> NDArray[np.float64]:
+    """Return [layers, experts]: after this layer has run, the resident with the lowest score leaves
+    first. Transient experts are below all others, as the table has it.
+    """
+    scores = scores_after(policy, moe_layer_idx).astype(np.float64)
+    transient = table._layer_of_slot[table._transient], table._expert_of_slot[table._transient]
+    scores[transient] -= scores.max() - scores.min() + 1
+    return scores
+
+
+def scores_after(policy: EvictionPolicy, moe_layer_idx: int) -> Scores:
+    """Return the scores after this layer has run, whatever it activates. A device needs them before
+    the host knows the routing.
+    """
+    if isinstance(policy, ActivationAware):
+        return policy.scores_after(moe_layer_idx)
+    return policy.scores()
+
+
+def note_layer(
+    bookkeeping: Bookkeeping, moe_layer_idx: int, index_TK: Ints, missed: Set[ExpertKey]
+) -> None:
+    """Record a layer of the decode step that began last, as the device has decided it. If the layer
+    had fewer tokens than the step, it is not known which ones, and recorder and predictor skip the
+    layer.
+    """
+    routing = Routing.of_experts(index_TK, None)
+    if routing.num_tokens != bookkeeping.recorder.step.num_tokens:
+        routing = routing._replace(top_k_index_TK=None)
+    bookkeeping.note_routing(moe_layer_idx, routing)
+    keys = [bookkeeping.keys[moe_layer_idx][expert_idx] for expert_idx in routing.activated]
+    copied = [key for key in keys if key in missed]
+    bookkeeping.counters.decode.add_lookups(len(keys) - len(copied), 0, len(copied))
+    device, host = bookkeeping.tiers
+    device.table.note_use(keys)
+    host.table.note_use(copied)

@@ -5,35 +5,42 @@ what an ExpertChoice chooses, whatever its class is called.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from moe_infinity.architectures.trial import for_trial, is_close
-from moe_infinity.experimental.gpu.kernels import routing_reference
-from moe_infinity.experimental.gpu.kernels.choice import GROUP_SCORES, SCORES, SHARES, ExpertChoice
-from moe_infinity.kernels import has_triton_kernels
+from moe_infinity.architectures.adapters import find_activation
+from moe_infinity.architectures.trial import (
+    Differs,
+    Found,
+    Trial,
+    Verdict,
+    first_that,
+    for_trial,
+    is_close,
+    verdict,
+)
+from moe_infinity.experimental.gpu.kernels import Kernels, reference
+from moe_infinity.experimental.gpu.kernels.descriptions import (
+    GROUP_SCORES,
+    SCORES,
+    WEIGHTS,
+    ExpertChoice,
+)
+from moe_infinity.kernels.reference import Activation
 
 TRIED_TOKENS = 32
 GROUPS = ("num_group", "n_group", "num_expert_groups")  # attributes: into how many groups,
 KEPT_GROUPS = ("topk_group", "top_k_group")  # and how many of them are kept
 
-logger = logging.getLogger(__name__)
 
-
-class RouterKernels(NamedTuple):
-    """Their signatures are those of experimental/gpu/kernels/routing.py."""
-
-    router_logits: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    choose: Callable[[Tensor, Tensor | None, ExpertChoice], tuple[Tensor, Tensor]]
-
-
-class FoundRouter(NamedTuple):
+class RouterPath(NamedTuple):
     """How modules of one kind choose."""
 
     choice: ExpertChoice
@@ -41,34 +48,24 @@ class FoundRouter(NamedTuple):
 
 
 def fuse_routers(
-    model: nn.Module, device: torch.device
+    model: nn.Module, kernels: Kernels
 ) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """The routers that kernels know, each with its new forward method."""
-    kernels = router_kernels(device)
-    known: dict[Any, FoundRouter | None] = {}
+    """Yield the routers that kernels know, each with its new forward method."""
+    verdicts: dict[Any, Verdict[RouterPath]] = {}
     for module in list(model.modules()):
         if not _may_be_router(module):
             continue
         plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None)}
         shape = module.get_parameter("weight").shape
         kind = type(module), repr(sorted(plain.items())), shape
-        if kind not in known:
-            known[kind] = find_router(module)
-        found = known[kind]
-        if found is not None:
-            yield module, _forward(module, found, kernels)
+        if kind not in verdicts:
+            verdicts[kind] = try_router(module)
+        found = verdicts[kind]
+        if isinstance(found, Found):
+            yield module, _forward(module, found.path, kernels)
 
 
-def router_kernels(device: torch.device) -> RouterKernels:
-    """Triton's for a GPU, else the plain reference."""
-    if device.type != "cuda" or not has_triton_kernels():
-        return RouterKernels(routing_reference.router_logits, routing_reference.choose)
-    from moe_infinity.experimental.gpu.kernels import routing
-
-    return RouterKernels(routing.router_logits, routing.choose)
-
-
-def _forward(module: Any, found: FoundRouter, kernels: RouterKernels) -> Callable[..., Any]:
+def _forward(module: Any, path: RouterPath, kernels: Kernels) -> Callable[..., Any]:
     stock: Callable[..., Any] = module.forward
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -77,9 +74,9 @@ def _forward(module: Any, found: FoundRouter, kernels: RouterKernels) -> Callabl
         if torch.is_grad_enabled() or args or kwargs:
             return stock(hidden_states, *args, **kwargs)
         logits_TE = kernels.router_logits(x_TD, weight, getattr(module, "bias", None))
-        correction = None if found.correction is None else getattr(module, found.correction)
-        index_TK, shares_TK = kernels.choose(logits_TE, correction, found.choice)
-        return logits_TE, shares_TK, index_TK
+        correction = None if path.correction is None else getattr(module, path.correction)
+        index_TK, weights_TK = kernels.choose(logits_TE, correction, path.choice)
+        return logits_TE, weights_TK, index_TK
 
     return forward
 
@@ -95,42 +92,42 @@ def _may_be_router(module: nn.Module) -> bool:
     )
 
 
-@torch.no_grad()
-def find_router(module: nn.Module) -> FoundRouter | None:
-    """None if it does anything else than kernels do."""
-    try:
-        return _matching(module)
-    except Exception as error:  # whatever a module does that wants or gives something else
-        logger.debug("%s chooses by its own code: %s", type(module).__name__, error)
-        return None
+def try_router(module: nn.Module) -> Verdict[RouterPath]:
+    """Find out how a module chooses."""
+    return verdict(lambda: _path_of(module))
 
 
-def _matching(module: nn.Module) -> FoundRouter | None:
-    make = torch.Generator().manual_seed(6)
-    tried: Any = for_trial(module).cpu()
-    dtype = tried.weight.dtype
+def _path_of(module: nn.Module) -> RouterPath:
+    trial = Trial(module, seed=6)
+    tried = trial.module
     num_experts, width = tried.weight.shape
-    x_TD = torch.randn(TRIED_TOKENS, width, generator=make, dtype=torch.float32, device="cpu")
-    share_dtype = tried(x_TD.to(dtype))[1].dtype
-    tried = tried.float()
+    x_TD = trial.random(TRIED_TOKENS, width)
+    in_its_dtype = for_trial(module)
+    dtype = in_its_dtype(x_TD.to(in_its_dtype.weight.dtype))[1].dtype
     correction = _correction_of(tried, num_experts)
+    added_E = None
     if correction is not None:
-        drawn = torch.rand(num_experts, generator=make, dtype=torch.float32, device="cpu")
-        getattr(tried, correction).copy_(drawn)
-    logits_TE, shares_TK, index_TK = tried(x_TD)
-    plain_TE = routing_reference.router_logits(x_TD, tried.weight, getattr(tried, "bias", None))
+        added_E = getattr(tried, correction)
+        added_E.copy_(trial.random(num_experts).abs())
+    logits_TE, weights_TK, index_TK = tried(x_TD)
+    plain_TE = reference.router_logits(x_TD, tried.weight, getattr(tried, "bias", None))
     if not is_close(logits_TE, plain_TE):
-        return None
-    wanted = _spread(index_TK, shares_TK, num_experts)
-    added = None if correction is None else getattr(tried, correction)
-    for choice in _choices(tried, index_TK.shape[1], num_experts, share_dtype):
+        raise Differs("its logits are no product")
+    wanted_TE = _spread(index_TK, weights_TK, num_experts)
+
+    def factor_of(choice: ExpertChoice) -> float | None:
+        """What the weights of a choice lack; None if it is another choice."""
         plain = replace(choice, dtype=torch.float32)
-        index, shares = routing_reference.choose(plain_TE, added, plain)
-        found = _spread(index, shares, num_experts)
-        factor = float(wanted.sum() / found.sum())
-        if torch.equal(found != 0, wanted != 0) and is_close(found * factor, wanted):
-            return FoundRouter(replace(choice, factor=_factor_of(tried, factor)), correction)
-    return None
+        given_TE = _spread(*reference.choose(plain_TE, added_E, plain), num_experts)
+        factor = float(wanted_TE.sum() / given_TE.sum())
+        is_same = torch.equal(given_TE != 0, wanted_TE != 0)
+        return factor if is_same and is_close(given_TE * factor, wanted_TE) else None
+
+    choices = _choices(tried, index_TK.shape[1], num_experts, dtype)
+    choice = first_that(choices, lambda each: factor_of(each) is not None, "it weighs otherwise")
+    factor = factor_of(choice)
+    assert factor is not None
+    return RouterPath(replace(choice, factor=_factor_of(tried, factor)), correction)
 
 
 def _factor_of(module: nn.Module, about: float) -> float:
@@ -139,10 +136,10 @@ def _factor_of(module: nn.Module, about: float) -> float:
     return next((value for value in own if abs(value - about) < 1e-5 * abs(about)), about)
 
 
-def _spread(index_TK: Tensor, shares_TK: Tensor, num_experts: int) -> Tensor:
-    """[T, E]: shares by expert, whatever their order."""
-    shares_TE = torch.zeros(len(index_TK), num_experts, dtype=torch.float32, device="cpu")
-    return shares_TE.scatter_(1, index_TK, shares_TK.float())
+def _spread(index_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Tensor:
+    """[T, E]: weights by expert, whatever their order."""
+    weights_TE = torch.zeros(len(index_TK), num_experts, dtype=torch.float32, device="cpu")
+    return weights_TE.scatter_(1, index_TK, weights_TK.float())
 
 
 def _correction_of(module: nn.Module, num_experts: int) -> str | None:
@@ -161,11 +158,11 @@ def _choices(
     groups = [(1, 1, GROUP_SCORES[0])]
     if num_groups > 1:
         groups = [(num_groups, kept, score) for score in GROUP_SCORES] + groups
-    for (count, kept, group_score), scores, shares in product(groups, SCORES, SHARES):
+    for (count, kept, group_score), scores, weights in product(groups, SCORES, WEIGHTS):
         choice = ExpertChoice(
             top_k=top_k,
             scores=scores,
-            shares=shares,
+            weights=weights,
             dtype=dtype,
             num_groups=count,
             kept_groups=kept,
@@ -173,3 +170,92 @@ def _choices(
         )
         if choice.fits(num_experts):
             yield choice
+
+
+PRODUCTS = ("gate_proj", "up_proj", "down_proj")
+
+
+class FusedMlp:
+    """In place of the forward method of one MLP."""
+
+    def __init__(self, module: Any, activation: Activation, kernels: Kernels) -> None:
+        self._stock: Callable[[Tensor], Tensor] = module.forward
+        self._activation = activation
+        self._kernels = kernels
+        self._module = module
+        self._products = [module.get_submodule(name) for name in PRODUCTS]
+        self.weight, self.bias = joined(self._products[:2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute as the stock method does."""
+        named = dict(zip(PRODUCTS, self._products, strict=True))
+        if torch.is_grad_enabled() or not is_as_before(self._module, named):
+            return self._stock(x)
+        columns_TC = linear(x.flatten(0, -2), self.weight, self.bias)
+        hidden = self._kernels.gated(columns_TC, self._activation).unflatten(0, x.shape[:-1])
+        out: Tensor = self._module.down_proj(hidden)
+        return out
+
+
+def is_as_before(module: nn.Module, children: dict[str, nn.Module]) -> bool:
+    """Return True if no child was replaced, and none has a hook."""
+    return all(
+        module.get_submodule(name) is child
+        and not (child._forward_hooks or child._forward_pre_hooks)
+        for name, child in children.items()
+    )
+
+
+def fuse_mlps(model: nn.Module, kernels: Kernels) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Yield the MLPs that kernels can compute, each with its new forward method."""
+    for module in list(model.modules()):
+        children = dict(module.named_children())
+        if all(type(children.get(name)) is nn.Linear for name in PRODUCTS):
+            activation = activation_of(module)
+            if activation is not None:
+                yield module, FusedMlp(module, activation, kernels).forward
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """Return what a module computes between its products; None if kernels do not."""
+    tried: Any = copy.copy(module)
+    halves = {"gate_proj": _Half(0), "up_proj": _Half(1), "down_proj": nn.Identity()}
+    tried._modules = {**module._modules, **halves}
+    found = find_activation(lambda gate_up: tried.forward(gate_up), is_gated=True)
+    return found.path[0] if isinstance(found, Found) and not found.path[1] else None
+
+
+class _Half(nn.Module):
+    """In place of a product: its input has what would come out."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self._which = which
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.chunk(2, -1)[self._which]
+
+
+def joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of layers with the same input as one, for one product in place of several.
+    Each layer's own weight becomes a piece of it, and so its bias. Where only some have a bias the
+    others' is 0.
+    """
+    sizes = [each.out_features for each in linears]
+    with torch.no_grad():
+        weight = torch.cat(tuple(each.weight for each in linears))
+        bias = None
+        if any(each.bias is not None for each in linears):
+            biases = (_bias_of(each) for each in linears)
+            bias = torch.cat(tuple(biases))
+    for each, part in zip(linears, weight.split(sizes), strict=True):
+        each.weight.data = part
+    if bias is not None:
+        for each, part in zip(linears, bias.split(sizes), strict=True):
+            if each.bias is not None:
+                each.bias.data = part
+    return weight, bias
+
+
+def _bias_of(linear: nn.Linear) -> Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias

@@ -44,12 +44,9 @@ class Neighbor(Lru):
         self._layer = moe_layer_idx
 
     def scores(self) -> Scores:
-        return self.scores_after(self._layer)
-
-    def scores_after(self, moe_layer_idx: int) -> Scores:
-        """The layer after the last one is layer 0, where the next step starts."""
+        """Protect the layers ahead. After the last layer comes layer 0 of the next step."""
         scores: Scores = self._last_use.copy()
-        scores[(moe_layer_idx + self._layers_ahead) % len(scores)] += PROTECTED
+        scores[(self._layer + self._layers_ahead) % len(scores)] += PROTECTED
         return scores
 
 

@@ -20,30 +20,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from transformers import DynamicCache, PreTrainedModel
 
-from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.experimental.gpu import graphed_step
 from moe_infinity.experimental.gpu.attention_modules import FusedAttention
-from moe_infinity.experimental.gpu.cached_step import AttentionKernels, CachedStep, Place
+from moe_infinity.experimental.gpu.cached_step import CachedStep, Place
 from moe_infinity.experimental.gpu.device_steps import StepState
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.graphed_step import GraphedStep
-from moe_infinity.experimental.gpu.kernels import rotary_reference
-from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp
-from moe_infinity.experimental.gpu.mlps import FusedMlp
-from moe_infinity.experimental.gpu.slot_kernels import SlotKernels
+from moe_infinity.experimental.gpu.kernels import kernels_for
+from moe_infinity.experimental.gpu.routers import FusedMlp
 from tests.cache_name import CACHE
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice
+from tests.meta_device import FROM_THE_HOST, NOWHERE, PAIR_KERNELS
 
-NOWHERE = torch.device("meta")
-NUM_EXPERTS = 4  # that made-up routing goes to: a model has more, and fewer per token
 # They wait for the device, or for its answer how large their result is.
 WAITING = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2",
     "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::equal",
     "aten::is_nonzero", "aten::repeat_interleave.Tensor",
 }  # fmt: skip
-# They copy numbers from the host, which a meta tensor would not show.
-FROM_THE_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor}
 INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 
 
@@ -109,7 +102,7 @@ def move(model: PreTrainedModel, cache: DynamicCache) -> None:
             if buffer is not None:
                 module._buffers[name] = nowhere(buffer)
     fused = [getattr(vars(m).get("forward"), "__self__", None) for m in model.modules()]
-    ways = [each.way for each in fused if isinstance(each, FusedAttention)]
+    ways = [each.products for each in fused if isinstance(each, FusedAttention)]
     joined = [*ways, *(each for each in fused if isinstance(each, FusedMlp))]
     for held in map(vars, joined):  # weights of several modules as one
         held.update({k: nowhere(v) for k, v in held.items() if isinstance(v, Tensor)})
@@ -131,44 +124,22 @@ def fill(table: DeviceTable, num_pairs: int) -> None:
     """There is nothing to copy."""
 
 
-def compute_pairs(
-    mlp: SlotMlp,
-    x_TD: Tensor,
-    index_TK: Tensor,
-    weights_TK: Tensor,
-    pointers_E: Tensor,
-    out_PD: Tensor,
-) -> None:
-    assert weights_TK.shape == index_TK.shape
-    assert len({t.device for t in (x_TD, index_TK, weights_TK, pointers_E, out_PD)}) == 1
-
-
-def sum_pairs(
-    mlp: SlotMlp, out_PD: Tensor, index_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype
-) -> Tensor:
-    return out_PD.new_empty(len(index_TK), out_PD.shape[1], dtype=dtype)
-
-
-KERNELS = SlotKernels(resolve, fill, compute_pairs, sum_pairs)  # ours need memory to look into
-
-
 def attend(query_BHd: Tensor, key_BGd: Tensor, value_BGv: Tensor, *_: Any, **__: Any) -> Tensor:
     return query_BHd.new_empty(*query_BHd.shape[:2], value_BGv.shape[-1])
 
 
-def attend_latent(
-    query_BHr: Tensor,
-    _: Tensor,
-    __: Tensor,
-    ___: Tensor,
-    expand_Hvr: Tensor,
-    *____: Any,
-    **more: Any,
-) -> Tensor:
-    return query_BHr.new_empty(*query_BHr.shape[:2], expand_Hvr.shape[1])
+def attend_latent(query_BHr: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(query_BHr)
 
 
-ATTENTION_KERNELS = AttentionKernels(attend, attend_latent, rotary_reference.make_heads)
+# Those of others are torch's operations on any device; these need memory to look into.
+KERNELS = kernels_for(torch.device("cpu"))._replace(
+    resolve=resolve,
+    fill=fill,
+    attend=attend,
+    attend_latent=attend_latent,
+    **PAIR_KERNELS._asdict(),
+)
 
 
 class Captured(BaseException):
@@ -181,12 +152,10 @@ class Captured(BaseException):
         self._kwargs = {CACHE: kwargs[CACHE]} | tree_of_nowhere(values, spec)
         move(self.model, kwargs[CACHE])
         numbers = [nowhere(place.numbers) for place in cached._places]
-        cached._places = [Place(each, ATTENTION_KERNELS) for each in numbers]
-        assert self._steps is not None
-        self._steps.layers.kernels = KERNELS
+        cached._places = [Place(each, KERNELS) for each in numbers]
+        self._steps.kernels = KERNELS
 
     def run(self) -> Tensor:
-        assert self._steps is not None
         self._steps._state = StepState.RUNNING
         with self._cached.under_way(), self._cached.without_lengths(), self._switch.to():
             logits: Tensor = as_captured(lambda: self._forward(**self._kwargs)).logits
@@ -202,63 +171,4 @@ def capturing() -> Iterator[None]:
 
     graphs = mock.patch.object(graphed_step, "has_graphs", return_value=True)
     with graphs, mock.patch.object(GraphedStep, "_captured", capture):
-        yield
-
-
-# What the host decides
-
-
-class MetaCudaDevice(FakeCudaDevice):
-    """Models opened with it have everything there but HOST."""
-
-    device = NOWHERE
-
-    def empty(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=NOWHERE)
-
-
-class _Unmixed(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if len({t.device for t in tensors if t.ndim}) > 1 and func.name() != "aten::copy_":
-            raise AssertionError(f"{func.name()} mixes devices")
-        return func(*args, **kwargs or {})
-
-
-class _NotFromTheHost(TorchFunctionMode):
-    """A device waits for such a copy, and all that was launched before it."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        out = func(*args, **kwargs or {})
-        if func in FROM_THE_HOST and isinstance(out, Tensor) and out.device == NOWHERE:
-            raise AssertionError(f"{func.__name__} copies from the host")
-        return out
-
-
-@contextmanager
-def made_up_routing() -> Iterator[None]:
-    """The host asks for routing, token ids and a signature, of which there are none: so they are
-    made up. Nothing else can be asked for, no operation may mix devices, and experts copy nothing.
-    """
-    cpu = Tensor.cpu
-
-    def made_up(tensor: Tensor) -> Tensor:
-        if tensor.device != NOWHERE:
-            return cpu(tensor)
-        ids = torch.arange(tensor.numel()) % NUM_EXPERTS
-        return ids.to(tensor.dtype).view(tensor.shape)
-
-    run = LayerComputer.run
-
-    def watched(*args: Any) -> None:
-        with _NotFromTheHost():
-            run(*args)
-
-    asked = mock.patch.object(Tensor, "cpu", made_up)
-    computing = mock.patch.object(LayerComputer, "run", watched)
-    with asked, computing, torch.no_grad(), _Unmixed():
         yield

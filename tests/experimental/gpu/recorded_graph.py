@@ -17,14 +17,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from moe_infinity import MoE
-from moe_infinity.experimental.gpu import graphed_step
-from moe_infinity.experimental.gpu.attention import attention_kernels
-from moe_infinity.experimental.gpu.cached_step import AttentionKernels
-from moe_infinity.experimental.gpu.kernels.attention_reference import attend_latent
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
+from moe_infinity.experimental.gpu import engine, graphed_step
+from moe_infinity.experimental.gpu.device_steps import DeviceSteps
+from moe_infinity.experimental.gpu.kernels import Kernels, kernels_for
 from tests.cache_name import CACHE
 from tests.experimental.gpu.fast_device import on_device
-from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, greedy
+from tests.on_device import LONG_PROMPT, PROMPT, greedy
 
 aten: Any = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.lift_fresh.default}  # for, or from, the host
@@ -88,7 +86,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     """From now on captures are recordings; gives them as they come."""
     found: list[Recorder] = []
     recording: list[Recorder] = []
-    compute = SlotLayers.compute
+    compute = DeviceSteps._compute
 
     def capture(stream: object, run: Callable[[], Any]) -> Callable[[], Any]:
         recorder = Recorder()
@@ -108,7 +106,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
         return replay
 
-    def kernels_of_a_layer(self: SlotLayers, layer: int, x_TD: Tensor, *args: Any) -> Tensor:
+    def kernels_of_a_layer(self: DeviceSteps, layer: int, x_TD: Tensor, *args: Any) -> Tensor:
         """One call: the reference looks into memory with Python."""
         if not recording:
             return compute(self, layer, x_TD, *args)
@@ -116,25 +114,26 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
         recording[-1].calls.append(lambda: out_TD.copy_(compute(self, layer, x_TD, *args)))
         return out_TD
 
-    def kernels_of_attention(device: torch.device) -> AttentionKernels:
-        plain = attention_kernels(device)
-        assert plain is not None
-        return AttentionKernels(
-            partial(attend, plain.attend), partial(attend, plain.attend_latent), plain.make_heads
+    def recorded(device: torch.device) -> Kernels:
+        plain = kernels_for(device)
+        return plain._replace(
+            attend=partial(attend, plain.attend),
+            attend_latent=partial(attend, plain.attend_latent),
         )
 
     def attend(plain: Callable[..., Tensor], query: Tensor, *args: Any, **more: Any) -> Tensor:
         if not recording:
             return plain(query, *args, **more)
-        width = args[3].shape[1] if plain is attend_latent else args[1].shape[-1]
+        is_latent = plain is kernels_for(query.device).attend_latent
+        width = query.shape[-1] if is_latent else args[1].shape[-1]
         out = query.new_empty(*query.shape[:-1], width)
         recording[-1].calls.append(lambda: out.copy_(plain(query, *args, **more)))
         return out
 
-    monkeypatch.setattr(graphed_step, "attention_kernels", kernels_of_attention)
+    monkeypatch.setattr(engine, "kernels_for", recorded)
     monkeypatch.setattr(graphed_step, "has_graphs", lambda device: True)
     monkeypatch.setattr(graphed_step, "capture", capture)
-    monkeypatch.setattr(SlotLayers, "compute", kernels_of_a_layer)
+    monkeypatch.setattr(DeviceSteps, "_compute", kernels_of_a_layer)
     return found
 
 
@@ -148,7 +147,7 @@ def without_and_with_graph(
     """What `run` gives of a model all of whose experts have slots."""
     found = []
     for warm_up_steps in (1 << 30, graphed_step.WARM_UP_STEPS):
-        with monkeypatch.context() as patch, on_device(folder, "100%", "100%") as moe:
+        with monkeypatch.context() as patch, on_device(folder, "100%") as moe:
             patch.setattr(graphed_step, "WARM_UP_STEPS", warm_up_steps)
             found.append(run(moe))
     return found[0], found[1]
@@ -169,7 +168,7 @@ def logits_without_graph(
     """Of each prompt, ids and mask, of a model all of whose experts have slots."""
     with pytest.MonkeyPatch.context() as patched:
         without_graphs(patched)  # before the model is opened, which then has the same kernels
-        with on_device(folder, "100%", "100%") as moe:
+        with on_device(folder, "100%") as moe:
             return {name: logits(moe, *prompt) for name, prompt in prompts.items()}
 
 
@@ -177,7 +176,7 @@ def tokens_without_graph(folder: Path) -> tuple[Tensor, Tensor]:
     """Of the short and the long prompt, by the kernels that a recording has."""
     with pytest.MonkeyPatch.context() as patched:
         without_graphs(patched)
-        with on_device(folder, "100%", "100%") as moe:
+        with on_device(folder, "100%") as moe:
             return greedy(moe), greedy(moe, LONG_PROMPT)
 
 

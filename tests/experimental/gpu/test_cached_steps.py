@@ -15,8 +15,8 @@ from moe_infinity import MoE
 from moe_infinity.experimental.gpu.cached_step import CachedSteps
 from tests.cache_name import CACHE
 from tests.experimental.gpu import recorded_graph
-from tests.experimental.gpu.fast_device import on_device
-from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, greedy
+from tests.experimental.gpu.fast_device import experts_of, on_device
+from tests.on_device import LONG_PROMPT, PROMPT, greedy
 from tests.quantized_checkpoints import build
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
@@ -73,11 +73,11 @@ def expected(folder_of):
 @pytest.mark.parametrize("name", OF_ALL)
 def test_graphs_have_the_bits_of_no_graph(folder_of, expected, name, graphs, caplog):
     """One graph for each number of sequences, whatever the prompt."""
-    with on_device(folder_of(name), "10%", "100%") as moe:
+    with on_device(folder_of(name), "10%") as moe:
         for which, prompt in PROMPTS.items():
             found = recorded_graph.logits(moe, *prompt)
             assert torch.equal(found, expected(name)[which]), which
-            assert moe.has_cuda_graph
+            assert experts_of(moe).graphed.has_graph
             moe.check_invariants()
     assert len(graphs) == (len(PROMPTS) if name in RECURRENT else 2)
     assert "no CUDA graph" not in caplog.text
@@ -98,7 +98,7 @@ def test_decode_steps_give_what_the_models_own_code_gives(folder_of, monkeypatch
     found = []
     for of in (CachedSteps.of, lambda *_: None):
         monkeypatch.setattr(CachedSteps, "of", of)
-        with on_device(folder_of(name), "100%", "100%", dtype="float32") as moe:
+        with on_device(folder_of(name), "100%", dtype="float32") as moe:
             found.append([recorded_graph.logits(moe, *prompt) for prompt in PROMPTS.values()])
     for ours, stock in zip(*found, strict=True):
         assert not torch.equal(ours, stock)  # another way to compute the same
@@ -106,14 +106,14 @@ def test_decode_steps_give_what_the_models_own_code_gives(folder_of, monkeypatch
 
 
 def taken(moe: MoE, cache: object, mask: Tensor | None = None, num_seqs: int = 1) -> bool:
-    assert moe._graphed is not None
-    assert moe._graphed._cached is not None
-    return moe._graphed._cached.of(cache, num_seqs, mask) is not None
+    cached = experts_of(moe).graphed._cached
+    assert cached is not None
+    return cached.of(cache, num_seqs, mask) is not None
 
 
 @torch.no_grad()
 def test_caches_that_are_not_known_are_left_to_the_model(folder_of):
-    with on_device(folder_of("deepseek_v2"), "100%", "100%") as moe:
+    with on_device(folder_of("deepseek_v2"), "100%") as moe:
         config = moe.model.config
         cache = DynamicCache(config=config)
         assert not taken(moe, cache)  # has nothing yet
@@ -131,7 +131,7 @@ def test_caches_that_are_not_known_are_left_to_the_model(folder_of):
 
 @torch.no_grad()
 def test_a_step_that_fails_leaves_the_cache_as_it_was(folder_of, monkeypatch):
-    with on_device(folder_of("deepseek_v2"), "100%", "100%") as moe:
+    with on_device(folder_of("deepseek_v2"), "100%") as moe:
         cache = DynamicCache(config=moe.model.config)
         moe.model(input_ids=PROMPT, **{CACHE: cache})
         last = {"input_ids": PROMPT[:, :1], "position_ids": torch.full((1, 1), 8)}

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu_models import deepseek_v2_lite, qwen3
 from tests.experimental.gpu.fast_device import on_device
 from tests.experimental.gpu.no_device import CannotBeCaptured, Captured, capturing
-from tests.experimental.gpu.on_device import greedy
+from tests.on_device import greedy
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_config
 
@@ -55,7 +55,7 @@ def step_of(tmp_path):
     def captured(name: str) -> Captured:
         torch.manual_seed(0)
         model_of(name).save_pretrained(tmp_path)
-        opened = on_device(tmp_path, "100%", "100%")
+        opened = on_device(tmp_path, "100%")
         with capturing(), opened as moe, pytest.raises(Captured) as found:
             greedy(moe, num_tokens=4)
         return found.value

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_infinity.experimental.gpu import resolve_reference
 from moe_infinity.experimental.gpu.device_table import ABSENT
+from moe_infinity.experimental.gpu.kernels import reference
 from moe_infinity.experts import ExpertKey
-from tests.experimental.gpu.cuda_notes import note_cuda
+from tests.cuda_notes import note_cuda
 from tests.experimental.gpu.device_tables import World, random_scores, routings, step
 
 pytest.importorskip("triton", reason="needs triton")
-from moe_infinity.experimental.gpu import resolve as triton_resolve
+from moe_infinity.experimental.gpu.kernels import resolve as triton_resolve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.triton
@@ -136,7 +136,7 @@ def act_as_host(data, world: World, model: Model) -> None:
 
 @pytest.mark.parametrize(
     "kernels",
-    [pytest.param(resolve_reference, id="reference"), pytest.param(triton_resolve, id="triton")],
+    [pytest.param(reference, id="reference"), pytest.param(triton_resolve, id="triton")],
 )
 @settings(max_examples=8)
 @given(data=st.data())

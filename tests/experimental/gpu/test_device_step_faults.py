@@ -13,33 +13,33 @@ import torch
 from moe_infinity import MoE
 from moe_infinity.cache.policies import Lru
 from moe_infinity.cache.residency import ResidencyTable
-from moe_infinity.checkpoint.layer_recipes import ExpertLoader
 from moe_infinity.engine.bookkeeping import Bookkeeping
-from moe_infinity.errors import CheckpointError, UnsupportedModelError
-from moe_infinity.experimental.gpu import resolve_reference
+from moe_infinity.errors import UnsupportedModelError
+from moe_infinity.experimental.gpu import reports
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.graphed_step import GraphedStep
-from moe_infinity.experimental.gpu.kernels import reference as slot_reference
+from moe_infinity.experimental.gpu.kernels import reference
 from moe_infinity.experimental.gpu.reports import ReportPoller
+from moe_infinity.kernels.triton import reference as of_experts
 from tests.cache_name import CACHE
-from tests.experimental.gpu.fast_device import CACHES, STATIC, on_device, tokens_of_a_cpu
-from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
+from tests.experimental.gpu.fast_device import CACHES, STATIC, on_device, tokens_of_the_host
 from tests.experimental.gpu.recorded_graph import record_graphs, tokens_without_graph
+from tests.on_device import LONG_PROMPT, PROMPT, assert_same_tokens, greedy
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
-TIGHT = "30%", "100%"  # 7 of 24
+TIGHT = "30%"  # 7 of 24
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):
-    return tokens_of_a_cpu(tiny_checkpoint)
+    return tokens_of_the_host(tiny_checkpoint)
 
 
-def is_wrong(checkpoint: Any, *budgets: str, **cache: Any) -> bool:
-    expected = tokens_of_a_cpu(checkpoint, **cache)
-    with on_device(checkpoint, *budgets, policy="lru") as moe:
+def is_wrong(checkpoint: Any, device_memory: str, **cache: Any) -> bool:
+    expected = tokens_of_the_host(checkpoint, **cache)
+    with on_device(checkpoint, device_memory, policy="lru") as moe:
         return any(not torch.equal(greedy(moe, **cache), expected[0]) for _ in range(2))
 
 
@@ -47,8 +47,8 @@ def is_wrong(checkpoint: Any, *budgets: str, **cache: Any) -> bool:
 
 
 def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, monkeypatch):
-    assert not is_wrong(tiny_checkpoint, "30%", "100%")
-    take_slot = resolve_reference._take_slot
+    assert not is_wrong(tiny_checkpoint, "30%")
+    take_slot = reference._take_slot
 
     def forgetting(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
         slot_LE = table.slot_LE.clone()
@@ -56,13 +56,13 @@ def test_an_expert_that_left_is_not_found_where_it_was(tiny_checkpoint, monkeypa
         table.slot_LE.copy_(slot_LE)
         return int(slot_LE[moe_layer_idx, expert])
 
-    monkeypatch.setattr(resolve_reference, "_take_slot", forgetting)
-    assert is_wrong(tiny_checkpoint, "30%", "100%")
+    monkeypatch.setattr(reference, "_take_slot", forgetting)
+    assert is_wrong(tiny_checkpoint, "30%")
 
 
 def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, monkeypatch):
-    assert not is_wrong(tiny_checkpoint, "5%", "100%")
-    take_slot = resolve_reference._take_slot
+    assert not is_wrong(tiny_checkpoint, "5%")
+    take_slot = reference._take_slot
 
     def as_if_unused(table: DeviceTable, moe_layer_idx: int, expert: int) -> int:
         uses_E, table.uses_E = table.uses_E, torch.zeros_like(table.uses_E)
@@ -70,13 +70,13 @@ def test_what_a_step_uses_stays_until_its_layer_is_done(tiny_checkpoint, monkeyp
         table.uses_E = uses_E
         return slot
 
-    monkeypatch.setattr(resolve_reference, "_take_slot", as_if_unused)
-    assert is_wrong(tiny_checkpoint, "5%", "100%")
+    monkeypatch.setattr(reference, "_take_slot", as_if_unused)
+    assert is_wrong(tiny_checkpoint, "5%")
 
 
 def test_a_slot_is_filled_before_it_is_read(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr(resolve_reference, "fill", lambda table, num_pairs: None)
-    assert is_wrong(tiny_checkpoint, "30%", "100%")
+    monkeypatch.setattr(reference, "fill", lambda table, num_pairs: None)
+    assert is_wrong(tiny_checkpoint, "30%")
 
 
 # What fails
@@ -102,17 +102,15 @@ class Interruption:
 
 
 PLACES = [
-    (resolve_reference, "resolve"), (resolve_reference, "fill"),
-    (slot_reference, "compute_pairs"), (slot_reference, "sum_pairs"),
-    (resolve_reference, "_take_slot"), (DeviceTable, "begin_step"),
+    (reference, "resolve"), (reference, "fill"),
+    (of_experts, "compute_pairs"), (of_experts, "sum_pairs"),
+    (reference, "_take_slot"), (DeviceTable, "begin_step"),
     (DeviceTable, "end_step"), (DeviceTable, "wait"), (DeviceTable, "read_report"),
     (DeviceTable, "upload_residency"), (DeviceTable, "upload_scores"),
     (ReportPoller, "_read_new"), (ReportPoller, "_enter"), (ReportPoller, "_count"),
-    (Lru, "scores_after"),
-    (ResidencyTable, "apply_load"), (ResidencyTable, "leaving_scores"),
-    (ResidencyTable, "note_use"),
-    (Bookkeeping, "note_begin"),
-    (Bookkeeping, "note_layer"), (DeviceSteps, "reset"),
+    (Lru, "scores"), (reports, "apply_load"), (reports, "leaving_scores"),
+    (ResidencyTable, "note_use"), (Bookkeeping, "note_begin"),
+    (reports, "note_layer"), (DeviceSteps, "reset"),
 ]  # fmt: skip
 
 
@@ -126,8 +124,8 @@ def test_ctrl_c_anywhere_leaves_the_model_usable(
     tiny_checkpoint, expected, monkeypatch, owner, name, cache
 ):
     stop = Interruption(monkeypatch, owner, name, KeyboardInterrupt())
-    of_this_cache = tokens_of_a_cpu(tiny_checkpoint, **cache)
-    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+    of_this_cache = tokens_of_the_host(tiny_checkpoint, **cache)
+    with on_device(tiny_checkpoint, TIGHT, policy="lru") as moe:
         num_stopped = 0
         for n in (1, 4):
             stop.remaining, stop.is_late = n, n % 2 == 0
@@ -149,7 +147,7 @@ def test_ctrl_c_after_a_graph_was_launched_leaves_nothing_where_it_wrote(
     expected = tokens_without_graph(tiny_checkpoint)
     graphs = record_graphs(monkeypatch)
     stop = Interruption(monkeypatch, DeviceTable, "end_step", KeyboardInterrupt())
-    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+    with on_device(tiny_checkpoint, "30%", policy="lru") as moe:
         for n in range(4, 14):
             stop.remaining = n
             with pytest.raises(KeyboardInterrupt):
@@ -164,7 +162,7 @@ def test_a_step_that_began_and_never_ran_is_forgotten(
     tiny_checkpoint, expected, monkeypatch, cache
 ):
     stop = Interruption(monkeypatch, GraphedStep, "__call__", KeyboardInterrupt())
-    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+    with on_device(tiny_checkpoint, TIGHT, policy="lru") as moe:
         stop.remaining = 3  # the second after the prompt
         with pytest.raises(KeyboardInterrupt):
             greedy(moe, **cache)
@@ -185,9 +183,9 @@ def test_prompts_between_steps_that_nobody_settles(tiny_checkpoint):
                 found.append(moe.model(input_ids=ids, **{CACHE: out.past_key_values}).logits)
         return found
 
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         expected = logits(moe)
-    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+    with on_device(tiny_checkpoint, "30%", policy="lru") as moe:
         assert all(map(torch.equal, logits(moe), expected))
         moe.check_invariants()
         decode = moe.report().decode
@@ -196,7 +194,7 @@ def test_prompts_between_steps_that_nobody_settles(tiny_checkpoint):
 
 @torch.no_grad()
 def test_a_layer_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected):
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         layer = moe.model.model.layers[1].mlp
         forward = layer.forward
         layer.forward = lambda x: forward(x) + 0 * forward(x.flip(-1))
@@ -208,8 +206,8 @@ def test_a_layer_that_runs_twice_in_a_step_is_refused(tiny_checkpoint, expected)
 
 @pytest.mark.parametrize("n", [1, 2])  # before a miss, and after one
 def test_ctrl_c_while_the_last_step_is_taken_over(tiny_checkpoint, expected, monkeypatch, n):
-    stop = Interruption(monkeypatch, ResidencyTable, "apply_load", KeyboardInterrupt())
-    with on_device(tiny_checkpoint, "60%", "100%", policy="lru") as moe:
+    stop = Interruption(monkeypatch, reports, "apply_load", KeyboardInterrupt())
+    with on_device(tiny_checkpoint, "60%", policy="lru") as moe:
         greedy(moe)
         stop.remaining = n
         with pytest.raises(KeyboardInterrupt):
@@ -238,7 +236,7 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
                 raise KeyboardInterrupt
         return trace
 
-    with on_device(tiny_checkpoint, *TIGHT, policy="lru") as moe:
+    with on_device(tiny_checkpoint, TIGHT, policy="lru") as moe:
         greedy(moe, num_tokens=4)
         sys.settrace(trace)
         try:
@@ -255,9 +253,9 @@ def test_ctrl_c_between_a_step_and_its_frame_is_no_step_that_runs(
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(resolve_reference, "fill"), (DeviceTable, "read_report"), (DeviceTable, "wait"),
+    [(reference, "fill"), (DeviceTable, "read_report"), (DeviceTable, "wait"),
      (DeviceTable, "begin_step"), (DeviceTable, "upload_scores"), (Bookkeeping, "note_begin"),
-     (ReportPoller, "finish_step"), (ResidencyTable, "apply_load"), (DeviceSteps, "reset")],
+     (ReportPoller, "finish_step"), (reports, "apply_load"), (DeviceSteps, "reset")],
 )  # fmt: skip
 def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
     tiny_checkpoint, monkeypatch, cache, owner, name
@@ -269,7 +267,7 @@ def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
         nonlocal num_given
         num_given += kwargs["input_ids"].shape[1] == 1
 
-    with on_device(tiny_checkpoint, "30%", "100%", policy="lru") as moe:
+    with on_device(tiny_checkpoint, "30%", policy="lru") as moe:
         moe.model.register_forward_hook(count, with_kwargs=True)
         moe.model(
             input_ids=torch.arange(100)[None]
@@ -284,25 +282,8 @@ def test_a_step_whose_token_was_given_counts_whatever_becomes_of_the_next(
             assert 0 <= moe.report().decode.lookups - lookups - 6 * num_given <= 4, n
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_an_expert_that_cannot_be_read_in_a_step_is_an_error_and_the_next_call_works(
-    tiny_checkpoint, monkeypatch, cache
-):
-    expected = tokens_of_a_cpu(tiny_checkpoint, **cache)
-    error = CheckpointError("the disk is gone")
-    stop = Interruption(monkeypatch, ExpertLoader, "read", error)
-    with on_device(tiny_checkpoint, "30%", "34%") as moe:
-        greedy(moe, PROMPT[:, :2], num_tokens=1)
-        stop.remaining = 20  # after the prompt
-        with pytest.raises(CheckpointError, match="the disk is gone"):
-            greedy(moe, **cache)
-        for _ in range(2):
-            assert torch.equal(greedy(moe, **cache), expected[0])
-            moe.check_invariants()
-
-
 def test_a_closed_model_runs_no_step(tiny_checkpoint):
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         greedy(moe)
     with pytest.raises(Exception, match="was closed"):
         moe.model(PROMPT)

@@ -1,5 +1,5 @@
 """Decode steps that the device decides, on a fake device with the reference kernels. They give the
-tokens of the same arithmetic on a CPU, whatever the budgets; the host counts what happened.
+tokens of the host with the same kernels, whatever the budget; the host counts what happened.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,23 +15,22 @@ import torch
 
 from moe_infinity import MoE
 from moe_infinity.cache.activation_aware import ActivationAware
-from moe_infinity.engine import compute
 from moe_infinity.errors import ConfigError
-from moe_infinity.experimental.gpu import slot_kernels
+from moe_infinity.experimental.gpu import engine
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.device_table import DeviceTable
-from moe_infinity.experimental.gpu.slot_kernels import SlotKernels
-from moe_infinity.kernels import has_triton_kernels
-from tests.experimental.gpu.fake_cuda import FakeCudaDevice, fake_device
+from moe_infinity.experimental.gpu.kernels import kernels_for
 from tests.experimental.gpu.fast_device import (
     CACHES,
-    FAST,
+    GRAPHS,
     STATIC,
-    compute_as_the_device_does,
+    experts_of,
+    let_the_host_decide,
     on_device,
-    tokens_of_a_cpu,
+    tokens_of_the_host,
 )
-from tests.experimental.gpu.on_device import (
+from tests.fake_cuda import FakeCudaDevice, fake_device
+from tests.on_device import (
     LONG_PROMPT,
     PROMPT,
     SOME_POLICIES,
@@ -38,24 +38,23 @@ from tests.experimental.gpu.on_device import (
     greedy,
 )
 from tests.server.driving import Client, generated, make_engine, run_all
+from tests.sweep.discover import architectures_in
+from tests.sweep.tiny import tiny_model
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):
-    return tokens_of_a_cpu(tiny_checkpoint)
+    return tokens_of_the_host(tiny_checkpoint)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("host_memory", ["34%", "60%", "100%"])  # 8, 14, 24 experts
 @pytest.mark.parametrize("device_memory", ["5%", "30%", "100%"])  # 1, 7, 24
-def test_no_budget_of_either_tier_changes_a_token(
-    tiny_checkpoint, device_memory, host_memory, cache
-):
-    expected = tokens_of_a_cpu(tiny_checkpoint, **cache)
-    with on_device(tiny_checkpoint, device_memory, host_memory) as moe:
+def test_no_budget_changes_a_token(tiny_checkpoint, device_memory, cache):
+    expected = tokens_of_the_host(tiny_checkpoint, **cache)
+    with on_device(tiny_checkpoint, device_memory) as moe:
         for _ in range(2):
             assert torch.equal(greedy(moe, **cache), expected[0])
             moe.check_invariants()
@@ -68,15 +67,15 @@ def test_no_budget_of_either_tier_changes_a_token(
 
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_no_policy_changes_a_token(tiny_checkpoint, expected, policy):
-    with on_device(tiny_checkpoint, "30%", "60%", policy=policy) as moe:
+    with on_device(tiny_checkpoint, "30%", policy=policy) as moe:
         assert_same_tokens(moe, expected, rounds=2)
         assert moe.report().decode.hits > 0
 
 
-def test_a_graph_and_no_graph_give_the_tokens_of_a_cpu_in_any_order(tiny_checkpoint):
+def test_a_graph_and_no_graph_give_the_tokens_of_the_host_in_any_order(tiny_checkpoint):
     chances = random.Random(0)
-    kinds = [(cache, tokens_of_a_cpu(tiny_checkpoint, **cache)) for cache in ({}, STATIC)]
-    with on_device(tiny_checkpoint, "40%", "50%", policy="lru") as moe:
+    kinds = [(cache, tokens_of_the_host(tiny_checkpoint, **cache)) for cache in ({}, STATIC)]
+    with on_device(tiny_checkpoint, "40%", policy="lru") as moe:
         for _ in range(8):
             (cache, expected), which = chances.choice(kinds), chances.randint(0, 1)
             assert torch.equal(greedy(moe, (PROMPT, LONG_PROMPT)[which], **cache), expected[which])
@@ -91,8 +90,8 @@ def test_a_batch_is_decided_by_the_device_too(tiny_checkpoint, cache):
     }
     kwargs = {"max_new_tokens": 8, "do_sample": False}
     found = []
-    for budgets in (("100%", "100%"), ("10%", "40%")):
-        with on_device(tiny_checkpoint, *budgets) as moe:
+    for device_memory in ("100%", "10%"):
+        with on_device(tiny_checkpoint, device_memory) as moe:
             found.append(moe.generate(**batch, **kwargs, **cache).tolist())
             moe.check_invariants()
     assert found[0] == found[1]
@@ -101,8 +100,8 @@ def test_a_batch_is_decided_by_the_device_too(tiny_checkpoint, cache):
 @pytest.mark.parametrize("expert_dtype", ["int8", "fp8"])
 def test_packed_experts_are_read_as_they_are_stored(tiny_checkpoint, expert_dtype):
     found = []
-    for budgets in (("100%", "100%"), ("10%", "40%")):
-        with on_device(tiny_checkpoint, *budgets, expert_dtype=expert_dtype) as moe:
+    for device_memory in ("100%", "10%"):
+        with on_device(tiny_checkpoint, device_memory, expert_dtype=expert_dtype) as moe:
             found.append(greedy(moe, num_tokens=8, **STATIC).tolist())
             assert moe.report().decode.steps == 7
             moe.check_invariants()
@@ -111,7 +110,7 @@ def test_packed_experts_are_read_as_they_are_stored(tiny_checkpoint, expert_dtyp
 
 def test_the_server_is_given_the_tokens_of_generate(tiny_checkpoint):
     prompts = [[5, 6, 9, 100, 31], [77, 12, 3], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
-    with on_device(tiny_checkpoint, "30%", "50%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         expected = [generated(moe, prompt) for prompt in prompts]
         for max_batch in (1, 3):
             engine = make_engine(moe, max_batch=max_batch)
@@ -125,28 +124,22 @@ def test_the_server_is_given_the_tokens_of_generate(tiny_checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" or not has_triton_kernels(),
+    os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs triton's interpreter, which reads the memory of a fake device",
 )
 def test_with_tritons_kernels_no_budget_changes_a_token_either(tiny_checkpoint, monkeypatch):
-    from moe_infinity.experimental.gpu import resolve as triton_resolve
-    from moe_infinity.experimental.gpu.kernels import experts as triton_experts
+    pytest.importorskip("triton", reason="needs triton")
+    from moe_infinity.experimental.gpu.kernels import resolve as triton_resolve
 
     monkeypatch.setattr(triton_resolve, "FILL_PROGRAMS", 1)  # they run one after the other
-    compiled = SlotKernels(
-        triton_resolve.resolve,
-        triton_resolve.fill,
-        triton_experts.compute_pairs,
-        triton_experts.sum_pairs,
-    )
-    monkeypatch.setattr(slot_kernels, "slot_kernels", lambda device: compiled)
-    monkeypatch.setattr(compute, "slot_kernels", lambda device: compiled)
+    compiled = kernels_for(torch.device("cuda"))
+    monkeypatch.setattr(engine, "kernels_for", lambda device: compiled)
     found = []
-    for budgets in (("100%", "100%"), ("10%", "100%"), ("10%", "34%")):
-        with on_device(tiny_checkpoint, *budgets) as moe:
+    for device_memory in ("100%", "10%"):
+        with on_device(tiny_checkpoint, device_memory) as moe:
             found.append(greedy(moe, num_tokens=5, **STATIC).tolist())
             moe.check_invariants()
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 # What the host knows
@@ -165,13 +158,12 @@ def test_with_room_for_all_the_host_counts_what_the_reference_path_counts(
     tiny_checkpoint, policy, monkeypatch
 ):
     """The reference path with the same arithmetic, so with the same routing."""
-    with on_device(tiny_checkpoint, "100%", "100%", policy=policy) as moe:
+    with on_device(tiny_checkpoint, "100%", policy=policy) as moe:
         greedy(moe)
         greedy(moe, LONG_PROMPT, **STATIC)
         by_device = counted(moe)
-    monkeypatch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
-    compute_as_the_device_does(monkeypatch)
-    with on_device(tiny_checkpoint, "100%", "100%", policy=policy) as moe:
+    let_the_host_decide(monkeypatch)
+    with on_device(tiny_checkpoint, "100%", policy=policy) as moe:
         greedy(moe)
         greedy(moe, LONG_PROMPT, **STATIC)
         assert counted(moe) == by_device
@@ -191,14 +183,14 @@ def test_scores_are_those_after_each_part_of_the_layers(tiny_checkpoint, monkeyp
         upload(self, scores_LHE, first_layer)
 
     monkeypatch.setattr(DeviceTable, "upload_scores", uploading)
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         greedy(moe)
         monkeypatch.setattr(ActivationAware, "scores_after", asking)
         uploaded.clear()
         policy = moe.engine.tiers[0].policy
+        assert isinstance(policy, ActivationAware)
         moe.engine.tiers[0].table._transient[:] = False  # their scores are lower
-        steps = moe.engine.device_steps
-        assert steps is not None
+        steps = experts_of(moe).device_steps
         for moe_layer_idx in (None, 0, 1, 2):
             steps.poller.upload_scores(moe_layer_idx)
         assert asked == 4 * [0, 2]
@@ -215,7 +207,7 @@ def test_scores_are_those_after_each_part_of_the_layers(tiny_checkpoint, monkeyp
 
 
 def test_a_recording_has_every_token(tiny_checkpoint):
-    with on_device(tiny_checkpoint, "30%", "100%") as moe, moe.recording() as finish:
+    with on_device(tiny_checkpoint, "30%") as moe, moe.recording() as finish:
         greedy(moe, **STATIC)
         (trace,) = finish()
         assert len(trace.experts_TLK) == len(PROMPT[0]) + 15
@@ -231,8 +223,8 @@ def test_the_device_decides_once_host_has_all_experts(tiny_checkpoint, monkeypat
         return decided[-1]
 
     monkeypatch.setattr(DeviceSteps, "begin_step", watched)
-    options = {"device_memory": "30%", "host_memory": "100%", "preload": "idle", **FAST}
-    expected = tokens_of_a_cpu(tiny_checkpoint)
+    options = {"device_memory": "30%", "preload": "idle", **GRAPHS}
+    expected = tokens_of_the_host(tiny_checkpoint)
     with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, options) as moe:
         until = time.monotonic() + 60
         while not any(decided):
@@ -244,31 +236,28 @@ def test_the_device_decides_once_host_has_all_experts(tiny_checkpoint, monkeypat
 
 def test_memory_that_cannot_be_page_locked_is_refused_and_says_what_to_do(tiny_checkpoint):
     cuda_device = FakeCudaDevice(is_locking=False)
-    with fake_device(cuda_device), MoE(tiny_checkpoint, device_memory="30%", **FAST) as moe:
+    with fake_device(cuda_device), MoE(tiny_checkpoint, device_memory="30%", **GRAPHS) as moe:
         for _ in range(2):
-            with pytest.raises(ConfigError, match="page-locked .*\nhint: lower host_memory"):
+            with pytest.raises(ConfigError, match="page-locked .*\nhint: use gpu_engine='host'"):
                 greedy(moe)
 
 
-def test_by_default_the_host_decides_where_memory_cannot_be_page_locked(tiny_checkpoint, caplog):
-    expected, _ = tokens_of_a_cpu(tiny_checkpoint)
-    cuda_device = FakeCudaDevice(is_locking=False)
-    with fake_device(cuda_device), MoE(tiny_checkpoint, device_memory="30%") as moe:
-        for _ in range(2):
-            assert torch.equal(greedy(moe), expected)
-    assert caplog.text.count("the machine locks no more memory") == 1
+def refused(folder: Any, cuda_device: FakeCudaDevice | None = None, **options: Any) -> str:
+    """What is said of options that it cannot work with."""
+    budgets = {"device_memory": "30%"} if cuda_device is not None else {"device": "cpu"}
+    with ExitStack() as doubles:
+        if cuda_device is not None:
+            doubles.enter_context(fake_device(cuda_device))
+        with pytest.raises(ConfigError, match="\nhint: use gpu_engine='host'") as error:
+            MoE(folder, **budgets, **GRAPHS | options)
+    return str(error.value)
 
 
-def test_by_default_the_host_decides_where_host_memory_is_small(tiny_checkpoint, caplog):
-    budgets = {"device_memory": "30%", "host_memory": "30%"}
-    with fake_device(FakeCudaDevice()), MoE(tiny_checkpoint, **budgets) as moe:
-        assert moe.engine.device_steps is None
-        assert "without CUDA graphs: host memory for some experts only" in caplog.text
-        greedy(moe)
-
-
-def test_prefetch_leaves_every_step_to_the_host(tiny_checkpoint, caplog):
-    with on_device(tiny_checkpoint, "30%", "100%", prefetch=True) as moe:
-        assert moe.engine.device_steps is None
-        assert "the host decides in every step" in caplog.text
-        greedy(moe, **STATIC)
+def test_what_it_cannot_work_with_is_an_error_with_a_hint(tiny_checkpoint, tmp_path):
+    assert "there is no CUDA GPU" in refused(tiny_checkpoint)
+    device = FakeCudaDevice
+    assert "no room for all experts" in refused(tiny_checkpoint, device(), host_memory="60%")
+    assert "it does not prefetch" in refused(tiny_checkpoint, device(), prefetch=True)
+    assert "its results are not exact" in refused(tiny_checkpoint, device(), exact=True)
+    tiny_model(architectures_in("dbrx")[-1]).save_pretrained(tmp_path)
+    assert "kernels do not read all of its experts" in refused(tmp_path, device())

@@ -10,16 +10,20 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
-from moe_infinity.experimental.gpu.attention import AttentionSwitch, attention_kernels
+from moe_infinity.architectures.trial import FellBack, Found
 from moe_infinity.experimental.gpu.attention_modules import FusedAttention, fuse_attention
-from moe_infinity.experimental.gpu.cached_step import CachedSteps
-from moe_infinity.experimental.gpu.decoder_layers import fuse_layers, parts_of
-from moe_infinity.experimental.gpu.fused_modules import FusedModules
-from moe_infinity.experimental.gpu.joined_weights import joined
-from moe_infinity.experimental.gpu.kernels import reference
-from moe_infinity.experimental.gpu.mlps import FusedMlp, activation_of
-from moe_infinity.experimental.gpu.norms import find_norms
-from moe_infinity.experimental.gpu.routers import find_router, fuse_routers
+from moe_infinity.experimental.gpu.cached_step import AttentionSwitch, CachedSteps
+from moe_infinity.experimental.gpu.engine import FusedModules
+from moe_infinity.experimental.gpu.kernels import kernels_for
+from moe_infinity.experimental.gpu.residuals import find_norms, fuse_layers, parts_of
+from moe_infinity.experimental.gpu.routers import (
+    FusedMlp,
+    activation_of,
+    fuse_routers,
+    is_as_before,
+    joined,
+    try_router,
+)
 from tests.cache_name import CACHE
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
@@ -27,7 +31,8 @@ from tests.sweep.discover import architectures_in
 pytestmark = pytest.mark.arithmetic
 
 CPU = torch.device("cpu")
-# The rule of scores, and what becomes of the chosen ones.
+PLAIN = kernels_for(CPU)
+# Those that are named in docs/gpu.md: the rule of scores, and what weights are.
 ROUTERS = {
     "qwen2_moe": ("softmax", "as they are"),
     "qwen3_moe": ("softmax", "as they are"),
@@ -52,20 +57,21 @@ def model_of(folder: str) -> Any:
 @pytest.mark.parametrize("folder", ROUTERS)
 def test_routers_are_found_and_choose_as_their_own_code_does(folder):
     model = model_of(folder)
-    fused = dict(fuse_routers(model, CPU))
+    fused = dict(fuse_routers(model, PLAIN))
     assert fused
     for router, forward in fused.items():
-        found = find_router(router)
-        assert found is not None
-        assert (found.choice.scores, found.choice.shares) == ROUTERS[folder]
+        found = try_router(router)
+        assert isinstance(found, Found)
+        choice = found.path.choice
+        assert (choice.scores, choice.weights) == ROUTERS[folder]
         num_experts, width = router.get_parameter("weight").shape
         x_TD = torch.randn(17, width)
         with torch.no_grad():
-            _, shares, index = forward(x_TD)
-            _, own_shares, own_index = router(x_TD)
+            _, weights, index = forward(x_TD)
+            _, own_weights, own_index = router(x_TD)
         spread = [
             torch.zeros(17, num_experts).scatter_(1, i, s.float())
-            for i, s in ((index, shares), (own_index, own_shares))
+            for i, s in ((index, weights), (own_index, own_weights))
         ]
         torch.testing.assert_close(*spread)
 
@@ -79,17 +85,17 @@ class Jitters(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = nn.functional.linear(x, self.weight)
-        shares, index = logits.softmax(-1).topk(3)
-        return logits, shares * torch.tensor([1.0, 1.0, 0.9]), index
+        weights, index = logits.softmax(-1).topk(3)
+        return logits, weights * torch.tensor([1.0, 1.0, 0.9]), index
 
 
 def test_a_router_with_a_rule_of_its_own_is_left_alone():
-    assert find_router(Jitters()) is None
-    assert not list(fuse_routers(nn.Sequential(Jitters(), nn.Linear(16, 8)), CPU))
+    assert try_router(Jitters()) == FellBack("it weighs otherwise", has_run=True)
+    assert not list(fuse_routers(nn.Sequential(Jitters(), nn.Linear(16, 8)), PLAIN))
 
 
 def test_gradients_take_the_routers_own_code():
-    (router, forward), *_ = fuse_routers(model_of("qwen3_moe"), CPU)
+    (router, forward), *_ = fuse_routers(model_of("qwen3_moe"), PLAIN)
     x = torch.randn(2, router.get_parameter("weight").shape[1], requires_grad=True)
     assert forward(x)[1].requires_grad
 
@@ -99,7 +105,7 @@ def test_gradients_take_the_routers_own_code():
 def test_attention_modules_are_found_and_give_what_their_own_code_gives(folder):
     """A prompt of three tokens by either, then a step by either after one by their own code."""
     model = model_of(folder)
-    fused = dict(fuse_attention(model, CPU))
+    fused = dict(fuse_attention(model, PLAIN))
     attention = [layer.self_attn for layer in model.model.layers]
     assert set(fused) == set(attention)
     x_BTD = torch.randn(2, 4, model.config.hidden_size)
@@ -109,8 +115,6 @@ def test_attention_modules_are_found_and_give_what_their_own_code_gives(folder):
         angles[:, part] if isinstance(angles, Tensor) else tuple(a[:, part] for a in angles)
         for part in (slice(0, 3), slice(3, 4))
     ]
-    kernels = attention_kernels(CPU)
-    assert kernels is not None
     mask = torch.ones(3, 3).tril().log()[None, None]
     for module, forward in fused.items():
         given: dict[str, Any] = {"position_embeddings": parts[0], "attention_mask": mask}
@@ -125,7 +129,7 @@ def test_attention_modules_are_found_and_give_what_their_own_code_gives(folder):
             given["position_embeddings"] = parts[1]
             last = x_BTD[:, 3:]
             if is_ours:
-                cached = CachedSteps(CPU, kernels).of(cache, 2, None)
+                cached = CachedSteps(CPU, PLAIN).of(cache, 2, None)
                 assert cached is not None
                 with cached.under_way(), AttentionSwitch(model).to():
                     found.append(forward(last, attention_mask=None, **given)[0])
@@ -136,13 +140,13 @@ def test_attention_modules_are_found_and_give_what_their_own_code_gives(folder):
 
 def test_a_part_that_was_replaced_is_not_passed_over():
     model = model_of("mixtral")
-    fused = FusedModules(model, CPU)
+    fused = FusedModules(model, PLAIN)
     module = model.model.layers[0].self_attn
-    way = vars(module)["forward"].__self__
-    assert isinstance(way, FusedAttention)
-    assert way._is_as_found()
+    forward = vars(module)["forward"].__self__
+    assert isinstance(forward, FusedAttention)
+    assert is_as_before(module, forward._children)
     module.q_proj = nn.Linear(module.q_proj.in_features, module.q_proj.out_features)
-    assert not way._is_as_found()
+    assert not is_as_before(module, forward._children)
     fused.close()
 
 
@@ -187,7 +191,7 @@ def test_an_mlp_gives_what_its_own_code_gives():
         expected = module(x)
         activation = activation_of(module)
         assert activation is not None
-        fused = FusedMlp(module, activation, reference.gated)
+        fused = FusedMlp(module, activation, PLAIN)
         torch.testing.assert_close(fused.forward(x), expected)
         module.up_proj.register_forward_hook(lambda *_: torch.zeros(()))
         assert not fused.forward(x).any()
@@ -208,7 +212,7 @@ def test_layers_are_found_and_give_what_their_own_code_gives(folder, has_last_no
                 setattr(experts, CALL_ATTRIBUTE, None)  # as if the engine computed them
     ids = torch.arange(3, 11).view(2, 4)
     expected = model(ids).logits
-    norms = find_norms(model, CPU)
+    norms = find_norms(model, PLAIN)
     if not has_last_norm:  # as a model whose norm after the layers is none of ours
         del norms[model.model.norm]
     for layer, forward in fuse_layers(model, norms):
@@ -241,4 +245,4 @@ class Scaled(nn.Module):
 def test_a_layer_that_scales_is_left_alone(scale, num_found):
     model = model_of("qwen3_moe")
     layers = nn.Sequential(nn.ModuleList([Scaled(model.model.layers[0], scale)]))
-    assert len(list(fuse_layers(layers, find_norms(layers, CPU)))) == num_found
+    assert len(list(fuse_layers(layers, find_norms(layers, PLAIN)))) == num_found

@@ -21,15 +21,16 @@ from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.headers import Extent, Headers, StoredTensor
 from moe_infinity.checkpoint.plan import Plan, contents_of, plan_experts
 from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
-from moe_infinity.experimental.gpu.kernels import reference as slot_reference
-from moe_infinity.experimental.gpu.kernels.slot_mlp import LOAD_BYTES, Matrix, SlotMlp
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
-from moe_infinity.kernels import has_triton_kernels
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.experimental.gpu.device_steps import DeviceSteps
+from moe_infinity.experimental.gpu.kernels import kernels_for
+from moe_infinity.experimental.gpu.kernels.packed_matrix import PackedMatrix, any_matrix
+from moe_infinity.kernels.reference import Activation
+from moe_infinity.kernels.triton import reference
+from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES, Matrix, SlotMlp
 from tests.closeness import distance, logits_of_steps
-from tests.experimental.gpu.fast_device import CACHES, on_device
-from tests.experimental.gpu.on_device import LONG_PROMPT, PROMPT, greedy
-from tests.kernels.slot_moe import slot_moe
+from tests.experimental.gpu.fast_device import CACHES, experts_of, on_device
+from tests.kernels.triton.slot_experts import REFERENCE, slot_moe
+from tests.on_device import LONG_PROMPT, PROMPT, greedy
 from tests.quantized_checkpoints import GPT_OSS, MXFP4, build
 
 pytestmark = pytest.mark.arithmetic
@@ -53,13 +54,13 @@ def folder(tmp_path_factory) -> Path:
 def computed(monkeypatch):
     """Rows of every step the device decided."""
     found: list[int] = []
-    compute = SlotLayers.compute
+    run_layer = DeviceSteps.run_layer
 
-    def noted(self: SlotLayers, moe_layer_idx: int, *args: Any) -> Tensor:
+    def noted(self: DeviceSteps, moe_layer_idx: int, *args: Any) -> Tensor:
         found.append(moe_layer_idx)
-        return compute(self, moe_layer_idx, *args)
+        return run_layer(self, moe_layer_idx, *args)
 
-    monkeypatch.setattr(SlotLayers, "compute", noted)
+    monkeypatch.setattr(DeviceSteps, "run_layer", noted)
     return found
 
 
@@ -71,15 +72,14 @@ def cache(request):
 @pytest.fixture(scope="module")
 def expected(folder, cache):
     """With all experts resident."""
-    with on_device(folder, "100%", "100%") as moe:
+    with on_device(folder, "100%") as moe:
         return greedy(moe, **cache), greedy(moe, LONG_PROMPT, **cache)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("host_memory", ["50%", "100%"])  # 8, 16 experts
-@pytest.mark.parametrize("device_memory", ["7%", "40%"])  # 1, 6
-def test_no_budget_changes_a_token(folder, expected, computed, device_memory, host_memory, cache):
-    with on_device(folder, device_memory, host_memory) as moe:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("device_memory", ["7%", "40%"])  # 1, 6 experts
+def test_no_budget_changes_a_token(folder, expected, computed, device_memory, cache):
+    with on_device(folder, device_memory) as moe:
         for _ in range(2):
             assert torch.equal(greedy(moe, **cache), expected[0])
             assert torch.equal(greedy(moe, LONG_PROMPT, **cache), expected[1])
@@ -88,7 +88,7 @@ def test_no_budget_changes_a_token(folder, expected, computed, device_memory, ho
         assert decode.steps == 2 * 2 * 15
         assert decode.lookups == decode.steps * ROWS * TOP_K
         assert decode.misses > 0
-    assert len(computed) == (decode.steps * ROWS if host_memory == "100%" else 0)
+    assert len(computed) == decode.steps * ROWS
 
 
 # Against transformers
@@ -139,31 +139,31 @@ def test_logits_are_those_of_transformers_and_what_is_wrong_is_seen(folder, monk
     (measured 1e-6); the smallest of the mistakes, the other alpha, changes 3e-3.
     """
     stock = stock_logits(folder, IDS)
-    compute_pairs = slot_reference.compute_pairs
+    compute_pairs = reference.compute_pairs
 
     def found() -> float:
-        with on_device(folder, "40%", "100%", dtype="float32") as moe:
+        with on_device(folder, "40%", dtype="float32") as moe:
             found = logits_of_steps(moe.model, IDS, PROMPT.shape[1])
         return distance(found, stock)
 
     assert found() < 3e-5
     for change in WRONG.values():
         monkeypatch.setattr(
-            slot_reference,
+            reference,
             "compute_pairs",
             lambda mlp, *args, c=change: compute_pairs(c(mlp), *args),
         )
         assert found() > 1e-3, change
 
-    sum_pairs = slot_reference.sum_pairs
+    sum_pairs = reference.sum_pairs
 
     def exchanged(mlp: SlotMlp, out_PD: Tensor, index_TK: Tensor, *more: Any) -> Tensor:
         return sum_pairs(
             mlp, out_PD.view(*index_TK.shape, -1).flip(1).flatten(0, 1), index_TK, *more
         )
 
-    monkeypatch.setattr(slot_reference, "compute_pairs", compute_pairs)
-    monkeypatch.setattr(slot_reference, "sum_pairs", exchanged)
+    monkeypatch.setattr(reference, "compute_pairs", compute_pairs)
+    monkeypatch.setattr(reference, "sum_pairs", exchanged)
     assert found() > 1e-3
 
 
@@ -218,13 +218,15 @@ def test_published_sizes_are_described(layers, num_experts):
     plan = plan_of(config)
     assert (len(plan.layers), plan.top_k) == (layers, 4)
     for layer, recipes in zip(plan.layers, plan.recipes, strict=True):
-        mlp = slot_layer(layer, recipes)
-        assert mlp is not None
+        described = slot_layer(layer, recipes, any_matrix)
+        assert isinstance(described, Found)
+        mlp = described.path
         assert mlp.up is not None
         assert isinstance(fused_layer(layer, recipes), Found)
         assert mlp.activation == Activation("silu", alpha=1.5, shift=1.0, limit=6.0)  # the module's
         assert (mlp.gate.first_row, mlp.up.first_row, mlp.gate.row_step) == (0, 1, 2)
         for matrix in (mlp.gate, mlp.up, mlp.down):
+            assert isinstance(matrix, PackedMatrix)
             assert (matrix.kind, matrix.num_rows, matrix.num_columns) == ("mxfp4", 2880, 2880)
             assert (matrix.chunk, matrix.num_scale_columns) == (32, 90)
             assert len(parts_of(matrix)) == 3
@@ -236,8 +238,9 @@ def test_published_sizes_are_described(layers, num_experts):
 def test_weights_that_are_not_packed_are_read_transposed():
     config = transformers.GptOssConfig(**GPT_OSS)
     plan = plan_of(config, is_packed=False)
-    mlp = slot_layer(plan.layers[0], plan.recipes[0])
-    assert mlp is not None
+    described = slot_layer(plan.layers[0], plan.recipes[0])
+    assert isinstance(described, Found)
+    mlp = described.path
     assert mlp.up is not None
     for half, first in ((mlp.gate, 0), (mlp.up, 1)):
         assert (half.kind, half.first_row, half.row_step) == ("bf16", first, 2)
@@ -252,38 +255,31 @@ def test_packed_on_load_they_are_read_too(tmp_path):
     config = transformers.GptOssConfig(**GPT_OSS | {"initializer_range": 0.2})
     transformers.GptOssForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     found = []
-    budgets: tuple[str, str]
-    for budgets in (("100%", "100%"), ("7%", "100%"), ("7%", "50%")):
-        with on_device(tmp_path, *budgets, expert_dtype="int8", dtype="float32") as moe:
-            assert (moe.engine.device_steps is None) == (budgets[1] == "50%")
+    for device_memory in ("100%", "7%"):
+        with on_device(tmp_path, device_memory, expert_dtype="int8", dtype="float32") as moe:
             cache = transformers.StaticCache(moe.model.config, max_cache_len=IDS.shape[1])
             found.append(logits_of_steps(moe.model, IDS, PROMPT.shape[1], cache))
     assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
     with MoE(tmp_path, device="cpu", expert_dtype="int8", dtype="float32") as moe:
         assert distance(logits_of_steps(moe.model, IDS, PROMPT.shape[1]), found[0]) < 3e-5
 
 
 @pytest.mark.triton
-@pytest.mark.skipif(not has_triton_kernels(), reason="needs triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the slots of a fake device are on the CPU")
 def test_tritons_kernel_agrees_with_its_reference_on_a_layer(folder):
-    from moe_infinity.experimental.gpu.kernels import experts as triton_experts
-
+    pytest.importorskip("triton", reason="needs triton")
+    triton_pairs = kernels_for(torch.device("cuda")).pairs
     torch.manual_seed(0)
-    with on_device(folder, "100%", "100%") as moe:
+    with on_device(folder, "100%") as moe:
         greedy(moe, LONG_PROMPT)
-        steps = moe.engine.device_steps
-        assert steps is not None
-        (mlp, *_), slots = steps.layers.mlps, moe.engine.tiers[0].slots
+        (mlp, *_) = experts_of(moe).device_steps._mlps
+        slots = moe.engine.tiers[0].slots
         resident = sorted(moe.engine.tiers[0].table.resident_slots().items())
         at = [slots.address_of(slot) for key, slot in resident if key.moe_layer_idx == 0][:TOP_K]
         x_TD, weights_TK = 8 * torch.randn(1, 64), torch.rand(1, TOP_K)
         arguments = mlp, x_TD, torch.arange(TOP_K)[None], weights_TK, torch.tensor(at)
-        reference = slot_moe(slot_reference, *arguments)
-        found = slot_moe(triton_experts, *arguments)
-        other = slot_moe(slot_reference, swap(mlp), *arguments[1:])
-    torch.testing.assert_close(
-        found, reference, rtol=1e-5, atol=1e-5 * float(reference.abs().max())
-    )
-    assert (other - reference).abs().max() > 0.1 * reference.abs().max()
+        expected = slot_moe(REFERENCE, *arguments)
+        found = slot_moe(triton_pairs, *arguments)
+        other = slot_moe(REFERENCE, swap(mlp), *arguments[1:])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert (other - expected).abs().max() > 0.1 * expected.abs().max()

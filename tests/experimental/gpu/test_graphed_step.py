@@ -15,13 +15,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from moe_infinity.experimental.gpu import graph as graphs_of_cuda
 from moe_infinity.experimental.gpu import graphed_step
 from moe_infinity.memory.cuda import CAPTURING, TorchCudaDevice
 from tests.cache_name import CACHE
-from tests.experimental.gpu.fast_device import STATIC, on_device, tokens_of_a_cpu
-from tests.experimental.gpu.on_device import PROMPT, assert_same_tokens, greedy
+from tests.experimental.gpu.fast_device import STATIC, experts_of, on_device, tokens_of_the_host
 from tests.experimental.gpu.recorded_graph import tokens_without_graph
+from tests.on_device import PROMPT, assert_same_tokens, greedy
 from tests.sweep.discover import architectures_in
 from tests.sweep.tiny import tiny_model
 
@@ -41,12 +40,12 @@ def cuda_stream(monkeypatch) -> Any:
 def test_a_number_of_sequences_is_captured_once_for_all_requests(tiny_checkpoint, graphs):
     expected = tokens_without_graph(tiny_checkpoint)
     batch = torch.cat([PROMPT, PROMPT])
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         greedy(moe, num_tokens=2)  # one decode step
         assert not graphs
         for _ in range(2):  # whatever cache came before
             assert_same_tokens(moe, expected)
-            assert moe.has_cuda_graph
+            assert experts_of(moe).graphed.has_graph
             assert len(graphs) == 1
         two = greedy(moe, batch)
         assert len(graphs) == 2
@@ -56,7 +55,7 @@ def test_a_number_of_sequences_is_captured_once_for_all_requests(tiny_checkpoint
 
 
 def test_a_graph_keeps_no_request_in_memory(tiny_checkpoint, graphs):
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         cache = DynamicCache(config=moe.model.config)
         greedy(moe, **{CACHE: cache})
         assert graphs
@@ -66,17 +65,10 @@ def test_a_graph_keeps_no_request_in_memory(tiny_checkpoint, graphs):
         assert keys() is None
 
 
-def test_without_graphs_if_nobody_wants_them(tiny_checkpoint, graphs):
-    with on_device(tiny_checkpoint, "100%", "100%", cuda_graph=False) as moe:
-        greedy(moe)
-        assert not moe.has_cuda_graph
-    assert not graphs
-
-
 def test_another_cache_runs_kernel_by_kernel(tiny_checkpoint, graphs):
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         greedy(moe, **STATIC)
-        assert not moe.has_cuda_graph
+        assert not experts_of(moe).graphed.has_graph
         assert moe.report().decode.lookups
     assert not graphs
 
@@ -92,14 +84,14 @@ def test_a_capture_is_on_the_stream_of_its_model(tiny_checkpoint, graphs, monkey
     stream = object()
     monkeypatch.setattr(graphed_step, "new_stream", lambda device: stream)
     monkeypatch.setattr(graphed_step, "capture", capture)
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         greedy(moe)
-        assert moe.has_cuda_graph
+        assert experts_of(moe).graphed.has_graph
     assert streams == [stream]
 
 
 def test_other_arguments_are_another_graph(tiny_checkpoint, graphs):
-    with on_device(tiny_checkpoint, "100%", "100%") as moe:
+    with on_device(tiny_checkpoint, "100%") as moe:
         for more in ({}, {"output_hidden_states": True, "return_dict_in_generate": True}):
             out = moe.generate(input_ids=PROMPT, max_new_tokens=8, do_sample=False, **more)
         assert len(graphs) == 2
@@ -110,9 +102,9 @@ def test_other_arguments_are_another_graph(tiny_checkpoint, graphs):
 def test_a_model_that_asks_how_long_the_cache_is_is_not_captured(tmp_path, graphs, caplog):
     """A graph would keep the answer."""
     tiny_model(architectures_in("llama4")[-1]).save_pretrained(tmp_path)
-    with on_device(tmp_path, "100%", "100%") as moe:
+    with on_device(tmp_path, "100%") as moe:
         greedy(moe)
-        assert not moe.has_cuda_graph
+        assert not experts_of(moe).graphed.has_graph
     assert "no CUDA graph" in caplog.text
 
 
@@ -125,10 +117,10 @@ def test_a_capture_that_fails_is_logged_once_and_changes_no_token(
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    expected = tokens_of_a_cpu(tiny_checkpoint)
+    expected = tokens_of_the_host(tiny_checkpoint)
     monkeypatch.setattr(graphed_step, "has_graphs", lambda device: True)
     monkeypatch.setattr(graphed_step, "capture", capture)
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         for _ in range(2):
             assert torch.equal(greedy(moe), expected[0])
     logged = [record for record in caplog.records if "no CUDA graph" in record.message]
@@ -188,7 +180,7 @@ def test_a_capture_that_fails_leaves_the_current_stream_and_no_pool(monkeypatch,
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: released.append(pool))
     with pytest.raises(RuntimeError, match="invalidated" if is_invalidated else "a size"):
-        graphs_of_cuda.capture(of_the_model, run)
+        graphed_step.capture(of_the_model, run)
     assert gc.isenabled()
     assert streams[-1] == "compute"
     assert pools == {"others"}
@@ -203,7 +195,7 @@ def test_ctrl_c_in_a_capture_is_not_lost_where_torch_has_other_names(cuda_stream
 
     monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
     with pytest.raises(KeyboardInterrupt):
-        graphs_of_cuda.capture(cuda_stream, run)
+        graphed_step.capture(cuda_stream, run)
 
 
 def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
@@ -217,7 +209,7 @@ def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
     others: list[Any] = [
         lambda: TorchCudaDevice(cuda_stream.device),
         cuda_device.synchronize,
-        lambda: graphs_of_cuda.capture(cuda_stream, lambda: seen.append("captured")),
+        lambda: graphed_step.capture(cuda_stream, lambda: seen.append("captured")),
     ]
 
     def run() -> None:
@@ -229,7 +221,7 @@ def test_captures_and_waits_for_a_device_take_turns(cuda_stream, monkeypatch):
         seen.append("begun before")
 
     threads = [threading.Thread(target=other) for other in others]
-    graphs_of_cuda.capture(cuda_stream, run)
+    graphed_step.capture(cuda_stream, run)
     for thread in threads:
         thread.join(10)
     assert seen[0] == "begun before"
@@ -254,7 +246,7 @@ def test_a_wait_for_a_device_does_not_wait_for_ever_for_a_capture(cuda_stream, m
 
 def test_a_graph_is_replayed_and_gives_what_the_capture_gave(cuda_stream):
     graph: Any = torch.cuda.CUDAGraph()  # there is one of them
-    replay = graphs_of_cuda.capture(cuda_stream, lambda: "logits")
+    replay = graphed_step.capture(cuda_stream, lambda: "logits")
     assert not graph.replay.called
     assert replay() == replay() == "logits"
     assert graph.replay.call_count == 2
@@ -263,7 +255,7 @@ def test_a_graph_is_replayed_and_gives_what_the_capture_gave(cuda_stream):
 def test_every_model_captures_on_a_stream_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: mock.Mock(device=device))
     device = torch.device("cuda", 1)
-    one, other = graphs_of_cuda.new_stream(device), graphs_of_cuda.new_stream(device)
+    one, other = graphed_step.new_stream(device), graphed_step.new_stream(device)
     assert one is not None
     assert one is not other
     assert one.device == device
@@ -274,13 +266,13 @@ def test_the_collector_is_as_before_after_a_capture(cuda_stream, collects):
     try:
         if not collects:
             gc.disable()
-        assert graphs_of_cuda.capture(cuda_stream, gc.isenabled)() is False  # within it
+        assert graphed_step.capture(cuda_stream, gc.isenabled)() is False  # within it
         assert gc.isenabled() is collects
     finally:
         gc.enable()
 
 
 def test_closing_gives_the_models_own_forward_back(tiny_checkpoint):
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         assert "forward" in vars(moe.model)
     assert "forward" not in vars(moe.model)

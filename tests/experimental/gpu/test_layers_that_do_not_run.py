@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.experimental.gpu import resolve_reference
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.device_table import DeviceTable
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
+from moe_infinity.experimental.gpu.kernels import reference
 from tests.cache_name import CACHE
-from tests.experimental.gpu.fast_device import CACHES, compute_as_the_device_does, on_device
+from tests.experimental.gpu.fast_device import CACHES, let_the_host_decide, on_device
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
 
@@ -51,18 +50,17 @@ def test_text_is_decided_by_the_device_and_images_are_not_counted(
 ):
     """Against the reference path with the same arithmetic, so with the same routing."""
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
-        compute_as_the_device_does(patch)
-        with on_device(folder, "100%", "100%") as by_host:
+        let_the_host_decide(patch)
+        with on_device(folder, "100%") as by_host:
             if after_an_image:
                 look_at_an_image(by_host)
             tokens = write(by_host, **cache)
             (expected,) = by_host.request_eams()
             lookups = by_host.report().decode.lookups
     with (
-        on_device(folder, "40%", "100%") as moe,
+        on_device(folder, "40%") as moe,
         mock.patch.object(
-            SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
+            DeviceSteps, "run_layer", autospec=True, side_effect=DeviceSteps.run_layer
         ) as layers,
     ):
         if after_an_image:
@@ -78,8 +76,7 @@ def test_text_is_decided_by_the_device_and_images_are_not_counted(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("host_memory", ["40%", "100%"])
-def test_layers_that_get_a_part_of_a_steps_tokens_are_counted(folder, host_memory):
+def test_layers_that_get_a_part_of_a_steps_tokens_are_counted(folder):
     """A batch of which one sequence goes on with text, the other one with an image."""
     ids = tiny.PROMPT[:2]
     image = torch.zeros_like(ids)
@@ -100,17 +97,16 @@ def test_layers_that_get_a_part_of_a_steps_tokens_are_counted(folder, host_memor
                 found.append(out.logits)
         return found
 
-    with on_device(folder, "100%", "100%") as moe:
+    with on_device(folder, "100%") as moe:
         expected = logits(moe)
         moe.check_invariants()  # applies the rest
         all_hits = moe.report().decode
-    with on_device(folder, "40%", host_memory) as moe:
+    with on_device(folder, "40%") as moe:
         assert all(map(torch.equal, logits(moe), expected))
         moe.check_invariants()
-        if host_memory == "100%":  # else the host takes such layers for prompts of their own
-            decode = moe.report().decode
-            assert decode.lookups == all_hits.lookups > 0
-            assert decode.misses > all_hits.misses
+        decode = moe.report().decode
+        assert decode.lookups == all_hits.lookups > 0
+        assert decode.misses > all_hits.misses
 
 
 def test_a_layer_that_ran_in_the_step_before_is_not_reported_again():
@@ -120,7 +116,7 @@ def test_a_layer_that_ran_in_the_step_before_is_not_reported_again():
     ran = []
     for layers in ([0, 1], [0], []):
         for layer in layers:
-            resolve_reference.resolve(table, layer, torch.tensor([[1, -1]]))
+            reference.resolve(table, layer, torch.tensor([[1, -1]]))
         table.end_step()
         ran.append([layer for layer in range(2) if table.read_report(layer, 2) is not None])
         table.begin_step()

@@ -8,20 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from moe_infinity.experimental.gpu import norms
-from moe_infinity.experimental.gpu.fused_modules import FusedModules
-from moe_infinity.experimental.gpu.kernels.norms_reference import (
-    FORMS,
-    plain_add_rms_norm,
-    plain_rms_norm,
-)
-from moe_infinity.experimental.gpu.norms import NormKernels, find_norms
-from moe_infinity.kernels import has_triton_kernels
+from moe_infinity.experimental.gpu.engine import FusedModules
+from moe_infinity.experimental.gpu.kernels import kernels_for
+from moe_infinity.experimental.gpu.kernels import rows as triton_rows
+from moe_infinity.experimental.gpu.kernels.descriptions import FORMS
+from moe_infinity.experimental.gpu.kernels.reference import add_rms_norm, rms_norm
+from moe_infinity.experimental.gpu.residuals import find_norms
 from tests.experimental.gpu.kernels.interpreted import round_as_gpus_do
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in
 
-CPU = torch.device("cpu")
+PLAIN = kernels_for(torch.device("cpu"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -44,7 +41,7 @@ def test_rms_norms_are_found_and_keep_their_bits(folder, is_whole):
     rows = [torch.randn(2, 5, len(n.weight)).to(n.weight.dtype) for n in own]
     with torch.no_grad():
         expected = [norm(x) for norm, x in zip(own, rows, strict=True)]
-        fused = find_norms(model, CPU)
+        fused = find_norms(model, PLAIN)
         assert set(fused) == set(own)
         assert bool(own) == is_whole
         found = [fused[norm].forward(x) for norm, x in zip(own, rows, strict=True)]
@@ -53,7 +50,7 @@ def test_rms_norms_are_found_and_keep_their_bits(folder, is_whole):
 
 def test_modules_get_their_own_forward_back():
     model = tiny.tiny_model(architectures_in("qwen3_moe")[0])
-    fused = FusedModules(model, CPU)
+    fused = FusedModules(model, PLAIN)
     assert {type(module).__name__ for module in fused.modules} == {
         "Qwen3MoeRMSNorm", "Qwen3MoeAttention", "Qwen3MoeTopKRouter", "Qwen3MoeDecoderLayer",
     }  # fmt: skip
@@ -65,14 +62,15 @@ def test_modules_get_their_own_forward_back():
 class Counted:
     """A norm whose kernels count how often they run."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.calls: list[str] = []
-        plain = {"rms_norm": plain_rms_norm, "add_rms_norm": plain_add_rms_norm}
-        kernels = NormKernels(**{name: self._noting(name, run) for name, run in plain.items()})
-        monkeypatch.setattr(norms, "norm_kernels", lambda device: kernels)
+        kernels = PLAIN._replace(
+            rms_norm=self._noting("rms_norm", rms_norm),
+            add_rms_norm=self._noting("add_rms_norm", add_rms_norm),
+        )
         model = tiny.tiny_model(architectures_in("qwen3_moe")[0])
         self.module = model.model.norm
-        self.norm = find_norms(model, CPU)[self.module]
+        self.norm = find_norms(model, kernels)[self.module]
         shape = 2, 3, len(self.module.weight)
         self.terms = [torch.randn(shape).to(self.module.weight.dtype) for _ in range(3)]
 
@@ -86,8 +84,8 @@ class Counted:
 
 @pytest.mark.parametrize("num_added", [1, 2])
 @torch.no_grad()
-def test_a_sum_comes_with_its_norm(monkeypatch, num_added):
-    it = Counted(monkeypatch)
+def test_a_sum_comes_with_its_norm(num_added):
+    it = Counted()
     x, *added = it.terms[: 1 + num_added]
     total = it.norm.add(x, *added)
     assert torch.equal(total, x + sum(added[1:], added[0]))
@@ -96,8 +94,8 @@ def test_a_sum_comes_with_its_norm(monkeypatch, num_added):
 
 
 @torch.no_grad()
-def test_a_norm_of_anything_else_is_computed(monkeypatch):
-    it = Counted(monkeypatch)
+def test_a_norm_of_anything_else_is_computed():
+    it = Counted()
     x, other, third = it.terms
     it.norm.add(x, other)
     assert torch.equal(it.norm.forward(third), it.module(third))
@@ -107,9 +105,9 @@ def test_a_norm_of_anything_else_is_computed(monkeypatch):
     assert it.calls == 2 * ["add_rms_norm", "rms_norm"]
 
 
-def test_in_inference_mode_sums_come_alone(monkeypatch):
+def test_in_inference_mode_sums_come_alone():
     """A change in place would not be seen."""
-    it = Counted(monkeypatch)
+    it = Counted()
     with torch.inference_mode():
         total = it.norm.add(*it.terms)
         assert torch.equal(it.norm.forward(total), it.module(total))
@@ -125,55 +123,51 @@ class Capped(nn.Module):
         self.eps = 1e-6
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return plain_rms_norm(x, self.weight, self.eps, "rounded twice").clamp(-1, 1)
+        return rms_norm(x, self.weight, self.eps, "rounded twice").clamp(-1, 1)
 
 
 def test_what_computes_anything_else_is_left_alone():
-    assert not find_norms(nn.Sequential(Capped(), nn.LayerNorm(8)), CPU)
+    assert not find_norms(nn.Sequential(Capped(), nn.LayerNorm(8)), PLAIN)
 
 
 def test_gradients_take_the_modules_own_code():
     model = tiny.tiny_model(architectures_in("qwen3_moe")[0])
-    FusedModules(model, CPU)
+    FusedModules(model, PLAIN)
     x = torch.randn(1, len(model.model.norm.weight), dtype=model.dtype, requires_grad=True)
     model.model.norm(x).sum().backward()
     assert x.grad is not None
 
 
 @pytest.mark.triton
-@pytest.mark.skipif(not has_triton_kernels(), reason="needs triton")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("width", [8, 100, 512])
 def test_the_kernel_is_its_definition_but_for_the_order_of_sums(form, width):
-    from moe_infinity.experimental.gpu.kernels.norms import rms_norm
-
     torch.manual_seed(0)
     for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 2**-6)):
         x = torch.randn(2, 3, width).to(dtype)
         weight = torch.randn(width).to(dtype)
-        found = rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6, form).cpu()
-        expected = plain_rms_norm(x, weight, 1e-6, form)
+        found = triton_rows.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6, form).cpu()
+        expected = rms_norm(x, weight, 1e-6, form)
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         strided = torch.cat([x, x], -1).to(DEVICE)[0, :, :width]
-        assert torch.equal(rms_norm(strided, weight.to(DEVICE), 1e-6, form).cpu(), found[0])
-        other = plain_rms_norm(x, weight, 1e-6, "plus one" if form != "plus one" else FORMS[0])
+        assert torch.equal(
+            triton_rows.rms_norm(strided, weight.to(DEVICE), 1e-6, form).cpu(), found[0]
+        )
+        other = rms_norm(x, weight, 1e-6, "plus one" if form != "plus one" else FORMS[0])
         assert not torch.allclose(found, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.triton
-@pytest.mark.skipif(not has_triton_kernels(), reason="needs triton")
 @pytest.mark.parametrize("num_added", [1, 2])
 @pytest.mark.parametrize("width", [8, 100])
 def test_sums_of_the_kernel_have_the_bits_of_their_definition(monkeypatch, width, num_added):
-    from moe_infinity.experimental.gpu.kernels.norms import add_rms_norm, rms_norm
-
     round_as_gpus_do(monkeypatch)
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         x, *added = torch.randn(1 + num_added, 2, 3, width).to(dtype)
         weight = torch.randn(width).to(dtype)
         given = x.to(DEVICE), tuple(t.to(DEVICE) for t in added)
-        total, normed = add_rms_norm(*given, weight.to(DEVICE), 1e-6, FORMS[0])
-        expected, _ = plain_add_rms_norm(x, tuple(added), weight, 1e-6, FORMS[0])
+        total, normed = triton_rows.add_rms_norm(*given, weight.to(DEVICE), 1e-6, FORMS[0])
+        expected, _ = add_rms_norm(x, tuple(added), weight, 1e-6, FORMS[0])
         assert torch.equal(total.cpu(), expected)
-        assert torch.equal(normed, rms_norm(total, weight.to(DEVICE), 1e-6, FORMS[0]))
+        assert torch.equal(normed, triton_rows.rms_norm(total, weight.to(DEVICE), 1e-6, FORMS[0]))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.experimental.gpu.slot_kernels import SlotLayers
+from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from tests.experimental.gpu.fast_device import on_device
-from tests.experimental.gpu.on_device import PROMPT
+from tests.on_device import PROMPT
 from tests.quantized_checkpoints import CHECKPOINTS, build, edit_config
 
 pytestmark = pytest.mark.arithmetic
@@ -33,9 +33,9 @@ def logits_of(moe: MoE) -> Tensor:
 
 def decided_logits(folder: Path, device_memory: str) -> Tensor:
     with (
-        on_device(folder, device_memory, "100%", dtype="float32") as moe,
+        on_device(folder, device_memory, dtype="float32") as moe,
         mock.patch.object(
-            SlotLayers, "compute", autospec=True, side_effect=SlotLayers.compute
+            DeviceSteps, "run_layer", autospec=True, side_effect=DeviceSteps.run_layer
         ) as rows,
     ):
         found = logits_of(moe)

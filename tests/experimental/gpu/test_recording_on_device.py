@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 
 from moe_infinity import MoE
 from moe_infinity.engine.bookkeeping import Bookkeeping
-from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from tests.cache_name import CACHE
-from tests.experimental.gpu.fast_device import CACHES, on_device
-from tests.experimental.gpu.on_device import PROMPT, greedy
+from tests.experimental.gpu.fast_device import CACHES, let_the_host_decide, on_device
+from tests.on_device import PROMPT, greedy
 
 pytestmark = pytest.mark.arithmetic
 
@@ -38,8 +37,8 @@ def test_a_recording_has_what_was_whole_when_a_step_is_interrupted(
 
     monkeypatch.setattr(Bookkeeping, "note_routing", learning)
     if not is_decided_by_device:
-        monkeypatch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+        let_the_host_decide(monkeypatch)
+    with on_device(tiny_checkpoint, "30%") as moe:
         for then in (0, 2):
             for n in range(4, 12):  # in the first step after the prompt, or the two after it
                 with moe.recording() as finish:
@@ -61,7 +60,7 @@ def test_a_step_that_ran_is_recorded_though_its_caller_never_hears_of_it(tiny_ch
     def fail(*_: object) -> None:
         raise ValueError("enough")
 
-    with on_device(tiny_checkpoint, "100%", "100%") as moe, moe.recording() as finish:
+    with on_device(tiny_checkpoint, "100%") as moe, moe.recording() as finish:
         cache = moe.model(PROMPT, use_cache=True).past_key_values
         moe.model(PROMPT[:, :1], **{CACHE: cache})
         hook = moe.model.register_forward_hook(fail, prepend=True)
@@ -83,8 +82,8 @@ def test_a_recording_has_the_last_step_of_a_caller_who_fails_after_it(
         return torch.zeros(1, dtype=torch.bool)
 
     if not is_decided_by_device:
-        monkeypatch.setattr(DeviceSteps, "begin_step", lambda self, step: False)
-    with on_device(tiny_checkpoint, "30%", "100%") as moe, moe.recording() as finish:
+        let_the_host_decide(monkeypatch)
+    with on_device(tiny_checkpoint, "30%") as moe, moe.recording() as finish:
         with pytest.raises(ValueError, match="enough"):
             greedy(moe, stopping_criteria=[fail])
         greedy(moe, num_tokens=2)

@@ -19,9 +19,9 @@ from moe_infinity.experimental.gpu.graphed_step import WARM_UP_STEPS
 from moe_infinity.experimental.gpu.reports import ReportPoller
 from moe_infinity.experts import ExpertKey
 from moe_infinity.memory.tiers import SlotTier
-from tests.experimental.gpu.fast_device import CACHES, STATIC, on_device, tokens_of_a_cpu
-from tests.experimental.gpu.on_device import PROMPT, assert_same_tokens, greedy
+from tests.experimental.gpu.fast_device import CACHES, STATIC, on_device, tokens_of_the_host
 from tests.experimental.gpu.recorded_graph import record_graphs, tokens_without_graph
+from tests.on_device import PROMPT, assert_same_tokens, greedy
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 
@@ -30,7 +30,7 @@ NUM_LAYERS = 3
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint):
-    return tokens_of_a_cpu(tiny_checkpoint)
+    return tokens_of_the_host(tiny_checkpoint)
 
 
 def report_if(monkeypatch: pytest.MonkeyPatch, is_reported: Callable[[int], bool]) -> None:
@@ -59,9 +59,9 @@ def test_however_late_the_host_polls_no_token_changes(
     tiny_checkpoint, expected, monkeypatch, policy, cache
 ):
     chances = random.Random(0)
-    of_this_cache = tokens_of_a_cpu(tiny_checkpoint, **cache)
+    of_this_cache = tokens_of_the_host(tiny_checkpoint, **cache)
     report_if(monkeypatch, lambda moe_layer_idx: chances.random() < 0.5)
-    with on_device(tiny_checkpoint, "30%", "100%", policy=policy) as moe:
+    with on_device(tiny_checkpoint, "30%", policy=policy) as moe:
         for _ in range(3):
             assert_same_tokens(moe, expected, rounds=1)
             assert torch.equal(greedy(moe, **cache), of_this_cache[0])
@@ -93,7 +93,7 @@ def test_misses_are_those_of_scores_after_the_applied_reports(
 
     monkeypatch.setattr(DeviceSteps, "run_layer", computing)
     report_if(monkeypatch, lambda moe_layer_idx: moe_layer_idx < at[0] - lag)
-    with on_device(tiny_checkpoint, device_memory, "100%", policy="lru") as moe:
+    with on_device(tiny_checkpoint, device_memory, policy="lru") as moe:
         moe.model(torch.arange(100)[None])
         with moe.recording() as finish:
             greedy(moe, PROMPT, num_tokens=40, eos_token_id=-1)
@@ -226,7 +226,7 @@ def test_a_graph_is_polled_until_its_last_layer(
     """Reports that come faster than they are applied are applied later."""
     expected = tokens_without_graph(tiny_checkpoint)
     graphs = record_graphs(monkeypatch)
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         counted = keep_busy(monkeypatch, num_looks, layers_a_look=layers_a_look)
         assert torch.equal(greedy(moe), expected[0])
         assert len(graphs) == 1
@@ -240,7 +240,7 @@ def test_a_device_that_reports_nothing_is_not_polled_for_ever(
     tiny_checkpoint, expected, monkeypatch
 ):
     monkeypatch.setattr(reports, "POLL_TIMEOUT_S", 0.05)
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         counted = keep_busy(monkeypatch, 1 << 30, layers_a_look=0)
         assert torch.equal(greedy(moe, num_tokens=4), expected[0][:, : len(PROMPT[0]) + 4])
         assert len(counted) == 3
@@ -254,7 +254,7 @@ def test_ctrl_c_while_a_step_is_polled_leaves_the_model_usable(
     def press(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    with on_device(tiny_checkpoint, "30%", "100%") as moe:
+    with on_device(tiny_checkpoint, "30%") as moe:
         assert torch.equal(greedy(moe), expected[0])
         with monkeypatch.context() as patched:
             patched.setattr("moe_infinity.experimental.gpu.reports.time.sleep", press)

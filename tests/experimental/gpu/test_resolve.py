@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_infinity.experimental.gpu import resolve_reference
 from moe_infinity.experimental.gpu.device_table import ABSENT, NOT_REPORTED, NOTHING
+from moe_infinity.experimental.gpu.kernels import reference
 from moe_infinity.experts import ExpertKey
 from tests.experimental.gpu.device_tables import World, random_scores, routings, step
 
 pytest.importorskip("triton", reason="needs triton")
-from moe_infinity.experimental.gpu import resolve as triton_resolve
+from moe_infinity.experimental.gpu.kernels import resolve as triton_resolve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = [pytest.param(resolve_reference, id="reference"), pytest.param(triton_resolve, id="triton")]
+KINDS = [pytest.param(reference, id="reference"), pytest.param(triton_resolve, id="triton")]
 pytestmark = pytest.mark.triton
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 
@@ -202,7 +202,7 @@ def test_a_pair_without_an_expert_is_nowhere(kernels):
 def test_the_kernels_do_what_their_reference_does(steps, num_slots, num_resident, seed):
     worlds = {
         kernels: world_for(kernels, slots=num_slots, max_pairs=64)
-        for kernels in (triton_resolve, resolve_reference)
+        for kernels in (triton_resolve, reference)
     }
     for world in worlds.values():
         keys = np.random.default_rng(seed).permutation(len(world.keys))[:num_resident]

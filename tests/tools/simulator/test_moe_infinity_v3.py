@@ -91,12 +91,6 @@ def test_the_layers_observed_so_far_decide_the_match_together(policy):
     assert policy.scores()[1].argmax() == 1
 
 
-def test_without_what_a_layer_activates_there_is_no_other_match(policy):
-    begin(policy)
-    policy.touch(0, [1])
-    assert all((policy.scores_after(layer) == policy.scores()).all() for layer in range(L))
-
-
 def test_every_step_starts_its_own_match(policy):
     begin(policy)
     for layer in range(L):

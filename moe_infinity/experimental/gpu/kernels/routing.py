@@ -1,11 +1,8 @@
 """What routers compute, in two kernels: the logits of all experts, and the choice among them.
-routing_reference.py has the definitions.
+reference.py has the definitions.
 
-    router_logits    [block of experts, block of tokens]    products of rows of x and of the weight
+    router_logits    [block of tokens, block of experts]    a product of matrices
     choose           [token]                                the largest scores, one after the other
-
-Logits of up to MOST_TOKENS tokens are computed in one way, however many there are; those of more
-are products of matrices.
 
 A score is compared as an int32 that has its order: NaN is the largest, and two numbers below all
 others stand for experts that do not exist or are chosen, and for those of groups that are not kept.
@@ -21,22 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_infinity.experimental.gpu.kernels.attention import product
-from moe_infinity.experimental.gpu.kernels.choice import TINY, ExpertChoice
+from moe_infinity.experimental.gpu.kernels.descriptions import TINY, ExpertChoice
+from moe_infinity.kernels.triton.experts import product
 
-# Of a program. With few rows there are many programs: a weight is read once for each block of
-# tokens, and one token should not wait for it.
-ROWS = 2
-TOKENS = 4
-COLUMNS = 2048
-LOGIT_WARPS = 8
-MOST_TOKENS = 64
-# Of a product of matrices: tokens and experts of a program, columns of a block, and blocks whose
-# loads are under way.
-TILE = 32
-TILE_COLUMNS = 64
-TILE_WARPS = 4
-STAGES = 3
+TILE = 16  # tokens and experts of a program
+COLUMNS = 128  # of a block
+WARPS = 4
+STAGES = 3  # blocks whose loads are under way
 
 _TINY = tl.constexpr(TINY)
 _NAN_ORDER = tl.constexpr(0x7FFFFFFF)
@@ -45,37 +33,23 @@ _GONE = tl.constexpr(-0x80000000)
 
 
 def router_logits(x_BD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """[B, E] in float32, as are products and sums. All is contiguous, and on one device."""
+    """Return [B, E] in float32, as are products and sums. All is contiguous, and on one device."""
     num_tokens, width = x_BD.shape
     num_experts = len(weight_ED)
     assert weight_ED.shape[1] == width, (weight_ED.shape, width)
     given = x_BD, weight_ED, bias_E
     assert all(t.is_contiguous() for t in given if t is not None), x_BD.stride()
     logits_BE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=x_BD.device)
-    if num_tokens > MOST_TOKENS:
-        _router_tile[(triton.cdiv(num_tokens, TILE), triton.cdiv(num_experts, TILE))](
-            *given,
-            logits_BE,
-            num_tokens,
-            NUM_EXPERTS=num_experts,
-            WIDTH=width,
-            TILE=TILE,
-            COLUMNS=TILE_COLUMNS,
-            num_warps=TILE_WARPS,
-            num_stages=STAGES,
-            enable_fp_fusion=True,
-        )
-        return logits_BE
-    _router_logits[(triton.cdiv(num_experts, ROWS), triton.cdiv(num_tokens, TOKENS))](
+    _router_logits[(triton.cdiv(num_tokens, TILE), triton.cdiv(num_experts, TILE))](
         *given,
         logits_BE,
         num_tokens,
         NUM_EXPERTS=num_experts,
         WIDTH=width,
-        ROWS=ROWS,
-        TOKENS=TOKENS,
-        COLUMNS=min(COLUMNS, triton.next_power_of_2(width)),
-        num_warps=LOGIT_WARPS,
+        TILE=TILE,
+        COLUMNS=COLUMNS,
+        num_warps=WARPS,
+        num_stages=STAGES,
         enable_fp_fusion=True,
     )
     return logits_BE
@@ -84,8 +58,8 @@ def router_logits(x_BD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
 def choose(
     logits_BE: Tensor, correction_E: Tensor | None, choice: ExpertChoice
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token, int64 [B, K], and their shares, [B, K]. `logits_BE` is float32;
-    all is contiguous, and on one device.
+    """Return the experts of each token, int64 [B, K], and their weights, [B, K]. `logits_BE` is
+    float32; all is contiguous, and on one device.
     """
     num_tokens, num_experts = logits_BE.shape
     assert choice.fits(num_experts), (choice, num_experts)
@@ -94,15 +68,15 @@ def choose(
     assert logits_BE.dtype == torch.float32, logits_BE.dtype
     device = logits_BE.device
     index_BK = torch.empty(num_tokens, choice.top_k, dtype=torch.int64, device=device)
-    shares_BK = torch.empty(num_tokens, choice.top_k, dtype=choice.dtype, device=device)
+    weights_BK = torch.empty(num_tokens, choice.top_k, dtype=choice.dtype, device=device)
     members = num_experts // choice.num_groups
     _choose[(num_tokens,)](
         logits_BE,
         correction_E,
         index_BK,
-        shares_BK,
+        weights_BK,
         SCORES=choice.scores,
-        SHARES=choice.shares,
+        WEIGHTS=choice.weights,
         FACTOR=choice.factor,
         TOP_K=choice.top_k,
         SLOTS=triton.next_power_of_2(choice.top_k),
@@ -115,7 +89,7 @@ def choose(
         num_warps=1,  # so nothing is passed through shared memory for each chosen expert
         enable_fp_fusion=True,
     )
-    return index_BK, shares_BK
+    return index_BK, weights_BK
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -127,49 +101,10 @@ def _router_logits(
     num_tokens,
     NUM_EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row_1R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[None, :]
-    token_T1 = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    is_row_1R = row_1R < NUM_EXPERTS
-    is_token_T1 = token_T1 < num_tokens
-    sums_TRC = tl.zeros((TOKENS, ROWS, COLUMNS), tl.float32)
-    for first in tl.static_range(0, WIDTH, COLUMNS):
-        column_11C = first + tl.arange(0, COLUMNS)[None, None, :]
-        is_column_11C = column_11C < WIDTH
-        weight_1RC = tl.load(
-            weight_ED + row_1R[:, :, None].to(tl.int64) * WIDTH + column_11C,
-            mask=is_row_1R[:, :, None] & is_column_11C,
-            other=0.0,
-        )
-        x_T1C = tl.load(
-            x_BD + token_T1[:, :, None].to(tl.int64) * WIDTH + column_11C,
-            mask=is_token_T1[:, :, None] & is_column_11C,
-            other=0.0,
-        )
-        sums_TRC += x_T1C.to(tl.float32) * weight_1RC.to(tl.float32)
-    logits_TR = tl.sum(sums_TRC, 2)
-    if bias_E is not None:
-        logits_TR += tl.load(bias_E + row_1R, mask=is_row_1R, other=0.0).to(tl.float32)
-    is_there_TR = is_token_T1 & is_row_1R
-    tl.store(logits_BE + token_T1 * NUM_EXPERTS + row_1R, logits_TR, mask=is_there_TR)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _router_tile(
-    x_BD,
-    weight_ED,
-    bias_E,
-    logits_BE,
-    num_tokens,
-    NUM_EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Both are multiplied in their dtype if it is one, else in float32."""
+    """Both are multiplied in their dtype if they have one, otherwise in float32."""
     token_T = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     row_R = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_token_T = token_T < num_tokens
@@ -203,9 +138,9 @@ def _choose(
     logits_BE,
     correction_E,
     index_BK,
-    shares_BK,
+    weights_BK,
     SCORES: tl.constexpr,
-    SHARES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     FACTOR: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -244,10 +179,10 @@ def _choose(
 
     is_k_K = k_K < TOP_K
     logits_K = tl.load(logits_E + chosen_K, mask=is_k_K, other=float("-inf"))
-    shares_K = _shares(_scores(logits_K, most, total, SCORES), is_k_K, SHARES) * FACTOR
+    weights_K = _weights(_scores(logits_K, most, total, SCORES), is_k_K, WEIGHTS) * FACTOR
     at_K = token * TOP_K + k_K
     tl.store(index_BK + at_K, chosen_K.to(tl.int64), mask=is_k_K)
-    tl.store(shares_BK + at_K, shares_K.to(shares_BK.dtype.element_ty), mask=is_k_K)
+    tl.store(weights_BK + at_K, weights_K.to(weights_BK.dtype.element_ty), mask=is_k_K)
 
 
 @triton.jit
@@ -264,17 +199,17 @@ def _scores(logits, most, total, SCORES: tl.constexpr):
 
 
 @triton.jit
-def _shares(scores_K, is_k_K, SHARES: tl.constexpr):
-    if SHARES == "softmax":
+def _weights(scores_K, is_k_K, WEIGHTS: tl.constexpr):
+    if WEIGHTS == "softmax":
         scores_K = tl.where(is_k_K, scores_K, float("-inf"))
-        shares_K = tl.exp(scores_K - tl.max(scores_K, 0))
-        shares_K /= tl.sum(shares_K, 0)
-    elif SHARES == "divided by their sum":
-        shares_K = scores_K / (tl.sum(tl.where(is_k_K, scores_K, 0.0), 0) + _TINY)
+        weights_K = tl.exp(scores_K - tl.max(scores_K, 0))
+        weights_K /= tl.sum(weights_K, 0)
+    elif WEIGHTS == "divided by their sum":
+        weights_K = scores_K / (tl.sum(tl.where(is_k_K, scores_K, 0.0), 0) + _TINY)
     else:
-        tl.static_assert(SHARES == "as they are")
-        shares_K = scores_K
-    return shares_K
+        tl.static_assert(WEIGHTS == "as they are")
+        weights_K = scores_K
+    return weights_K
 
 
 @triton.jit

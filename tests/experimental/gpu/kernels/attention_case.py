@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_infinity.experimental.gpu.kernels.cached_layer import CachedLayer
+from moe_infinity.experimental.gpu.kernels.descriptions import CachedLayer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

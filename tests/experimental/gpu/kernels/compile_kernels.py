@@ -22,31 +22,30 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moe_infinity.experimental.gpu import resolve as triton_resolve
 from moe_infinity.experimental.gpu.device_table import DeviceTable
-from moe_infinity.experimental.gpu.kernels import experts as triton_experts
-from moe_infinity.experimental.gpu.kernels.attention import attend
-from moe_infinity.experimental.gpu.kernels.cached_layer import CachedLayer
-from moe_infinity.experimental.gpu.kernels.choice import SHARES, ExpertChoice
-from moe_infinity.experimental.gpu.kernels.gated import gated
-from moe_infinity.experimental.gpu.kernels.heads import Heads
-from moe_infinity.experimental.gpu.kernels.latent_attention import attend_latent
-from moe_infinity.experimental.gpu.kernels.norms import add_rms_norm, rms_norm
-from moe_infinity.experimental.gpu.kernels.norms_reference import FORMS
-from moe_infinity.experimental.gpu.kernels.rotary import make_heads
-from moe_infinity.experimental.gpu.kernels.routing import choose, router_logits
-from moe_infinity.experimental.gpu.kernels.slot_mlp import Matrix, SlotMlp
+from moe_infinity.experimental.gpu.kernels import kernels_for
+from moe_infinity.experimental.gpu.kernels.descriptions import (
+    FORMS,
+    WEIGHTS,
+    CachedLayer,
+    ExpertChoice,
+    Heads,
+)
+from moe_infinity.experimental.gpu.kernels.packed_matrix import PackedMatrix, any_matrix
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.activation import FUNCTIONS, Activation
+from moe_infinity.kernels.reference import FUNCTIONS, Activation
+from moe_infinity.kernels.triton.slot_mlp import Matrix, SlotMlp
 from moe_infinity.kernels.unpack import blocks_layout, row_bytes
 from tests.experimental.gpu.kernels.compiled import AbsentGpu
 from tests.experimental.gpu.kernels.usual_experts import KINDS, mlp_of
-from tests.kernels.slot_moe import slot_moe
+from tests.kernels.triton.slot_experts import slot_moe
 
 FLUSHES = re.compile(r"\b(?:add|mul|fma)\.(?:\w+\.)*ftz\.(?:\w+\.)*f32")
 LABEL, INSTRUCTION = r"^(\.L_x_\d+):", r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*)"
 
 
+KERNELS = kernels_for(torch.device("cuda"))
+PLAIN_KINDS = ("bf16", "transposed", "limited")  # compiled for tiles of both sizes
 # Heads of queries and of the cache, columns of a key and of a value.
 ATTENTION: tuple[tuple[str, tuple[int, int], int, int], ...] = (
     ("qwen3", (32, 4), 128, 128),
@@ -84,9 +83,8 @@ class Compiler:
                 name += f" {options['TILE']}"
             told["threads"] = 32 * compiled.metadata.num_warps
             if (mlp := options.get("MLP")) is not None:
-                matrix = mlp.gate if name.startswith("up") else mlp.down
-                tile = options["ROWS"] * options["CHUNKS"] * matrix.chunk
-                tile *= 1 + (matrix is mlp.gate and mlp.up is not None)
+                num_matrices = 1 + (name.startswith("up") and mlp.up is not None)
+                tile = options["ROWS"] * options["COLUMNS"] * num_matrices
                 told["instructions"] = longest_loop(asm["cubin"]) / (tile / told["threads"])
             else:
                 loops, _ = instructions(asm["cubin"])
@@ -132,14 +130,16 @@ def in_blocks(matrix: Matrix, name: str) -> Matrix:
     """The same in one of GGML's formats."""
     rows, columns = matrix.weight.shape
     values = ParamSpec("values", (rows, row_bytes(name, columns)), "uint8", 0)
-    return replace(matrix, weight=blocks_layout(name, (rows, columns), values))
+    found = any_matrix(blocks_layout(name, (rows, columns), values))
+    assert isinstance(found, PackedMatrix)
+    return replace(found, num_rows=matrix.num_rows, first_row=matrix.first_row)
 
 
 def compute(mlp: SlotMlp, num_tokens: int = 1, top_k: int = 8) -> None:
     x_TD = torch.zeros(num_tokens, mlp.down.num_rows).bfloat16()
     index_TK = torch.zeros(num_tokens, top_k, dtype=torch.int64)
     pointers_E = torch.zeros(128, dtype=torch.int64)
-    slot_moe(triton_experts, mlp, x_TD, index_TK, torch.zeros(num_tokens, top_k), pointers_E)
+    slot_moe(KERNELS.pairs, mlp, x_TD, index_TK, torch.zeros(num_tokens, top_k), pointers_E)
 
 
 def resolve(num_pairs: int) -> None:
@@ -147,8 +147,8 @@ def resolve(num_pairs: int) -> None:
     slots = torch.zeros(2, 16 * 1001, dtype=torch.uint8)
     table = DeviceTable(slots, num_layers=2, num_experts=4, max_pairs=128)
     index_TK = torch.zeros(1, num_pairs, dtype=torch.int64)
-    triton_resolve.resolve(table, 1, index_TK)
-    triton_resolve.fill(table, num_pairs)
+    KERNELS.resolve(table, 1, index_TK)
+    KERNELS.fill(table, num_pairs)
 
 
 def attend_to(heads: tuple[int, int], width: int, value_width: int) -> None:
@@ -158,7 +158,7 @@ def attend_to(heads: tuple[int, int], width: int, value_width: int) -> None:
     key = torch.zeros(2, num_groups, width).bfloat16()
     value = torch.zeros(2, num_groups, value_width).bfloat16()
     cached = torch.zeros(len(CachedLayer._fields), dtype=torch.int64)
-    attend(query, key, value, cached, None, scale=0.1, window=None, softcap=None)
+    KERNELS.attend(query, key, value, cached, None, scale=0.1, window=None, softcap=None)
 
 
 def attend_to_latents() -> None:
@@ -166,8 +166,7 @@ def attend_to_latents() -> None:
     query, rotated = torch.zeros(2, 16, 512).bfloat16(), torch.zeros(2, 16, 64).bfloat16()
     latent, key = torch.zeros(2, 512).bfloat16(), torch.zeros(2, 64).bfloat16()
     cached = torch.zeros(len(CachedLayer._fields), dtype=torch.int64)
-    expand = torch.zeros(16, 128, 512).bfloat16()
-    attend_latent(query, rotated, latent, key, expand, cached, scale=0.1)
+    KERNELS.attend_latent(query, rotated, latent, key, cached, scale=0.1)
 
 
 def turn(heads: Heads) -> None:
@@ -176,15 +175,15 @@ def turn(heads: Heads) -> None:
     norm = torch.zeros(heads.normed_key or heads.query_width).bfloat16()
     angle = torch.zeros(2, heads.rotated // 2)
     query_norm = None if heads.normed_key else norm
-    make_heads(columns, columns[:, width:], query_norm, norm, angle, angle, heads)
+    KERNELS.make_heads(columns, columns[:, width:], query_norm, norm, angle, angle, heads)
 
 
 def route(choice: ExpertChoice, num_experts: int) -> None:
     weight = torch.zeros(num_experts, 2048).bfloat16()
     for num_tokens in (2048, 2):
-        logits = router_logits(torch.zeros(num_tokens, 2048).bfloat16(), weight)
+        logits = KERNELS.router_logits(torch.zeros(num_tokens, 2048).bfloat16(), weight)
     correction = torch.zeros(num_experts) if choice.scores == "sigmoid" else None
-    choose(logits, correction, choice)
+    KERNELS.choose(logits, correction, choice)
 
 
 def of_experts(compiler: Compiler) -> None:
@@ -204,9 +203,11 @@ def of_experts(compiler: Compiler) -> None:
     more["gptq any"] = replace(gptq, gate=any_order, up=any_order)
     bias = ParamSpec("", (known["mxfp4"].gate.weight.shape[0],), "bfloat16", 0)
     more["bias"] = replace(known["mxfp4"], gate=replace(known["mxfp4"].gate, bias=bias))
-    rows, num_groups = known["int4"].gate.weight.shape[0], known["int4"].gate.num_scale_columns
+    int4 = known["int4"].gate
+    assert isinstance(int4, PackedMatrix)
+    rows, num_groups = int4.weight.shape[0], int4.num_scale_columns
     zeros = ParamSpec("", (-(-rows // 8), num_groups), "int32", 0)
-    more["zeros"] = replace(known["int4"], gate=with_weight(known["int4"].gate, zeros=zeros))
+    more["zeros"] = replace(known["int4"], gate=with_weight(int4, zeros=zeros))
     for name in ("q8_0", "q4_k", "q6_k", "mxfp4"):
         gate, down = (in_blocks(matrix, name) for matrix in (bf16.gate, bf16.down))
         more[f"ggml {name}"] = replace(bf16, gate=gate, up=gate, down=down)
@@ -215,7 +216,7 @@ def of_experts(compiler: Compiler) -> None:
     exponents = with_weight(known["fp8"].gate, scale=replace(scale, dtype="uint8"))
     more["e8m0"] = replace(known["fp8"], gate=exponents)
     for compiler.name, mlp in (known | more).items():
-        for num_tokens in (1, 32, 2048):
+        for num_tokens in (1, 2048) if compiler.name in PLAIN_KINDS else (1,):
             compute(mlp, num_tokens)
 
 
@@ -224,11 +225,11 @@ def around_experts(compiler: Compiler) -> None:
         resolve(num_pairs)
     for form in FORMS:
         x, weight = torch.zeros(2, 2048).bfloat16(), torch.zeros(2048).bfloat16()
-        rms_norm(x, weight, 1e-6, form)
+        KERNELS.rms_norm(x, weight, 1e-6, form)
         compiler.name = "of a sum"
-        add_rms_norm(x, (x, x), weight, 1e-6, form)
+        KERNELS.add_rms_norm(x, (x, x), weight, 1e-6, form)
         compiler.name = ""
-    gated(torch.zeros(2, 2816).bfloat16(), Activation())
+    KERNELS.gated(torch.zeros(2, 2816).bfloat16(), Activation())
     for compiler.name, heads, width, value_width in ATTENTION:
         attend_to(heads, width, value_width)
     compiler.name = "deepseek-v3"
@@ -239,7 +240,7 @@ def around_experts(compiler: Compiler) -> None:
     )
     for compiler.name, shape in (("qwen3", usual), ("deepseek-v2", latent)):
         turn(shape)
-    of_groups = ExpertChoice(8, "sigmoid", SHARES[1], num_groups=8, kept_groups=4)
+    of_groups = ExpertChoice(8, "sigmoid", WEIGHTS[1], num_groups=8, kept_groups=4)
     for compiler.name, choice in (("qwen3", ExpertChoice(8)), ("deepseek-v3", of_groups)):
         route(choice, 256)
 

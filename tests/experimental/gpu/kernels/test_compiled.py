@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from moe_infinity.experimental.gpu import resolve as triton_resolve
+from moe_infinity.experimental.gpu.kernels import resolve as triton_resolve
 from tests.experimental.gpu.device_tables import World
 from tests.experimental.gpu.kernels.compiled import Launcher
 from tests.experimental.gpu.kernels.ptx_memory import RaceError

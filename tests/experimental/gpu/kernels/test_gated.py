@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from moe_infinity.experimental.gpu.kernels import reference
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
 
 pytest.importorskip("triton", reason="needs triton")
-from moe_infinity.experimental.gpu.kernels.gated import COLUMNS, gated
+from moe_infinity.experimental.gpu.kernels.rows import GATED_COLUMNS as COLUMNS
+from moe_infinity.experimental.gpu.kernels.rows import gated
 
 pytestmark = pytest.mark.triton
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.experimental.gpu.kernels import rotary_reference
-from moe_infinity.experimental.gpu.kernels.heads import PAIRS, Heads
-from moe_infinity.experimental.gpu.kernels.norms_reference import FORMS
+from moe_infinity.experimental.gpu.kernels import reference
+from moe_infinity.experimental.gpu.kernels.descriptions import FORMS, PAIRS, Heads
 
 pytest.importorskip("triton", reason="needs triton")
-from moe_infinity.experimental.gpu.kernels import rotary
+from moe_infinity.experimental.gpu.kernels import rows
 
 pytestmark = [pytest.mark.triton]
 
@@ -67,9 +66,9 @@ def given(heads: Heads, dtype: torch.dtype, num_seqs: int, num_angles: int) -> A
 @pytest.mark.parametrize(("num_seqs", "num_angles"), [(1, 1), (3, 1), (3, 3)])
 def test_the_kernel_is_its_reference_but_for_rounding(name, dtype, num_seqs, num_angles):
     case = given(CASES[name], dtype, num_seqs, num_angles)
-    found = rotary.make_heads(*case)
+    found = rows.make_heads(*case)
     on_host: Any = [x.cpu() if isinstance(x, Tensor) else x for x in case]
-    expected = rotary_reference.make_heads(*on_host)
+    expected = reference.make_heads(*on_host)
     bound = 2e-6 if dtype is torch.float32 else 2**-5  # the interpreter cuts off
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
@@ -81,14 +80,14 @@ def test_every_setting_counts():
     heads = CASES["rounded once"]
     case = given(heads, torch.float32, 2, 2)
     *rows, _, _, _ = case
-    found, _ = rotary_reference.make_heads(*case)
+    found, _ = reference.make_heads(*case)
     changes: list[dict[str, Any]] = [
         {"pairs": "neighbours"}, {"rotated": 8}, {"query_eps": 0.1}, {"norm_form": "plus one"},
     ]  # fmt: skip
     for change in changes:
         angles = [angle[:, : change.get("rotated", 16) // 2] for angle in case[4:6]]
         changed: Any = [*rows, *angles, heads._replace(**change)]
-        other, _ = rotary_reference.make_heads(*changed)
+        other, _ = reference.make_heads(*changed)
         assert (found - other).abs().max() > 1e-2, change
 
 
@@ -101,7 +100,7 @@ def test_positions_are_rotated_as_transformers_does():
     for pairs, rotate in of_stock.items():
         heads = USUAL._replace(pairs=pairs)
         case = given(heads, torch.float32, 3, 3)
-        made = rotary_reference.make_heads(*case)
+        made = reference.make_heads(*case)
         columns_BC = case[0]
         query = columns_BC[:, :64].view(3, 4, 1, 16)
         key = columns_BC[:, 64:96].view(3, 2, 1, 16)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
-from moe_infinity.experimental.gpu.kernels.slot_mlp import SlotMlp, slot_mlp
+from moe_infinity.experimental.gpu.kernels.packed_matrix import any_matrix
 from moe_infinity.experts import ExpertLayout, ParamSpec
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
+from moe_infinity.kernels.triton.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.layout import WeightLayout
 
 KINDS = ("bf16", "int8", "fp8", "int4", "mxfp4", "gptq", "awq")
@@ -65,6 +66,6 @@ def mlp_of(kind: str) -> SlotMlp:
         )
         for name in shapes
     )
-    mlp = slot_mlp([up], down, activation=Activation("silu"))
+    mlp = slot_mlp([up], down, activation=Activation("silu"), matrix_of=any_matrix)
     assert mlp is not None, kind
     return mlp

@@ -1,0 +1,236 @@
+"""How a model calls the engine, through two kinds of hooks.
+
+    StepReader     around each forward pass: reads from its arguments which step it is
+    EngineLayer    in each experts module: hands the routing of an MoE layer to `Experts.layer`
+
+transformers calls our experts implementation with (module, hidden states [T, D], top_k_index
+[T, K], top_k_weights [T, K]), all padding included, sequences flattened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+
+from moe_infinity.architectures.adapters import (
+    CALL_ATTRIBUTE,
+    ExpertCalls,
+    ExpertsModule,
+    without_gradient,
+)
+from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter
+from moe_infinity.architectures.early_router import EarlyRouter, Routed
+from moe_infinity.engine.experts import Experts
+from moe_infinity.experts import Ints, Phase, Routing, Step
+from moe_infinity.kernels.residents import Residents
+
+
+class StepReader:
+    """Calls `begin_step` before each forward pass, and `leave_step` if the pass did not end. An
+    encoder and its decoder make steps of their own: the encoder's begins the requests, as a prompt
+    does.
+    """
+
+    def __init__(self, model: PreTrainedModel, experts: Experts) -> None:
+        self._end_ids: Any = None  # tokens that end a sequence; None: the generation config's
+        self._prompt_mask: Tensor | None = None
+        self._named: Step | None = None
+        self._model = model
+        self._experts = experts
+        self._is_in_pass = False  # if a pass does not end, it stays True until the next one
+        self._finished_B: NDArray[np.bool_] = np.zeros(0, dtype=bool)
+        self._num_encoded = 0  # sequences the encoder ran for, until the decoder begins
+        reads = {model: self.read}
+        if model.config.is_encoder_decoder:
+            reads = {model.get_encoder(): self.read_encoder, model.get_decoder(): self.read_decoder}
+        self._hooks = [
+            module.register_forward_pre_hook(partial(self._before_forward, read), with_kwargs=True)
+            for module, read in reads.items()
+        ]
+        self._hooks += [module.register_forward_hook(self._after_forward) for module in reads]
+
+    @cached_property
+    def cache_parameter(self) -> str:
+        """The model's name of the KV cache. Raises UnsupportedModelError if it takes none."""
+        return cache_parameter(self._model.forward)
+
+    @contextmanager
+    def generating(self, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, `generate()` runs with these arguments by name."""
+        config = arguments.get("generation_config")
+        self._end_ids = arguments.get("eos_token_id", config and config.eos_token_id)
+        self._prompt_mask = arguments.get("attention_mask")
+        try:
+            yield
+        finally:
+            self._end_ids = self._prompt_mask = None
+
+    @contextmanager
+    def naming(self, step: Step) -> Iterator[None]:
+        """Inside, a forward pass is this step, whatever its arguments say."""
+        self._named = step
+        try:
+            yield
+        finally:
+            self._named = None
+
+    def _before_forward(
+        self, read: Callable[..., Step | None], module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.leave_pass()
+        step = self._named or read(args, kwargs)
+        if step is not None:
+            self._experts.begin_step(step)
+        self._is_in_pass = True
+
+    def _after_forward(self, *_: object) -> None:
+        """Note that a pass ended. torch does not call this if it failed or was interrupted."""
+        self._is_in_pass = False
+
+    def leave_pass(self) -> None:
+        """Call `leave_step` if the model's last pass did not end."""
+        if self._is_in_pass:
+            self._experts.leave_step()
+        self._is_in_pass = False
+
+    def read_encoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """Return the step of an encoder."""
+        step = self.read(args, kwargs)
+        self._num_encoded = 0 if step is None else step.num_sequences
+        return step
+
+    def read_decoder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """Return the step of a decoder. Its first one goes on with the requests that the encoder's
+        step began.
+        """
+        step = self.read(args, kwargs)
+        num_encoded, self._num_encoded = self._num_encoded, 0
+        if step is None or step.num_sequences != num_encoded:
+            return step
+        return replace(step, begins_B=np.zeros_like(step.begins_B))
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """Return the step of a call with these arguments; None if it has neither ids nor
+        embeddings.
+        """
+        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        inputs = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        if inputs is None:
+            return None
+        num_sequences, num_new = inputs.shape[:2]
+        mask = kwargs.get("attention_mask")
+        cache = cache_in(kwargs)
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            num_cached = mask.shape[1] - num_new
+        else:  # none, or expanded for attention already, as with a static cache
+            num_cached = int(cache.get_seq_length()) if cache is not None else 0
+            mask = self._prompt_mask if num_cached == 0 else None
+        is_decode = num_new == 1 and num_cached > 0
+        token_ids_T = input_ids.cpu().numpy().ravel() if input_ids is not None else None
+        counted_T = np.ones(num_sequences * num_new, dtype=bool)
+        if mask is not None and mask.shape == (num_sequences, num_cached + num_new):
+            counted_T &= mask[:, -num_new:].cpu().numpy().astype(bool).ravel()
+        if is_decode and num_sequences > 1 and token_ids_T is not None:
+            counted_T &= ~self._finished(token_ids_T)
+        else:
+            self._finished_B = np.zeros(num_sequences, dtype=bool)
+        return Step(
+            phase=Phase.DECODE if is_decode else Phase.PREFILL,
+            num_sequences=num_sequences,
+            tokens_per_sequence=num_new,
+            begins_B=np.full(num_sequences, num_cached == 0),
+            counted_T=None if counted_T.all() else counted_T,
+            token_ids_T=token_ids_T,
+        )
+
+    def _finished(self, token_ids_B: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which sequences of a batch have ended. The token that ended a sequence, and those
+        that it is given while others go on, do not count for its request.
+        """
+        ends = self._end_ids
+        if ends is None:
+            ends = self._model.generation_config.eos_token_id
+        if ends is not None:
+            if len(self._finished_B) != len(token_ids_B):
+                self._finished_B = np.zeros(len(token_ids_B), dtype=bool)
+            self._finished_B |= np.isin(token_ids_B, np.asarray(ends))
+        return self._finished_B
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+BACKEND = "moe_infinity"  # the name of our experts implementation in transformers
+
+
+def experts_forward(
+    self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
+) -> Tensor:
+    """Take the place of transformers' own loop over experts."""
+    layer: EngineLayer = vars(self)[CALL_ATTRIBUTE]  # from Adapter.connect, see `attach` below
+    return layer(x_TD, top_k_index_TK, top_k_weights_TK)
+
+
+def register() -> None:
+    """Make the backend known to transformers; again is harmless."""
+    ExpertsInterface.register(BACKEND, experts_forward)
+
+
+class EngineLayer:
+    """One MoE layer of a model's experts, as adapters call it."""
+
+    def __init__(
+        self, experts: Experts, moe_layer_idx: int, early_router: EarlyRouter | None
+    ) -> None:
+        self._experts = experts
+        self._moe_layer_idx = moe_layer_idx
+        self._early_router = early_router
+
+    def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
+        if self._is_asked_early:
+            raise Routed(top_k_index_TK.cpu().numpy())
+        layer_idx = self._moe_layer_idx
+        return without_gradient(
+            x_TD, lambda: self._experts.layer(layer_idx, x_TD, top_k_index_TK, top_k_weights_TK)
+        )
+
+    def answer_calls(self, calls: ExpertCalls, routing: Routing) -> None:
+        if self._is_asked_early:
+            raise Routed(routing.top_k_index_TK)
+        self._experts.local.answer_calls(self._moe_layer_idx, routing, calls)
+
+    def residents(self) -> Residents | None:
+        """The layer's experts, if those of all layers are in memory and none has to leave."""
+        return None if self._is_asked_early else self._experts.local.residents(self._moe_layer_idx)
+
+    def note(self, top_k_index_TK: Ints) -> None:
+        """Those were computed for these tokens."""
+        self._experts.local.note_residents(self._moe_layer_idx, top_k_index_TK)
+
+    @property
+    def _is_asked_early(self) -> bool:
+        """True if the routing is all that is wanted."""
+        return self._early_router is not None and self._early_router.is_asking
+
+
+def attach(
+    model: PreTrainedModel,
+    layers: list[ExpertsModule],
+    experts: Experts,
+    early_router: EarlyRouter | None,
+) -> None:
+    """Let the experts modules of `model` call `experts`."""
+    for moe_layer_idx, layer in enumerate(layers):
+        layer.connect(model, EngineLayer(experts, moe_layer_idx, early_router))
