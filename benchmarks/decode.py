@@ -39,7 +39,7 @@ def decode(
     from transformers import DynamicCache
 
     from moe_infinity import MoE
-    from moe_infinity.architectures.cache_argument import cache_parameter
+    from moe_infinity.architectures.attention_inputs import cache_parameter
 
     with MoE(model, preload="off", stream_layers=False, **options) as moe, torch.no_grad():
         ids = moe.tokenizer(TEXT.read_text("utf-8"), return_tensors="pt").input_ids

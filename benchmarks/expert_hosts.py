@@ -66,7 +66,7 @@ def proxy(address: tuple[str, int], delay_s: float) -> tuple[str, int]:
 
 def run_hosts(groups: list[str], delay_s: float, asked: dict[str, Any]) -> dict[str, Any]:
     """One cell: hosts in these groups, the head in that of this process."""
-    from moe_infinity.cluster import opening
+    from moe_infinity.cluster import model
     from moe_infinity.cluster.local import LocalProcesses
 
     class Limited(LocalProcesses):
@@ -75,7 +75,7 @@ def run_hosts(groups: list[str], delay_s: float, asked: dict[str, Any]) -> dict[
             pid = str(self.processes[share_idx].pid)
             (Path(groups[share_idx - 1]) / "cgroup.procs").write_text(pid)
 
-    opening.LocalProcesses = Limited  # type: ignore[misc]
+    model.LocalProcesses = Limited  # type: ignore[misc]
     return run_cell(**asked)
 
 

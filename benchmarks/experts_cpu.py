@@ -25,9 +25,8 @@ from torch.nn.functional import silu
 
 from moe_infinity.checkpoint.formats import PACKED_BY_US
 from moe_infinity.experts import ExpertLayout, ParamSpec
-from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
-from moe_infinity.kernels.reference import expert_mlp
+from moe_infinity.kernels.reference import Activation, expert_mlp
 from moe_infinity.kernels.unpack import BLOCKS, blocks_layout, row_bytes
 from moe_infinity.layout import WeightLayout
 

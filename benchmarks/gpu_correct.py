@@ -18,7 +18,7 @@ from gpu_stage import LINK, LOCKING, MEMORY, PRODUCT, Bound, Check
 from torch import Tensor
 
 from moe_infinity import MoE
-from moe_infinity.architectures.cache_argument import cache_parameter
+from moe_infinity.architectures.attention_inputs import cache_parameter
 from moe_infinity.memory.cuda import CudaDevice, TorchCudaDevice
 from tests.fake_cuda import FakeCudaDevice
 

@@ -64,7 +64,7 @@ class Ours:
     def begin(self, num_sequences: int) -> None:
         from transformers import DynamicCache
 
-        from moe_infinity.architectures.cache_argument import cache_parameter
+        from moe_infinity.architectures.attention_inputs import cache_parameter
 
         cache = DynamicCache(config=self._moe.model.config)
         self._cached = {cache_parameter(self._moe.model.forward): cache}

@@ -43,8 +43,8 @@ WITHIN = 0.25  # of the measured value
 
 def plan_cell(model: str, prompt: int, trace: str) -> dict[str, Any]:
     """What the command prints with --json, and the same numbers as `run_cell` has."""
+    from moe_infinity.tools.planning.fit import sizes_of
     from moe_infinity.tools.planning.planner import PlannedRun, make_plan, measured_machine
-    from moe_infinity.tools.planning.sizes import sizes_of
     from moe_infinity.tools.planning.speed import Constants
 
     sizes = sizes_of(model)
@@ -92,7 +92,7 @@ def run_cell(model: str, prompt: int, decode: int, ids: list[int]) -> dict[str, 
 def trace_cell(model: str, prompt: int, decode: int, ids: list[int], output: str) -> dict[str, Any]:
     """Routing of text that no run gets."""
     from moe_infinity import MoE
-    from moe_infinity.architectures.cache_argument import cache_parameter
+    from moe_infinity.architectures.attention_inputs import cache_parameter
     from moe_infinity.predict.tracefile import save_trace
 
     with MoE(model) as moe:

@@ -6,8 +6,10 @@ interruption it keeps whole files; one that was under way begins anew.
 
 from __future__ import annotations
 
+import errno
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import filter as matching
 from functools import partial
@@ -25,12 +27,21 @@ from huggingface_hub import (
     snapshot_download,
     try_to_load_from_cache,
 )
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # of httpx, or of httpx2 since huggingface_hub 2
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import filter_repo_objects, tqdm
 from rich.filesize import decimal
 
 from moe_infinity.checkpoint.file_names import INDEX, WHOLE, gguf_models, gguf_parts, shards_of
-from moe_infinity.errors import ConfigError, DownloadError, UnsupportedModelError
-from moe_infinity.hub_errors import explained
+from moe_infinity.errors import ConfigError, DownloadError, MoEInfinityError, UnsupportedModelError
 from moe_infinity.system.files import nearest_folder
 
 ANSWER_S = 20.0
@@ -222,3 +233,72 @@ def _listed(files: Iterable[HubFile]) -> str:
 def _is_small(name: str) -> bool:
     patterns = [pattern for pattern in SMALL_FILES if pattern.count("/") == name.count("/")]
     return not name.endswith(".index.json") and any(matching([name], p) for p in patterns)
+
+
+GOES_ON = "the same command goes on with what was downloaded"
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def explained(
+    model: str, cache: Path, *, revision: str | None = None, hint: str = GOES_ON
+) -> Iterator[None]:
+    """Raises ConfigError for what is no id, DownloadError for all that goes wrong with a hub, the
+    network or the disk. `hint` is for what may go well another time.
+    """
+    try:
+        yield
+    except MoEInfinityError:
+        raise
+    except HFValidationError as error:
+        raise ConfigError(
+            f"{model!r} is no id of a model, such as Qwen/Qwen3-30B-A3B: {error}"
+        ) from error
+    except (HTTPError, OSError) as error:
+        raise DownloadError(
+            f"{model}: {_explanation(error, model, cache, revision, hint)}"
+        ) from error
+
+
+def _explanation(error: Exception, model: str, cache: Path, revision: str | None, hint: str) -> str:
+    hub = constants.ENDPOINT
+    match error:
+        case OfflineModeIsEnabled():
+            return (
+                "is not on this machine, and HF_HUB_OFFLINE is set\n"
+                "hint: unset it, or copy the model's folder from another machine"
+            )
+        case GatedRepoError():
+            return (
+                "its owners give it to those who accept their terms\n"
+                f"hint: accept them at {hub}/{model}, then `hf auth login`, or set HF_TOKEN"
+            )
+        case RevisionNotFoundError():
+            return f"has no revision {revision}\nhint: {hub}/{model}/tree/main lists them"
+        case RepositoryNotFoundError():
+            return _not_found(hub)
+        case HfHubHTTPError():
+            status = error.response.status_code
+            return (
+                _not_found(hub)
+                if status in (401, 403)
+                else f"{hub} answered {status}\nhint: {hint}"
+            )
+        case HTTPError() | LocalEntryNotFoundError():
+            return f"no answer from {hub}: {error}\nhint: check the network; {hint}"
+        case OSError() if error.errno in FULL:
+            return f"{cache}: the disk is full\nhint: make room; {hint}"
+        case OSError() if error.errno in NOT_WRITABLE:
+            return (
+                f"{error.filename or cache} cannot be written: {error.strerror}\n"
+                "hint: set HF_HUB_CACHE to a folder of yours"
+            )
+    return f"{error}\nhint: {hint}"
+
+
+def _not_found(hub: str) -> str:
+    return (
+        f"{hub} has no such model, or not for you\n"
+        "hint: check the spelling; for a private one `hf auth login`, or set HF_TOKEN"
+    )

@@ -9,7 +9,7 @@ model.
 
 The way of a token: transformers runs the model (`generate`), and its experts modules call ours.
 
-    not all experts in memory   engine/experts_backend.py ──> engine/engine.py ──> engine/layer.py:
+    not all experts in memory   engine/hooks.py ──> engine/engine.py ──> engine/layer.py:
                                 find, load, hold and compute the experts that the router chose
     all experts in memory       architectures/decoder_layers.py: the first decoder layer computes
                                 all layers in one call, and tells the engine what they activated
@@ -38,12 +38,12 @@ from moe_infinity.architectures.model_parts import bytes_by_type
 from moe_infinity.checkpoint.kind import load_tokenizer
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts, signature_of
 from moe_infinity.config import OffloadConfig
-from moe_infinity.engine import experts_backend
+from moe_infinity.engine import hooks
 from moe_infinity.engine.build import build_experts, gpu_engine
 from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.engine.experts import Experts
-from moe_infinity.engine.step_reader import StepReader
+from moe_infinity.engine.hooks import StepReader
 from moe_infinity.errors import (
     Cancelled,
     ClosedError,
@@ -109,20 +109,20 @@ class MoE:
             except BaseException:
                 self._experts.close()
                 raise
-            experts_backend.attach(self.model, layers, self._experts, early_router)
+            hooks.attach(self.model, layers, self._experts, early_router)
             self._steps = StepReader(self.model, self._experts)
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
             if self.config.preload != "off":
                 self.engine.start_preloading()
 
     def _load(self, on_bytes: Callable[[int, int], None]) -> LoadedModel:
-        experts_backend.register()
+        hooks.register()
         with self._device.explaining():
             return load_without_experts(
                 self.checkpoint,
                 config_from=self.config.config_from,
                 dtype=self.config.dtype,
-                experts_implementation=experts_backend.BACKEND,
+                experts_implementation=hooks.BACKEND,
                 trust_remote_code=self.config.trust_remote_code,
                 num_read_threads=self.config.num_read_threads,
                 device=self._device.device,

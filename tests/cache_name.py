@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from transformers import GenerationMixin
 
-from moe_infinity.architectures.cache_argument import cache_parameter
+from moe_infinity.architectures.attention_inputs import cache_parameter
 
 CACHE = cache_parameter(GenerationMixin.prepare_inputs_for_generation)

@@ -19,7 +19,7 @@ import torch
 
 from moe_infinity import CheckpointError, LoadTimeout, MoE
 from moe_infinity.checkpoint import files
-from moe_infinity.checkpoint.chunks import BLOCK_BYTES
+from moe_infinity.checkpoint.files import BLOCK_BYTES
 from moe_infinity.memory import mover as mover_module
 from moe_infinity.memory import threads as threads_module
 from tests.disk import Disk, Read

@@ -16,7 +16,7 @@ from typing import Any
 import common
 from recall import STAGES, measure
 
-from moe_infinity.predict.knowledge import FACTORS
+from moe_infinity.predict.tables import FACTORS
 
 CAPACITIES = ("10%", "20%", "30%")
 

@@ -25,9 +25,9 @@ import numpy as np
 from kmeans import from_kmeans
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.predict import knowledge, sequence_predictor
+from moe_infinity.predict import sequence_predictor, tables
 from moe_infinity.predict.eamc import Eamc, EamcMatch, RequestEam, row_normalised
-from moe_infinity.predict.knowledge import FACTORS
+from moe_infinity.predict.tables import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.tools.simulator import baselines
 
@@ -63,7 +63,7 @@ def hit_rates(
 ) -> dict[str, float]:
     """At 20 %, by variant, when collections begin as `make` makes them."""
     rates = {}
-    with common.constants([(knowledge, "Eamc", make), (baselines, "Eamc", make)]):
+    with common.constants([(tables, "Eamc", make), (baselines, "Eamc", make)]):
         for label, (policy, without) in VARIANTS.items():
             cells = common.run(
                 sequences, [policy], ["20%"], num_experts=num_experts, warmup=0, without=without

@@ -16,18 +16,18 @@ import common
 import numpy as np
 
 from moe_infinity.cache import activation_aware
-from moe_infinity.predict import knowledge, planner, predictor, sequence_predictor, tables
+from moe_infinity.predict import planner, predictor, sequence_predictor, tables
 from moe_infinity.tools.simulator.replay import Hardware
 
 PARAMETERS = (
-    (knowledge, "LEARNING_RATE"),
+    (tables, "LEARNING_RATE"),
     (sequence_predictor, "REQUEST_RATE"),
-    (knowledge, "BASE_RATE"),
+    (tables, "BASE_RATE"),
     (sequence_predictor, "MATCH_EVERY"),
     (sequence_predictor, "NUM_NEAREST"),
-    (knowledge, "EAMC_CAPACITY"),
+    (tables, "EAMC_CAPACITY"),
     (predictor, "FORGET_EVERY"),
-    (knowledge, "LEAST_BASE"),
+    (tables, "LEAST_BASE"),
     (sequence_predictor, "LEAST_CHANCE"),
     (tables, "PRIOR"),
     (tables, "FULL"),

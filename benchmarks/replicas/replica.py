@@ -18,7 +18,7 @@ from moe_infinity.experts import Phase, Step
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.tables import Floats
 from moe_infinity.predict.tracefile import SequenceTrace
-from moe_infinity.tools.pictures.plots import matrix_of
+from moe_infinity.tools.pictures.figures import matrix_of
 from moe_infinity.tools.simulator.baselines import make_policy
 from moe_infinity.tools.simulator.replay import Cell, Machine, Setup, keys_of
 

@@ -21,11 +21,9 @@ from torch import Tensor, nn
 
 from moe_infinity.architectures.trial import Differs, Verdict, first_found, first_that, verdict
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout, Ints
-from moe_infinity.kernels.activation import FUNCTIONS, Activation
-from moe_infinity.kernels.reference import expert_mlp
+from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout, Ints, Routing
+from moe_infinity.kernels.reference import FUNCTIONS, Activation, expert_mlp
 from moe_infinity.kernels.residents import Residents
-from moe_infinity.routing import Routing
 
 # Set by transformers' `use_experts_implementation` on every experts module of the interface.
 INTERFACE_ATTRIBUTES = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts"}

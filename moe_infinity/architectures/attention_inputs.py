@@ -10,12 +10,16 @@ Legend: B sequences, G heads of keys and values, N tokens of the cache, d width 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from moe_infinity.errors import UnsupportedModelError
 
 BUFFERS = "_moe_infinity_buffers"  # an attribute of cache layers
 MIN_ROOM = 256  # tokens
@@ -139,3 +143,30 @@ class Angles:
             self._numbers = numbers.to(torch.float32).contiguous()
             self._mask = mask
         return self._numbers
+
+
+CACHE_NAMES = ("cache", "past_key_values")  # if a call has both, transformers takes the first
+
+
+def cache_name(names: Container[str]) -> str | None:
+    """Return the KV cache's name among names of parameters or arguments; None without one."""
+    return next((name for name in CACHE_NAMES if name in names), None)
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """Return the KV cache among the arguments of a call; None if there is none."""
+    return arguments.get(cache_name(arguments) or "")
+
+
+def cache_parameter(forward: Callable[..., Any]) -> str:
+    """Return the name by which a forward method takes a KV cache. Raises UnsupportedModelError if
+    it takes none: a cache that is dropped leaves each token without those before it.
+    """
+    name = cache_name(signature(forward).parameters)
+    if name is None:
+        raise UnsupportedModelError(
+            f"{getattr(forward, '__qualname__', forward)}() takes no KV cache; "
+            f"expected a parameter named {' or '.join(CACHE_NAMES)}\n"
+            "hint: without one there is no decode step; generate() with use_cache=False may run it"
+        )
+    return name

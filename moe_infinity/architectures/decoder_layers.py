@@ -13,7 +13,7 @@ of two paths through them:
                    v                                           the model's block of experts
                  answers 0 to n                                  |
                    | answer 0 is returned,                       v
-                   | the others wait (AnsweredAhead)           engine/experts_backend.py
+                   | the others wait (AnsweredAhead)           engine/hooks.py
                    v                                             |
     layers 1..n  DecoderLayer.forward                            v
                    takes the answer that waits                 engine/layer.py: record, look up,
@@ -39,8 +39,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from moe_infinity.architectures.answered_ahead import AnsweredAhead, TensorVersion
-from moe_infinity.architectures.attention_inputs import Angles, add_token, can_grow, with_room
-from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_in
+from moe_infinity.architectures.attention_inputs import (
+    CACHE_NAMES,
+    Angles,
+    add_token,
+    cache_in,
+    can_grow,
+    with_room,
+)
 from moe_infinity.architectures.decoder_search import LayerKind, described, dtype_of
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import (

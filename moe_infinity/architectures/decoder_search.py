@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from moe_infinity.architectures.cache_argument import cache_parameter
+from moe_infinity.architectures.attention_inputs import CACHE_NAMES, cache_name
 from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,
@@ -241,6 +242,10 @@ class _TrialRun:
         (name,) = (name for name, child in layer.named_children() if child is last)
         trial = Trial(layer, seed=1, stubs={name: self._stub})
         self._layer = trial.module
+        takers = self._layer.forward, self._layer.get_submodule(ATTENTION).forward
+        # A layer that takes any keyword hands the cache on by the name that attention has for it.
+        names = (cache_name(signature(forward).parameters) for forward in takers)
+        self._cache_name = next(filter(None, names), CACHE_NAMES[0])
         norm: Any = getattr(self._layer, NORM)
         norm.weight.mul_(strength)
         x = trial.random(1, 3, len(norm.weight))
@@ -264,7 +269,7 @@ class _TrialRun:
             position_ids=None,
             use_cache=True,
             position_embeddings=angles,
-            **{cache_parameter(self._layer.forward): cache},
+            **{self._cache_name: cache},
         )
         if not isinstance(out, Tensor):
             raise Differs(f"it returns {type(out).__name__}, not a tensor")

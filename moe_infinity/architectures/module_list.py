@@ -30,7 +30,7 @@ from moe_infinity.architectures.adapters import (
 )
 from moe_infinity.architectures.outside_interface import OneModuleEach
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.routing import Routing
+from moe_infinity.experts import Routing
 
 
 @dataclass(slots=True)

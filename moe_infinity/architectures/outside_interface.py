@@ -24,8 +24,8 @@ from moe_infinity.architectures.adapters import (
     MoeLayer,
     ParameterLocation,
 )
+from moe_infinity.experts import NO_EXPERT
 from moe_infinity.kernels.reference import expert_mlp
-from moe_infinity.routing import NO_EXPERT
 
 
 class Outside(Adapter):

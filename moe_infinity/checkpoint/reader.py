@@ -21,8 +21,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
-from moe_infinity.checkpoint.chunks import BounceBuffer, Chunk, Piece, chunks_of
-from moe_infinity.checkpoint.files import MappedFile, OpenFile
+from moe_infinity.checkpoint.files import (
+    BounceBuffer,
+    Chunk,
+    MappedFile,
+    OpenFile,
+    Piece,
+    chunks_of,
+)
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.errors import CheckpointError
 from moe_infinity.memory import threads

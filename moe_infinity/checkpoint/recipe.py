@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_infinity.checkpoint.chunks import Piece
+from moe_infinity.checkpoint.files import Piece
 from moe_infinity.checkpoint.headers import Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.reader import Reader

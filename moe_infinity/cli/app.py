@@ -39,9 +39,9 @@ from moe_infinity.cli.options import (
 )
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
 from moe_infinity.cli.terminal import byte_bar, prepare_streams, stderr, talk, write
-from moe_infinity.cluster.options import ClusterOptions
+from moe_infinity.cluster.config import ClusterOptions
 from moe_infinity.errors import ConfigError, MoEInfinityError
-from moe_infinity.system.processes import interrupt_main
+from moe_infinity.system.machine import interrupt_main
 
 if TYPE_CHECKING:
     from moe_infinity.model import MoE

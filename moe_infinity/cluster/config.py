@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import typer
 
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError
@@ -38,3 +41,29 @@ class ClusterConfig(OffloadConfig):
             )
         if self.expert_hosts and self.early_router:
             raise ConfigError("early_router does not know the caches of other hosts")
+
+
+@dataclass(kw_only=True)
+class ClusterOptions:
+    """Options of `ClusterConfig` that `OffloadConfig` does not have."""
+
+    expert_hosts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Other hosts that share the experts, each with host memory of its own; without "
+            "--cluster processes of this machine.",
+        ),
+    ] = 0
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a Ray cluster for --expert-hosts or --replicas. Needs the extra "
+            "cluster.",
+            metavar="ADDRESS",
+        ),
+    ] = None
+    expert_host_timeout: Annotated[
+        float,
+        typer.Option(min=0.001, help="Seconds of silence after which one of them is given up."),
+    ] = 2.0

@@ -20,16 +20,15 @@ import torch
 
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.cluster.ownership import digest_of, owners
 from moe_infinity.cluster.share import work_of_share
-from moe_infinity.cluster.steps import LayerRouting, RowsRequest
+from moe_infinity.cluster.steps import LayerRouting, RowsRequest, digest_of, owners
 from moe_infinity.cluster.wire import Wire, WireMessage
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.build import build_experts
 from moe_infinity.engine.device import in_slots
 from moe_infinity.errors import HostLost, MoEInfinityError
+from moe_infinity.experts import Routing
 from moe_infinity.inspection import local_folder
-from moe_infinity.routing import Routing
 from moe_infinity.system.machine import keep_to_cores
 
 READ_S = 600.0  # for the head, which computes its own share first, to read an answer

@@ -24,15 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.cluster import steps
-from moe_infinity.cluster.ownership import HEAD
 from moe_infinity.cluster.share import Share, put_share, share_of
-from moe_infinity.cluster.steps import LayerRouting, RowsRequest
+from moe_infinity.cluster.steps import HEAD, LayerRouting, RowsRequest
 from moe_infinity.cluster.wire import Wire, WireMessage
 from moe_infinity.engine.fused import FusedWork
 from moe_infinity.engine.torch_backend import TorchWork
 from moe_infinity.errors import ConfigError, HostLost
-from moe_infinity.experts import Step
-from moe_infinity.routing import Routing
+from moe_infinity.experts import Routing, Step
 
 OPEN_S = 300.0  # for all hosts to open the checkpoint
 SIGNS_S = 10.0  # between two signs of life while one does

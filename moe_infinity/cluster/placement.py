@@ -5,6 +5,7 @@ a call of an actor takes ten times as long.
 """
 
 import logging
+import socket
 from typing import Any
 
 import ray
@@ -12,7 +13,6 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from moe_infinity.cluster.joining import join
 from moe_infinity.errors import ConfigError
 
 PLACE_S = 60.0  # for Ray to find a host for each of them
@@ -90,3 +90,19 @@ class RayPlacement:
         actor = self.actors.pop(share_idx, None)
         if actor is not None:
             ray.kill(actor)
+
+
+REACH_S = 5.0
+
+
+def join(cluster: str, **options: Any) -> None:
+    """Connect this process to the Ray of an address ("auto": to the one on this machine). Raises
+    ConfigError.
+    """
+    try:
+        host, _, port = cluster.rpartition(":")
+        if host and port.isdigit():  # else Ray tries for minutes
+            socket.create_connection((host, int(port)), timeout=REACH_S).close()
+        ray.init(address=cluster, logging_level=logging.WARNING, **options)
+    except (ConnectionError, OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"no Ray at {cluster}: {error}") from error

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from moe_infinity.cluster.joining import join
+from moe_infinity.cluster.placement import join
 from moe_infinity.cluster.replicas import build_app, numbers_of
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 

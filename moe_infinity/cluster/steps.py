@@ -7,7 +7,9 @@ those of one machine. What does not concern a host yet waits for the next messag
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.checkpoint.plan import Plan
+from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.cluster.share import Share
 from moe_infinity.cluster.wire import WireMessage
 from moe_infinity.experts import Ints, Phase, Step
@@ -94,3 +99,29 @@ def _event(told: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Event:
     if "layer" in told:
         return LayerRouting(told["layer"], arrays["top_k_index_TK"])
     return Step(Phase(told["phase"]), told["num_sequences"], told["tokens_per_sequence"], **arrays)
+
+
+HEAD = 0
+NOBODY = -1
+SAMPLE_BYTES = 64  # of one expert of every layer: enough to tell one fine-tuning from another
+
+
+def owners(layers: Sequence[ExpertsModule], num_shares: int) -> NDArray[np.int64]:
+    """[L, E]: whose share each expert is; NOBODY where a layer has fewer experts."""
+    experts_E = np.arange(max(layer.num_experts for layer in layers))
+    layers_L1 = np.arange(len(layers))[:, None]
+    num_L1 = np.array([layer.num_experts for layer in layers])[:, None]
+    owners_LE: NDArray[np.int64] = (layers_L1 + experts_E) % num_shares
+    owners_LE[experts_E[None, :] >= num_L1] = NOBODY
+    return owners_LE
+
+
+def digest_of(plan: Plan, reader: Reader) -> str:
+    """Hash some bytes of an expert of every layer: hosts have to read the same checkpoint."""
+    digest = hashlib.sha256()
+    for layer, recipes in zip(plan.layers, plan.recipes, strict=True):
+        extent = recipes.recipes[0].extents(layer.num_experts - 1)[0]
+        some = bytearray(min(SAMPLE_BYTES, extent.num_bytes))
+        reader.read_into(replace(extent, num_bytes=len(some)), memoryview(some))
+        digest.update(repr((extent.num_bytes, layer.num_experts)).encode() + some)
+    return digest.hexdigest()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_infinity.errors import HostLost
 from moe_infinity.experts import DTYPE_BYTES
-from moe_infinity.system.processes import socket_timeout
+from moe_infinity.system.machine import socket_timeout
 
 LENGTHS = struct.Struct("!II")
 MOST_BYTES = 1 << 30  # of a head or a body

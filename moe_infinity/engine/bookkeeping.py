@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.cache.counters import Counters
-from moe_infinity.experts import ExpertKey, Ints, Step
+from moe_infinity.experts import ExpertKey, Ints, Routing, Step, without_gaps
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
-from moe_infinity.routing import Routing, without_gaps
 
 
 class Bookkeeping:

@@ -28,14 +28,14 @@ from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.mover import Mover
 from moe_infinity.memory.slots import MappedSlots
 from moe_infinity.memory.tiers import make_tiers
+from moe_infinity.predict.planner import PayOff, Prefetcher
 from moe_infinity.predict.predictor import Predictor
-from moe_infinity.predict.prefetcher import PayOff, Prefetcher
 
 logger = logging.getLogger(__name__)
 
 
 # Other ways to drive a GPU, by the option gpu_engine. The core imports none of them.
-OTHER_GPU_ENGINES = {"graphs": "moe_infinity.experimental.gpu.build"}
+OTHER_GPU_ENGINES = {"graphs": "moe_infinity.experimental.gpu.engine"}
 
 
 def gpu_engine(name: str) -> Callable[..., Experts]:

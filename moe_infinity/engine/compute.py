@@ -22,12 +22,11 @@ from moe_infinity.engine.expert_kernels import fused_layer
 from moe_infinity.engine.fused import FusedBackend, FusedWork
 from moe_infinity.engine.slots import SlotBackend, SlotWork
 from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
-from moe_infinity.experts import ExpertKey
+from moe_infinity.experts import ExpertKey, Routing
 from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.slots import Slots
-from moe_infinity.routing import Routing
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts

@@ -29,12 +29,11 @@ from moe_infinity.engine.compute import Work
 from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
 from moe_infinity.engine.preloader import Preloader, start_turns
 from moe_infinity.errors import Cancelled, ClosedError
-from moe_infinity.experts import Ints, Phase, Step
+from moe_infinity.experts import Ints, Phase, Routing, Step
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
-from moe_infinity.routing import Routing
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from moe_infinity.architectures.trial import FellBack, Found, Verdict
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.checkpoint.recipe import Recipe
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
 from moe_infinity.kernels.triton.slot_mlp import Matrix, SlotMlp, plain_matrix, slot_mlp
 from moe_infinity.layout import WeightLayout
 

@@ -1,7 +1,7 @@
 """The seam between a model and whatever computes its routed experts.
 
     LocalExperts    engine/engine.py      the six steps, in this process; CPU or one GPU
-    RemoteExperts   cluster/remote.py     some experts on other hosts, the others by LocalExperts
+    RemoteExperts   cluster/model.py     some experts on other hosts, the others by LocalExperts
     others          engine/build.py       ways to drive a GPU, by the option gpu_engine
 
 The model's hooks call `begin_step` before each forward pass, its experts modules call `layer`, and

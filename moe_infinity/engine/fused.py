@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_infinity.routing import Routing, rows_of_experts
+from moe_infinity.experts import Routing, rows_of_experts
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts, Rows

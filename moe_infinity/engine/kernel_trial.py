@@ -16,10 +16,10 @@ from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.engine.slots import PairKernels, SlotBackend, SlotWork
 from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
 from moe_infinity.errors import ConfigError
+from moe_infinity.experts import Routing
 from moe_infinity.kernels.triton import has_triton
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
 from moe_infinity.memory.device import DeviceSlots
-from moe_infinity.routing import Routing
 
 # Tokens, and the size of their numbers: tiles of both sizes, and experts with less than a tile;
 # activations that are told apart, and their limits.

@@ -3,7 +3,7 @@
     1 record     what the router chose                      engine/bookkeeping.py
     2 look up    the activated experts, and hold them       cache/residency.py
     3 load       those that are absent                      memory/mover.py, memory/device_mover.py
-    4 prefetch   what later layers will need                predict/prefetcher.py
+    4 prefetch   what later layers will need                predict/planner.py
     5 compute    the residents, then the others             engine/compute.py
     6 release    the held experts
 
@@ -26,11 +26,10 @@ from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.cache.residency import Held
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import LayerComputer, Work
-from moe_infinity.experts import ExpertKey, Phase, Step
+from moe_infinity.experts import ExpertKey, Phase, Routing, Step
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
-from moe_infinity.predict.prefetcher import Prefetcher
-from moe_infinity.routing import Routing
+from moe_infinity.predict.planner import Prefetcher
 
 # A prompt that activates this share of a layer's experts is taken to need all of the next layer's.
 STREAMED_SHARE = 0.75

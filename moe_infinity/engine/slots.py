@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_infinity.experts import Routing
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
-from moe_infinity.routing import Routing
 
 
 class PairKernels(NamedTuple):

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.experts import Ints
-from moe_infinity.routing import Routing, rows_of_experts
+from moe_infinity.experts import Ints, Routing, rows_of_experts
 
 ExpertMlp = Callable[..., Tensor]  # (weights of one expert by name, its rows [R, D]) -> [R, D]
 Weights = Mapping[str, Tensor]  # of one expert, by name

@@ -9,11 +9,14 @@ below the other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 Weight = Tensor | list[Tensor]
 
@@ -42,3 +45,29 @@ def _linear(experts: Any, weights: Mapping[str, Weight], name: str, x: Tensor) -
         assert isinstance(bias, Tensor), name
         out += bias
     return out
+
+
+FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Called with tensors it is the reference that kernels are tested against."""
+
+    function: str = "silu"
+    is_gated: bool = True
+    alpha: float = 1.0  # of silu: x * sigmoid(alpha * x)
+    shift: float = 0.0
+    limit: float = math.inf
+
+    def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """Gate and up have one shape and dtype. Without a gate, `gate` is the output of up."""
+        x = gate.clamp(max=self.limit)
+        if self.function == "silu":
+            hidden = x * torch.sigmoid(self.alpha * x)
+        elif self.function == "relu2":
+            hidden = x.relu().square()
+        else:
+            kind = "tanh" if self.function == "gelu_tanh" else "none"
+            hidden = F.gelu(x, approximate=kind)
+        return hidden if up is None else hidden * (up.clamp(-self.limit, self.limit) + self.shift)

@@ -28,9 +28,8 @@ from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import Ints, Step
 from moe_infinity.predict.eamc import RequestEam
-from moe_infinity.predict.knowledge import FACTORS, Knowledge
 from moe_infinity.predict.sequence_predictor import SequencePredictor
-from moe_infinity.predict.tables import Floats
+from moe_infinity.predict.tables import FACTORS, Floats, Knowledge
 
 FORGET_EVERY = 64  # steps between two looks for full counters
 

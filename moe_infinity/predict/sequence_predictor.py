@@ -9,8 +9,7 @@ import numpy as np
 
 from moe_infinity.experts import Ints, Phase
 from moe_infinity.predict.eamc import EamcMatch
-from moe_infinity.predict.knowledge import Feature, Knowledge, Stage, chances_of
-from moe_infinity.predict.tables import Floats
+from moe_infinity.predict.tables import Feature, Floats, Knowledge, Stage, chances_of
 
 REQUEST_RATE = 0.06  # of the moving average of a request, per token
 KEPT = np.float32(1 - REQUEST_RATE)  # of that average, when a token comes

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from moe_infinity.architectures.cache_argument import cache_parameter
+from moe_infinity.architectures.attention_inputs import cache_parameter
 from moe_infinity.errors import ConfigError, UnsupportedModelError
 from moe_infinity.experts import Phase, Step
 from moe_infinity.model import MoE

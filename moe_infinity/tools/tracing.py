@@ -58,7 +58,7 @@ def trace(
         f"{output}: {written.sequences} sequences, {written.tokens} tokens", highlight=False
     )
     if plot is not None:
-        from moe_infinity.tools.pictures.plots import draw_activation
+        from moe_infinity.tools.pictures.figures import draw_activation
 
         draw_activation(load_trace(output), plot, name=Path(model).name)
 

@@ -19,7 +19,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 
 from moe_infinity.architectures.adapters import INTERFACE, LARGE, find_activation
 from moe_infinity.architectures.trial import FellBack, Found
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
 
 pytestmark = pytest.mark.arithmetic
 

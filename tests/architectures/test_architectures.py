@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from moe_infinity import MoE, UnsupportedModelError
-from moe_infinity.engine.experts_backend import EngineLayer
+from moe_infinity.engine.hooks import EngineLayer
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
 

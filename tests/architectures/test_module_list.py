@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_infinity import UnsupportedModelError
 from moe_infinity.architectures.module_list import LIST
-from moe_infinity.routing import Routing
+from moe_infinity.experts import Routing
 
 NUM_EXPERTS, WIDTH = 4, 16
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.replicas import affinity
 from benchmarks.replicas.affinity import RequestForecast, Served, choose, similarity
-from moe_infinity.tools.pictures.plots import matrix_of
+from moe_infinity.tools.pictures.figures import matrix_of
 
 LAYERS, EXPERTS = 2, 6
 

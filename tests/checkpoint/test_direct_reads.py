@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_infinity.checkpoint import chunks, files
-from moe_infinity.checkpoint.chunks import chunks_of
+from moe_infinity.checkpoint import files
+from moe_infinity.checkpoint.files import chunks_of
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
@@ -36,7 +36,7 @@ MEMORY = HostSlots(1, 1 << 17).bytes_of(0)  # begins at a page
 @pytest.fixture(autouse=True)
 def all_files_are_large(monkeypatch):
     monkeypatch.setattr(files, "SMALL_FILE_BYTES", 0)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(files, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from moe_infinity import ConfigError, MoE, OffloadConfig
 from moe_infinity.engine import device
 from moe_infinity.engine.compute import _copying
 from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
-from moe_infinity.routing import Routing
+from moe_infinity.experts import Routing
 from tests.closeness import logits_of_steps
 
 IDS = torch.arange(3, 15).view(1, 12)

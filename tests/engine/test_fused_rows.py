@@ -11,13 +11,11 @@ from torch import Tensor
 
 from moe_infinity.engine.fused import FusedBackend, FusedWork
 from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
-from moe_infinity.experts import ParamSpec
+from moe_infinity.experts import NO_EXPERT, ParamSpec, Routing
 from moe_infinity.kernels import many_rows
-from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
-from moe_infinity.kernels.reference import expert_mlp
+from moe_infinity.kernels.reference import Activation, expert_mlp
 from moe_infinity.layout import WeightLayout
-from moe_infinity.routing import NO_EXPERT, Routing
 
 pytestmark = pytest.mark.arithmetic
 

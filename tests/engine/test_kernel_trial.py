@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_infinity import ConfigError, MoE
 from moe_infinity.engine import kernel_trial
 from moe_infinity.engine.slots import PairKernels
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
 from moe_infinity.kernels.triton import reference
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
 from moe_infinity.memory.device_mover import COPIED_GROUPS

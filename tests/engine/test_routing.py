@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_infinity.routing import NO_EXPERT, Routing, without_gaps
+from moe_infinity.experts import NO_EXPERT, Routing, without_gaps
 
 
 def routing_of(*experts_TK: list[int]) -> Routing:

@@ -27,8 +27,8 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
+from moe_infinity.experts import NO_EXPERT, Routing
 from moe_infinity.kernels.reference import expert_mlp
-from moe_infinity.routing import NO_EXPERT, Routing
 
 pytestmark = pytest.mark.arithmetic
 

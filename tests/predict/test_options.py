@@ -9,8 +9,8 @@ import pytest
 from moe_infinity.cache.policies import POLICIES
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import ConfigError
-from moe_infinity.predict.knowledge import FACTORS
 from moe_infinity.predict.predictor import check_policy
+from moe_infinity.predict.tables import FACTORS
 
 
 @pytest.mark.parametrize("policy", POLICIES)

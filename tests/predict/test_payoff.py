@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_infinity.predict.prefetcher import BLOCK, FIRST, KEPT, TRIAL, PayOff
+from moe_infinity.predict.planner import BLOCK, FIRST, KEPT, TRIAL, PayOff
 
 
 def run(pay_off: PayOff, num_steps: int, *, with_s: float, without_s: float) -> list[bool]:

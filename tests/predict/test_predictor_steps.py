@@ -12,8 +12,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from moe_infinity.cache.activation_aware import ActivationAware
 from moe_infinity.experts import Phase, Step
-from moe_infinity.predict.knowledge import Stage
 from moe_infinity.predict.predictor import Predictor
+from moe_infinity.predict.tables import Stage
 from tests.predict.feed import LAYERS, UNKNOWN, Feed, Token, pair, random_experts
 
 FLOAT32 = 1e-5

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from moe_infinity.predict.knowledge import FACTORS, KNOWN, Feature
+from moe_infinity.predict.tables import FACTORS, KNOWN, Feature
 from tests.predict.feed import EXPERTS, LAYERS, UNKNOWN, Feed, Token, is_used, pair, random_experts
 
 SEED = 0

@@ -14,7 +14,7 @@ from moe_infinity.cache.policies import Lru
 from moe_infinity.cache.residency import ResidencyTable
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase
-from moe_infinity.predict.prefetcher import LAYER_TIME_RATE, PayOff, Prefetcher
+from moe_infinity.predict.planner import LAYER_TIME_RATE, PayOff, Prefetcher
 
 DECODE, PREFILL = Phase.DECODE, Phase.PREFILL
 LAYERS, EXPERTS = 2, 4

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from moe_infinity import MoE
-from moe_infinity.architectures.cache_argument import CACHE_NAMES
+from moe_infinity.architectures.attention_inputs import CACHE_NAMES
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import Phase, Step
 from moe_infinity.server.batch import has_tokens

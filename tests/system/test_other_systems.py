@@ -17,12 +17,17 @@ from typing import Any
 import pytest
 
 from moe_infinity import CheckpointError, ConfigError
-from moe_infinity.checkpoint import chunks, files, layer_recipes
+from moe_infinity.checkpoint import files, layer_recipes
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.system.files import locked, open_to_read
-from moe_infinity.system.machine import keep_to_cores, num_cores
+from moe_infinity.system.machine import (
+    interrupt_main,
+    keep_to_cores,
+    num_cores,
+    socket_timeout,
+    yield_address,
+)
 from moe_infinity.system.memory import HUGE_PAGE_BYTES, address_of, huge_pages, map_file
-from moe_infinity.system.processes import interrupt_main, socket_timeout, yield_address
 from tests.checkpoint.reading import read
 from tests.quantize.packed_checkpoints import everything_in, make_source, pack
 from tests.system.other_systems import leave_linux
@@ -65,7 +70,7 @@ def random_reads(reader: Reader, file: Path, seed: int, count: int = 50) -> bool
 
 @pytest.mark.usefixtures("plain")
 def test_reads_give_the_bytes_of_the_file_on_other_systems(file, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 8192)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 8192)
     reader = Reader(num_threads=2)
     assert random_reads(reader, file, seed=2)
     reader.close()
@@ -205,7 +210,7 @@ def start_and_wait(thread: threading.Thread) -> None:
 
 def test_a_timeout_of_a_socket_is_whole_milliseconds_on_windows(monkeypatch):
     assert len(socket_timeout(1.5)) == 16
-    monkeypatch.setattr("moe_infinity.system.processes.os.name", "nt")
+    monkeypatch.setattr("moe_infinity.system.machine.os.name", "nt")
     assert int.from_bytes(socket_timeout(1.5)[:4], sys.byteorder) == 1500
 
 

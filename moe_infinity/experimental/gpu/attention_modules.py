@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from moe_infinity.architectures.attention_inputs import Angles
-from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_in
+from moe_infinity.architectures.attention_inputs import CACHE_NAMES, Angles, cache_in
 from moe_infinity.architectures.model_parts import rotations_of
 from moe_infinity.architectures.trial import (
     Differs,
@@ -33,12 +32,12 @@ from moe_infinity.architectures.trial import (
     is_close,
     verdict,
 )
-from moe_infinity.experimental.gpu.attention import EXPAND, AttentionSwitch
+from moe_infinity.experimental.gpu.cached_step import EXPAND, AttentionSwitch
 from moe_infinity.experimental.gpu.kernels import Kernels
 from moe_infinity.experimental.gpu.kernels.descriptions import PAIRS, Heads
 from moe_infinity.experimental.gpu.kernels.reference import make_heads
-from moe_infinity.experimental.gpu.mlps import is_as_before, joined
 from moe_infinity.experimental.gpu.residuals import eps_of, try_norm
+from moe_infinity.experimental.gpu.routers import is_as_before, joined
 
 PRODUCTS = ("q_proj", "k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")

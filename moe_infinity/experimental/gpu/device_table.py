@@ -1,7 +1,7 @@
 """Which experts are in device memory. The device decides it during a step, the host between steps.
 
     host    upload_residency                             before the first step that it decides
-    device  resolve, fill, experts (slot_kernels.py)     within a step, without asking the host
+    device  resolve, fill, experts (device_steps.py)     within a step, without asking the host
     host    read_report -> LayerReport, upload_scores    at any time, also while a step runs
 
 The device may use all slots. A missed expert takes a free slot; if there is none, it replaces the

@@ -20,21 +20,23 @@ from transformers import PreTrainedModel
 from moe_infinity.architectures.adapters import ExpertCalls
 from moe_infinity.architectures.trial import Found, path_taken
 from moe_infinity.checkpoint.plan import Plan
+from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.engine import LocalExperts, anonymous_step
+from moe_infinity.engine.expert_kernels import slot_layer
 from moe_infinity.engine.slots import PairWork, SlotBackend
-from moe_infinity.errors import Cancelled, UnsupportedModelError
+from moe_infinity.errors import Cancelled, ConfigError, UnsupportedModelError
 from moe_infinity.experimental.gpu.attention_modules import fuse_attention
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.graphed_step import GraphedStep
-from moe_infinity.experimental.gpu.kernels import Kernels
-from moe_infinity.experimental.gpu.mlps import fuse_mlps
+from moe_infinity.experimental.gpu.kernels import Kernels, kernels_for
+from moe_infinity.experimental.gpu.kernels.packed_matrix import any_matrix, splits_words
 from moe_infinity.experimental.gpu.residuals import find_norms, fuse_layers
-from moe_infinity.experimental.gpu.routers import fuse_routers
-from moe_infinity.experts import Ints, Step
+from moe_infinity.experimental.gpu.routers import fuse_mlps, fuse_routers
+from moe_infinity.experts import Ints, Routing, Step
+from moe_infinity.kernels.triton import has_triton
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
 from moe_infinity.memory.cuda import CudaDevice
 from moe_infinity.memory.device import DeviceSlots
-from moe_infinity.routing import Routing
 
 
 class DeviceExperts:
@@ -232,3 +234,40 @@ def _without_experts(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
         for layer in plan.layers:
             for module in (layer.module, model.get_submodule(layer.block_name)):
                 vars(module).pop("forward", None)
+
+
+def build_device_experts(
+    local: LocalExperts, model: PreTrainedModel, plan: Plan, config: OffloadConfig
+) -> DeviceExperts:
+    """Build the engine on top of `local`, which still decides in prompts. Raises ConfigError if it
+    cannot work.
+    """
+    pairs = zip(plan.layers, plan.recipes, strict=True)
+    described = [slot_layer(*pair, matrix_of=any_matrix) for pair in pairs]
+    found = [mlp.path for mlp in described if isinstance(mlp, Found)]
+    mlps = [mlp for mlp in found if not splits_words(mlp)]
+    obstacles = list(_obstacles(local, model, config))
+    if len(mlps) < len(described):
+        obstacles.append("kernels do not read all of its experts")
+    if obstacles:
+        raise ConfigError(
+            f"gpu_engine='graphs' cannot run this model: {', '.join(obstacles)}\n"
+            "hint: use gpu_engine='host'"
+        )
+    return DeviceExperts(local, model, plan, mlps, kernels_for(local.tiers[0].slots.device))
+
+
+def _obstacles(local: LocalExperts, model: PreTrainedModel, config: OffloadConfig) -> Iterator[str]:
+    if config.is_exact:
+        yield "its results are not exact"
+    if config.prefetch or config.early_router:
+        yield "it does not prefetch"
+    if model.config.is_encoder_decoder:
+        yield "the model has an encoder"
+    if len(local.tiers) == 1:
+        yield "there is no CUDA GPU"
+        return
+    if local.tiers[1].slots.num_slots < local.bookkeeping.total_experts:
+        yield "host_memory has no room for all experts"
+    if local.tiers[0].slots.device.type == "cuda" and not has_triton():
+        yield "triton is not installed"

@@ -28,10 +28,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from moe_infinity.architectures.cache_argument import CACHE_NAMES, cache_in, cache_parameter
+from moe_infinity.architectures.attention_inputs import CACHE_NAMES, cache_in, cache_parameter
 from moe_infinity.architectures.trial import Found
-from moe_infinity.experimental.gpu.attention import AttentionSwitch, try_steps
-from moe_infinity.experimental.gpu.cached_step import CachedStep, CachedSteps
+from moe_infinity.experimental.gpu.cached_step import (
+    AttentionSwitch,
+    CachedStep,
+    CachedSteps,
+    try_steps,
+)
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.memory.cuda import CAPTURING
 

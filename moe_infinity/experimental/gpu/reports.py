@@ -25,8 +25,7 @@ from moe_infinity.cache.residency import Entry, ResidencyTable
 from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experimental.gpu.device_table import DeviceTable, LayerReport
-from moe_infinity.experts import ExpertKey, Ints, Residency, Step
-from moe_infinity.routing import Routing
+from moe_infinity.experts import ExpertKey, Ints, Residency, Routing, Step
 
 POLL_TIMEOUT_S = 10.0  # then the remaining reports are applied later
 POLL_INTERVAL_S = 20e-6  # a fraction of the time that an MoE layer with a miss takes

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
 from moe_infinity.architectures.answered_ahead import AnsweredAhead
-from moe_infinity.architectures.cache_argument import CACHE_NAMES
+from moe_infinity.architectures.attention_inputs import CACHE_NAMES
 from moe_infinity.architectures.model_parts import (
     ATTENTION,
     NORM,

@@ -10,7 +10,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moe_infinity.kernels.activation import FUNCTIONS
 from moe_infinity.kernels.cpu.vectors import (
     F32,
     FLOATS,
@@ -26,6 +25,7 @@ from moe_infinity.kernels.cpu.vectors import (
     smaller,
     store_some,
 )
+from moe_infinity.kernels.reference import FUNCTIONS
 
 # Of erf: Abramowitz and Stegun 7.1.26, off by 1.5e-7 at most.
 ERF_STEP = 0.3275911

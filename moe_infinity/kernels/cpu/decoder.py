@@ -33,7 +33,7 @@ from moe_infinity.kernels.cpu.steps import InnerLoop, arguments_for, loop_for
 from moe_infinity.kernels.cpu.vectors import LANES
 from moe_infinity.kernels.cpu.work import BIASES
 from moe_infinity.layout import KINDS, PackedWeight
-from moe_infinity.system.processes import yield_address
+from moe_infinity.system.machine import yield_address
 
 Weight = Tensor | PackedWeight
 

@@ -43,7 +43,7 @@ from moe_infinity.kernels.cpu.team import LINE, num_threads
 from moe_infinity.kernels.cpu.vectors import LANES
 from moe_infinity.kernels.cpu.work import BIASES, JOB_AT, OF_EXPERTS, KernelJob, experts
 from moe_infinity.kernels.residents import Residents
-from moe_infinity.system.processes import yield_address
+from moe_infinity.system.machine import yield_address
 
 TURNS = 4  # of a layer with experts: attention, begin, experts, end
 MORE_TOKENS = 1024  # that scores get room for at once

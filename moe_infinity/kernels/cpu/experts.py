@@ -3,7 +3,7 @@ few rows of a decode step, where one call for each expert would take longer than
 
     FusedExperts(inputs, starts, addresses)
       up      x times gate and up     float32
-      act     activation.py           float32
+      act     reference.py            float32
       down    hidden times down       float32
       ->      rounded once, to the dtype of the inputs
 
@@ -29,7 +29,6 @@ from torch import Tensor
 
 from moe_infinity.experts import Ints, ParamSpec
 from moe_infinity.kernels import host_float32
-from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cpu import work as experts_work
 from moe_infinity.kernels.cpu.arrangement import (
     Arrangement,
@@ -48,6 +47,7 @@ from moe_infinity.kernels.cpu.steps import (
 from moe_infinity.kernels.cpu.team import num_threads
 from moe_infinity.kernels.cpu.words import BLOCK_ROWS
 from moe_infinity.kernels.cpu.work import BIASES, NO_BIAS, ExpertMlp, RowBlock, run_job
+from moe_infinity.kernels.reference import FUNCTIONS, Activation
 from moe_infinity.layout import EXPONENTS, WORDS, WeightLayout, block_of
 
 BLOCK_BYTES = 256 << 10  # of a weight, which a thread takes at once; the second cache holds it

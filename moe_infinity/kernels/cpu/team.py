@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 
 from moe_infinity.kernels.cpu.compiler import machine_code
 from moe_infinity.kernels.cpu.vectors import I64, int_at
-from moe_infinity.system.processes import yield_address
+from moe_infinity.system.machine import yield_address
 
 LINE = 8  # int64s that share a cache line
 # Where things are in the memory of a team, each in a line of its own.

@@ -34,7 +34,7 @@ from moe_infinity.kernels.cpu.vectors import (
     put_float,
     put_half,
 )
-from moe_infinity.system.processes import yield_address
+from moe_infinity.system.machine import yield_address
 
 BIASES = ("float32", "bfloat16", "float16")
 NO_BIAS = -1

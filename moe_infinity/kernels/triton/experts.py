@@ -28,8 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from moe_infinity.kernels.triton.activation import mlp_hidden
-from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES, SlotMlp
+from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES, SlotMlp, mlp_hidden
 
 _LOAD_BYTES = tl.constexpr(LOAD_BYTES)
 _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)

@@ -20,8 +20,7 @@ from moe_infinity.experts import Ints, Phase
 from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.report import Report
 from moe_infinity.sizes import format_bytes
-from moe_infinity.tools.pictures.figures import written
-from moe_infinity.tools.pictures.plots import covered
+from moe_infinity.tools.pictures.figures import covered, written
 
 LEVELS = 8  # colours of a heat map, beside that of none
 STATES = {  # values of MoE.expert_states()

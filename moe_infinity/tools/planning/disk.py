@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from moe_infinity.checkpoint.chunks import BounceBuffer, Chunk, chunks_of
-from moe_infinity.checkpoint.files import SMALL_FILE_BYTES, OpenFile
+from moe_infinity.checkpoint.files import SMALL_FILE_BYTES, BounceBuffer, Chunk, OpenFile, chunks_of
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import NUM_READ_THREADS
 from moe_infinity.errors import CheckpointError

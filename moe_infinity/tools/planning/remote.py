@@ -22,7 +22,7 @@ from moe_infinity.checkpoint.file_names import INDEX as INDEX_NAME
 from moe_infinity.checkpoint.file_names import WHOLE, gguf_models, gguf_parts, shards_of
 from moe_infinity.checkpoint.gguf_file import HeaderReader
 from moe_infinity.errors import CheckpointError
-from moe_infinity.hub_errors import explained
+from moe_infinity.hub import explained
 
 ANSWER_S = 20.0
 HINT = "try again, or name a folder of this machine"

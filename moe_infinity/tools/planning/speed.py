@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_infinity.tools.planning.fit import Fit
+from moe_infinity.tools.planning.fit import Fit, ModelSizes
 from moe_infinity.tools.planning.hit_rates import HitRate
-from moe_infinity.tools.planning.machine import PlanMachine
-from moe_infinity.tools.planning.sizes import ModelSizes
+from moe_infinity.tools.planning.rates import PlanMachine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

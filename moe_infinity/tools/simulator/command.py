@@ -11,7 +11,7 @@ import typer
 
 from moe_infinity.cli.options import AsJson, taken, with_options_of
 from moe_infinity.cli.terminal import count_bar, write
-from moe_infinity.predict.knowledge import FACTORS
+from moe_infinity.predict.tables import FACTORS
 from moe_infinity.tools.pictures.figures import check_picture
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES
 
@@ -82,7 +82,7 @@ def simulate(traces: Traces, as_json: AsJson = False, **options: Any) -> None:
     """Replay recorded routing with other policies and capacities. Needs no model."""
     # Imported here: no other command needs them.
     from moe_infinity.system.machine import num_cores
-    from moe_infinity.tools.pictures.plots import draw_hit_rates
+    from moe_infinity.tools.pictures.figures import draw_hit_rates
     from moe_infinity.tools.simulator.laboratory import Experiment, run_experiment, table_of
 
     asked = taken(SimulationOptions, options)

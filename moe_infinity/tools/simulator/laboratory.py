@@ -17,7 +17,7 @@ import numpy as np
 from moe_infinity.cache.counters import Counters, PrefetchCounters
 from moe_infinity.errors import ConfigError, TraceError
 from moe_infinity.experts import Phase
-from moe_infinity.predict.knowledge import FACTORS
+from moe_infinity.predict.tables import FACTORS
 from moe_infinity.predict.tracefile import SequenceTrace, load_trace
 from moe_infinity.sizes import parse_size
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES

@@ -27,7 +27,7 @@ from moe_infinity.experimental.gpu.device_steps import StepState
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.graphed_step import GraphedStep
 from moe_infinity.experimental.gpu.kernels import kernels_for
-from moe_infinity.experimental.gpu.mlps import FusedMlp
+from moe_infinity.experimental.gpu.routers import FusedMlp
 from tests.cache_name import CACHE
 from tests.meta_device import FROM_THE_HOST, NOWHERE, PAIR_KERNELS
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from moe_infinity import MoE
-from moe_infinity.experimental.gpu import build, graphed_step
+from moe_infinity.experimental.gpu import engine, graphed_step
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.kernels import Kernels, kernels_for
 from tests.cache_name import CACHE
@@ -130,7 +130,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
         recording[-1].calls.append(lambda: out.copy_(plain(query, *args, **more)))
         return out
 
-    monkeypatch.setattr(build, "kernels_for", recorded)
+    monkeypatch.setattr(engine, "kernels_for", recorded)
     monkeypatch.setattr(graphed_step, "has_graphs", lambda device: True)
     monkeypatch.setattr(graphed_step, "capture", capture)
     monkeypatch.setattr(DeviceSteps, "_compute", kernels_of_a_layer)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_infinity.routing import Routing
+from moe_infinity.experts import Routing
 from tests.experimental.gpu.fast_device import on_device
 from tests.on_device import PROMPT
 

@@ -16,7 +16,7 @@ import torch
 from moe_infinity import MoE
 from moe_infinity.cache.activation_aware import ActivationAware
 from moe_infinity.errors import ConfigError
-from moe_infinity.experimental.gpu import build
+from moe_infinity.experimental.gpu import engine
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.device_table import DeviceTable
 from moe_infinity.experimental.gpu.kernels import kernels_for
@@ -133,7 +133,7 @@ def test_with_tritons_kernels_no_budget_changes_a_token_either(tiny_checkpoint, 
 
     monkeypatch.setattr(triton_resolve, "FILL_PROGRAMS", 1)  # they run one after the other
     compiled = kernels_for(torch.device("cuda"))
-    monkeypatch.setattr(build, "kernels_for", lambda device: compiled)
+    monkeypatch.setattr(engine, "kernels_for", lambda device: compiled)
     found = []
     for device_memory in ("100%", "10%"):
         with on_device(tiny_checkpoint, device_memory) as moe:

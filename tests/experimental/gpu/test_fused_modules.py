@@ -11,14 +11,19 @@ from transformers import DynamicCache
 
 from moe_infinity.architectures.adapters import CALL_ATTRIBUTE
 from moe_infinity.architectures.trial import FellBack, Found
-from moe_infinity.experimental.gpu.attention import AttentionSwitch
 from moe_infinity.experimental.gpu.attention_modules import FusedAttention, fuse_attention
-from moe_infinity.experimental.gpu.cached_step import CachedSteps
+from moe_infinity.experimental.gpu.cached_step import AttentionSwitch, CachedSteps
 from moe_infinity.experimental.gpu.engine import FusedModules
 from moe_infinity.experimental.gpu.kernels import kernels_for
-from moe_infinity.experimental.gpu.mlps import FusedMlp, activation_of, is_as_before, joined
 from moe_infinity.experimental.gpu.residuals import find_norms, fuse_layers, parts_of
-from moe_infinity.experimental.gpu.routers import fuse_routers, try_router
+from moe_infinity.experimental.gpu.routers import (
+    FusedMlp,
+    activation_of,
+    fuse_routers,
+    is_as_before,
+    joined,
+    try_router,
+)
 from tests.cache_name import CACHE
 from tests.sweep import tiny
 from tests.sweep.discover import architectures_in

@@ -24,7 +24,7 @@ from moe_infinity.engine.expert_kernels import fused_layer, slot_layer
 from moe_infinity.experimental.gpu.device_steps import DeviceSteps
 from moe_infinity.experimental.gpu.kernels import kernels_for
 from moe_infinity.experimental.gpu.kernels.packed_matrix import PackedMatrix, any_matrix
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
 from moe_infinity.kernels.triton import reference
 from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES, Matrix, SlotMlp
 from tests.closeness import distance, logits_of_steps

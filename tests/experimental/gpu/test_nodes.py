@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.gpu_models import deepseek_v2_lite, qwen3
-from moe_infinity.experimental.gpu import build, engine
+from moe_infinity.experimental.gpu import engine
 from moe_infinity.experimental.gpu.kernels import kernels_for
 from moe_infinity.experts import Phase, Step
 from tests.cache_name import CACHE
@@ -81,7 +81,7 @@ class Nodes(TorchDispatchMode):
         counted["attend_latent"] = self.counted("attention", no_device.attend_latent, 2)
         captured = no_device.KERNELS._replace(**counted)
         with (
-            mock.patch.object(build, "kernels_for", return_value=opened),
+            mock.patch.object(engine, "kernels_for", return_value=opened),
             mock.patch.object(no_device, "KERNELS", captured),
         ):
             yield

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.activation import Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
 from moe_infinity.kernels.cpu.linear import fused_linear
+from moe_infinity.kernels.reference import Activation
 from moe_infinity.kernels.unpack import BLOCKS, blocks_layout, row_bytes
 from moe_infinity.layout import PackedWeight
 from tests.kernels.stored_weights import HALVES, ggml_blocks

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.activation import FUNCTIONS, Activation
 from moe_infinity.kernels.cpu.experts import fused_experts
+from moe_infinity.kernels.reference import FUNCTIONS, Activation
 from moe_infinity.layout import PLAIN, WeightLayout
 from tests.kernels.stored_weights import StoredExperts
 

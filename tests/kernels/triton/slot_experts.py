@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
 from moe_infinity.kernels.triton import reference
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp, plain_matrix, slot_mlp
 from moe_infinity.layout import PLAIN

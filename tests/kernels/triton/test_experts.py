@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_infinity.kernels.activation import FUNCTIONS, Activation
+from moe_infinity.kernels.reference import FUNCTIONS, Activation
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp
 from moe_infinity.layout import PLAIN
 from tests.kernels.triton.slot_experts import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
 from moe_infinity.kernels.triton.slot_mlp import slot_mlp
 from moe_infinity.layout import WeightLayout
 from tests.kernels.stored_weights import StoredExperts

@@ -17,8 +17,14 @@ import pytest
 from moe_infinity.errors import ConfigError, OutputError
 from moe_infinity.predict.tracefile import Trace, save_trace
 from moe_infinity.tools.pictures import figures
-from moe_infinity.tools.pictures.figures import COLOURS, check_picture
-from moe_infinity.tools.pictures.plots import covered, draw_activation, draw_hit_rates, matrix_of
+from moe_infinity.tools.pictures.figures import (
+    COLOURS,
+    check_picture,
+    covered,
+    draw_activation,
+    draw_hit_rates,
+    matrix_of,
+)
 from moe_infinity.tools.simulator.baselines import SIMULATED_POLICIES
 from moe_infinity.tools.simulator.replay import OMNISCIENT
 from tests.tools.simulator.traces import one_after_the_other

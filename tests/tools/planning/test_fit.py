@@ -9,6 +9,7 @@ import pytest
 from moe_infinity.errors import ConfigError
 from moe_infinity.memory import slots
 from moe_infinity.system import machine as system_machine
+from moe_infinity.tools.planning import rates
 from moe_infinity.tools.planning.fit import fit
 
 
@@ -81,11 +82,9 @@ def test_a_gpu_too_small_for_the_dense_weights_is_refused(sizes, machine):
 
 
 def test_memory_is_what_a_new_process_may_have(monkeypatch):
-    from moe_infinity.tools.planning import machine
-
-    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 7)
-    monkeypatch.setattr(machine, "own_bytes", lambda: 3)
-    found = machine.this_machine({"disk": lambda: 5.0}, None)
+    monkeypatch.setattr(rates, "available_memory_bytes", lambda: 7)
+    monkeypatch.setattr(rates, "own_bytes", lambda: 3)
+    found = rates.this_machine({"disk": lambda: 5.0}, None)
     assert (found.ram, found.runtime) == (10, 3)
     assert (found.disk, sorted(found.assumed)) == (5.0, ["memory", "new_memory", "products"])
     assert system_machine.available_memory_bytes() > 0

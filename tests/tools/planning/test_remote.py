@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from moe_infinity.errors import CheckpointError, DownloadError
+from moe_infinity.tools.planning.fit import sizes_of
 from moe_infinity.tools.planning.remote import hollow_copy
-from moe_infinity.tools.planning.sizes import sizes_of
 from tests.fake_hub import FakeHub
 
 pytestmark = pytest.mark.timeout(60)

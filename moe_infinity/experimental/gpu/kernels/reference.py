@@ -24,7 +24,7 @@ from moe_infinity.experimental.gpu.kernels.descriptions import (
     ExpertChoice,
     Heads,
 )
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
 from moe_infinity.kernels.triton.reference import memory_at
 
 # resolve.py
@@ -261,7 +261,7 @@ def _rotated(x_BHd: Tensor, cos_BR: Tensor, sin_BR: Tensor, first: int, heads: H
     return out
 
 
-# routing.py
+# experts.py
 
 
 def choose(

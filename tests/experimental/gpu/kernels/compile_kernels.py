@@ -33,7 +33,7 @@ from moe_infinity.experimental.gpu.kernels.descriptions import (
 )
 from moe_infinity.experimental.gpu.kernels.packed_matrix import PackedMatrix, any_matrix
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.activation import FUNCTIONS, Activation
+from moe_infinity.kernels.reference import FUNCTIONS, Activation
 from moe_infinity.kernels.triton.slot_mlp import Matrix, SlotMlp
 from moe_infinity.kernels.unpack import blocks_layout, row_bytes
 from tests.experimental.gpu.kernels.compiled import AbsentGpu

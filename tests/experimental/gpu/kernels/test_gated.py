@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_infinity.experimental.gpu.kernels import reference
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
 
 pytest.importorskip("triton", reason="needs triton")
 from moe_infinity.experimental.gpu.kernels.rows import GATED_COLUMNS as COLUMNS

@@ -13,7 +13,7 @@ from moe_infinity.experimental.gpu.kernels.packed_matrix import (
     splits_words,
 )
 from moe_infinity.experts import ParamSpec
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.layout import WeightLayout
 from tests.kernels.stored_weights import StoredExperts, layout_of, make_weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_infinity.checkpoint.formats import PACKED_BY_US, find_format
 from moe_infinity.experimental.gpu.kernels.packed_matrix import any_matrix
 from moe_infinity.experts import ExpertLayout, ParamSpec
-from moe_infinity.kernels.activation import Activation
+from moe_infinity.kernels.reference import Activation
 from moe_infinity.kernels.triton.slot_mlp import SlotMlp, slot_mlp
 from moe_infinity.layout import WeightLayout
 
