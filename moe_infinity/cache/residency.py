@@ -25,8 +25,8 @@ from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
 
-# The prefill quota: a prompt may take an eighth of the slots from what decoding uses. It saved up to
-# 22 % of reads with LRU; its size was not tuned (notes/log.md, 2026-11-21).
+# The prefill quota: a prompt may take an eighth of the slots from what decoding uses. It saved
+# up to 22 % of reads with LRU; its size was not tuned (notes/log.md, 2026-11-21).
 PREFILL_QUOTA_DIVISOR = 8
 
 
