@@ -36,7 +36,7 @@ KINDS = {
     "experts": ("_up", "_down", "_sum", "_plan"),
     "attention": ("attend", "_combine", "fmha", "flash"),
     "norms, positions, activations": ("norm", "_make_heads", "_gated"),
-    "router": ("_router", "_choose"),
+    "router": ("_choose",),
     "matrix products": ("gemm", "gemv", "cutlass", "nvjet", "splitK"),
     "copies": ("Memcpy", "Memset", "copy"),
 }

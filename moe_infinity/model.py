@@ -7,7 +7,7 @@ model.
         out = moe.generate(**inputs, max_new_tokens=64)
         print(moe.tokenizer.decode(out[0]), moe.report(), sep="\\n")
 
-The way of a token: transformers runs the model (`generate`), and its experts modules call ours.
+The path of a token: transformers runs the model (`generate`), and its experts modules call ours.
 
     not all experts in memory   engine/hooks.py ──> engine/engine.py ──> engine/layer.py:
                                 find, load, hold and compute the experts that the router chose
@@ -60,7 +60,7 @@ from moe_infinity.streaming import TextStream, check_one_sequence
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-GLANCE_S = 0.05  # between looks at whether experts are preloaded
+POLL_S = 0.05  # between looks at whether experts are preloaded
 
 
 class MoE:
@@ -75,13 +75,13 @@ class MoE:
         checkpoint: str | Path,
         config: OffloadConfig | dict[str, Any] | str | Path | None = None,
         *,
-        on_bytes: Any = lambda done, total: None,  # Any: **options are often all of one type
+        on_bytes: Any = lambda done, total: None,  # Any: mypy checks a caller's **dict against it
         **options: Any,
     ) -> None:
         """Load a checkpoint folder, hub id or GGUF file; only headers and dense weights are read.
 
         `config` is an OffloadConfig, a dict (the older MoE-Infinity's is understood) or a JSON file
-        with one; `options` are OffloadConfig fields and come on top. `on_bytes` is called by
+        with one; `options` are OffloadConfig fields and override it. `on_bytes` is called by
         threads with the bytes that were read and their total. Raises ConfigError, CheckpointError
         or UnsupportedModelError.
         """
@@ -90,7 +90,7 @@ class MoE:
         check_policy(self.config)
         self._lock = threading.RLock()
         self._is_closed = False
-        with torch.inference_mode(False):  # what is made inside of it cannot be changed outside
+        with torch.inference_mode(False):  # tensors made in that mode cannot be modified outside it
             self._device = ComputeDevice(self.config)
             loaded = self._load(on_bytes)
             self.model: Any = loaded.model
@@ -161,7 +161,7 @@ class MoE:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call transformers' `generate()`: same arguments, same result. Tensors may be on any
-        device; the result is where the model computes.
+        device; the result is on the model's device.
         """
         return self._generate(None, *args, **kwargs)
 
@@ -182,13 +182,13 @@ class MoE:
             args = tuple(map(self._device.move, args))
             kwargs = {name: self._device.move(value) for name, value in kwargs.items()}
             if not self._device.is_cpu:
-                kwargs.setdefault("disable_compile", True)  # what we decide cannot be compiled
+                kwargs.setdefault("disable_compile", True)  # which experts run depends on data
             named = signature(self.model.generate).bind_partial(*args).arguments | kwargs
             try:
                 with self._steps.generating(named), self.engine.cancellable(cancelled):
                     return self.model.generate(*args, **kwargs)
             finally:
-                self._experts.settle()
+                self._experts.synchronize()
 
     # Steps of a caller that batches requests by itself, as the server does
 
@@ -211,7 +211,7 @@ class MoE:
         """
         with self._lock:
             self._require_open()
-            self._experts.settle()
+            self._experts.synchronize()
             self.engine.note_known(step, top_k_index_TLK)
 
     def last_routing(self) -> Ints | None:
@@ -229,26 +229,28 @@ class MoE:
         return self.config.preload != "wait" or self.engine.is_preloaded
 
     def preload(self, on_experts: Callable[[int, int], None] | None = None) -> None:
-        """Fill the free slots of host memory with experts, and wait for it. `on_experts` is called
-        with the number of slots that are filled, and with that of all slots.
+        """Fill the free slots of host memory with experts, and wait until they are full.
+        `on_experts` is called with the number of filled slots and of all slots.
         """
         with self._lock:
             self._require_open()
             self.engine.recover()
             self.engine.start_preloading()
-        slots = self.engine.tiers[-1]
+        host_tier = self.engine.tiers[-1]
         while not self.engine.is_preloaded:
             if on_experts is not None:
-                on_experts(slots.table.num_resident, slots.slots.num_slots)
-            time.sleep(GLANCE_S)
+                on_experts(host_tier.table.num_resident, host_tier.slots.num_slots)
+            time.sleep(POLL_S)
             self.engine.recover()  # a step that was cut short holds the loads up
 
     def _await_preload(self, cancelled: threading.Event | None) -> None:
-        """Wait until the model is ready. Raises Cancelled once that event is set."""
+        """Wait until the model is ready, with the lock held: other calls wait as well. Raises
+        Cancelled once that event is set.
+        """
         while not self.is_ready:
             if cancelled is not None and cancelled.is_set():
                 raise Cancelled("generation was stopped before its prompt")
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
             self.engine.recover()
 
     # What happened
@@ -282,17 +284,18 @@ class MoE:
         each sequence of its batch.
         """
         with self._lock:
-            self._experts.settle()
+            self._experts.synchronize()
             return copy.deepcopy(self.engine.recorder.request_eams())
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], list[SequenceTrace]]]:
-        """Keep the routing of every token generated inside. Call what this gives, inside or after
-        it if it ended well, to end that and get the traces. Raises ConfigError inside another.
+        """Record the routing of every token generated in the block. Yields a function that stops
+        recording and returns the traces; call it in the block, or after the block if that raised
+        nothing. Raises ConfigError in a block of another recording.
         """
         with self._lock:
             self._require_open()
-            self._experts.settle()
+            self._experts.synchronize()
             self.engine.recorder.begin_tokens()
         finish = cache(self._finish_tokens)
         try:
@@ -302,7 +305,7 @@ class MoE:
             self.engine.recorder.drop_tokens()
 
     def _finish_tokens(self) -> list[SequenceTrace]:
-        self._experts.settle()
+        self._experts.synchronize()
         self._steps.leave_pass()
         return self.engine.recorder.finish_tokens()
 
@@ -327,7 +330,7 @@ class MoE:
 
     def close(self) -> None:
         """Wait for a running `generate()`, stop the read threads, close the files, and write the
-        history if there is to be one. A second call does nothing. Raises TraceError if the history
+        history if one is configured. A second call does nothing. Raises TraceError if the history
         cannot be written; everything is closed then.
         """
         with self._lock:

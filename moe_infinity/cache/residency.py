@@ -3,10 +3,11 @@
     absent --begin_load--> LOADING --finish_load--> RESIDENT --evict--> absent
                               └------cancel_load------------------------^
 
-Experts are read-only, so eviction copies nothing back: the copy one tier below stays true.
+Experts are read-only, so eviction copies nothing back: the copy one tier below remains valid.
 What prefill brings in is *transient* until a decode step uses it. Transient experts leave first, so
 a long prompt passes through a small prefill quota of slots and does not evict what decoding uses.
-One thread decides (this table); other threads only copy bytes. No torch here.
+Only the thread that holds the engine's lock (`LocalExperts.deciding`) changes this table; read
+threads only fill slots. No torch here.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from moe_infinity.cache.policies import EvictionPolicy
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Phase, Residency
 
-# The prefill quota: a prefill step may take num_slots / 8 slots from decoding (notes/log.md).
-PREFILL_QUOTA_SHARE = 8
+# The prefill quota: a prompt may take an eighth of the slots from what decoding uses. It saved
+# up to 22 % of reads with LRU; its size was not tuned (notes/log.md, 2026-11-21).
+PREFILL_QUOTA_DIVISOR = 8
 
 
 class Held(NamedTuple):
@@ -56,8 +58,8 @@ class ResidencyTable:
         self._policy = policy
         self._entries: dict[ExpertKey, Entry] = {}
         self._loading: set[ExpertKey] = set()
-        # Slots in use by a kernel, or that a layer waits for, by holder. Only looked at when a
-        # victim is wanted: on a hit, holding costs one entry here and nothing per slot.
+        # The slots of each holder, by id of its dict: in use by a kernel, or waited for. Consulted
+        # only when a victim is chosen, so a hit does not touch the arrays by slot.
         self._held: dict[int, dict[ExpertKey, int]] = {}
         self._free = list(range(num_slots))[::-1]
         # The same facts by slot, as arrays, so that choosing a victim is a few vector operations.
@@ -153,7 +155,7 @@ class ResidencyTable:
         if phase is Phase.PREFILL:
             spare = len(self._free) + int((evictable & self._transient).sum())
             in_use = int((~evictable & self._transient).sum())
-            quota = max(self.num_slots // PREFILL_QUOTA_SHARE, 1)
+            quota = max(self.num_slots // PREFILL_QUOTA_DIVISOR, 1)
             room = min(room, max(spare, quota - in_use))
         return room
 
@@ -185,7 +187,7 @@ class ResidencyTable:
             self._transient[entry.slot_id] = False
 
     def note_use(self, keys: Iterable[ExpertKey]) -> None:
-        """A decode step has used those of these that are here."""
+        """Mark those of `keys` that are present as used by a decode step."""
         for key in keys:
             if (entry := self._entries.get(key)) is not None:
                 self._use(entry, Phase.DECODE)
@@ -203,8 +205,8 @@ class ResidencyTable:
         return self._reserve([key], phase)[0]
 
     def _reserve(self, keys: Sequence[ExpertKey], phase: Phase) -> list[int]:
-        """Slots for all of these, which are absent and LOADING from now on, or for none of them.
-        Raises OutOfSlots.
+        """Reserve slots for all of these absent experts, which are LOADING from now on, or for none
+        of them. Raises OutOfSlots.
         """
         self._make_room(len(keys))
         is_transient = phase is Phase.PREFILL
@@ -220,14 +222,16 @@ class ResidencyTable:
         return slot_ids
 
     def finish_load(self, key: ExpertKey) -> None:
-        """The bytes of `key` are in its slot."""
+        """Note that the bytes of `key` are in its slot."""
         entry = self._entries[key]
         assert entry.state is Residency.LOADING, (key, entry)
         entry.state = Residency.RESIDENT
         self._loading.remove(key)
 
     def cancel_load(self, key: ExpertKey) -> None:
-        """The load of `key` failed: its slot is free again, and no holder has it any more."""
+        """Note that the load of `key` failed: its slot is free again, and every `Held.slot_ids`
+        loses it.
+        """
         entry = self._entries.pop(key)
         assert entry.state is Residency.LOADING, (key, entry)
         self._loading.remove(key)
@@ -249,7 +253,9 @@ class ResidencyTable:
         return barred
 
     def _make_room(self, num_slots: int) -> None:
-        """Evict until `num_slots` slots are free. Raises OutOfSlots, and evicts nothing then."""
+        """Evict until `num_slots` slots are free. Raises OutOfSlots, in which case nothing is
+        evicted.
+        """
         wanted = num_slots - len(self._free)
         if wanted <= 0:
             return
@@ -288,7 +294,8 @@ class ResidencyTable:
         if num_slots <= 0:
             return []
         of_all = self._policy.scores()
-        # take() needs a sixth of the time of an index of two arrays. A free slot gets any score.
+        # take() needs a sixth of the time of an index of two arrays. Free slots get an
+        # arbitrary score; they are masked below.
         cells = self._layer_of_slot * of_all.shape[1] + self._expert_of_slot
         scores = of_all.take(cells, mode="clip")
         if np.count_nonzero(self._transient):

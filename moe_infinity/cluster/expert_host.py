@@ -73,7 +73,7 @@ class ExpertHost:
             layer_idx = asked.moe_layer_idx
             share = request.shared_rows
             work = work_of_share(self.engine.path.computers[layer_idx], share)
-            self.engine.compute(layer_idx, routing, share.expert_idxs, work)
+            self.engine.run_layer(layer_idx, routing, share.expert_idxs, work)
             return work.outputs()
 
     def close(self) -> None:

@@ -89,17 +89,17 @@ class RemoteExperts:
         work = self._local.path.computers[moe_layer_idx].begin(x_TD, routing)
         assert not isinstance(work, SlotWork), "hosts compute on CPUs"
         asked = self.hosts.ask(moe_layer_idx, routing, work)
-        self._local.compute(moe_layer_idx, routing, asked.local, work)
+        self._local.run_layer(moe_layer_idx, routing, asked.local, work)
         lost = asked.collect()
         if lost:
-            self._local.compute_more(moe_layer_idx, routing, lost, work)
+            self._local.run_recorded_layer(moe_layer_idx, routing, lost, work)
         return work.sum()
 
     def leave_step(self) -> None:
         """End a pass that did not reach its last layer; it is not recorded."""
         self._local.leave_step()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return at once: each layer waits for its hosts."""
 
     def check_invariants(self) -> None:

@@ -89,12 +89,12 @@ class LocalExperts:
         with self.deciding:
             self.path.begin_step()
             self.bookkeeping.note_begin(step)
-            self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, self._ongoing.is_loading)
-            if self.path.is_prefetching and step.phase is Phase.DECODE:
-                self._settle_interrupted()
-                self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, is_loading=True)
+            self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, self._ongoing.is_unfinished)
+            if self.path.is_prefetching and step.phase is Phase.DECODE:  # loads begin here already
+                self._recover_if_interrupted()
+                self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, is_unfinished=True)
                 self.path.begin_decode(self._ongoing)
-                self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, is_loading=False)
+                self._ongoing = OngoingStep(step, BEFORE_THE_FIRST, is_unfinished=False)
 
     def layer(
         self, moe_layer_idx: int, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
@@ -104,44 +104,50 @@ class LocalExperts:
         """
         routing = Routing.of(top_k_index_TK, top_k_weights_TK)
         work = self.path.computers[moe_layer_idx].begin(x_TD, routing)
-        self.compute(moe_layer_idx, routing, routing.activated, work)
+        self.run_layer(moe_layer_idx, routing, routing.activated, work)
         return work.sum()
 
     def answer_calls(self, moe_layer_idx: int, routing: Routing, calls: ExpertCalls) -> None:
         """Answer the calls that a block makes of its experts. Raises as `layer` does."""
         work = self.path.computers[moe_layer_idx].answering(calls)
-        self.compute(moe_layer_idx, routing, routing.activated, work)
+        self.run_layer(moe_layer_idx, routing, routing.activated, work)
 
-    def compute(
+    def run_layer(
         self, moe_layer_idx: int, routing: Routing, expert_idxs: Sequence[int], work: Work
     ) -> None:
         """Enter a layer, and do the work that these of its experts have. Raises as `layer` does."""
         with self.deciding:
             if not self.is_next(moe_layer_idx, routing.num_tokens):
                 self.begin_step(anonymous_step(routing.num_tokens))
-            self.enter(moe_layer_idx, is_loading=True)
-            self.path.layer(self._ongoing, routing, expert_idxs, work, self._stop_if_cancelled)
-            self._ongoing = self._ongoing._replace(is_loading=False)
+            self.enter(moe_layer_idx, is_unfinished=True)
+            self.path.run_layer(self._ongoing, routing, expert_idxs, work, self._stop_if_cancelled)
+            self._ongoing = self._ongoing._replace(is_unfinished=False)
 
-    def compute_more(
+    def run_recorded_layer(
         self, moe_layer_idx: int, routing: Routing, expert_idxs: Sequence[int], work: Work
     ) -> None:
-        """Do the work that further experts have in the layer that was entered last."""
+        """Do the work that further experts have in the layer that has just run: those of a host
+        that was lost meanwhile.
+        """
         with self.deciding:
-            self._ongoing = OngoingStep(self.recorder.step, moe_layer_idx, is_loading=True)
-            self.path.compute(self._ongoing, routing, expert_idxs, work, self._stop_if_cancelled)
-            self._ongoing = self._ongoing._replace(is_loading=False)
+            self._ongoing = OngoingStep(self.recorder.step, moe_layer_idx, is_unfinished=True)
+            self.path.run_recorded_layer(
+                self._ongoing, routing, expert_idxs, work, self._stop_if_cancelled
+            )
+            self._ongoing = self._ongoing._replace(is_unfinished=False)
 
     def residents(self, moe_layer_idx: int) -> Residents | None:
         """The experts of one layer, if those of all layers are in memory and none has to leave. A
         caller may compute them, and then calls `note_residents` in place of `layer`.
         """
-        if self._is_closed or self._ongoing.is_loading:
+        if self._is_closed or self._ongoing.is_unfinished:
             return None
         return self.path.residents(moe_layer_idx)
 
     def note_residents(self, moe_layer_idx: int, top_k_index_TK: Ints) -> None:
-        """Enter a layer whose residents the caller has computed for these tokens."""
+        """Enter a layer whose residents the caller has computed for these tokens, and record it.
+        Raises what `enter` raises.
+        """
         with self.deciding:
             if not self.is_next(moe_layer_idx, len(top_k_index_TK)):
                 self.begin_step(anonymous_step(len(top_k_index_TK)))
@@ -149,7 +155,9 @@ class LocalExperts:
             self.bookkeeping.note_residents(moe_layer_idx, top_k_index_TK)
 
     def note_routing(self, moe_layer_idx: int, routing: Routing) -> None:
-        """Enter a layer of which nothing is computed here, and record what it activates."""
+        """Enter a layer of which nothing is computed here, and record what it activates. Raises
+        what `enter` raises.
+        """
         with self.deciding:
             if not self.is_next(moe_layer_idx, routing.num_tokens):
                 self.begin_step(anonymous_step(routing.num_tokens))
@@ -159,7 +167,7 @@ class LocalExperts:
     def note_known(self, step: Step, top_k_index_TLK: Ints) -> None:
         """Record a step whose tokens need no computing, and what they activated."""
         with self.deciding:
-            self._settle_interrupted()
+            self._recover_if_interrupted()
             self.bookkeeping.note_known(step, top_k_index_TLK)
 
     def is_next(self, moe_layer_idx: int, num_tokens: int) -> bool:
@@ -169,13 +177,13 @@ class LocalExperts:
         is_later = moe_layer_idx > self._ongoing.moe_layer_idx
         return is_later and num_tokens == self.recorder.step.num_tokens
 
-    def enter(self, moe_layer_idx: int, *, is_loading: bool = False) -> None:
+    def enter(self, moe_layer_idx: int, *, is_unfinished: bool = False) -> None:
         """Go on to a layer of the step under way. Raises ClosedError or Cancelled."""
         if self._is_closed:
             raise ClosedError("the model was closed: its experts cannot be read any more")
-        self._settle_interrupted()
+        self._recover_if_interrupted()
         self._stop_if_cancelled()
-        self._ongoing = OngoingStep(self.recorder.step, moe_layer_idx, is_loading)
+        self._ongoing = OngoingStep(self.recorder.step, moe_layer_idx, is_unfinished)
 
     def _stop_if_cancelled(self) -> None:
         """Raise Cancelled if the step is a prompt whose caller has cancelled it."""
@@ -184,22 +192,24 @@ class LocalExperts:
             self.recorder.drop_step()
             raise Cancelled("generation was stopped in the middle of a prompt")
 
-    def _settle_interrupted(self) -> None:
-        """Recover if an error or Ctrl-C cut the last layer short."""
-        if self._ongoing.is_loading:
+    def _recover_if_interrupted(self) -> None:
+        """End the loads and holds that are left of a layer that an error or Ctrl-C cut short."""
+        if self._ongoing.is_unfinished:
             self.path.recover()
-            self._ongoing = self._ongoing._replace(is_loading=False)
+            self._ongoing = self._ongoing._replace(is_unfinished=False)
 
     def leave_step(self) -> None:
         """End a pass that did not reach its last layer; it is not recorded."""
         self.recorder.drop_incomplete_step()
 
-    def settle(self) -> None:
-        """Return at once: the bookkeeping knows each layer when it has computed."""
+    def synchronize(self) -> None:
+        """Return at once: each layer is recorded before it is computed."""
 
     @contextmanager
     def cancellable(self, cancelled: Event | None) -> Iterator[None]:
-        """Inside, once `cancelled` is set, a prompt ends before its next few experts."""
+        """While this context is active, setting `cancelled` ends a prompt before its next group of
+        experts.
+        """
         self._cancelled = cancelled
         try:
             yield
@@ -209,7 +219,7 @@ class LocalExperts:
     def recover(self) -> None:
         """Release what a step that was cut short still holds."""
         with self.deciding:
-            self._settle_interrupted()
+            self._recover_if_interrupted()
 
     # Preloading
 
@@ -225,13 +235,13 @@ class LocalExperts:
         with self.deciding:
             goes_on = False
             if not self._is_closed:
-                if self._ongoing.is_loading:  # was cut short: the next step settles it
+                if self._ongoing.is_unfinished:  # was cut short: the next step recovers
                     return True
-                self._ongoing = self._ongoing._replace(is_loading=True)
+                self._ongoing = self._ongoing._replace(is_unfinished=True)
                 try:
                     goes_on = self._preloader.advance()
-                    self._ongoing = self._ongoing._replace(is_loading=False)
-                except Exception as error:  # no answer depends on it
+                    self._ongoing = self._ongoing._replace(is_unfinished=False)
+                except Exception as error:  # is_unfinished stays set: the next step recovers
                     logger.warning("preloading of experts ends: %s", error)
             self.is_preloaded = not goes_on
             return goes_on

@@ -40,8 +40,8 @@ class Experts(Protocol):
     def leave_step(self) -> None:
         """End a pass that did not reach its last layer; it is not recorded."""
 
-    def settle(self) -> None:
-        """Wait until the bookkeeping has all that was computed."""
+    def synchronize(self) -> None:
+        """Wait until the bookkeeping has recorded all that was computed."""
 
     def check_invariants(self) -> None:
         """Assert that all bookkeeping of slots is consistent."""

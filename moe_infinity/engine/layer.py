@@ -33,8 +33,8 @@ from moe_infinity.predict.planner import Prefetcher
 
 # A prompt that activates this share of a layer's experts is taken to need all of the next layer's.
 STREAMED_SHARE = 0.75
-# Rows that experts of a prompt compute before it can be cancelled: 0.1 to 0.5 s on two cores, with
-# experts of 9 MB in bf16.
+# A prompt checks for cancellation about every so many expert rows: every 0.1 to 0.5 s on two cores,
+# with experts of 9 MB in bf16.
 STOPPABLE_ROWS = 512
 BEFORE_THE_FIRST = -1  # in place of the index of an MoE layer
 
@@ -44,7 +44,7 @@ class OngoingStep(NamedTuple):
 
     step: Step
     moe_layer_idx: int = BEFORE_THE_FIRST  # the last one that was entered
-    is_loading: bool = False  # stays True if an error or Ctrl-C cut a layer short
+    is_unfinished: bool = False  # True while a layer runs, and if an error or Ctrl-C cut it short
 
 
 class LayerPath:
@@ -61,7 +61,7 @@ class LayerPath:
         # Begins to load experts that a long prompt will need next and returns those that it began.
         # None: they are loaded when their layer asks for them.
         stream: Callable[[Sequence[ExpertKey]], Sequence[ExpertKey]] | None,
-        streams_while_computing: bool,  # and not only when a layer has computed
+        streams_while_computing: bool,  # not only after a layer has computed
     ) -> None:
         self.computers = computers
         self._table = tier.table
@@ -71,9 +71,9 @@ class LayerPath:
         self._early_router = early_router
         self._stream = stream
         self._streams_while_computing = streams_while_computing
-        self._residents: dict[int, Residents | None] = {}  # once all experts are in their slots
+        self._residents: dict[int, Residents | None] = {}  # filled once all experts have slots
 
-    def layer(
+    def run_layer(
         self,
         ongoing: OngoingStep,
         routing: Routing,
@@ -86,9 +86,9 @@ class LayerPath:
         be read, and what `stop_if_cancelled` raises.
         """
         self._books.note_routing(ongoing.moe_layer_idx, routing)  # 1 record
-        self.compute(ongoing, routing, expert_idxs, work, stop_if_cancelled)
+        self.run_recorded_layer(ongoing, routing, expert_idxs, work, stop_if_cancelled)
 
-    def compute(
+    def run_recorded_layer(
         self,
         ongoing: OngoingStep,
         routing: Routing,
@@ -151,7 +151,9 @@ class LayerPath:
     def _begin_lookups(
         self, layer_idx: int, expert_idxs: Sequence[int], phase: Phase
     ) -> Sequence[ExpertKey]:
-        """Note that a layer was routed, and count its lookups before anything is loaded for it."""
+        """Count a layer's lookups before anything is loaded for it. The prefetcher measures the
+        time between two of these calls.
+        """
         if self._prefetcher is not None:
             self._prefetcher.begin_layer(phase, self._books.counters)
         keys = [self._books.keys[layer_idx][expert_idx] for expert_idx in expert_idxs]
@@ -186,7 +188,9 @@ class LayerPath:
         return self._residents[moe_layer_idx]
 
     def prefetch(self, ongoing: OngoingStep) -> None:
-        """Begin loads for later layers, as many as the link can begin while this layer computes."""
+        """Begin loads for later layers, as many as the disk (or the link to the
+        GPU) can begin while this layer computes. The early router may give the predictor a hint.
+        """
         prefetcher = self._prefetcher
         layer_idx = ongoing.moe_layer_idx
         if prefetcher is None or not prefetcher.has_room():

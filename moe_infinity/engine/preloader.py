@@ -47,7 +47,7 @@ class Preloader:
         """Enter the experts that arrived and begin the next loads. Returns False once nothing is
         left to do: no slot is free, a read failed, or there are too few slots.
         """
-        self._mover.settle()
+        self._mover.record_arrivals()
         num_under_way = self._mover.num_preloading
         if self._mover.failed or not self._most_loading:
             return num_under_way > 0

@@ -101,9 +101,9 @@ class DeviceMover:
             if self._host_table.lookup(key) is Residency.LOADING:
                 self._preloaded.add(key)
 
-    def settle(self) -> float:
+    def record_arrivals(self) -> float:
         """Enter the prefetches that have arrived; returns seconds until the others will have."""
-        queued_s = self._host_mover.settle()
+        queued_s = self._host_mover.record_arrivals()
         for key in self._on_disk(self._ahead):
             state = self._host_table.lookup(key)
             if state is Residency.RESIDENT:
@@ -145,8 +145,10 @@ class DeviceMover:
             yield keys
             return
         if self._ahead:
-            self._ahead.difference_update(keys)  # first: settle() drops prefetches that failed
-            self.settle()
+            self._ahead.difference_update(
+                keys
+            )  # first: record_arrivals() drops prefetches that failed
+            self.record_arrivals()
         wanted = set(keys)
         resident = [key for key in keys if self._table.lookup(key) is Residency.RESIDENT]
         if resident:

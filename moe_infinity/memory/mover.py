@@ -1,13 +1,13 @@
 """The mover reads experts from disk into slots that the residency table has reserved.
 
-    load_now     a layer waits for them                                 read threads
-    stream       the next layer of a long prompt will wait for them     the same, behind these
-    load_ahead   a layer will wait for them, by a prediction            one thread, gives way
-    preload      no layer is known to wait, but slots are free          its own threads, give way
+    load_now     a layer waits for them                                 demand threads
+    stream       the next layer of a long prompt will wait for them     demand threads, after those
+    load_ahead   a prediction says that a layer will wait for them      one thread, yields
+    preload      no layer is known to wait, but slots are free          threads of its own, yield
 
-One thread at a time decides: loads begin and end only in calls of its owner. The read threads only
-fill slots. A load that gives way becomes a demand load if a layer asks for it. Every wait is
-bounded, and the time spent waiting is counted.
+A read that yields pauses between chunks while demand reads run, until a layer asks for its expert.
+Loads begin and end only in calls by the thread that decides (`LocalExperts.deciding`); read threads
+only fill slots. Every wait is bounded, and the time spent waiting is counted.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from moe_infinity.memory.threads import ReadThreads
 
 # One expert from a slow network disk takes seconds; past this something is wrong.
 LOAD_TIMEOUT_S = 120.0
-GLANCE_S = 0.2  # after which a wait for arrivals lets its caller look at something else
+ARRIVAL_POLL_S = 0.2  # after which a wait for arrivals lets its caller look at something else
 LOAD_TIME_RATE = 0.1  # weight of the newest load in the moving average of load times
 
 Read = Callable[[ExpertKey, int], None]  # fills a slot with an expert's bytes
-# The same, but gives way until the function that comes last says that a layer waits for it.
+# The same, but yields to demand reads until its third argument, `is_wanted()`, returns True.
 ReadGivingWay = Callable[[ExpertKey, int, Callable[[], bool]], None]
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Mover:
         self._loading: dict[ExpertKey, Future[None]] = {}
         # Loads that no layer has asked for yet, and the threads they were given to.
         self._ahead: dict[ExpertKey, ReadThreads] = {}
-        self.failed: set[ExpertKey] = set()  # prefetches that failed; until a demand load succeeds
+        self.failed: set[ExpertKey] = set()  # loads ahead that failed
         self.load_s = 0.0  # moving average of the seconds of a prefetch; 0 before the first
 
     def load_now(self, keys: Iterable[ExpertKey], slot_ids: dict[ExpertKey, int]) -> None:
@@ -111,11 +111,13 @@ class Mover:
         return len(keys)
 
     def _submit_ahead(self, pool: ReadThreads, read: Read, key: ExpertKey, slot: int) -> None:
-        self._ahead[key] = pool  # first: its read asks for it
+        self._ahead[key] = pool  # before submitting: the read looks here to see if it must yield
         self._submit(pool, read, key, slot)
 
     def _submit(self, pool: ReadThreads, read: Read, key: ExpertKey, slot: int) -> None:
-        """Begin a read. Its future is stored first: an interrupted `submit` may have begun it."""
+        """Begin a read. Its future is stored before, so that recovery finds the read even if
+        `submit` is interrupted.
+        """
         self._loading[key] = Future()
         pool.submit(partial(read, key, slot), self._loading[key])
 
@@ -128,11 +130,13 @@ class Mover:
     def _read_giving_way(self, key: ExpertKey, slot_id: int) -> None:
         self._read_ahead(key, slot_id, lambda: key not in self._ahead)
 
-    def settle(self) -> float:
-        """Enter the loads ahead that have arrived; returns seconds until all prefetches will have.
+    def record_arrivals(self) -> float:
+        """Record in the table which loads that no layer asked for have arrived. Returns the seconds
+        until all prefetches will have.
 
-        One that failed is dropped and logged: a demand load of the expert raises the error. Of
-        preloads, which stop then, only the first is logged.
+        A load that failed is dropped and logged; a demand load of the expert raises the error.
+        Preloading stops at the first failure of any kind, so a failed preload is logged only if
+        nothing failed before.
         """
         for key in [key for key in self._ahead if self._loading[key].done()]:
             pool = self._ahead.pop(key)
@@ -167,7 +171,7 @@ class Mover:
         give_up_at = time.perf_counter() + LOAD_TIMEOUT_S
         while waiting:
             started = time.perf_counter()
-            left_s = min(max(give_up_at - started, 0), GLANCE_S)
+            left_s = min(max(give_up_at - started, 0), ARRIVAL_POLL_S)
             done, _ = wait(waiting, timeout=left_s, return_when=FIRST_COMPLETED)
             ended = time.perf_counter()
             counters.stall_s += ended - started
@@ -177,7 +181,7 @@ class Mover:
                 )
             arrived = [waiting.pop(future) for future in done]
             again = [key for key in arrived if key in joined and self._loading[key].exception()]
-            for key in again:  # no caller has seen the error: perhaps the disk reads it now
+            for key in again:  # one retry: the error came before any layer asked
                 joined.remove(key)
                 self._submit(self._threads, self._read, key, self._table.slot_of(key))
                 waiting[self._loading[key]] = key
@@ -190,8 +194,8 @@ class Mover:
                 give_up_at = time.perf_counter() + LOAD_TIMEOUT_S
 
     def _ask_for(self, keys: Sequence[ExpertKey]) -> set[ExpertKey]:
-        """A layer waits for these. Loads ahead among them that no thread has begun become demand
-        loads; returns those begun, which give way no longer.
+        """Turn the pending loads among `keys` into demand loads: requeue those that wait in
+        threads that yield, and return the others, which no longer yield.
         """
         joined = set()
         for key in [key for key in keys if key in self._ahead]:
@@ -201,7 +205,7 @@ class Mover:
             else:
                 joined.add(key)
         if self._ahead:
-            self.settle()
+            self.record_arrivals()
         return joined
 
     def recover(self) -> None:

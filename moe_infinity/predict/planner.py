@@ -146,7 +146,7 @@ class AheadMover(Protocol):
     failed: set[ExpertKey]  # prefetches that failed; until a demand load succeeds
     load_s: float  # what a prefetch took lately; 0 before the first
 
-    def settle(self) -> float:
+    def record_arrivals(self) -> float:
         """Take note of the prefetches that arrived; seconds until the others will have."""
 
     def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:
@@ -182,7 +182,7 @@ class Prefetcher:
 
     def begin_layer(self, phase: Phase, counters: Counters) -> None:
         """A layer was routed: note what arrived, before its experts are looked up."""
-        self._queued_s = self._mover.settle()
+        self._queued_s = self._mover.record_arrivals()
         now = time.perf_counter()
         stall_s = counters.decode.stall_s
         if phase is Phase.PREFILL:  # its layers take longer than those to plan for

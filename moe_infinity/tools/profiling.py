@@ -155,8 +155,8 @@ def counting_steps(moe: MoE) -> Iterator[list[Counters]]:
 
 
 def decode_steps_of(seen: Sequence[Counters]) -> list[PhaseCounters]:
-    """What each decode step counted. A step that a device decided is counted when it reports, which
-    may be with the next one.
+    """Return what each decode step counted. A step that a device decided is counted when it
+    reports, which may be with the next one.
     """
     return [
         _difference(before.decode, after.decode)

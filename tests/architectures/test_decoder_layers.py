@@ -259,8 +259,8 @@ def test_inference_mode_takes_embeddings_from_outside_of_it(tmp_path, runs):
 
         def step() -> Tensor:
             cache = DynamicCache(config=moe.model.config)
-            moe.model(TOKENS[:1, :7], past_key_values=cache)
-            return moe.model(inputs_embeds=embedded, past_key_values=cache).logits
+            moe.model(TOKENS[:1, :7], **{CACHE: cache})
+            return moe.model(inputs_embeds=embedded, **{CACHE: cache}).logits
 
         with torch.no_grad():
             embedded = embed(TOKENS[:1, 7:8])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moe_infinity.cache.policies import EvictionPolicy, Experts, Scores
-from moe_infinity.cache.residency import PREFILL_QUOTA_SHARE, Held, ResidencyTable
+from moe_infinity.cache.residency import PREFILL_QUOTA_DIVISOR, Held, ResidencyTable
 from moe_infinity.errors import OutOfSlots
 from moe_infinity.experts import ExpertKey, Ints, Phase, Residency, Step
 
@@ -174,7 +174,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         if phase is Phase.DECODE:
             assert num_loads == min(len(absent), room), "as many as there is room for"
         else:
-            quota = max(1, self.num_slots // PREFILL_QUOTA_SHARE)
+            quota = max(1, self.num_slots // PREFILL_QUOTA_DIVISOR)
             streamed = self.num_free() + len([key for key in spare if self.model[key].is_transient])
             assert num_loads <= streamed + quota, "at most the quota from the decode set"
             assert num_loads >= min(len(absent), streamed), "what is free or transient is used"

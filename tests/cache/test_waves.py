@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_infinity.cache.policies import Lru
-from moe_infinity.cache.residency import PREFILL_QUOTA_SHARE, ResidencyTable
+from moe_infinity.cache.residency import PREFILL_QUOTA_DIVISOR, ResidencyTable
 from moe_infinity.experts import ExpertKey, Phase, Residency
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
@@ -105,7 +105,7 @@ def test_prefill_takes_at_most_the_ring_from_the_decode_set(policy):
         keys = [ExpertKey(moe_layer_idx, expert_idx) for expert_idx in range(NUM_EXPERTS)]
         run_layer(table, keys, PREFILL)
     kept = set(decoding) & set(table.resident_keys())
-    assert len(decoding) - len(kept) == 64 // PREFILL_QUOTA_SHARE
+    assert len(decoding) - len(kept) == 64 // PREFILL_QUOTA_DIVISOR
 
 
 def test_prompt_after_prompt_takes_no_more_than_the_ring(policy):
@@ -116,7 +116,7 @@ def test_prompt_after_prompt_takes_no_more_than_the_ring(policy):
     for _ in range(6):
         run_layer(table, keys, PREFILL)
     kept = set(decoding) & set(table.resident_keys())
-    assert len(decoding) - len(kept) <= 64 // PREFILL_QUOTA_SHARE
+    assert len(decoding) - len(kept) <= 64 // PREFILL_QUOTA_DIVISOR
 
 
 def test_prefill_makes_progress_with_fewer_slots_than_a_ring_needs(policy):

@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_infinity.cluster import head, opening
+from moe_infinity.cluster import head
+from moe_infinity.cluster import model as cluster_model
 from moe_infinity.cluster.local import LocalProcesses
 from moe_infinity.cluster.model import ClusterMoE
 from moe_infinity.cluster.wire import LENGTHS, Wire
@@ -35,7 +36,7 @@ NAMES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v2",
 @pytest.fixture
 def placement(monkeypatch: pytest.MonkeyPatch) -> ThreadHosts:
     placement = ThreadHosts()
-    monkeypatch.setattr(opening, "LocalProcesses", lambda: placement)
+    monkeypatch.setattr(cluster_model, "LocalProcesses", lambda: placement)
     monkeypatch.setattr(head, "FIRST_PAUSE_S", 0.05)
     return placement
 
@@ -189,15 +190,15 @@ def test_a_step_that_is_cut_short_leaves_no_answer_for_the_next_one(
     alone = logits(checkpoint)
     with ClusterMoE(checkpoint, device="cpu", expert_hosts=1) as moe, torch.no_grad():
         logits_of_steps(moe.model, IDS[:, :2])
-        layer = moe.engine.path.layer
+        layer = moe.engine.path.run_layer
 
         def interrupted(*args: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(moe.engine.path, "layer", interrupted)
+        monkeypatch.setattr(moe.engine.path, "run_layer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             moe.model(IDS)
-        monkeypatch.setattr(moe.engine.path, "layer", layer)
+        monkeypatch.setattr(moe.engine.path, "run_layer", layer)
         assert torch.equal(logits_of_steps(moe.model, IDS, num_prompt=5), alone)
         assert set(hosts_of(moe)) == {1}
 
@@ -237,7 +238,7 @@ def test_ctrl_c_while_an_answer_comes_leaves_no_wrong_one(
 
 
 def test_a_host_that_cannot_open_the_checkpoint_is_an_error(checkpoint, placement, monkeypatch):
-    monkeypatch.setattr(opening, "digest_of", lambda plan, reader: "another")
+    monkeypatch.setattr(cluster_model, "digest_of", lambda plan, reader: "another")
     with pytest.raises(ConfigError, match="it has another checkpoint"):
         ClusterMoE(checkpoint, device="cpu", expert_hosts=1)
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from moe_infinity import MoE
-from moe_infinity.cluster import head, opening
+from moe_infinity.cluster import head
+from moe_infinity.cluster import model as cluster_model
 from moe_infinity.cluster.local import LocalProcesses
 from moe_infinity.cluster.model import ClusterMoE
 from moe_infinity.system.machine import numa_nodes
@@ -156,7 +157,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             listen_on = HEAD
             command = ("ip", "netns", "exec", NAMESPACE, *LocalProcesses.command)
 
-        monkeypatch.setattr(opening, "LocalProcesses", Behind)
+        monkeypatch.setattr(cluster_model, "LocalProcesses", Behind)
         yield
     finally:
         ip("netns", "del", NAMESPACE)

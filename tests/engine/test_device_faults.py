@@ -79,11 +79,11 @@ def stale_host_bytes(moe: MoE, mover: DeviceMover, cuda_device: FakeCudaDevice) 
     slot_ids = {key: engine.tiers[0].table.begin_prefetch(key) for key in keys}
     mover.load_ahead({keys[0]: slot_ids[keys[0]]})
     while engine.tiers[-1].table.num_loading:
-        mover.settle()
+        mover.record_arrivals()
     for key in keys[1:]:  # two HOST slots for four experts, and no copy has been made
         mover.load_ahead({key: slot_ids[key]})
         while engine.tiers[-1].table.num_loading:
-            mover.settle()
+            mover.record_arrivals()
     cuda_device.synchronize()
     found = {key: engine.tiers[0].slots.tensor_of(slot_ids[key], 3072).clone() for key in keys}
     for key in keys:

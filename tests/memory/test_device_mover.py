@@ -120,10 +120,10 @@ def test_a_prefetch_goes_through_both_tiers(bench):
     assert bench.mover.num_read([A]) == 1
     bench.deliver(A)
     bench.wait_for_read(A)
-    bench.mover.settle()  # its copy begins
+    bench.mover.record_arrivals()  # its copy begins
     assert bench.table.lookup(A) is Residency.LOADING
     bench.cuda_device.synchronize()
-    bench.mover.settle()
+    bench.mover.record_arrivals()
     assert bench.table.lookup(A) is Residency.RESIDENT
     assert bench.mover.load_s > 0
     assert bench.load(A) == [A]
@@ -134,7 +134,7 @@ def test_a_prefetch_that_is_asked_for_while_copied_is_waited_for_by_kernels(benc
     bench.load_ahead(A)
     bench.deliver(A)
     bench.wait_for_read(A)
-    bench.mover.settle()
+    bench.mover.record_arrivals()
     assert bench.load(A) == [A]
     assert bench.table.prefetches.late == 1
     assert bench.cuda_device.take_stall_s() > 0
@@ -173,7 +173,7 @@ def test_a_prefetch_that_fails_frees_both_slots_and_harms_nobody(bench, caplog):
     assert bench.load(B) == [B]
     with caplog.at_level(logging.WARNING):
         while bench.host_table.num_loading:
-            bench.mover.settle()
+            bench.mover.record_arrivals()
     assert "cannot read" in caplog.text
     assert (bench.table.lookup(A), bench.host_table.lookup(A)) == (None, None)
     assert A in bench.mover.failed
@@ -204,7 +204,7 @@ def test_recovering_keeps_what_arrived_and_frees_the_rest(bench):
     bench.load_ahead(A, B)
     bench.deliver(A)
     bench.wait_for_read(A)
-    bench.mover.settle()
+    bench.mover.record_arrivals()
     bench.failing.add(B)
     bench.deliver(B)
     bench.table.recover()
@@ -219,15 +219,15 @@ def copy_ahead(bench: Bench, *keys: ExpertKey) -> None:
     bench.deliver(*keys)
     bench.load_ahead(*keys)
     while bench.host_table.num_loading:
-        bench.mover.settle()
+        bench.mover.record_arrivals()
 
 
 def test_what_is_queued_is_the_time_of_all_copies_under_way(bench):
     copy_ahead(bench, A)
     bench.cuda_device.synchronize()
-    bench.mover.settle()
+    bench.mover.record_arrivals()
     copy_ahead(bench, B, C)
-    assert bench.mover.settle() == pytest.approx(2 * bench.mover.load_s)
+    assert bench.mover.record_arrivals() == pytest.approx(2 * bench.mover.load_s)
 
 
 def test_a_stall_is_counted_once(bench):

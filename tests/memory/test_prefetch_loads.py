@@ -54,7 +54,7 @@ class Bench:
             return [key for keys in self.mover.arrivals(keys, self.counters) for key in keys]
 
     def wait_until_settled(self) -> None:
-        while self.mover.settle() or self.table.num_loading:
+        while self.mover.record_arrivals() or self.table.num_loading:
             pass
 
 
@@ -140,7 +140,7 @@ def test_recovering_settles_prefetches_too(bench):
 def test_the_time_of_a_load_is_measured(bench):
     assert bench.mover.load_s == 0
     bench.load_ahead(A)
-    assert bench.mover.settle() == 0  # nothing known yet
+    assert bench.mover.record_arrivals() == 0  # nothing known yet
     bench.deliver(A)
     bench.wait_until_settled()
     assert bench.mover.load_s > 0
@@ -208,13 +208,13 @@ def test_a_preload_gives_way_until_a_layer_asks_for_it(bench):
     ended = threading.Event()
     bench.mover.preload({A: bench.table.begin_load(A, Phase.PREFILL)}, ended.set)
     assert gives_way.wait(10)
-    assert (bench.mover.num_preloading, bench.mover.settle()) == (1, 0)
+    assert (bench.mover.num_preloading, bench.mover.record_arrivals()) == (1, 0)
     assert bench.load(A) == [A]
     assert ended.wait(10)
 
 
 def test_who_waits_long_is_given_nothing_now_and_then(bench, monkeypatch):
-    monkeypatch.setattr(mover_module, "GLANCE_S", 0.01)
+    monkeypatch.setattr(mover_module, "ARRIVAL_POLL_S", 0.01)
     with bench.table.holding([A], Phase.PREFILL) as held:
         bench.mover.load_now(held.absent, held.slot_ids)
         arrivals = bench.mover.arrivals([A], bench.counters)

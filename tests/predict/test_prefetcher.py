@@ -42,7 +42,7 @@ class FakeMover:
         self.queued_s = 0.0
         self.begun: dict[ExpertKey, int] = {}
 
-    def settle(self) -> float:
+    def record_arrivals(self) -> float:
         return self.queued_s
 
     def load_ahead(self, slot_ids: Mapping[ExpertKey, int]) -> None:

@@ -122,7 +122,7 @@ def test_the_clients_own_stream_helper_puts_it_together(client, ended):
 
 
 def test_on_the_wire_an_event_has_its_name_and_nothing_comes_after_the_last(server):
-    raw = httpx.post(f"{server.url}/v1/messages", json=BODY | {"stream": True}).text
+    raw = httpx.post(f"{server.url}/v1/messages", json=BODY | {"stream": True}, timeout=60).text
     events = raw.removesuffix("\n\n").split("\n\n")
     assert events[0].startswith('event: message_start\ndata: {"type": "message_start"')
     assert events[-1] == 'event: message_stop\ndata: {"type": "message_stop"}'
@@ -248,7 +248,7 @@ def kind_of(error: anthropic.APIStatusError) -> Any:
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(server, change, said):
-    answer = httpx.post(f"{server.url}/v1/messages", json=BODY | change)
+    answer = httpx.post(f"{server.url}/v1/messages", json=BODY | change, timeout=60)
     error = error_of(answer)
     assert (answer.status_code, error.type) == (400, "invalid_request_error")
     assert error.message.startswith(said)
@@ -267,14 +267,14 @@ def test_every_field_anthropic_documents_is_honoured_or_refused_by_name(server, 
     """A field the client library learns one day fails here until someone decides."""
     asked = {"messages": ASKED} if path else BODY
     for name in get_type_hints(params).keys() - HONOURED:
-        answer = httpx.post(f"{server.url}/v1/messages{path}", json=asked | {name: "x"})
+        answer = httpx.post(f"{server.url}/v1/messages{path}", json=asked | {name: "x"}, timeout=60)
         assert answer.status_code == 400
         assert error_of(answer).message == f"{name}: this field is not supported"
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"\xff"])
 def test_a_body_that_is_no_object_is_refused(server, raw):
-    answer = httpx.post(f"{server.url}/v1/messages", content=raw)
+    answer = httpx.post(f"{server.url}/v1/messages", content=raw, timeout=60)
     assert error_of(answer).type == "invalid_request_error"
 
 
@@ -298,10 +298,10 @@ def test_a_key_may_come_in_either_header(moe):
             assert ask(client).stop_reason == "max_tokens"
         url = f"{locked.url}/v1/messages"
         for key, status in (("right", 200), ("wrong", 401), ("", 401)):
-            answer = httpx.post(url, json=BODY, headers={"x-api-key": key})
+            answer = httpx.post(url, json=BODY, headers={"x-api-key": key}, timeout=60)
             assert answer.status_code == status
-        assert httpx.post(url, json=BODY).status_code == 401
-        other = httpx.post(f"{locked.url}/v1/chat/completions", json=BODY)
+        assert httpx.post(url, json=BODY, timeout=60).status_code == 401
+        other = httpx.post(f"{locked.url}/v1/chat/completions", json=BODY, timeout=60)
         assert other.json()["error"]["code"] == "invalid_api_key"
 
 
@@ -332,5 +332,5 @@ def test_an_answer_that_is_too_late_is_an_error_of_its_stream_or_status(moe):
 def test_a_server_that_stops_says_so(moe):
     with serving(moe) as stopping:
         stopping.engine.drain()
-        answer = httpx.post(f"{stopping.url}/v1/messages", json=BODY)
+        answer = httpx.post(f"{stopping.url}/v1/messages", json=BODY, timeout=60)
         assert (answer.status_code, error_of(answer).type) == (503, "overloaded_error")

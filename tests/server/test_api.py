@@ -222,7 +222,7 @@ def test_models_lists_the_one(client):
 
 
 def test_tokenize_and_back(server):
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
         asked = http.post("/tokenize", json={"prompt": PROMPT}).json()
         assert (asked["tokens"], asked["count"]) == (PROMPT_IDS, 5)
         back = http.post("/detokenize", json={"tokens": PROMPT_IDS}).json()
@@ -269,7 +269,7 @@ def test_tokenize_and_back(server):
 )
 def test_a_field_that_cannot_be_honoured_is_refused_by_name(server, change, param):
     body = {"prompt": PROMPT, "max_tokens": 4} | change
-    answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == param
@@ -300,7 +300,7 @@ def test_every_field_openai_documents_is_honoured_or_refused_by_name(server, par
     ask = {"messages": [{"role": "user", "content": "w5"}]} if path else {"prompt": "w5"}
     for name in get_type_hints(params).keys() - HONOURED:
         body = ask | {"max_tokens": 1, name: ODD.get(name, "x")}
-        answer = httpx.post(f"{server.url}/v1/{path}completions", json=body)
+        answer = httpx.post(f"{server.url}/v1/{path}completions", json=body, timeout=60)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
@@ -312,7 +312,7 @@ def test_too_long_a_context_says_how_long(client):
 
 def test_an_unknown_route_and_method_get_an_error_object(server):
     for method, path in (("GET", "/v1/nothing"), ("DELETE", "/v1/models")):
-        answer = httpx.request(method, server.url + path)
+        answer = httpx.request(method, server.url + path, timeout=60)
         assert answer.status_code in (404, 405)
         assert answer.json()["error"]["message"]
 
@@ -336,7 +336,7 @@ def test_a_streamed_chunk_is_one_ascii_line_whatever_the_text(demo):
 
         server.engine._passes._forward = force  # type: ignore[method-assign]
         ask = {"prompt": "x", "max_tokens": len(ids), "temperature": 0, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=ask) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=ask, timeout=60) as answer:
             lines = [line for line in answer.read().split(b"\n") if line]
     assert all(line.isascii() and line.startswith(b"data: ") for line in lines)
     assert lines[-1] == b"data: [DONE]"

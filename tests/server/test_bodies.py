@@ -34,7 +34,7 @@ SAID = {"role": "user", "content": "w5"}
 )
 def test_a_refusal_says_what_is_wrong_and_where(server, path, body, said):
     body = ({"messages": [SAID]} if "chat" in path else {}) | body
-    error = httpx.post(f"{server.url}/{path}", json=body).json()["error"]
+    error = httpx.post(f"{server.url}/{path}", json=body, timeout=60).json()["error"]
     assert error["message"].startswith(said)
     assert error["param"] == re.split(r"[.:]", said)[0]
 
@@ -47,7 +47,7 @@ LONE = b'{"prompt": "\\ud800"}'
     "raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', DEEP, LONE]
 )
 def test_a_body_that_is_no_object_is_refused(server, raw):
-    answer = httpx.post(f"{server.url}/v1/completions", content=raw)
+    answer = httpx.post(f"{server.url}/v1/completions", content=raw, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -57,17 +57,19 @@ def test_a_body_is_json_whatever_its_content_type(server):
     for kind in ("application/x-www-form-urlencoded", "text/plain", "application/json"):
         raw = b'{"prompt": "w5", "max_tokens": 1}'
         headers = {"content-type": kind}
-        answer = httpx.post(f"{server.url}/v1/completions", content=raw, headers=headers)
+        answer = httpx.post(
+            f"{server.url}/v1/completions", content=raw, headers=headers, timeout=60
+        )
         assert answer.status_code == 200
 
 
 def test_the_document_has_every_route_and_the_bodies_they_take(server):
-    document = httpx.get(f"{server.url}/openapi.json").json()
+    document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     bodies = {}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             url = server.url + path.format(name="tiny")
-            assert httpx.request(method, url).status_code in (200, 400)
+            assert httpx.request(method, url, timeout=60).status_code in (200, 400)
             if "requestBody" in operation:
                 content = operation["requestBody"]["content"]["application/json"]
                 bodies[path] = content["schema"]["$ref"].rpartition("/")[2]

@@ -208,5 +208,5 @@ def test_zero_tokens_are_for_an_echo(client, server):
     with pytest.raises(openai.BadRequestError, match="max_tokens: 0 is for echo=true"):
         client.completions.create(model="tiny", prompt="w5", max_tokens=0)
     body = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 0}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")

@@ -146,7 +146,7 @@ def test_the_prefix_cache_neither_helps_nor_grows(moe, stock):
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(server, change, param):
-    answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": "w5"} | change)
+    answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": "w5"} | change, timeout=60)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == param
@@ -158,7 +158,7 @@ def test_every_field_openai_documents_is_honoured(server):
         "input": "w5", "model": "tiny", "dimensions": WIDTH, "encoding_format": "float", "user": "u"
     }  # fmt: skip
     assert body.keys() == get_type_hints(EmbeddingCreateParams).keys()
-    assert httpx.post(f"{server.url}/v1/embeddings", json=body).status_code == 200
+    assert httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).status_code == 200
 
 
 def test_a_model_without_hidden_states_of_its_own_refuses(client, server, moe, monkeypatch):

@@ -322,6 +322,6 @@ def test_arguments_that_are_no_object_come_as_one_to_anthropic(arguments):
 def test_arguments_that_are_no_json_are_refused_by_name(server):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
     body = {"messages": [*ASKED, {"role": "assistant", "tool_calls": [call]}]}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "messages"

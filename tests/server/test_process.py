@@ -44,7 +44,7 @@ def started(*command: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         for _ in range(600):
             assert process.poll() is None, process.communicate()[1]
             try:
-                if httpx.get(f"{url}/health").status_code == 200:
+                if httpx.get(f"{url}/health", timeout=60).status_code == 200:
                     break
             except httpx.TransportError:
                 time.sleep(0.1)
@@ -65,9 +65,9 @@ def test_sigterm_lets_requests_finish_and_then_writes_the_history(tmp_path):
     history = tmp_path / "history.npz"
     options = ["--model", DEMO, "--offload-dir", tmp_path, "--history", history]
     with started(*OLD, *options) as (url, process), ThreadPoolExecutor() as threads:
-        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "demo"
+        assert httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"] == "demo"
         running = threads.submit(ask, url, 200)
-        while not httpx.get(f"{url}/stats").json()["engine"]["decoding"]:
+        while not httpx.get(f"{url}/stats", timeout=60).json()["engine"]["decoding"]:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         answer = running.result()
@@ -81,7 +81,7 @@ def test_sigterm_lets_requests_finish_and_then_writes_the_history(tmp_path):
 def test_a_second_sigterm_stops_what_runs():
     with started(*NEW, DEMO) as (url, process), ThreadPoolExecutor() as threads:
         running = threads.submit(ask, url, 1000)
-        while not httpx.get(f"{url}/stats").json()["engine"]["decoding"]:
+        while not httpx.get(f"{url}/stats", timeout=60).json()["engine"]["decoding"]:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.5)

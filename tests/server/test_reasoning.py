@@ -26,13 +26,13 @@ def test_how_much_to_reason_is_told_to_a_template_that_has_such_a_variable(
 ):
     monkeypatch.setattr(moe.tokenizer, "chat_template", THINKS)
     body = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 1} | fields
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
     assert answer["usage"]["prompt_tokens"] == 2 + num_more
     ask = {"max_tokens": 1, "messages": body["messages"], "thinking": {"type": "disabled"}}
-    counted = httpx.post(f"{server.url}/v1/messages", json=ask).json()["usage"]
+    counted = httpx.post(f"{server.url}/v1/messages", json=ask, timeout=60).json()["usage"]
     assert counted["input_tokens"] + counted.get("cache_read_input_tokens", 0) == 4
     ask = {"input": "w5", "max_output_tokens": 1, "reasoning": {"effort": "none"}}
-    answer = httpx.post(f"{server.url}/v1/responses", json=ask).json()
+    answer = httpx.post(f"{server.url}/v1/responses", json=ask, timeout=60).json()
     assert answer["usage"]["input_tokens"] == 4
     assert answer["reasoning"]["effort"] == "none"
 
@@ -43,6 +43,6 @@ def test_a_variable_that_the_template_has_not_or_is_not_the_clients_is_refused(
 ):
     monkeypatch.setattr(moe.tokenizer, "chat_template", THINKS)
     body = {"messages": [{"role": "user", "content": "w5"}], "chat_template_kwargs": {name: "w9"}}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, f"chat_template_kwargs.{name}")

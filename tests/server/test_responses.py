@@ -103,7 +103,7 @@ def test_the_clients_own_stream_helper_puts_it_together(client, ended):
 
 def test_on_the_wire_an_event_has_its_name_and_nothing_comes_after_the_last(server):
     body = GREEDY | {"input": PROMPT, "max_output_tokens": 2, "stream": True}
-    raw = httpx.post(f"{server.url}/v1/responses", json=body).text
+    raw = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).text
     events = raw.removesuffix("\n\n").split("\n\n")
     assert events[0].startswith('event: response.created\ndata: {"type": "response.created"')
     assert events[-1].startswith("event: response.incomplete\n")
@@ -172,7 +172,7 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(server, change, param):
-    answer = httpx.post(f"{server.url}/v1/responses", json={"input": PROMPT} | change)
+    answer = httpx.post(f"{server.url}/v1/responses", json={"input": PROMPT} | change, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert param in error["message"]
@@ -194,7 +194,7 @@ def test_every_field_openai_documents_is_honoured_or_refused_by_name(server):
     """A field the client library learns one day fails here until someone decides."""
     for name in get_type_hints(ResponseCreateParamsBase).keys() - HONOURED:
         body = {"input": PROMPT, "max_output_tokens": 1, name: ODD.get(name, "x")}
-        answer = httpx.post(f"{server.url}/v1/responses", json=body)
+        answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
@@ -231,5 +231,5 @@ def test_an_error_within_a_stream_is_raised_by_the_client(moe, server):
         assert events[:4] == BEGINNING
     with serving(moe, deadline=0.05) as slow:
         body = GREEDY | {"input": PROMPT, "max_output_tokens": 400, "stream": True}
-        last = httpx.post(f"{slow.url}/v1/responses", json=body).text.split("\n\n")[-2]
+        last = httpx.post(f"{slow.url}/v1/responses", json=body, timeout=60).text.split("\n\n")[-2]
         assert last.startswith('event: error\ndata: {"type": "error", "sequence_number": ')

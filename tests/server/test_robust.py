@@ -111,7 +111,7 @@ def test_a_body_too_large_answers_413_whatever_it_declares(moe):
     with serving(moe, max_body=1000) as server:
         large = json.dumps(SHORT | {"user": "x" * 2000}).encode()
         for content in (large, iter([large[:500], large[500:]])):
-            answer = httpx.post(f"{server.url}/v1/completions", content=content)
+            answer = httpx.post(f"{server.url}/v1/completions", content=content, timeout=60)
             assert answer.status_code == 413
         assert post(server, SHORT).status_code == 200
 
@@ -149,12 +149,12 @@ def test_without_the_key_only_health_and_the_page_answer(moe):
         right = {"Authorization": "Bearer sésame".encode()}
         for wrong in ({}, {"Authorization": "Bearer no"}, {"Authorization": "sésame".encode()}):
             for path in ("/v1/models", "/metrics", "/stats"):
-                answer = httpx.get(server.url + path, headers=wrong)  # type: ignore[arg-type]
+                answer = httpx.get(server.url + path, headers=wrong, timeout=60)  # type: ignore[arg-type]
                 assert answer.status_code == 401
                 assert answer.headers["www-authenticate"] == "Bearer"
             assert post(server, SHORT, headers=wrong).status_code == 401
         for path in ("/", "/health", "/health/live", "/health/ready"):
-            assert httpx.get(server.url + path).status_code == 200
+            assert httpx.get(server.url + path, timeout=60).status_code == 200
         assert post(server, SHORT, headers=right).status_code == 200
         assert server.engine.counts.finished == 1
 
@@ -201,8 +201,8 @@ def test_names_that_stand_for_our_address_are_refused(moe):
 def test_other_sites_are_told_nothing(server):
     headers = {"Origin": "https://example.org"}
     for answer in (
-        httpx.get(f"{server.url}/v1/models", headers=headers),
-        httpx.options(f"{server.url}/v1/completions", headers=headers),
+        httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60),
+        httpx.options(f"{server.url}/v1/completions", headers=headers, timeout=60),
     ):
         assert not [name for name in answer.headers if name.startswith("access-control")]
     assert post(server, SHORT, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
@@ -248,11 +248,11 @@ def test_logs_have_sizes_and_no_prompts(server, caplog):
 
 def test_health_tells_live_and_ready_apart(moe):
     with serving(moe) as server:
-        assert httpx.get(f"{server.url}/health").json()["ready"] is True
-        assert httpx.head(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=60).json()["ready"] is True
+        assert httpx.head(f"{server.url}/health", timeout=60).status_code == 200
         server.engine.drain()
-        assert httpx.get(f"{server.url}/health/live").status_code == 200
-        assert httpx.get(f"{server.url}/health/ready").status_code == 503
+        assert httpx.get(f"{server.url}/health/live", timeout=60).status_code == 200
+        assert httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 503
         refused = post(server, SHORT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopped")
 
@@ -263,10 +263,10 @@ def test_the_death_of_the_engine_shows_in_health_and_fails_who_waits(moe):
         server.wait_until(lambda: server.engine.state()["decoding"] == 1)
         server.engine._admit = lambda: 1 / 0  # type: ignore[method-assign,assignment]
         assert waiting.result(10).status_code == 503
-        health = httpx.get(f"{server.url}/health")
+        health = httpx.get(f"{server.url}/health", timeout=60)
         assert health.status_code == 503
         assert "ZeroDivisionError" in health.json()["error"]
-        assert httpx.get(f"{server.url}/health/live").status_code == 503
+        assert httpx.get(f"{server.url}/health/live", timeout=60).status_code == 503
 
 
 def test_an_error_in_generation_is_500_without_detail_and_an_event_in_a_stream(moe, monkeypatch):
@@ -289,7 +289,7 @@ def test_health_answers_at_once_while_others_generate(server):
     connections = [raw_request(server, LONG | {"stream": True}) for _ in range(4)]
     server.wait_until(lambda: server.engine.state()["decoding"] >= 1)
     seconds = []
-    with httpx.Client() as http:
+    with httpx.Client(timeout=60) as http:
         for _ in range(40):
             began = time.perf_counter()
             assert http.get(f"{server.url}/health").status_code == 200
@@ -307,12 +307,12 @@ def test_metrics_and_stats_add_up(moe):
     with serving(moe) as server:
         post(server, SHORT)
         post(server, {"prompt": 5})
-        text = httpx.get(f"{server.url}/metrics").text
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
         assert 'moe_infinity_tokens_total{kind="generated"} 4.0' in text
         assert 'moe_infinity_tokens_total{kind="prompt"} 2.0' in text
         assert 'moe_infinity_sequences_ended_total{outcome="finished"} 1.0' in text
         assert 'moe_infinity_http_responses_total{route="/v1/completions",status="400"} 1.0' in text
-        stats = httpx.get(f"{server.url}/stats").json()
+        stats = httpx.get(f"{server.url}/stats", timeout=60).json()
         assert len(stats["experts"]) == 3
         assert all(len(row) == 8 and set(row) <= set(".lhH") for row in stats["experts"])
         assert any("H" in row for row in stats["experts"])  # the last step used some
@@ -328,17 +328,17 @@ def test_metrics_and_stats_add_up(moe):
 
 
 def test_the_page_and_its_files_ask_only_this_server(server):
-    answer = httpx.get(server.url)
+    answer = httpx.get(server.url, timeout=60)
     assert answer.headers["content-type"].startswith("text/html")
     names = re.findall(r'(?:src|href)="(page/[^"]+)"', answer.text)
     assert len(names) == 2
     for name in ("", *names, *(f"page/{part}.js" for part in ("chat", "draw", "markdown"))):
-        answer = httpx.get(f"{server.url}/{name}")
+        answer = httpx.get(f"{server.url}/{name}", timeout=60)
         assert answer.status_code == 200
         assert "unsafe" not in answer.headers["content-security-policy"]
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         known = {"If-None-Match": answer.headers["etag"]}
-        assert httpx.get(f"{server.url}/{name}", headers=known).status_code == 304
+        assert httpx.get(f"{server.url}/{name}", headers=known, timeout=60).status_code == 304
         assert not re.search(r"(src|href|url|import|fetch)\W+https?://", answer.text)
     for wrong in ("none.js", "..%2fapp.py", "%2e%2e/app.py"):
-        assert httpx.get(f"{server.url}/page/{wrong}").status_code == 404
+        assert httpx.get(f"{server.url}/page/{wrong}", timeout=60).status_code == 404

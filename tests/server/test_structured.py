@@ -214,7 +214,7 @@ def test_each_of_a_batch_has_its_own_schema_and_the_answer_it_has_alone(client):
 
 def test_the_metrics_count_masks(server, client):
     def seen(name: str) -> float:
-        text = httpx.get(f"{server.url}/metrics").text
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
         found = re.search(rf"^moe_infinity_mask_seconds_{name} (.*)$", text, re.MULTILINE)
         assert found
         return float(found[1])
@@ -382,11 +382,11 @@ def test_what_cannot_be_kept_is_refused_by_name(server, change, param, said):
 def test_other_routes_name_their_own_fields(server):
     form = {"type": "json_schema", "name": "it", "schema": {"type": "foo"}}
     body: Any = {"input": "hi", "text": {"format": form}}
-    error = httpx.post(f"{server.url}/v1/responses", json=body).json()["error"]
+    error = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).json()["error"]
     assert error["param"] == "text.format.schema"
     tool = {"name": "f", "input_schema": {"properties": {"a": {"type": "foo"}}}}
     body = {"messages": ASKED, "max_tokens": 4, "tools": [tool], "tool_choice": {"type": "any"}}
-    error = httpx.post(f"{server.url}/v1/messages", json=body).json()["error"]
+    error = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).json()["error"]
     assert error["message"].startswith("tools.0.input_schema: Invalid type: foo")
 
 

@@ -144,7 +144,7 @@ class DeviceExperts:
         if self.device_steps.finish_step():
             self._local.leave_step()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the device, and enter in the bookkeeping what it has not reported so far."""
         self._note_coming()
         self.device_steps.conclude()
@@ -158,7 +158,7 @@ class DeviceExperts:
         """Give the modules of the model their own code back, and close the experts."""
         self.graphed.close()
         self.fused.close()
-        self.settle()
+        self.synchronize()
         self._local.close()
 
 

@@ -1,6 +1,6 @@
-"""Routers on a GPU in two kernels: the logits, and the choice among experts. Which modules are
-routers that kernels know is found by trying: on random tokens, in float32, a module has to choose
-what an ExpertChoice chooses, whatever its class is called.
+"""Routers on a GPU: a product, and the choice among experts in one kernel. Which modules are
+routers that the kernel knows is found by trying: on random tokens, in float32, a module has to
+choose what an ExpertChoice chooses, whatever its class is called.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ KEPT_GROUPS = ("topk_group", "top_k_group")  # and how many of them are kept
 class RouterPath(NamedTuple):
     """How modules of one kind choose."""
 
+    dtype: torch.dtype  # of the logits
     choice: ExpertChoice
     correction: str | None  # the name of what is added to scores for choosing
 
@@ -73,7 +74,9 @@ def _forward(module: Any, path: RouterPath, kernels: Kernels) -> Callable[..., A
         x_TD = hidden_states.reshape(-1, weight.shape[1])
         if torch.is_grad_enabled() or args or kwargs:
             return stock(hidden_states, *args, **kwargs)
-        logits_TE = kernels.router_logits(x_TD, weight, getattr(module, "bias", None))
+        bias = getattr(module, "bias", None)
+        bias = None if bias is None else bias.to(path.dtype)
+        logits_TE = linear(x_TD.to(path.dtype), weight.to(path.dtype), bias)
         correction = None if path.correction is None else getattr(module, path.correction)
         index_TK, weights_TK = kernels.choose(logits_TE, correction, path.choice)
         return logits_TE, weights_TK, index_TK
@@ -103,14 +106,14 @@ def _path_of(module: nn.Module) -> RouterPath:
     num_experts, width = tried.weight.shape
     x_TD = trial.random(TRIED_TOKENS, width)
     in_its_dtype = for_trial(module)
-    dtype = in_its_dtype(x_TD.to(in_its_dtype.weight.dtype))[1].dtype
+    in_its_dtype_TE, given_TK, _ = in_its_dtype(x_TD.to(in_its_dtype.weight.dtype))
     correction = _correction_of(tried, num_experts)
     added_E = None
     if correction is not None:
         added_E = getattr(tried, correction)
         added_E.copy_(trial.random(num_experts).abs())
     logits_TE, weights_TK, index_TK = tried(x_TD)
-    plain_TE = reference.router_logits(x_TD, tried.weight, getattr(tried, "bias", None))
+    plain_TE = linear(x_TD, tried.weight, getattr(tried, "bias", None))
     if not is_close(logits_TE, plain_TE):
         raise Differs("its logits are no product")
     wanted_TE = _spread(index_TK, weights_TK, num_experts)
@@ -123,11 +126,12 @@ def _path_of(module: nn.Module) -> RouterPath:
         is_same = torch.equal(given_TE != 0, wanted_TE != 0)
         return factor if is_same and is_close(given_TE * factor, wanted_TE) else None
 
-    choices = _choices(tried, index_TK.shape[1], num_experts, dtype)
+    choices = _choices(tried, index_TK.shape[1], num_experts, given_TK.dtype)
     choice = first_that(choices, lambda each: factor_of(each) is not None, "it weighs otherwise")
     factor = factor_of(choice)
     assert factor is not None
-    return RouterPath(replace(choice, factor=_factor_of(tried, factor)), correction)
+    choice = replace(choice, factor=_factor_of(tried, factor))
+    return RouterPath(in_its_dtype_TE.dtype, choice, correction)
 
 
 def _factor_of(module: nn.Module, about: float) -> float:

@@ -142,7 +142,7 @@ def _workload(model: str, config: BenchConfig, named: dict[str, Any]) -> Workloa
 
 
 def _said_of_bounds(rates: Rates) -> str:
-    """What the bounds of the table are made of."""
+    """Return a line that says what the bounds of the table are made of."""
     known = [
         f"{name} {rate / 1e9:,.1f} {unit}"
         for name, rate, unit in (
@@ -193,7 +193,7 @@ def _fit_together(summary: Summary, budgets: Sequence[str | None], *, device: st
 
 
 def _num_bytes(summary: Summary, budget: str | None, free: int) -> int:
-    """Of a model with that budget; None is its own choice."""
+    """Return the bytes of a model with that budget; None is its own choice."""
     if budget is None:
         experts = min(summary.expert_bytes, int(AUTOMATIC_SHARE * free) - summary.dense_bytes)
         return summary.dense_bytes + max(experts, 0)
@@ -202,7 +202,7 @@ def _num_bytes(summary: Summary, budget: str | None, free: int) -> int:
 
 
 def _measure_rates(checkpoint: Path, *, bytes_per_expert: int, num_threads: int) -> Rates:
-    """Of this machine's processor and memory, and of the disk that a folder or file is on."""
+    """Measure this machine's processor and memory, and of the disk that a folder or file is on."""
     return Rates(
         memory=memory_rate(num_threads),
         disk=_disk_rate(checkpoint, bytes_per_expert),

@@ -123,7 +123,7 @@ class Sample(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a token takes of a model."""
+    """The bytes and operations that a token needs."""
 
     dense_bytes: int  # read for every token beside experts
     expert_bytes: float  # of one expert
@@ -132,7 +132,7 @@ class Needs(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """What is known of one model at the end."""
+    """The samples of one model, and what it needs."""
 
     needs: Needs | None  # None: on a GPU, where nothing is known of what limits it
     about: str
@@ -146,7 +146,7 @@ class System(Protocol):
     about: str
 
     def run(self, ids: list[int], num_prompt: int) -> tuple[Sample, Sample]:
-        """Of a prompt, and of the tokens after it."""
+        """Return the samples of a prompt and of the tokens after it."""
 
 
 Systems = Mapping[str, Callable[[], AbstractContextManager[System]]]
@@ -200,7 +200,7 @@ class Ours:
         self.about = moe.report().experts
 
     def run(self, ids: list[int], num_prompt: int) -> tuple[Sample, Sample]:
-        """Of the prompt, and of the tokens after it."""
+        """Return the samples of the prompt and of the tokens after it."""
         self._cache = DynamicCache(config=self._moe.model.config)
         prompt = self._timed(Phase.PREFILL, [ids[:num_prompt]])
         return prompt, self._timed(Phase.DECODE, [[token_id] for token_id in ids[num_prompt:]])
@@ -237,7 +237,7 @@ class Ours:
 
 
 def _needs(moe: MoE, summary: Summary) -> Needs:
-    """What a token takes of this model, dense weights as they are in memory."""
+    """Return what a token of this model needs, dense weights as they are in memory."""
     decoder = moe.model.get_decoder()
     head = moe.model.get_output_embeddings()
     # A token needs one row of the input embedding. It is the weight of the head in some models.

@@ -1,4 +1,4 @@
-"""What was measured, as rows of a table: medians with their spread, and the best that could be."""
+"""Measurements as rows of a table: medians with their spread, and the best that could be."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Row:
         }
 
     def cells(self) -> list[str]:
-        """As the table shows it."""
+        """Return the cells of the table."""
         rates = self.rates
         return [
             self.test.name,

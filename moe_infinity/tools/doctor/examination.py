@@ -70,7 +70,7 @@ def examine(*, is_quick: bool = False) -> Iterator[Line]:
 
 
 def lines_of(name: str, check: Check) -> Iterator[Line]:
-    """What a check says, or that it failed."""
+    """Yield what a check says, or that it failed."""
     try:
         found = check()
         yield from [found] if isinstance(found, Line) else found
@@ -259,7 +259,7 @@ def doctor(
         for line in examine(is_quick=quick):
             lines.append(line)
             if not as_json:
-                write(f"{line.state:<8} {line.check:<{COLUMN}} {line.found}\n")
+                write(f"{line.state:<8} {line.check:<{COLUMN}} {line.finding}\n")
                 if line.hint:
                     write(f"{'':<8} {'':<{COLUMN}} -> {line.hint}\n")
     states = Counter(line.state for line in lines)

@@ -1,4 +1,4 @@
-"""What each check says, as a function of what was seen: bad machines can be made up in tests."""
+"""The line of each check, as a function of what was seen, so that tests can make up machines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ State = Literal["ok", "warning", "error"]
 class Line(NamedTuple):
     check: str
     state: State
-    found: str
+    finding: str
     hint: str = ""  # what to do; empty if all is well
 
 
@@ -99,10 +99,9 @@ def loaded_line(line: Line, load: Callable[[str], object]) -> Line:
         load(line.check)
     except Exception as problem:  # whatever a broken installation gives
         reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-        hint = (
-            f"install it again: pip install --force-reinstall --no-deps {line.check}=={line.found}"
-        )
-        return error(line.check, f"{line.found} cannot be imported: {reason}", hint)
+        package = f"{line.check}=={line.finding}"
+        hint = f"install it again: pip install --force-reinstall --no-deps {package}"
+        return error(line.check, f"{line.finding} cannot be imported: {reason}", hint)
     return line
 
 
@@ -224,7 +223,7 @@ def launcher_line(compiler: str | None, cache: str, options: Collection[str]) ->
 
 
 def switches_lines(given: Mapping[str, str]) -> list[Line]:
-    """Of the environment, where they break or slow what they are not meant for."""
+    """Warn of variables of the environment that break or slow down a run."""
     lines = []
     if given.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
         lines.append(error("switches", "NUMBA_DISABLE_JIT is set", "unset NUMBA_DISABLE_JIT"))
@@ -258,7 +257,7 @@ def room_line(free: int) -> Line:
 
 
 def direct_line(is_there: bool | None) -> Line:
-    """Whether a file was read past the page cache; None: none could be written to try it."""
+    """Say if a file was read past the page cache; None: no file could be written to try it."""
     if is_there is None:
         return warning("direct reads", "not tried", "make the cache folder writable")
     if not is_there:
@@ -268,7 +267,7 @@ def direct_line(is_there: bool | None) -> Line:
 
 
 def page_cache_line(is_told: bool | None) -> Line:
-    """Whether the system says what it has of a file; None: none could be written to try it."""
+    """Say if the system tells what it caches of a file; None: no file could be written."""
     if is_told is None:
         return warning("page cache", "not tried", "make the cache folder writable")
     if not is_told:
@@ -288,7 +287,7 @@ def rate_line(rate: float) -> Line:
 
 
 def kernels_line(folder: Path, num_kernels: int, num_bytes: int, *, is_writable: bool) -> Line:
-    """Of the kernels that this state of the package has compiled on this processor."""
+    """Count the kernels that this version of the package has compiled on this processor."""
     if not is_writable:
         return warning(
             "kernels", f"{folder} cannot be written, {num_kernels} are there: the others are "

@@ -1,1 +1,1 @@
-"""What simulations, traces and runs look like: figures by matplotlib, and a page without it."""
+"""Pictures of simulations, traces and runs: figures by matplotlib, and a page without it."""

@@ -132,7 +132,7 @@ def shown(name: str) -> str:
 
 
 def title(axes: Any, text: str) -> None:
-    """As it is: a dollar sign begins no formula."""
+    """Set a title as it is: a dollar sign begins no formula."""
     axes.set_title(text, parse_math=False)
 
 

@@ -104,7 +104,7 @@ def _summary_of(run: FinishedRun) -> dict[str, str]:
 
 
 def _map_of(counts_LE: Ints, phase: Phase) -> dict[str, Any]:
-    """What the page shows of one matrix."""
+    """Return what the page shows of one matrix."""
     levels_LE, bounds = levels_of(counts_LE)
     in_order = np.argsort(-counts_LE, axis=None, kind="stable")[:MOST_LISTED]
     most = [divmod(int(cell), counts_LE.shape[1]) for cell in in_order]
@@ -122,7 +122,7 @@ def _map_of(counts_LE: Ints, phase: Phase) -> dict[str, Any]:
 
 
 def _bars_of(steps: Sequence[PhaseCounters]) -> list[dict[str, str]]:
-    """As many steps in each bar; shares of lookups in percent."""
+    """Return bars of equally many steps; shares of lookups in percent."""
     width = max(-(-len(steps) // MOST_BARS), 1)
     bars = []
     for first in range(0, len(steps), width):
@@ -179,8 +179,8 @@ def path_of(cells_LE: NDArray[np.bool_]) -> str:
 
 
 def levels_of(counts_LE: NDArray[Any]) -> tuple[NDArray[np.int64], list[int]]:
-    """Of each cell 0 for none, or 1 to LEVELS; and the highest count of each level. The steps are
-    smaller where counts are: most experts serve few tokens.
+    """Return for each cell 0 for none, or 1 to LEVELS, and the highest count of each level. The
+    steps are smaller where counts are: most experts serve few tokens.
     """
     most = max(int(counts_LE.max()), 1)
     bounds = [int(most * (level / LEVELS) ** 2) for level in range(1, LEVELS + 1)]

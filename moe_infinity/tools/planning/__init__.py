@@ -1,1 +1,1 @@
-"""What to expect of a model on a machine, before it is loaded: `moe-infinity plan`."""
+"""Predicts a model's fit and speed on a machine before it is loaded: `moe-infinity plan`."""

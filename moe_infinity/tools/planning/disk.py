@@ -80,7 +80,9 @@ def _weights_of(path: Path) -> list[Region]:
 
 @contextmanager
 def _temporary_region(folder: Path, seconds: float) -> Iterator[Region]:
-    """As much as can be written in so many seconds, at most TEMPORARY_BYTES. Gone afterwards."""
+    """A file of what can be written in that time, at most TEMPORARY_BYTES. It is removed at the
+    end.
+    """
     free = shutil.disk_usage(folder).free
     if free < 2 * TEMPORARY_BYTES:
         raise CheckpointError(

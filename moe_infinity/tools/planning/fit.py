@@ -24,7 +24,7 @@ from moe_infinity.tools.planning.remote import hollow_copy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierBytes:
-    """What one kind of memory holds, in bytes."""
+    """The contents of one kind of memory, in bytes."""
 
     name: str  # "gpu", "host" or "disk"
     available: float  # of a new process; of the disk what it holds
@@ -164,7 +164,7 @@ NO_KEYS = ("linear_attention", "mamba", "conv")  # layers whose state does not g
 
 @dataclass(frozen=True, slots=True)
 class KvBytes:
-    """Of the KV cache of one sequence."""
+    """The bytes of the KV cache of one sequence."""
 
     per_token: int  # of layers that keep all tokens
     per_window_token: int  # of layers that keep the last `window` tokens
@@ -181,7 +181,7 @@ class ModelSizes:
 
     model: str
     architecture: str
-    place: Path | None  # the folder with its files; None: it is not on this machine
+    folder: Path | None  # the folder with its files; None: it is not on this machine
     num_layers: int  # MoE layers
     num_experts: int  # of a layer
     top_k: int
@@ -201,7 +201,7 @@ class ModelSizes:
 
     @property
     def expert_bytes(self) -> int:
-        """Of all experts, in slots."""
+        """The bytes of all experts in slots."""
         return self.total_experts * self.slot_bytes
 
     @property
@@ -212,18 +212,19 @@ class ModelSizes:
 
     @property
     def weight_bits(self) -> float:
-        """Of a parameter of an expert, on disk."""
+        """The bits of a parameter of an expert on disk."""
         return 8 * self.stored_bytes / self.expert_params
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
-        place = None if self.place is None else str(self.place)
-        return asdict(self) | {"place": place, "activated_params": self.activated_params}
+        folder = None if self.folder is None else str(self.folder)
+        return asdict(self) | {"folder": folder, "activated_params": self.activated_params}
 
 
 def sizes_of(model: str) -> ModelSizes:
-    """Of a folder, GGUF file or hub id; of one that is not on this machine only headers are read
-    from the hub. Raises CheckpointError, UnsupportedModelError, and what `hollow_copy` raises.
+    """Return the sizes of a folder, GGUF file or hub id. If it is not on this machine, only headers
+    are read from the hub. Raises CheckpointError, UnsupportedModelError, and what `hollow_copy`
+    raises.
     """
     found = find_local(model)
     is_named = model.startswith((".", "/", "~")) or Path(model).exists()
@@ -231,11 +232,11 @@ def sizes_of(model: str) -> ModelSizes:
         with hollow_copy(model) as path:
             return _sizes(model, plan_from_headers(str(path), dtype="auto"), None)
     plan = plan_from_headers(found, dtype="auto")
-    place = Path(found).expanduser()
-    return _sizes(model, plan, place if place.is_dir() else place.parent)
+    path = Path(found).expanduser()
+    return _sizes(model, plan, path if path.is_dir() else path.parent)
 
 
-def _sizes(model: str, plan: Plan, place: Path | None) -> ModelSizes:
+def _sizes(model: str, plan: Plan, folder: Path | None) -> ModelSizes:
     if plan.top_k is None:
         raise UnsupportedModelError(
             f"{model}: its config does not say how many experts a token uses, so nothing can be "
@@ -248,7 +249,7 @@ def _sizes(model: str, plan: Plan, place: Path | None) -> ModelSizes:
     return ModelSizes(
         model=model,
         architecture=plan.architecture,
-        place=place,
+        folder=folder,
         num_layers=len(plan.layers),
         num_experts=max(layer.num_experts for layer in plan.layers),
         top_k=plan.top_k,
@@ -267,7 +268,7 @@ def _sizes(model: str, plan: Plan, place: Path | None) -> ModelSizes:
 
 
 def kv_bytes_of(config: Any) -> KvBytes:
-    """By the names that transformers' configs use."""
+    """Return the bytes of the KV cache by the names that transformers' configs use."""
     config = config.get_text_config()
     layers = config.num_hidden_layers
     latent = getattr(config, "kv_lora_rank", None)

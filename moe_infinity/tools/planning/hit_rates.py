@@ -76,8 +76,8 @@ def nearest_curve(num_experts: int, top_k: int, curves: Sequence[Curve]) -> Curv
 def expected_hit_rates(
     *, num_layers: int, num_experts: int, top_k: int, trace: Path | None = None
 ) -> Callable[[int], HitRate]:
-    """Of decoding, by the number of slots that all layers have together. Raises TraceError for a
-    trace that cannot be read, ConfigError for one of another model.
+    """Return hit rates of decoding by the number of slots of all layers together. Raises TraceError
+    for a trace that cannot be read, ConfigError for one of another model.
     """
     total = num_layers * num_experts
     if trace is None:

@@ -37,7 +37,7 @@ def page(plan: RunPlan) -> str:
 
 def _model(plan: RunPlan) -> list[str]:
     sizes = plan.sizes
-    where = ", not on this machine: only headers were read" if sizes.place is None else ""
+    where = ", not on this machine: only headers were read" if sizes.folder is None else ""
     count = sizes.activated_params
     params = f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.1f} million"
     return [

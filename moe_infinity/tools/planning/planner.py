@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """What is to be run: one sequence."""
+    """The run to plan: one sequence."""
 
     prompt: int = 512  # tokens
     context: int = 4096  # tokens that the KV cache has room for
@@ -39,7 +39,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What one variant of a model is expected to do."""
+    """The expectation of one variant of a model."""
 
     fit: Fit
     hits: tuple[HitRate, ...]  # of the tiers with slots, the one that computes first
@@ -68,7 +68,7 @@ class RunPlan:
 
     @property
     def commands(self) -> tuple[str, ...]:
-        """What to type; nothing if the model does not run."""
+        """The commands to type; none if the model does not run."""
         if self.outlook.fit.refusal is not None:
             return ()
         model = quote(self.sizes.model)
@@ -77,7 +77,7 @@ class RunPlan:
             run += f" --host-memory {quote(self.planned.host_memory)}"
         elif (budget := self.outlook.fit.host_memory) is not None:
             run += f" --host-memory {budget >> 20}MiB"
-        download = (f"moe-infinity pull {model}",) if self.sizes.place is None else ()
+        download = (f"moe-infinity pull {model}",) if self.sizes.folder is None else ()
         return *download, run
 
     def as_dict(self) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def make_plan(
 
 
 def packed_sizes(sizes: ModelSizes) -> list[tuple[str, ModelSizes]]:
-    """Of the variants with fewer bytes; by name. What is packed already is not packed again by us,
-    but others may offer it as a GGUF file.
+    """Return the outlooks of variants with fewer bytes by name. What is packed already is not
+    packed again by us, but others may offer it as a GGUF file.
     """
     found = []
     dense_params = sizes.dense_params + 2 * sizes.head_params  # embeddings and head
@@ -195,4 +195,4 @@ def measured_machine(sizes: ModelSizes, *, measures_disk: bool) -> PlanMachine:
 
 
 def _place_of(sizes: ModelSizes) -> Path:
-    return nearest_folder(Path(HF_HUB_CACHE)) if sizes.place is None else sizes.place
+    return nearest_folder(Path(HF_HUB_CACHE)) if sizes.folder is None else sizes.folder

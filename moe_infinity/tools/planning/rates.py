@@ -168,7 +168,9 @@ MEASURED = ("disk", "memory", "new_memory", "products", "link", "gpu_memory")
 
 
 def parse_machine(text: str) -> PlanMachine:
-    """Of "ram=32GiB,disk=3GB/s,gpu=24GiB,link=25GB/s,cores=8,memory=60GB/s". Raises ConfigError."""
+    """Read a machine from "ram=32GiB,disk=3GB/s,gpu=24GiB,link=25GB/s,cores=8,memory=60GB/s".
+    Raises ConfigError.
+    """
     told: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, _, value = part.partition("=")

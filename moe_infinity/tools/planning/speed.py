@@ -22,7 +22,7 @@ from moe_infinity.tools.planning.rates import PlanMachine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What is neither a size nor a rate of the machine. Seconds were measured on two cores."""
+    """Costs that are neither sizes nor rates of the machine. Seconds were measured on two cores."""
 
     # Python beside the kernels: 2.3 ms a step of 7 layers, all resident (docs/performance.md,
     # "Where the time goes"); 4.4 to 5.6 ms where each layer may have to wait (notes/log.md,
@@ -93,7 +93,7 @@ def _seconds_of(terms: tuple[Term, ...]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of one sequence."""
+    """The expected times of one sequence."""
 
     decode: Time  # one token
     first_token_cold: Time  # of a process that has just begun to load the model
@@ -164,7 +164,7 @@ def _read(machine: PlanMachine, num_bytes: float, constants: Constants) -> tuple
 
 
 def activated_share(sizes: ModelSizes, num_tokens: int) -> float:
-    """Of a layer's experts that a prompt activates at most: if all were equally likely."""
+    """Return the share of a layer's experts that a prompt activates if all are equally likely."""
     return 1 - (1 - sizes.top_k / sizes.num_experts) ** num_tokens
 
 

@@ -23,7 +23,7 @@ Traces = Annotated[
 
 @dataclass(kw_only=True)
 class SimulationOptions:
-    """What to replay on which machine, and how."""
+    """The options of a replay."""
 
     policy: Annotated[
         str,

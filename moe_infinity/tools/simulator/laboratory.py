@@ -35,7 +35,7 @@ from moe_infinity.tools.simulator.schedule import interleave, steps_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """What to replay and how."""
+    """The replays of one experiment."""
 
     policies: Sequence[str]
     capacities: Sequence[str]  # "10%" of all experts, or a number of slots
@@ -149,7 +149,7 @@ class Recording(NamedTuple):
 
 
 class PolicyReplay(NamedTuple):
-    """What one process replays at once: a policy at some capacities."""
+    """The part of an experiment that one process replays: a policy at some capacities."""
 
     recording: Recording
     policy: str
@@ -157,7 +157,7 @@ class PolicyReplay(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a cell has counted."""
+    """The counts of a cell."""
 
     num_slots: int
     counters: Counters
@@ -225,7 +225,7 @@ def _parts_of(
 
 
 def _run_part(experiment: Experiment, part: PolicyReplay, on_work: OnWork) -> list[Outcome]:
-    """Of each capacity."""
+    """Replay each capacity."""
     recording = part.recording
     setups = [
         Setup(

@@ -176,7 +176,7 @@ class _Round(Generic[Item, Result]):
 
 
 def serve(connection: Connection) -> None:
-    """What a process does: it gets the function, then items until the pipe is closed. An error that
+    """Work in a process: it gets the function, then items until the pipe is closed. An error that
     is not ours ends it, with a traceback.
     """
     with suppress(ValueError):  # in a thread, where Ctrl-C does not arrive

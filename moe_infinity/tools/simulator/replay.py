@@ -31,7 +31,7 @@ OMNISCIENT = (BELADY, CLAIRVOYANT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What a replay's times are made of."""
+    """The rates that a replay's times are made of."""
 
     bytes_per_s: float  # of the link
     expert_bytes: int
@@ -116,7 +116,7 @@ class Cell:
             self._begin_prefetches(self._planner, -1)
 
     def run_layer(self, moe_layer_idx: int, activated: Ints, phase: Phase) -> None:
-        """What the engine does with one MoE layer, on the modelled clock. The policy was told."""
+        """Do what the engine does with one MoE layer, on the modelled clock."""
         keys = self._keys[moe_layer_idx]
         waiting: Sequence[ExpertKey] = [keys[expert] for expert in activated.tolist()]
         counters = self.counters.of(phase)
@@ -220,7 +220,7 @@ def replay(
 
 
 def keys_of(num_layers: int, num_experts: int) -> list[list[ExpertKey]]:
-    """Of all experts, by MoE layer."""
+    """Return the keys of all experts by MoE layer."""
     return [
         [ExpertKey(moe_layer_idx, expert) for expert in range(num_experts)]
         for moe_layer_idx in range(num_layers)

@@ -23,7 +23,7 @@ def test_with_a_slot_for_each_expert_a_prompt_waits_for_no_routing(tiny_checkpoi
                 monkeypatch.setattr(Routing, "of", lambda *_: pytest.fail("waits for the device"))
             before = moe.report().prefill
             logits = moe.model(prompt).logits
-            moe._experts.settle()
+            moe._experts.synchronize()
             after = moe.report().prefill
             found.append((logits, moe.engine.recorder.routing(), after.lookups - before.lookups))
             assert is_waiting or after.hits - before.hits == after.lookups - before.lookups

@@ -36,7 +36,7 @@ WITHOUT_KERNEL = {
 }  # fmt: skip
 OF_EXPERTS = 6  # resolve, fill, plan, up, down, sum
 # For a layer. As the modules' own code launches them there are 68 and 62.
-MOST_NODES = {"qwen3": (qwen3, 15), "deepseek-v2-lite": (deepseek_v2_lite, 20)}
+MOST_NODES = {"qwen3": (qwen3, 15), "deepseek-v2-lite": (deepseek_v2_lite, 22)}
 
 
 class Nodes(TorchDispatchMode):
@@ -72,7 +72,6 @@ class Nodes(TorchDispatchMode):
         counted = {
             "rms_norm": self.counted("norm", plain.rms_norm),
             "add_rms_norm": self.counted("sum and norm", plain.add_rms_norm),
-            "router_logits": self.counted("router", plain.router_logits),
             "choose": self.counted("choice", plain.choose),
             "make_heads": self.counted("heads", plain.make_heads),
             "gated": self.counted("activation", plain.gated),
@@ -160,7 +159,7 @@ def test_a_step_in_a_graph_takes_the_same_few_copies_for_any_number_of_layers(tm
     assert few.total() <= 6, few
 
 
-MOST_OF_A_PROMPT = {"qwen3": 15, "deepseek-v2-lite": 22}  # wanted are 25
+MOST_OF_A_PROMPT = {"qwen3": 15, "deepseek-v2-lite": 24}  # wanted are 25
 # Plan, up, down and sum of experts, and the copy of the routing to the host. Unless every expert
 # has a slot the host awaits that one, and copies routing and addresses to the device: two more.
 OF_MANY_ROWS = 5

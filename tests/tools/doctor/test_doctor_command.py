@@ -79,7 +79,7 @@ def test_a_missing_torch_is_a_line_and_no_traceback():
     assert done.returncode == 1
     lines = {line["check"]: line for line in json.loads(done.stdout)["lines"]}
     assert lines["torch"]["state"] == "error"
-    assert "cannot be imported" in lines["torch"]["found"]
+    assert "cannot be imported" in lines["torch"]["finding"]
     assert lines["memory"]["state"] != "error"
     assert lines["direct reads"]["state"] != "error"
 
@@ -97,7 +97,7 @@ def test_a_check_that_fails_is_a_line():
 
     (line,) = examination.lines_of("gpu", fails)
     assert line.state == "error"
-    assert line.found == "could not be looked at: RuntimeError: no such thing"
+    assert line.finding == "could not be looked at: RuntimeError: no such thing"
 
 
 def test_a_disk_that_cannot_be_measured_is_a_warning_with_its_hint(monkeypatch, tmp_path):
@@ -114,13 +114,13 @@ def test_a_folder_that_cannot_be_written_is_not_tried(monkeypatch, tmp_path):
         raise PermissionError
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
-    assert ["not tried" in line.found for line in examination._tried(tmp_path)] == [True, True]
+    assert ["not tried" in line.finding for line in examination._tried(tmp_path)] == [True, True]
 
 
 def test_on_other_systems_the_same_is_asked_and_no_check_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(examination, "hub_cache", lambda: tmp_path)
     leave_linux(monkeypatch)
     lines = list(examination.examine(is_quick=True))
-    assert not [line for line in lines if "could not be looked at" in line.found]
+    assert not [line for line in lines if "could not be looked at" in line.finding]
     (direct,) = [line for line in lines if line.check == "direct reads"]
     assert direct.state == "warning"

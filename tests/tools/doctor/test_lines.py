@@ -153,7 +153,7 @@ OUTCOMES: dict[str, tuple[Line, str, str, str]] = {
 def test_what_is_seen_is_said(seen):
     line, state, found, hint = OUTCOMES[seen]
     assert line.state == state
-    assert found in line.found
+    assert found in line.finding
     assert hint in line.hint
 
 

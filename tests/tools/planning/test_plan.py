@@ -156,7 +156,7 @@ def test_a_model_that_does_not_fit_has_no_command_and_its_variants_are_shown(pub
 
 
 def test_a_model_of_the_hub_is_downloaded_first(sizes, machine):
-    remote = replace(sizes, place=None)
+    remote = replace(sizes, folder=None)
     plan = make_plan(remote, machine, PlannedRun(host_memory="2GB"), Constants())
     assert plan.commands[0] == "moe-infinity pull some/model"
     assert plan.commands[1].endswith("--host-memory 2GB")

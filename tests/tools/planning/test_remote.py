@@ -31,7 +31,7 @@ def ranges(hub, suffix):
 def test_a_model_of_the_hub_has_the_sizes_of_the_folder_it_was_made_of(hub, hollow_checkpoint):
     hub.add("some/model", hollow_checkpoint)
     local = sizes_of(str(hollow_checkpoint))
-    assert sizes_of("some/model") == replace(local, model="some/model", place=None)
+    assert sizes_of("some/model") == replace(local, model="some/model", folder=None)
 
 
 def test_of_weights_only_headers_are_asked_for_and_nothing_stays(hub, hollow_checkpoint, tmp_path):
@@ -46,7 +46,7 @@ def test_of_weights_only_headers_are_asked_for_and_nothing_stays(hub, hollow_che
 def test_all_shards_of_an_index_are_described(hub, sharded_checkpoint):
     hub.add("some/model", sharded_checkpoint)
     local = sizes_of(str(sharded_checkpoint))
-    assert sizes_of("some/model") == replace(local, model="some/model", place=None)
+    assert sizes_of("some/model") == replace(local, model="some/model", folder=None)
 
 
 def test_a_gguf_file_of_the_hub_is_read_as_far_as_its_header(hub, gguf_file, tmp_path):
@@ -56,7 +56,7 @@ def test_a_gguf_file_of_the_hub_is_read_as_far_as_its_header(hub, gguf_file, tmp
     hub.add("some/gguf", folder)
     found = sizes_of("some/gguf")
     local = sizes_of(str(gguf_file))
-    assert replace(found, model="", place=None) == replace(local, model="", place=None)
+    assert replace(found, model="", folder=None) == replace(local, model="", folder=None)
 
 
 def test_of_several_gguf_files_one_has_to_be_named(hub, gguf_file, tmp_path):

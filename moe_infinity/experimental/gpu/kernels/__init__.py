@@ -27,7 +27,6 @@ class Kernels(NamedTuple):
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     gated: Callable[..., Tensor]
-    router_logits: Callable[..., Tensor]
     choose: Callable[..., tuple[Tensor, Tensor]]
 
     @property
@@ -63,6 +62,5 @@ def _of_triton() -> Kernels:
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
         gated=rows.gated,
-        router_logits=routing.router_logits,
         choose=routing.choose,
     )

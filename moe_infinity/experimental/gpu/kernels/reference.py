@@ -264,12 +264,6 @@ def _rotated(x_BHd: Tensor, cos_BR: Tensor, sin_BR: Tensor, first: int, heads: H
 # experts.py
 
 
-def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """Return [T, E] in float32, as are products and sums, whatever x and the weight are in."""
-    bias_E = None if bias_E is None else bias_E.float()
-    return torch.nn.functional.linear(x_TD.float(), weight_ED.float(), bias_E)
-
-
 def choose(
     logits_TE: Tensor, correction_E: Tensor | None, choice: ExpertChoice
 ) -> tuple[Tensor, Tensor]:
@@ -279,7 +273,7 @@ def choose(
     """
     num_experts = logits_TE.shape[1]
     assert choice.fits(num_experts), (choice, num_experts)
-    scores_TE = _scores(logits_TE, choice)
+    scores_TE = _scores(logits_TE.float(), choice)
     ranked_TE = scores_TE if correction_E is None else scores_TE + correction_E.float()
     order_TE = _descending(ranked_TE)
     if choice.num_groups > 1:

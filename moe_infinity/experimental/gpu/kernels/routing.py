@@ -1,14 +1,10 @@
-"""What routers compute, in two kernels: the logits of all experts, and the choice among them.
-reference.py has the definitions.
-
-    router_logits    [block of tokens, block of experts]    a product of matrices
-    choose           [token]                                the largest scores, one after the other
+"""What a router does with its logits, in one kernel: the choice among all experts. reference.py has
+the definition. A program looks at one token, and takes the largest scores one after the other.
 
 A score is compared as an int32 that has its order: NaN is the largest, and two numbers below all
 others stand for experts that do not exist or are chosen, and for those of groups that are not kept.
 
-Legend: B tokens, E experts, D model width, K experts of a token, G groups of M experts, T tokens of
-a block, R rows of the weight in a block, C columns of a block.
+Legend: B tokens, E experts, K experts of a token, G groups of M experts.
 """
 
 from __future__ import annotations
@@ -19,12 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_infinity.experimental.gpu.kernels.descriptions import TINY, ExpertChoice
-from moe_infinity.kernels.triton.experts import product
-
-TILE = 16  # tokens and experts of a program
-COLUMNS = 128  # of a block
-WARPS = 4
-STAGES = 3  # blocks whose loads are under way
 
 _TINY = tl.constexpr(TINY)
 _NAN_ORDER = tl.constexpr(0x7FFFFFFF)
@@ -32,40 +22,16 @@ _NOT_KEPT = tl.constexpr(-0x7FFFFFFF)  # -inf is -0x7F800001
 _GONE = tl.constexpr(-0x80000000)
 
 
-def router_logits(x_BD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """Return [B, E] in float32, as are products and sums. All is contiguous, and on one device."""
-    num_tokens, width = x_BD.shape
-    num_experts = len(weight_ED)
-    assert weight_ED.shape[1] == width, (weight_ED.shape, width)
-    given = x_BD, weight_ED, bias_E
-    assert all(t.is_contiguous() for t in given if t is not None), x_BD.stride()
-    logits_BE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=x_BD.device)
-    _router_logits[(triton.cdiv(num_tokens, TILE), triton.cdiv(num_experts, TILE))](
-        *given,
-        logits_BE,
-        num_tokens,
-        NUM_EXPERTS=num_experts,
-        WIDTH=width,
-        TILE=TILE,
-        COLUMNS=COLUMNS,
-        num_warps=WARPS,
-        num_stages=STAGES,
-        enable_fp_fusion=True,
-    )
-    return logits_BE
-
-
 def choose(
     logits_BE: Tensor, correction_E: Tensor | None, choice: ExpertChoice
 ) -> tuple[Tensor, Tensor]:
-    """Return the experts of each token, int64 [B, K], and their weights, [B, K]. `logits_BE` is
-    float32; all is contiguous, and on one device.
+    """Return the experts of each token, int64 [B, K], and their weights, [B, K]. They are
+    compared in float32. All is contiguous, and on one device.
     """
     num_tokens, num_experts = logits_BE.shape
     assert choice.fits(num_experts), (choice, num_experts)
     given = logits_BE, correction_E
     assert all(t.is_contiguous() for t in given if t is not None), logits_BE.stride()
-    assert logits_BE.dtype == torch.float32, logits_BE.dtype
     device = logits_BE.device
     index_BK = torch.empty(num_tokens, choice.top_k, dtype=torch.int64, device=device)
     weights_BK = torch.empty(num_tokens, choice.top_k, dtype=choice.dtype, device=device)
@@ -92,47 +58,6 @@ def choose(
     return index_BK, weights_BK
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _router_logits(
-    x_BD,
-    weight_ED,
-    bias_E,
-    logits_BE,
-    num_tokens,
-    NUM_EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Both are multiplied in their dtype if they have one, otherwise in float32."""
-    token_T = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    row_R = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_token_T = token_T < num_tokens
-    is_row_R = row_R < NUM_EXPERTS
-    logits_TR = tl.zeros((TILE, TILE), tl.float32)
-    for first in range(0, WIDTH, COLUMNS):
-        column_C = first + tl.arange(0, COLUMNS)
-        is_column_C = column_C < WIDTH
-        x_TC = tl.load(
-            x_BD + token_T[:, None] * WIDTH + column_C[None, :],
-            mask=is_token_T[:, None] & is_column_C[None, :],
-            other=0.0,
-        )
-        weight_RC = tl.load(
-            weight_ED + row_R[:, None] * WIDTH + column_C[None, :],
-            mask=is_row_R[:, None] & is_column_C[None, :],
-            other=0.0,
-        )
-        if x_TC.dtype != weight_RC.dtype:
-            x_TC = x_TC.to(tl.float32)
-            weight_RC = weight_RC.to(tl.float32)
-        logits_TR = product(x_TC, tl.trans(weight_RC), logits_TR)
-    if bias_E is not None:
-        logits_TR += tl.load(bias_E + row_R, mask=is_row_R, other=0.0).to(tl.float32)[None, :]
-    at_TR = token_T[:, None] * NUM_EXPERTS + row_R[None, :]
-    tl.store(logits_BE + at_TR, logits_TR, mask=is_token_T[:, None] & is_row_R[None, :])
-
-
 @triton.jit
 def _choose(
     logits_BE,
@@ -157,7 +82,7 @@ def _choose(
     member_M = tl.arange(0, MEMBERS)
     expert_GM = group_G[:, None] * NUM_MEMBERS + member_M[None, :]
     exists_GM = (group_G < NUM_GROUPS)[:, None] & (member_M < NUM_MEMBERS)[None, :]
-    logits_GM = tl.load(logits_E + expert_GM, mask=exists_GM, other=float("-inf"))
+    logits_GM = tl.load(logits_E + expert_GM, mask=exists_GM, other=float("-inf")).to(tl.float32)
     most = tl.max(tl.max(logits_GM, 1), 0)  # of what is no NaN
     total = tl.sum(tl.sum(tl.exp(logits_GM - most), 1), 0)
     ranked_GM = _scores(logits_GM, most, total, SCORES)
@@ -178,7 +103,7 @@ def _choose(
         order_GM = tl.where(expert_GM == expert, _GONE, order_GM)
 
     is_k_K = k_K < TOP_K
-    logits_K = tl.load(logits_E + chosen_K, mask=is_k_K, other=float("-inf"))
+    logits_K = tl.load(logits_E + chosen_K, mask=is_k_K, other=float("-inf")).to(tl.float32)
     weights_K = _weights(_scores(logits_K, most, total, SCORES), is_k_K, WEIGHTS) * FACTOR
     at_K = token * TOP_K + k_K
     tl.store(index_BK + at_K, chosen_K.to(tl.int64), mask=is_k_K)

@@ -44,55 +44,6 @@ def like_a_gpu(monkeypatch):
     round_as_gpus_do(monkeypatch)
 
 
-# Logits
-
-
-def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    bias = None if bias is None else bias.to(DEVICE)
-    return routing.router_logits(x.to(DEVICE), weight.to(DEVICE), bias).cpu()
-
-
-def error_of_logits(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> float:
-    """As a share of the bound: a sum of n products in 8 or more parts, then over threads."""
-    assert found.dtype == torch.float32
-    more = torch.zeros(len(weight)) if bias is None else bias
-    exact = x.double() @ weight.double().T + more.double()
-    terms = x.double().abs() @ weight.double().abs().T + more.double().abs()
-    bound = (x.shape[1] / 8 + 40) * EPS * terms
-    return ((found - exact).abs() / bound.clamp(min=1e-30)).max().item()
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "width"),
-    [(1, 8, 64), (3, 60, 100), (32, 64, 33), (1, 256, 40), (5, 128, 300), (1, 1, 1), (70, 60, 100)],
-)
-def test_logits_are_their_definition(num_tokens, num_experts, width, x_dtype, dtype):
-    x = torch.randn(num_tokens, width).to(x_dtype)
-    weight = torch.randn(num_experts, width).to(dtype)
-    bias = torch.randn(num_experts).to(dtype)
-    for given in (None, bias):
-        found = logits_of(x, weight, given)
-        assert found.shape == (num_tokens, num_experts)
-        assert error_of_logits(found, x, weight, given) < 1
-        plain = reference.router_logits(x, weight, given)
-        assert error_of_logits(plain, x, weight, given) < 1
-    assert error_of_logits(found, x, weight) > 1
-    assert error_of_logits(found, x, weight.roll(1, 1), bias) > 1 or width == 1
-
-
-def test_logits_of_a_token_do_not_depend_on_how_many_there_are():
-    x, weight = torch.randn(32, 200).bfloat16(), torch.randn(16, 200).bfloat16()
-    together = logits_of(x, weight)
-    for first, last in ((0, 1), (1, 2), (3, 9), (31, 32), (0, 16)):
-        assert torch.equal(logits_of(x[first:last], weight), together[first:last])
-
-
-# The choice
-
-
 def chosen(
     logits: Tensor, correction: Tensor | None, choice: ExpertChoice
 ) -> tuple[Tensor, Tensor]:
@@ -131,6 +82,7 @@ def test_a_choice_is_its_definition(num_tokens, num_experts, top_k, scores, weig
     check(logits, None, choice)
     check(logits, 0.3 * torch.randn(num_experts), replace(choice, factor=1.7))
     check(logits, torch.randn(num_experts).bfloat16(), replace(choice, dtype=torch.bfloat16))
+    check(logits.bfloat16(), None, choice)
 
 
 @pytest.mark.sample(2)
