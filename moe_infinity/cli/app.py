@@ -41,7 +41,6 @@ from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
 from moe_infinity.cli.terminal import byte_bar, prepare_streams, stderr, talk, write
 from moe_infinity.cluster.config import ClusterOptions
 from moe_infinity.errors import ConfigError, MoEInfinityError
-from moe_infinity.system.machine import interrupt_main
 
 if TYPE_CHECKING:
     from moe_infinity.model import MoE
@@ -91,6 +90,8 @@ def _press_again(dropped: Any) -> None:
     The packages that we import run thousands of them.
     """
     if dropped.exc_type is KeyboardInterrupt:
+        from moe_infinity.system.machine import interrupt_main  # and psutil
+
         Timer(0.01, interrupt_main).start()
     else:
         sys.__unraisablehook__(dropped)

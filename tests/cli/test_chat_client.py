@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moe_infinity.cli import serve
+from moe_infinity.cli import chat_client
 
 DELTA = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
 
@@ -101,8 +101,8 @@ def test_events_of_other_servers_are_read(command):
 
 
 def test_a_server_that_says_nothing_is_not_waited_for_forever(command, monkeypatch):
-    assert serve.READ_TIMEOUT_S > 600  # our own server's deadline
-    monkeypatch.setattr(serve, "READ_TIMEOUT_S", 0.2)
+    assert chat_client.READ_TIMEOUT_S > 600  # our own server's deadline
+    monkeypatch.setattr(chat_client, "READ_TIMEOUT_S", 0.2)
     with scripted(b"", is_silent=True) as server:
         outcome = chat(command, server.url)
     assert outcome.code == 1

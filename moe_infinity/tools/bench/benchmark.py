@@ -28,8 +28,9 @@ from moe_infinity.system.machine import (
     num_cores,
     processor_name,
 )
+from moe_infinity.tools.bench.config import BenchConfig
 from moe_infinity.tools.bench.measuring import OnRun, Workload, measure, opened_ours
-from moe_infinity.tools.bench.rows import BenchConfig, Rates, Row, rows_of, table_of
+from moe_infinity.tools.bench.rows import Rates, Row, rows_of, table_of
 from moe_infinity.tools.planning.disk import WEIGHTS, measure_disk
 from moe_infinity.tools.planning.rates import memory_rate, products_rate
 

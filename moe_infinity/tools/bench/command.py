@@ -11,7 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from moe_infinity.cli.models import ensure_here, open_model
 from moe_infinity.cli.options import AsJson, Model, ModelOptions, Yes, taken, with_options_of
 from moe_infinity.cli.terminal import stderr, write
-from moe_infinity.tools.bench.rows import BenchConfig
+from moe_infinity.tools.bench.config import BenchConfig
 
 if TYPE_CHECKING:
     from moe_infinity.tools.bench.measuring import BenchTest

@@ -5,26 +5,18 @@ check needs it, and a check that fails is a line, too.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import platform
 import shutil
 import sysconfig
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.markup import escape
-
-from moe_infinity.cli.options import AsJson
-from moe_infinity.cli.terminal import stderr, write
-from moe_infinity.errors import ConfigError
 from moe_infinity.system import linux, machine
 from moe_infinity.system.files import nearest_folder, open_past_cache, open_to_read
 from moe_infinity.system.linux import is_cached
@@ -232,40 +224,3 @@ def _rate(folder: Path) -> Line:
     except CheckpointError as problem:
         found, _, hint = str(problem).partition("\nhint: ")
         return warning("disk rate", f"not measured: {found}", hint or "look at this folder")
-
-
-COLUMN = 18
-
-
-def doctor(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Do not measure the disk, which takes seconds.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Look at this machine and its packages, and say what to change.
-
-    Exit code 1 if something has to be changed before models run. Changes nothing.
-    """
-    try:
-        from moe_infinity.tools.doctor.examination import examine
-    except ImportError as error:
-        raise ConfigError(
-            f"doctor itself needs {error.name}, which cannot be imported\n"
-            f"hint: pip install {error.name}"
-        ) from error
-    lines = []
-    with stderr.status("looking at packages, memory and disks"):
-        for line in examine(is_quick=quick):
-            lines.append(line)
-            if not as_json:
-                write(f"{line.state:<8} {line.check:<{COLUMN}} {line.finding}\n")
-                if line.hint:
-                    write(f"{'':<8} {'':<{COLUMN}} -> {line.hint}\n")
-    states = Counter(line.state for line in lines)
-    if as_json:
-        counts = {"errors": states["error"], "warnings": states["warning"]}
-        write(json.dumps({"lines": [line._asdict() for line in lines], **counts}) + "\n")
-    stderr.print(escape(f"{states['error']} errors, {states['warning']} warnings"))
-    if states["error"]:
-        raise typer.Exit(1)

@@ -1,0 +1,60 @@
+"""`moe-infinity plan`: what to expect of a model on a machine, before it is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_infinity.cli.options import Model
+from moe_infinity.cli.terminal import stderr, write
+
+
+def plan(
+    model: Model,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do not measure the disk, which takes 3 seconds.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of a page.")
+    ] = False,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for another machine: 'ram=32GiB,disk=3GB/s,gpu=24GiB,link=25GB/s,cores=8,"
+            "memory=60GB/s'. What is left out is assumed.",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="As of `run`. Default: 70% of what is free.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take hit rates from this trace of the model (.npz), not from recorded models.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+) -> None:
+    """Say whether a model fits a machine, how fast it will be, and why.
+
+    Reads config and headers only, those of a hub id over the network.
+    """
+    from moe_infinity.tools.planning.rates import parse_machine
+
+    told = parse_machine(machine) if machine is not None else None  # before anything slow
+    from moe_infinity.tools.planning.fit import sizes_of
+    from moe_infinity.tools.planning.page import page
+    from moe_infinity.tools.planning.planner import PlannedRun, make_plan, measured_machine
+    from moe_infinity.tools.planning.speed import Constants
+
+    with stderr.status("reading headers"):
+        sizes = sizes_of(model)
+    with stderr.status("measuring this machine"):
+        found = told or measured_machine(sizes, measures_disk=not quick)
+    planned = PlannedRun(host_memory=host_memory, trace=trace)
+    made = make_plan(sizes, found, planned, Constants())
+    write((json.dumps(made.as_dict()) if as_json else page(made)) + "\n")
