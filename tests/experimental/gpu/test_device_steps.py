@@ -123,6 +123,7 @@ def test_the_server_is_given_the_tokens_of_generate(tiny_checkpoint):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs triton's interpreter, which reads the memory of a fake device",
