@@ -44,9 +44,6 @@ OF_INTS = ("arange", "randint", "randperm")  # in int64 by themselves
 NO_TORCH = ("cache", "predict", "system", "tools/simulator")  # bookkeeping that runs on any laptop
 HEADLESS = ("Also", "As", "By", "Of", "That", "What", "Whether")
 EMPTY_NAMES = ("found", "own", "part", "place", "share", "told")
-# Folders whose docstrings and names do not keep these two rules yet; "" is the files beside the
-# folders. It only shrinks.
-PROSE_LEFT = ("experimental",)
 MARKER = re.compile(r"\b(TODO|FIXME|XXX)\b")
 
 
@@ -320,9 +317,8 @@ def problems_of(texts: Mapping[Path, str]) -> Iterator[str]:
             yield from torch_in_bookkeeping(file, tree)
             yield from tensors_left_to_torch(file, tree)
             yield from parallel_assignments(file, tree)
-            if folder_name(modules[-1]) not in PROSE_LEFT:
-                yield from headless_docstrings(file, tree)
-                yield from empty_names(file, tree)
+            yield from headless_docstrings(file, tree)
+            yield from empty_names(file, tree)
     imports = imports_of(modules)
     yield from forbidden_imports(imports)
     yield from import_circles(imports)

@@ -1,1 +1,1 @@
-"""What lets a GPU decide a decode step and replay it as one graph."""
+"""The engine that lets a GPU decide a decode step and replay it as one graph."""

@@ -54,7 +54,7 @@ MakeHeads = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Handed(NamedTuple):
-    """What a module hands to attention for each token: [B, heads, width]."""
+    """The inputs of attention for each token: [B, heads, width]."""
 
     query: Tensor
     key: Tensor
@@ -149,7 +149,7 @@ class FusedAttention:
         return module.o_proj(out.flatten(2)), weights
 
     def _attention(self) -> Callable[..., Any] | None:
-        """What the model calls, which is ours in decode steps."""
+        """Return the function that the model calls, which is ours in decode steps."""
         name = self._module.config._attn_implementation
         found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get_interface(name, self._eager)
         return found

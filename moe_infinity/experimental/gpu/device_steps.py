@@ -41,7 +41,7 @@ MAX_PAIRS = 512  # (token, k) of one MoE layer in one step
 
 
 class StepState(Enum):
-    """What DeviceSteps is doing.
+    """The state of DeviceSteps.
 
         HOST_DECIDES, IDLE ──begin──> BEGUN ──running──> RUNNING ──> IDLE
                                                           │  ^
@@ -91,17 +91,17 @@ class DeviceSteps:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step has begun that is still to run."""
+        """True if a step has begun that is still to run."""
         return self._state is StepState.BEGUN
 
     @property
     def is_running(self) -> bool:
-        """Whether the MoE layers that are called belong to a step that the device decides."""
+        """True if the MoE layers that are called belong to a step that the device decides."""
         return self._state in IN_A_STEP
 
     @property
     def needs_reset(self) -> bool:
-        """Whether host and device may disagree: a step is under way, or was interrupted."""
+        """True if host and device may disagree: a step is under way, or was interrupted."""
         return self._state not in (StepState.HOST_DECIDES, StepState.IDLE)
 
     # Between steps

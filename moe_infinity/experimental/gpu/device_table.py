@@ -52,7 +52,7 @@ ADDRESS_BYTES = 16  # every address is a multiple of it: kernels load so many by
 
 
 class LayerReport(NamedTuple):
-    """What the device did in one MoE layer of a step."""
+    """The report of the device about one MoE layer of a step."""
 
     expert_P: NDArray[np.int64]  # the expert of each pair, -1 for none
     misses: dict[ExpertKey, int]  # the slots they took; ABSENT: read through the link
@@ -121,7 +121,7 @@ class DeviceTable:
             self._step_end.record(torch.cuda.current_stream(self.slot_LE.device))
 
     def is_over(self) -> bool:
-        """Whether the device has finished what was launched before end_step()."""
+        """Return True if the device has finished what was launched before end_step()."""
         return self._step_end is None or self._step_end.query()
 
     def wait(self) -> None:
@@ -130,7 +130,7 @@ class DeviceTable:
             self._step_end.synchronize()
 
     def read_report(self, moe_layer_idx: int, num_pairs: int) -> LayerReport | None:
-        """What the step did in this layer, which had so many pairs; None if not reported so far."""
+        """Return what the step did in this layer of `num_pairs` pairs; None if not reported yet."""
         words_W = self._reports_LW[moe_layer_idx, : self.num_experts + num_pairs].astype(np.int64)
         if (words_W == NOT_REPORTED).any():
             return None

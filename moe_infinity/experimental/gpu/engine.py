@@ -163,7 +163,7 @@ class DeviceExperts:
 
 
 class ComingRouting:
-    """What routers chose in layers of a step, on its way to the host."""
+    """The routing of layers of a step, on its way to the host."""
 
     def __init__(self, cuda_device: CudaDevice) -> None:
         self._cuda_device = cuda_device

@@ -87,7 +87,7 @@ class GraphedStep:
 
     @property
     def has_graph(self) -> bool:
-        """Whether the last step was a graph."""
+        """True if the last step was a graph."""
         return self._is_graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ class GraphedStep:
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether what is launched on this device can be captured."""
+    """Return True if what is launched on this device can be captured."""
     return device.type == "cuda"
 
 

@@ -119,7 +119,7 @@ def _path_of(module: nn.Module) -> RouterPath:
     wanted_TE = _spread(index_TK, weights_TK, num_experts)
 
     def factor_of(choice: ExpertChoice) -> float | None:
-        """What the weights of a choice lack; None if it is another choice."""
+        """Return the factor that the weights of a choice lack; None if it is another choice."""
         plain = replace(choice, dtype=torch.float32)
         given_TE = _spread(*reference.choose(plain_TE, added_E, plain), num_experts)
         factor = float(wanted_TE.sum() / given_TE.sum())

@@ -224,7 +224,7 @@ def _rows_at(address, offset, DTYPE: tl.constexpr):
 
 @triton.jit
 def _mask_of(cached, seq):
-    """Of the sequence, and whether there is one."""
+    """Return the mask of the sequence, and whether there is one."""
     mask = tl.load(cached + _MASK)
     place = mask + seq * tl.load(cached + _MASK_SEQ)
     return place.to(tl.pointer_type(tl.uint8)), mask != 0
@@ -243,8 +243,8 @@ def _append(row, rows, num_tokens, WIDTH: tl.constexpr):
 def _attend_chunks(
     query_Md, more_Mp, keys, values, tokens, masked, scale, softcap, SHAPE: tl.constexpr
 ):
-    """Of all chunks of this split: the sum of weights times values, the highest score, and the sum
-    of weights, which are exp(score - highest score).
+    """Return of all chunks of this split the sum of weights times values, the highest score, and
+    the sum of weights, which are exp(score - highest score).
     """
     CHUNK: tl.constexpr = SHAPE.chunk
     VALUE_COLUMNS: tl.constexpr = SHAPE.value_columns

@@ -1,6 +1,6 @@
-"""What kernels are given beside tensors: where keys and values lie, how queries and keys are made,
-how a router chooses. But for the fields of CachedLayer, which come in a tensor, all of it is known
-when a kernel is compiled.
+"""The numbers that kernels get beside tensors: where keys and values lie, how queries and keys are
+made, how a router chooses. But for the fields of CachedLayer, which come in a tensor, all of it is
+known when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORMS = ("rounded twice", "rounded once", "plus one")
 
 
 class CachedLayer(NamedTuple):
-    """What one layer has in the cache in one step: int64 numbers, which kernels read from a tensor,
+    """The contents of one layer's cache in one step: int64 numbers that kernels read from a tensor,
     as buffers grow and move. A sequence's tokens lie one after the other: rows of d numbers for
     keys, of v for values. Strides are in numbers of that dtype, addresses multiples of 16.
 
@@ -47,7 +47,7 @@ CHUNK_BYTES = 40 << 10  # at most: two are in the shared memory of every GPU sin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What a kernel of attention is compiled for, see attention.py."""
+    """The constants that a kernel of attention is compiled for, see attention.py."""
 
     groups: int  # G
     per_group: int  # H / G
@@ -171,7 +171,7 @@ TINY = 1e-20
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoice:
-    """What a router does after its product, whatever its class is called. It chooses the `top_k`
+    """The choice of a router after its product, whatever its class is called: the `top_k`
     largest of scores + correction: of all experts, or of the groups of neighbouring experts whose
     group score is largest. Weights are made of the scores of the chosen, without the correction.
     """

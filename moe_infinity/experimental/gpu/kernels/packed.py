@@ -71,7 +71,7 @@ def _words_at(slot, OFFSET: tl.constexpr):
 
 @triton.jit
 def _groups(slot, is_there_N, first_N, MATRIX: tl.constexpr):
-    """Of each chunk the column that its scales have."""
+    """Return for each chunk the column of its scales."""
     group_N = first_N // MATRIX.block_columns
     if MATRIX.groups is not None:
         group_N = tl.load(_words_at(slot, MATRIX.groups.offset) + first_N, mask=is_there_N, other=0)

@@ -248,9 +248,9 @@ def _q4_k(block_RN, there_RN, chunk_N, column_C):
 
 @triton.jit
 def _q6_k(block_RN, there_RN, chunk_N, column_C):
-    """Of 256 numbers the lower 4 bits, the upper 2, 16 scales, and their scale. Each half of the
-    block is four runs of 32 columns, of which two share the bytes of lower bits and all those of
-    upper bits.
+    """Decode a block of 256 numbers: the lower 4 bits, the upper 2, 16 scales, and their scale.
+    Each half of the block is four runs of 32 columns, of which two share the bytes of lower bits
+    and all those of upper bits.
     """
     half_N = chunk_N // 8
     run_N = chunk_N % 8 // 2

@@ -1,4 +1,4 @@
-"""What each kernel of this folder computes, in plain PyTorch and Python: the definition that it is
+"""The result of each kernel of this folder in plain PyTorch and Python: the definition that it is
 tested against, and what a device in host memory runs. Addresses are read as they are.
 
 Legend: L MoE layers, T tokens, B sequences, E experts of a layer, K experts of a token, G groups of

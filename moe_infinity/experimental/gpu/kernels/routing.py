@@ -1,5 +1,5 @@
-"""What a router does with its logits, in one kernel: the choice among all experts. reference.py has
-the definition. A program looks at one token, and takes the largest scores one after the other.
+"""The work of a router with its logits in one kernel: the choice among all experts. reference.py
+has the definition. A program looks at one token, and takes the largest scores one after the other.
 
 A score is compared as an int32 that has its order: NaN is the largest, and two numbers below all
 others stand for experts that do not exist or are chosen, and for those of groups that are not kept.

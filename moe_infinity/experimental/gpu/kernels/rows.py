@@ -1,4 +1,4 @@
-"""What is computed row by row, each in one kernel where modules launch several: RMSNorm with the
+"""Computations row by row, each in one kernel where modules launch several: RMSNorm with the
 sum before it, what an MLP computes between its products, and queries and keys made of products,
 with norms of heads and rotary positions. reference.py has the definitions.
 
@@ -276,7 +276,7 @@ def _scale(
     NORMED: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """What the norm multiplies with, in float32."""
+    """Return the weights of the norm in float32."""
     ALL: tl.constexpr = COUNT * WIDTH if HEADS.norms_all else NORMED
     BLOCK: tl.constexpr = triton.next_power_of_2(ALL)
     column_D = tl.arange(0, BLOCK)
