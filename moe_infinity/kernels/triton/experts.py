@@ -28,7 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES, SlotMlp, mlp_hidden
+from moe_infinity.kernels.triton.activation import mlp_hidden
+from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES, SlotMlp
 
 _LOAD_BYTES = tl.constexpr(LOAD_BYTES)
 _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_infinity.experimental.gpu.kernels.packed_matrix import block_values
+from moe_infinity.experimental.gpu.kernels.blocks import block_values
 from moe_infinity.kernels.triton.experts import floats_at, plain_tile
 from moe_infinity.kernels.triton.slot_mlp import LOAD_BYTES
 from moe_infinity.kernels.unpack import ZERO_OF_SYMMETRIC

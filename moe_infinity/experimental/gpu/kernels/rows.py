@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_infinity.experimental.gpu.kernels.descriptions import Heads
 from moe_infinity.kernels.reference import Activation
-from moe_infinity.kernels.triton.slot_mlp import mlp_hidden
+from moe_infinity.kernels.triton.activation import mlp_hidden
 
 GATED_COLUMNS = 512  # of a program of gated()
 
