@@ -23,7 +23,8 @@ of two paths through them:
                  experts it activated                          residual + the experts' sum
 
 Both paths give the same bits. All longer inputs run the layer's own code, and so does a call with
-arguments that are not known here, under hooks, or with replaced weights.
+arguments that are not known here, under hooks on attention or norms, or with replaced weights.
+Other changes to the modules after loading are not noticed (docs/limits.md).
 
 decoder_search.py finds which layers the kernel can compute: one of each kind is tried when the
 model is loaded.

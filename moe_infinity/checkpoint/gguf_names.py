@@ -75,6 +75,7 @@ class Undo(ConversionOps):  # type: ignore[misc]
         return {target_patterns[0]: self.undone(weights, config)}
 
     def undone(self, weights: list[Tensor], config: Any) -> Tensor:
+        """Return the parameter. Each subclass undoes one change of the converter."""
         raise NotImplementedError
 
 

@@ -188,8 +188,8 @@ class LayerPath:
         return self._residents[moe_layer_idx]
 
     def prefetch(self, ongoing: OngoingStep) -> None:
-        """Begin loads for later layers, as many as the disk (or the link to the
-        GPU) can begin while this layer computes. The early router may give the predictor a hint.
+        """Begin loads for later layers, as many as the disk (or the link to the GPU) can begin
+        while this layer computes. The early router may give the predictor a hint.
         """
         prefetcher = self._prefetcher
         layer_idx = ongoing.moe_layer_idx

@@ -173,9 +173,8 @@ def with_tensors(layer: Any, convert: Callable[[Tensor], Tensor]) -> Any:
 def _copied(layer: Any) -> Any:
     """A layer whose tensors are replaced without a change of the other's."""
     copied = copy(layer)
-    vars(copied).pop(
-        attention_inputs.BUFFERS, None
-    )  # it would hold the memory of the other's tokens
+    # It would hold the memory of the other's tokens.
+    vars(copied).pop(attention_inputs.BUFFERS, None)
     for name, value in vars(layer).items():
         if isinstance(value, dict):
             setattr(copied, name, dict(value))
