@@ -51,7 +51,7 @@ class OffloadConfig:
     stream_layers: bool = True  # in a long prompt, load the next layer's experts while one computes
     history: str | Path | None = None  # file to learn on from, written at close; None: forget
     without: tuple[str, ...] = ()  # FACTORS the predictor leaves out, for ablation
-    config_from: str | None = None  # folder or hub id with config and tokenizer of a GGUF file
+    config_from: str | None = None  # folder or hub id whose config and tokenizer are used instead
     dtype: str = "auto"  # of weights and activations; "auto": as stored in the checkpoint
     expert_dtype: str | None = None  # pack experts into one of EXPERT_DTYPES as they are loaded
     exact: bool = False  # the bits of transformers, more slowly; short for "grouped_mm" below

@@ -96,7 +96,8 @@ def test_the_sdist_has_the_package_without_tests(dist):
 def test_the_demo_wheel_has_the_model_its_card_and_the_licence(dist):
     (wheel,) = dist.glob("moe_infinity_demo-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    model = {f"moe_infinity_demo/{file.name}" for file in (ROOT / "models" / "demo").iterdir()}
+    models = {"demo": "moe_infinity_demo", "demo-long": "moe_infinity_demo/long"}
+    model = {f"{models[f.parent.name]}/{f.name}" for f in (ROOT / "models").glob("demo*/*")}
     assert {name for name in names if ".dist-info/" not in name} == model
     assert [name for name in names if name.endswith("/licenses/LICENSE")]
 

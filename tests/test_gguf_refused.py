@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_infinity import CheckpointError, ConfigError, MoE, UnsupportedModelError
+from moe_infinity import CheckpointError, MoE, UnsupportedModelError
 from moe_infinity.inspection import inspect_checkpoint
 from tests.gguf_files import Tensor, build, header, number, text
 from tools.convert_to_gguf import convert
@@ -18,11 +18,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = build("qwen3_moe", tmp_path_factory.mktemp("small"))
     convert(folder, folder / "q8_0.gguf", "q8_0")
     return folder
-
-
-def test_config_from_is_for_gguf_files(tiny_checkpoint):
-    with pytest.raises(ConfigError, match="GGUF"):
-        MoE(tiny_checkpoint, config_from=str(tiny_checkpoint))
 
 
 def test_an_architecture_whose_metadata_are_not_enough_asks_for_a_config(tmp_path):

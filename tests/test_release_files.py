@@ -124,6 +124,8 @@ def test_the_bundled_model_is_found_where_it_is_installed(tmp_path, monkeypatch)
     folder.mkdir(parents=True)
     monkeypatch.syspath_prepend(str(folder.parent))
     assert checkpoint_named("demo") == str(folder)
+    (folder / "long").mkdir()
+    assert checkpoint_named("demo-long") == str(folder / "long")
 
 
 @pytest.mark.parametrize(

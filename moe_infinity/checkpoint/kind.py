@@ -47,8 +47,19 @@ def find_kind(
     file = find_gguf(checkpoint)
     if file is not None:
         return _kind_of_gguf(file, config_from, trust_remote_code=trust_remote_code)
-    if config_from is not None:
-        raise ConfigError(f"config_from is for GGUF files, {checkpoint} has its own config")
+    kind = _kind_of_folder(checkpoint, trust_remote_code=trust_remote_code)
+    if config_from is None:
+        return kind
+    other = find_kind(config_from, trust_remote_code=trust_remote_code)
+    if other.model_class.__name__ != kind.model_class.__name__:
+        raise ConfigError(
+            f"{config_from} is the config of a {other.model_class.__name__}, "
+            f"{checkpoint} has the weights of a {kind.model_class.__name__}"
+        )
+    return replace(kind, config=other.config)
+
+
+def _kind_of_folder(checkpoint: str, *, trust_remote_code: bool) -> Kind:
     path = Path(checkpoint)
     if not path.is_dir() and (path.exists() or checkpoint.startswith((".", "/", "~"))):
         hint = f"\nhint: its folder is {path.parent}" if path.is_file() else ""

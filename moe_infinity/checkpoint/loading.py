@@ -112,7 +112,7 @@ def load_without_experts(
     on_bytes: Callable[[int, int], None],
 ) -> LoadedModel:
     """The model of a folder, hub id or GGUF file with dense weights on `device` and experts on
-    disk. `config_from`: a folder or hub id with the config of a GGUF file.
+    disk. `config_from`: a folder or hub id whose config is used instead.
 
     Before dense weights are read, `prepare` is called with the plan and the bytes that they will
     take in memory; the plan that it returns is used. Packed dense weights that kernels read, as

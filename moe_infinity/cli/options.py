@@ -14,8 +14,8 @@ import typer
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
 from moe_infinity.errors import ConfigError
 
-DEMO = "demo"
-DEMO_PACKAGE = "moe_infinity_demo"  # of the extra demo
+# Where the extra demo installs what these names mean.
+BUNDLED = {"demo": "moe_infinity_demo", "demo-long": "moe_infinity_demo.long"}
 
 
 def above_zero(value: float) -> float:
@@ -26,16 +26,19 @@ def above_zero(value: float) -> float:
 
 
 def checkpoint_named(model: str | None) -> str | None:
-    """A MODEL as it was given, or where the bundled model is installed if that is "demo". Raises
+    """A model or config as it was given, or where the bundled one of this name is installed. Raises
     ConfigError if it is not, and there is no such folder either.
     """
-    if model != DEMO or Path(DEMO).exists():
+    if model not in BUNDLED or Path(model).exists():
         return model
-    package = find_spec(DEMO_PACKAGE)
+    try:
+        package = find_spec(BUNDLED[model])
+    except ModuleNotFoundError:  # of the package around it
+        package = None
     if package is None or not package.submodule_search_locations:
         raise ConfigError(
             "the bundled model is not installed\n"
-            "hint: in a clone of the repository it is models/demo; `make dist` builds its package"
+            f"hint: in a clone of the repository it is models/{model}; `make dist` builds it"
         )
     return next(iter(package.submodule_search_locations))
 
@@ -46,7 +49,8 @@ ConfigFrom = Annotated[
     str | None,
     typer.Option(
         "--config",
-        help="For a GGUF file: folder or hub id with config and tokenizer. Default: the file.",
+        help="Folder or hub id whose config and tokenizer are used instead of the model's own.",
+        callback=checkpoint_named,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
