@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
+from moe_infinity.detokenizer import Detokenizer
 from moe_infinity.errors import Cancelled, ConfigError, MoEInfinityError
 
 POLL_S = 0.5  # between a waiting reader's checks that the generating thread is alive
@@ -36,7 +38,8 @@ class TextStream:
     ) -> None:
         """`generate(cancelled, **arguments)` may raise Cancelled once that event is set."""
         self.text = ""
-        self._streamer = _TimedStreamer(tokenizer)
+        self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None is the end
+        self._streamer = _Pieces(Detokenizer(tokenizer), self._pieces)
         self._cancelled = threading.Event()
         self._error: BaseException | None = None
         stopping: Any = StoppingCriteriaList(arguments.pop("stopping_criteria", None) or [])
@@ -70,12 +73,12 @@ class TextStream:
             self._thread.start()
             while True:
                 try:
-                    piece = self._streamer.text_queue.get(timeout=POLL_S)
+                    piece = self._pieces.get(timeout=POLL_S)
                 except queue.Empty:
                     if self._thread.is_alive():
                         continue
                     break
-                if piece is self._streamer.stop_signal:
+                if piece is None:
                     break
                 self.text += piece
                 yield piece
@@ -97,7 +100,7 @@ class TextStream:
         except BaseException as error:
             self._error = error
         finally:
-            self._streamer.text_queue.put(self._streamer.stop_signal)
+            self._pieces.put(None)
 
 
 def check_one_sequence(inputs: Any) -> None:
@@ -112,13 +115,16 @@ def check_one_sequence(inputs: Any) -> None:
         raise ConfigError("the prompt is empty: there is nothing to continue")
 
 
-class _TimedStreamer(TextIteratorStreamer):  # type: ignore[misc]
-    """Keeps also the ids of generated tokens, and the time of each. times[0] is the start."""
+class _Pieces(BaseStreamer):  # type: ignore[misc]
+    """Makes text of the tokens that generate() gives it, and keeps their ids and times. times[0] is
+    the start.
+    """
 
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    def __init__(self, detokenizer: Detokenizer, pieces: queue.SimpleQueue[str | None]) -> None:
         self.token_ids: list[int] = []
         self.times: list[float] = []
+        self._detokenizer = detokenizer
+        self._pieces = pieces
         self._saw_prompt = False
 
     def begin(self) -> None:
@@ -126,10 +132,18 @@ class _TimedStreamer(TextIteratorStreamer):  # type: ignore[misc]
 
     def put(self, value: Tensor) -> None:
         if self._saw_prompt:
-            self.token_ids += value.flatten().tolist()
+            new_ids = value.flatten().tolist()
+            self.token_ids += new_ids
             self.times.append(time.perf_counter())
+            self._show("".join(map(self._detokenizer.add, new_ids)))
         self._saw_prompt = True
-        super().put(value)
+
+    def end(self) -> None:
+        self._show(self._detokenizer.held)
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._pieces.put(text)
 
 
 class _StopWhen(StoppingCriteria):  # type: ignore[misc]

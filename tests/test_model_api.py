@@ -17,6 +17,8 @@ from transformers import BatchEncoding
 
 from moe_infinity import ClosedError, ConfigError, MoE, OffloadConfig
 from moe_infinity.inspection import inspect_checkpoint
+from moe_infinity.streaming import TextStream
+from tests.small_tokenizers import KINDS
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.arithmetic]
 NUM_ROWS, NUM_EXPERTS, TOP_K = 3, 8, 2
@@ -137,6 +139,22 @@ def test_a_stream_gives_the_text_and_tokens_of_generate_piece_by_piece(moe):
     assert stream.token_ids == expected
     assert "".join(pieces) == stream.text == moe.tokenizer.decode(expected)
     assert len(pieces) > 8
+
+
+def test_a_stream_keeps_the_spaces_behind_a_newline():
+    """transformers' streamer loses one at each newline where a decoder strips the first space."""
+    tokenizer = KINDS["SentencePiece BPE with bytes, Llama"]()
+    ids = tokenizer.convert_tokens_to_ids(["▁a", "\n", "▁▁▁", "▁return", "\n", "▁▁▁", "▁b"])
+
+    def generate(cancelled, *, streamer, **rest):
+        streamer.put(torch.tensor([[4, 5]]))
+        for token_id in ids:
+            streamer.put(torch.tensor([token_id]))
+        streamer.end()
+
+    pieces = list(TextStream(generate, tokenizer, {}))
+    assert "".join(pieces) == tokenizer.decode(ids) == "a\n    return\n    b"
+    assert len(pieces) == len(ids)
 
 
 def test_a_stream_takes_what_the_tokenizer_returned(moe):

@@ -17,51 +17,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers.cache_utils import DynamicCache
 
+from moe_infinity.detokenizer import UNFINISHED, Detokenizer
 from moe_infinity.errors import MoEInfinityError
 from moe_infinity.server.prefix_cache import Branch
 from moe_infinity.server.sampling import ChosenToken, Constraint, Sampler, Sampling
-
-UNFINISHED = "�"  # what a tokenizer decodes part of a character to
-
-
-class Detokenizer:
-    """Decodes token ids one by one, into the text that a decoding of all of them gives.
-
-    Text is certain once later tokens cannot change it. Each token is decoded together with those
-    since the last certain piece.
-    """
-
-    def __init__(self, tokenizer: Any, *, has_special: bool = False) -> None:
-        """`has_special`: the text of special tokens is part of the text."""
-        self._tokenizer = tokenizer
-        self._has_special = has_special
-        self._window: list[int] = []  # ids of the last certain piece and after it
-        self._certain = 0  # how many of these ids are certain
-        self._text = ""  # of the certain ids
-
-    def add(self, token_id: int) -> str:
-        """Add a token. Returns the text that became certain, which may be empty."""
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        if len(text) <= len(self._text) or text.endswith(UNFINISHED):
-            return ""
-        piece = text[len(self._text) :]
-        self._window = self._window[self._certain :]
-        self._certain = len(self._window)
-        self._text = self._decode(self._window)
-        return piece
-
-    def finish(self) -> str:
-        """The text that is left when no more tokens come."""
-        return self._decode(self._window)[len(self._text) :]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(
-            token_ids,
-            skip_special_tokens=not self._has_special,
-            clean_up_tokenization_spaces=False,
-        )
-        return text
 
 
 class StopStrings:
@@ -83,6 +42,11 @@ class StopStrings:
         end = len(text) - self._num_suspicious(text)
         self._kept = text[end:]
         return text[:end]
+
+    def is_in(self, text: str) -> bool:
+        """Return True if a stop string ends in this text, which is not added."""
+        text = self._kept + text
+        return any(stop in text for stop in self._stops)
 
     def finish(self) -> str:
         """The text kept back, when no more text comes."""
@@ -129,6 +93,7 @@ class Request:
     stop: tuple[str, ...] = ()
     owner: str = ""  # requests of one owner share prefixes
     has_special: bool = False  # the text of special tokens is part of the answer's
+    hidden_ids: frozenset[int] = frozenset()  # of tokens whose text is never part of it
     echo: bool = False  # the answer begins with the prompt
     constraint: Constraint | None = None  # of the answer; no other request has the same object
     pooling: Pooling | None = None  # of the prompt's hidden states; None: no embedding
@@ -174,6 +139,18 @@ class Output:
 Deliver = Callable[[Output], None]  # called by the engine's thread: must neither block nor raise
 
 
+def named_stops(tokenizer: Any, request: Request) -> dict[int, str]:
+    """Return the stop strings that are special tokens whose text is no part of the answer."""
+    named = {}
+    for stop in request.stop:
+        token_id = tokenizer.convert_tokens_to_ids(stop)
+        is_token = token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == stop
+        is_shown = request.has_special and token_id not in request.hidden_ids
+        if is_token and not is_shown and not tokenizer.decode([token_id], skip_special_tokens=True):
+            named[token_id] = stop
+    return named
+
+
 class Embedding:
     """The embedding of one sequence, as its chunks are computed."""
 
@@ -214,12 +191,16 @@ class Running:
         self.embedding = None if request.pooling is None else Embedding(request.pooling)
         self._deliver = deliver
         self._sampler = Sampler(request.sampling, request.prompt_ids, request.constraint)
-        self._detokenizer = Detokenizer(tokenizer, has_special=request.has_special)
+        self._detokenizer = Detokenizer(
+            tokenizer, has_special=request.has_special, hidden_ids=request.hidden_ids
+        )
         self._stops = StopStrings(request.stop)
+        self._named_stops = named_stops(tokenizer, request)
         self._num_generated = 0
-        self._num_decoded = 0  # characters
+        self._num_certain = 0  # characters
+        self._num_decoded = 0  # characters, with those of the last tokens that may still change
         self._num_shown = 0  # characters
-        self._tokens: deque[TokenText] = deque()  # not yet shown
+        self._tokens: deque[tuple[TokenText, int]] = deque()  # not yet shown, and where each ends
         self._last: Output | None = None
 
     @property
@@ -235,11 +216,7 @@ class Running:
         """Deliver the prompt's next tokens as the beginning of the answer."""
         text = ""
         for token in tokens:
-            if self.request.has_prompt_logprobs:
-                self._tokens.append(TokenText(token, self._num_decoded))
-            piece = self._detokenizer.add(token.token_id)
-            self._num_decoded += len(piece)
-            text += piece
+            text += self._decode(token, is_listed=self.request.has_prompt_logprobs)
         self.num_echoed += len(tokens)
         self._show(text)
 
@@ -256,18 +233,21 @@ class Running:
         chosen = self._sampler.choose(logits_V)
         self.ids.append(chosen.token_id)
         self._num_generated += 1
-        is_end = chosen.token_id in end_ids
-        # Behind an echoed prompt clients count on one entry for each token that was generated.
-        if chosen.logprob is not None and (self.request.echo or not is_end):
-            self._tokens.append(TokenText(chosen, self._num_decoded))
-        if is_end:
+        has_logprob = chosen.logprob is not None
+        if chosen.token_id in end_ids:
+            # Behind an echoed prompt clients count on one entry for each token generated.
+            if has_logprob and self.request.echo:
+                place = self._num_decoded
+                self._tokens.append((TokenText(chosen, place), place))
             self._finish("stop")
             return True
-        piece = self._detokenizer.add(chosen.token_id)
-        self._num_decoded += len(piece)
-        text = self._stops.add(piece)
+        text = self._stops.add(self._decode(chosen, is_listed=has_logprob))
         if self._stops.stop is not None:
             self._show(text, finish="stop", is_cut=True)
+            return True
+        named = self._named_stops.get(chosen.token_id)
+        if named is not None or self._stops.is_in(self._detokenizer.held):
+            self._finish("stop", text, named)
             return True
         if self.request.constraint is not None and self.request.constraint.is_complete:
             self._finish("stop", text)
@@ -278,6 +258,17 @@ class Running:
         self._show(text)
         return False
 
+    def _decode(self, token: ChosenToken, *, is_listed: bool) -> str:
+        """Return the text that a token makes certain. `is_listed`: an output names the token."""
+        start = self._num_decoded
+        text = self._detokenizer.add(token.token_id)
+        self._num_certain += len(text)
+        whole = self._detokenizer.held.rstrip(UNFINISHED)
+        self._num_decoded = self._num_certain + len(whole)
+        if is_listed:
+            self._tokens.append((TokenText(token, start), self._num_decoded))
+        return text
+
     def end(self, error: BaseException | None = None) -> None:
         """Deliver the last output: an error, or what `add` kept back."""
         if error is not None:
@@ -287,23 +278,30 @@ class Running:
             assert self._last is not None
             self._deliver(self._last)
 
-    def _finish(self, reason: FinishReason, text: str = "") -> None:
-        text += self._stops.add(self._detokenizer.finish())
-        if self._stops.stop is not None:
-            self._show(text, finish="stop", is_cut=True)
-        else:
-            self._show(text + self._stops.finish(), finish=reason)
+    def _finish(self, reason: FinishReason, text: str = "", named: str | None = None) -> None:
+        """Deliver what is left, up to a stop string. `named`: the one that the last token is."""
+        text += self._stops.add(self._detokenizer.held)
+        if self._stops.stop is None:
+            text += self._stops.finish()
+            self._stops.stop = named
+        is_cut = self._stops.stop is not None
+        self._show(text, finish="stop" if is_cut else reason, is_cut=is_cut)
 
     def _show(self, text: str, finish: FinishReason | None = None, *, is_cut: bool = False) -> None:
-        """Deliver text and the tokens that begin in it. The end delivers all tokens left.
+        """Deliver text and the tokens that end in it. The end delivers all tokens left.
 
-        `is_cut`: a stop string cut the text, so tokens that begin after the cut are left out.
+        `is_cut`: a stop string cut the text, so tokens that reach beyond the cut are left out.
         """
         self._num_shown += len(text)
         tokens: list[TokenText] = []
         is_all = finish is not None and not is_cut
-        while self._tokens and (is_all or self._tokens[0].offset < self._num_shown):
-            tokens.append(self._tokens.popleft())
+        while self._tokens:
+            token, end = self._tokens[0]
+            is_shown = token.offset < self._num_shown and end <= self._num_shown
+            if not (is_all or is_shown):
+                break
+            self._tokens.popleft()
+            tokens.append(token)
         counts = self._num_generated, self.num_cached
         output = Output(text, tuple(tokens), *counts, finish, self._stops.stop)
         if finish and self.embedding is not None:

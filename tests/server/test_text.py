@@ -1,35 +1,17 @@
-"""Pieces of text: whole characters, no part of a stop string, together what decode() gives."""
+"""An answer's text ends before its stop string, and its tokens end with its text."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-from moe_infinity.server.sequences import Detokenizer, StopStrings
-from tests.server.conftest import DEMO
-
-TOKENIZER = AutoTokenizer.from_pretrained(DEMO)
-TEXTS = st.text(st.sampled_from("ab é–你🙂\u200d👍 \n"), max_size=30)
-
-
-def decoded(ids: list[int]) -> str:
-    text: str = TOKENIZER.decode(ids, skip_special_tokens=True)
-    return text
-
-
-@given(st.lists(st.integers(0, 6143), max_size=40))
-def test_pieces_of_any_ids_add_up_to_what_decode_gives(ids):
-    detokenizer = Detokenizer(TOKENIZER)
-    assert "".join([*map(detokenizer.add, ids), detokenizer.finish()]) == decoded(ids)
-
-
-@given(TEXTS)
-def test_no_piece_of_a_text_ends_within_a_character(text):
-    detokenizer = Detokenizer(TOKENIZER)
-    pieces = [detokenizer.add(token_id) for token_id in TOKENIZER(text)["input_ids"]]
-    assert "".join(pieces) == text
-    assert not any("�" in piece for piece in pieces)
+from moe_infinity.server.sampling import Sampling
+from moe_infinity.server.sequences import Output, Request, Running, StopStrings
+from tests.small_tokenizers import KINDS
 
 
 @given(
@@ -56,3 +38,74 @@ def test_text_is_cut_at_the_first_stop_however_it_comes(text, stops, cuts):
         assert stopping.stop in stops
         assert text[len(shown) :].startswith(stopping.stop)
         assert text.startswith(shown)
+
+
+def answer_of(kind: str, tokens: list[str], **wishes: Any) -> list[Output]:
+    """What a request is delivered whose model writes these tokens."""
+    tokenizer = KINDS[kind]()
+    outputs: list[Output] = []
+    greedy = Sampling(temperature=0.0, num_logprobs=0)
+    asked: dict[str, Any] = {"prompt_ids": [4], "max_new_tokens": 99, "sampling": greedy} | wishes
+    running = Running(Request(**asked), outputs.append, tokenizer=tokenizer, deadline_s=9)
+    for token_id in tokenizer.convert_tokens_to_ids(tokens):
+        logits_V = torch.zeros(len(tokenizer))
+        logits_V[token_id] = 9
+        if running.add(logits_V, frozenset([2])):
+            running.end()
+            return outputs
+    raise AssertionError("the answer does not end")
+
+
+def text_and_tokens(outputs: list[Output]) -> tuple[str, list[int]]:
+    tokens = [token for output in outputs for token in output.tokens]
+    return "".join(output.text for output in outputs), [token.offset for token in tokens]
+
+
+LLAMA = "SentencePiece BPE with bytes, Llama"
+
+
+@pytest.mark.parametrize("stop", [" b", "b", " b\n", "b\n\n", "\n", "<0x0A>", "</s>", "<s>"])
+@pytest.mark.parametrize("others", [(), ("bcd",), ("zz",)])
+def test_tokens_end_with_the_text_before_a_stop_string(stop, others):
+    tokens = ["▁a", "▁b", "<0x0A>", "<0x0A>", "▁a", "<s>", "▁b", "</s>"]
+    outputs = answer_of(LLAMA, tokens, stop=(stop, *others))
+    whole = "a b\n\n a b"
+    text, offsets = text_and_tokens(outputs)
+    named = {"<s>": whole[:-2]}
+    assert text == named.get(stop, whole.partition(stop)[0])
+    starts = [0, 1, 3, 4, 5, 7, 7]
+    ends = [*starts[1:], len(whole)]
+    if stop in whole:
+        assert offsets == [
+            start for start, end in zip(starts, ends, strict=True) if end <= len(text)
+        ]
+    elif stop == "<s>":
+        assert offsets == starts[:5]
+    else:
+        assert offsets == starts
+    assert outputs[-1].stop == (stop if stop in (*named, "\n") or stop in whole else None)
+    for num in range(len(outputs)):  # and no chunk names a token before its text
+        shown, offsets = text_and_tokens(outputs[: num + 1])
+        assert all(offset <= len(shown) for offset in offsets)
+
+
+def test_a_stop_string_is_seen_when_its_last_token_comes():
+    """Here the newline is a byte, which is held for the next one."""
+    outputs = answer_of(LLAMA, ["▁a", "<0x0A>", "▁b"], stop=("\n",))
+    assert outputs[-1].num_generated == 2
+    assert text_and_tokens(outputs) == ("a", [0])
+
+
+def test_a_stop_string_may_begin_with_another():
+    for stops in (("b", "bc"), ("bc", "b")):
+        outputs = answer_of("no decoder", ["a", "b", "c d", "</s>"], stop=stops)
+        assert outputs[-1].stop == "b"
+    outputs = answer_of("Metaspace, never", ["▁a", "▁b", "▁."], stop=("b .", " b "))
+    assert (text_and_tokens(outputs)[0], outputs[-1].stop) == (" a", " b ")
+
+
+def test_a_text_that_ends_within_a_character_shows_it_unfinished():
+    outputs = answer_of(LLAMA, ["▁a", "<0xF0>", "<0x9F>"], max_new_tokens=3, stop=("🙂",))
+    assert text_and_tokens(outputs) == ("a��", [0, 1, 1])
+    outputs = answer_of(LLAMA, ["▁a", "<0xF0>", "<0x9F>", "▁b", "</s>"], stop=("🙂",))
+    assert text_and_tokens(outputs)[0] == "a�� b"
