@@ -206,7 +206,10 @@ class ChatAnswer(TextAnswer):
 
     def add(self, index: int, output: Output) -> None:
         super().add(index, output)
-        self._new[index] = self._messages[index].add(output.text, is_last=output.is_last)
+        is_cut = output.finish == "length" or output.stop is not None
+        self._new[index] = self._messages[index].add(
+            output.text, is_last=output.is_last, is_cut=is_cut
+        )
 
     def first_chunks(self) -> list[str]:
         role = {"delta": {"role": "assistant", "content": ""}}

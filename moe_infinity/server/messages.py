@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenizers import AddedToken
 from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -123,6 +124,16 @@ class MessageFormat:
             kind = model.config.model_type
             spec = next((form for kinds, form in FORMATS.items() if kind in kinds), None)
         self._template = None if spec is None else load_response_template(spec)
+        fields = {} if spec is None else spec["fields"]
+        known = json.dumps(fields, ensure_ascii=False).replace("\\", "")  # also in expressions
+        added = added_tokens_of(tokenizer)
+        self._marks = [each.content for each in added.values() if each.content in known]
+        # Special tokens that are no part of the format, and so of no answer.
+        self.hidden_ids = frozenset(
+            token_id
+            for token_id, each in added.items()
+            if each.special and each.content not in known
+        )
         self.answer_form = answer_form_of(
             model.config.model_type, str(getattr(tokenizer, "chat_template", ""))
         )
@@ -165,20 +176,36 @@ class MessageFormat:
                 parser = ResponseParser(self._template, prefix=prompt, tools=tools)
             except (ValueError, KeyError, TypeError) as error:
                 logger.info("a prompt could not be parsed: %s", error)
-        return MessageReader(parser, max_calls)
+        return MessageReader(parser, max_calls, self._marks)
+
+
+def added_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
+    """Return the tokens that a tokenizer knows beside those of its model."""
+    try:
+        added: dict[int, AddedToken] = tokenizer.added_tokens_decoder
+    except NotImplementedError:  # Mistral's own tokenizers
+        pairs = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        added = {token_id: AddedToken(text, special=True) for token_id, text in pairs}
+    return added
 
 
 class MessageReader:
-    """One answer, as its text comes. What cannot be parsed is content."""
+    """One answer, as its text comes. What cannot be parsed is content, but a call that was cut is
+    nothing.
+    """
 
-    def __init__(self, parser: ResponseParser | None, max_calls: int | None) -> None:
+    def __init__(
+        self, parser: ResponseParser | None, max_calls: int | None, marks: Sequence[str]
+    ) -> None:
+        """`marks`: tokens that begin or end the fields of a message."""
         self._parser = parser
+        self._marks = marks
         self._max_calls = max_calls
         self._unsure = ""  # text of a call that is not complete
         self.message = Parts()  # so far
 
-    def add(self, text: str, *, is_last: bool) -> Parts:
-        """Return what this text adds."""
+    def add(self, text: str, *, is_last: bool, is_cut: bool = False) -> Parts:
+        """Return what this text adds. `is_cut`: the model would have written more."""
         new = Parts()
         if self._parser is None:
             new.content = text
@@ -186,9 +213,9 @@ class MessageReader:
             self._unsure += text
             try:
                 events = self._parser.feed(text)
-                if is_last:
-                    events += self._parser.finalize()[1]
                 self._apply(events, new)
+                if is_last:
+                    self._apply(self._last_events(is_cut=is_cut), new)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 logger.info("a message could not be parsed: %s", error)
                 self._parser = None
@@ -197,6 +224,22 @@ class MessageReader:
         self.message.reasoning += new.reasoning
         self.message.calls += new.calls
         return new
+
+    def _last_events(self, *, is_cut: bool) -> list[dict[str, Any]]:
+        """The events of the end, without those of a call that was cut."""
+        assert self._parser is not None
+        try:
+            events: list[dict[str, Any]] = self._parser.finalize()[1]
+        except ValueError:
+            if is_cut:
+                return []
+            raise
+        return [each for each in events if not (is_cut and self._is_of_call(each))]
+
+    def _is_of_call(self, event: dict[str, Any]) -> bool:
+        """Return True for an event of the end that gives a call, or the beginning of one."""
+        text = event.get("text", "")
+        return event["field"] == "tool_calls" or any(mark in text for mark in self._marks)
 
     def _apply(self, events: list[dict[str, Any]], new: Parts) -> None:
         for event in events:

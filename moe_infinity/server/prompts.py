@@ -109,7 +109,9 @@ class PromptReader:
             max_tokens = min(self._max_new_tokens, room)
         grammar = self._chat_grammar(body, ids, names)
         requests = self._requests(ids, body, max_tokens, param, grammar)
-        return [replace(each, has_special=self.format.is_known) for each in requests]
+        is_known = self.format.is_known
+        hidden_ids = self.format.hidden_ids
+        return [replace(each, has_special=is_known, hidden_ids=hidden_ids) for each in requests]
 
     def text_ids(self, text: str) -> list[int]:
         """The token ids of a text."""

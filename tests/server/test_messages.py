@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message
 from openai.types.chat import ChatCompletionChunk
+from tokenizers import AddedToken
 
 from moe_infinity import MoE
 from moe_infinity.server import prompts
@@ -91,8 +93,19 @@ CASES: dict[str, tuple[str, str, tuple[str, str, list[Any]]]] = {
 }
 
 
+QWEN35 = (
+    "<|im_start|>assistant\n",
+    "I look.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    ("I look.", "", [CALL]),
+)
+MARKS = re.findall(r"<[|｜/]?[a-z▁_]+[|｜]?>|\[TOOL_CALLS\]", str([*CASES.values(), QWEN35]))
+
+
 class Plain:
     """Stands for tokenizer and model of a kind: a token is a character."""
+
+    added_tokens_decoder = {at: AddedToken(mark, special=True) for at, mark in enumerate(MARKS)}
 
     def __init__(self, model_type: str) -> None:
         self.config = self
@@ -145,6 +158,22 @@ def test_what_is_no_call_is_content(text, size):
     for start in range(0, len(text), size):
         reader.add(text[start : start + size], is_last=start + size >= len(text))
     assert shown(reader.message) == (text, "", [])
+
+
+@pytest.mark.parametrize("name", [*CASES, "qwen3_5_moe"])
+def test_a_call_that_is_cut_is_neither_text_nor_a_call(name):
+    """Wherever `max_tokens` or a stop string cuts it. What was complete before stays."""
+    prompt, text, (content, reasoning, calls) = CASES.get(name, QWEN35)
+    pieces = re.findall("|".join([*map(re.escape, MARKS), "."]), text, re.DOTALL)
+    assert "".join(pieces) == text
+    for end in range(len(pieces)):
+        reader = reader_of(name, prompt)
+        reader.add("".join(pieces[:end]), is_last=False)
+        reader.add("", is_last=True, is_cut=True)
+        got = shown(reader.message)
+        assert content.startswith(got[0].rstrip())
+        assert reasoning.startswith(got[1])
+        assert got[2] == calls[: len(got[2])]
 
 
 def test_calls_may_be_limited_to_one():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from moe_infinity.server.sampling import Sampling
 from moe_infinity.server.sequences import Output, Request, Running, StopStrings
+from tests.server.serving import serving
 from tests.small_tokenizers import KINDS
 
 
@@ -109,3 +111,15 @@ def test_a_text_that_ends_within_a_character_shows_it_unfinished():
     assert text_and_tokens(outputs) == ("a��", [0, 1, 1])
     outputs = answer_of(LLAMA, ["▁a", "<0xF0>", "<0x9F>", "▁b", "</s>"], stop=("🙂",))
     assert text_and_tokens(outputs)[0] == "a�� b"
+
+
+def test_a_chat_answer_shows_no_special_token_but_those_of_its_format(demo):
+    """The model of this kind has a format, whose marks are read; the padding token is none."""
+    ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
+    with serving(demo) as server:
+        answer = httpx.post(
+            f"{server.url}/v1/chat/completions", json=ask | {"logit_bias": {"1": 100}}
+        ).json()
+        assert demo.tokenizer.decode([1]) == "<|pad|>"
+        assert answer["choices"][0]["message"]["content"] == ""
+        assert answer["usage"]["completion_tokens"] == 3
