@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from moe_infinity.server.grammars import GrammarCompiler, Structure, part_of
-from moe_infinity.server.sampling import Constraint, Sampler, Sampling
+from moe_infinity.server.sampling import Constraint, Sampler
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 NUM_TOKENS = 150_000
@@ -79,7 +79,7 @@ def measured(tokenizer: Any) -> dict[str, float]:
         masking_s = 0.0
         for seed in range(NUM_ANSWERS):
             constraint = Constraint(matcher.deep_copy())
-            sampler = Sampler(Sampling(seed=seed), [], constraint)
+            sampler = Sampler([constraint], seed=seed, constraint=constraint)
             while not constraint.is_complete and constraint.num_masks < MOST_TOKENS:
                 sampler.choose(torch.zeros(len(tokenizer)))
             num_masks += constraint.num_masks

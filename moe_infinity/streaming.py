@@ -103,6 +103,18 @@ class TextStream:
             self._pieces.put(None)
 
 
+def unstreamed(config: Any) -> list[str]:
+    """Names of the settings of a GenerationConfig that do not choose one token after another."""
+    is_asked = {
+        "num_beams": (config.num_beams or 1) > 1,
+        "constraints": config.constraints is not None,
+        "force_words_ids": config.force_words_ids is not None,
+        "penalty_alpha": bool(config.penalty_alpha) and config.do_sample is not True,
+        "dola_layers": config.dola_layers is not None,
+    }
+    return [name for name, asked in is_asked.items() if asked]
+
+
 def check_one_sequence(inputs: Any) -> None:
     """Raise ConfigError unless these are tensors of one sequence that is not empty."""
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None

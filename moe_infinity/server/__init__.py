@@ -7,6 +7,7 @@ sequences.py  a sequence, from a request to its last output: token ids become te
 passes.py     the forward passes
 batch.py      the KV cache of the sequences that decode together
 prefix_cache.py  what later requests may begin with
+generation.py how an answer is generated: its request's settings over the checkpoint's
 sampling.py   the next token of one sequence, and log-probabilities
 
 HTTP:

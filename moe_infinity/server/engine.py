@@ -28,6 +28,7 @@ from moe_infinity.errors import Cancelled, CheckpointError, ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.generation import Generation
 from moe_infinity.server.passes import Passes
 from moe_infinity.server.sequences import (
     DeadlineExceeded,
@@ -65,7 +66,8 @@ class Engine:
     """Generates for several requests at once.
 
     `start()` begins its thread; tests call `step()` instead. Raises UnsupportedModelError for a
-    model that cannot be served, or cannot be served in batches.
+    model that cannot be served, or cannot be served in batches, and ConfigError for settings of the
+    checkpoint that cannot be kept.
     """
 
     def __init__(self, moe: MoE, config: ServeConfig) -> None:
@@ -74,6 +76,7 @@ class Engine:
         self.death: BaseException | None = None  # the error that ended the thread
         self._moe = moe
         self._passes = Passes(moe, self.config)
+        self._generation = Generation(moe.model)
         self._changed = threading.Condition()
         self._waiting: deque[Running] = deque()  # guarded by _changed, as the next two
         self._is_draining = False
@@ -95,7 +98,11 @@ class Engine:
             raise ConfigError(
                 f"{len(requests)} sequences, at most {self.config.max_queue} may wait"
             )
-        settings = {"tokenizer": self._moe.tokenizer, "deadline_s": self.config.deadline}
+        settings: dict[str, Any] = {
+            "tokenizer": self._moe.tokenizer,
+            "generation": self._generation,
+            "deadline_s": self.config.deadline,
+        }
         pairs = zip(requests, delivers, strict=True)
         running = [Running(request, deliver, **settings) for request, deliver in pairs]
         with self._changed:
@@ -208,6 +215,7 @@ class Engine:
             while self._waiting and self._free_seats:
                 sequence = self._waiting.popleft()
                 sequence.seat = self._free_seats.pop()
+                sequence.began = time.monotonic()
                 self._prefilling.append(sequence)
 
     def _prefill(self) -> None:
@@ -240,7 +248,7 @@ class Engine:
         if sequence.request.max_new_tokens == 0:
             sequence.end_with_prompt()
             return True
-        is_last = sequence.add(logits_V, self._passes.end_ids)
+        is_last = sequence.add(logits_V)
         self.counts.generated_tokens += 1
         return is_last
 
@@ -252,7 +260,7 @@ class Engine:
         for sequence, logits_V in zip(list(self._decoding), logits_BV, strict=True):
             self.counts.generated_tokens += 1
             try:
-                if sequence.add(logits_V, self._passes.end_ids):
+                if sequence.add(logits_V):
                     self._finish(sequence)
             except Exception as error:
                 self._fail(sequence, error)

@@ -45,7 +45,6 @@ class Passes:
     """
 
     def __init__(self, moe: MoE, config: ServeConfig) -> None:
-        self.end_ids = end_ids_of(moe.model)
         self._moe = moe
         self._num_seats = config.max_batch
         self._accepts = {*inspect.signature(moe.model.forward).parameters, "cache"}
@@ -272,13 +271,3 @@ def cut_windows(cache: DynamicCache, *, is_last: bool) -> None:
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.crop(0)
             layer.record_past = not is_last
-
-
-def end_ids_of(model: Any) -> frozenset[int]:
-    """Ids of the tokens that end a sequence; none if the model defines none."""
-    ends = model.generation_config.eos_token_id
-    if ends is None:
-        ends = model.config.get_text_config().eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)

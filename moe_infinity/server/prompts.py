@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.generation import Generation
 from moe_infinity.server.grammars import (
     GrammarCompiler,
     Structure,
@@ -27,7 +28,6 @@ from moe_infinity.server.grammars import (
     tools_of,
 )
 from moe_infinity.server.messages import MessageFormat
-from moe_infinity.server.passes import end_ids_of
 from moe_infinity.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -65,10 +65,10 @@ class PromptReader:
         self.format = MessageFormat(moe.tokenizer, moe.model)
         self.max_context = context_of(moe, config.max_context)  # tokens of prompt and answer
         self._max_new_tokens = config.max_new_tokens
-        self._generation_config = moe.model.generation_config
+        self._generation = Generation(moe.model)
         self._text_config = moe.model.config.get_text_config()
         self._vocab_size = self._text_config.vocab_size
-        self._grammars = GrammarCompiler(moe.tokenizer, self._vocab_size, end_ids_of(moe.model))
+        self._grammars = GrammarCompiler(moe.tokenizer, self._vocab_size, self._generation.end_ids)
         self._lock = threading.Lock()
 
     def completion(self, body: CompletionBody) -> list[Request]:
@@ -76,12 +76,17 @@ class PromptReader:
 
         Raises BadRequest.
         """
-        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         grammar = self._text_grammar(body.structure)
         requests = [
             request
             for ids in self._all_ids(body.prompt, "prompt")
-            for request in self._requests(ids, body, max_tokens, "prompt", grammar)
+            for request in self._requests(
+                ids,
+                body,
+                self._most_tokens(body.max_tokens, ids, COMPLETION_TOKENS),
+                "prompt",
+                grammar,
+            )
         ]
         if body.echo:  # as the model gets it, special tokens included
             requests = [replace(each, echo=True, has_special=True) for each in requests]
@@ -103,10 +108,8 @@ class PromptReader:
         """A request per choice. Raises BadRequest."""
         param = names.get("messages", "messages")
         ids = self.conversation_ids(body, names)
-        max_tokens = body.max_completion_tokens or body.max_tokens
-        if max_tokens is None:
-            room = max(self.max_context - len(ids), 1)
-            max_tokens = min(self._max_new_tokens, room)
+        asked = body.max_completion_tokens or body.max_tokens
+        max_tokens = self._most_tokens(asked, ids, self._max_new_tokens)
         grammar = self._chat_grammar(body, ids, names)
         requests = self._requests(ids, body, max_tokens, param, grammar)
         is_known = self.format.is_known
@@ -251,6 +254,15 @@ class PromptReader:
             for choice in range(body.num_choices)
         ]
 
+    def _most_tokens(self, asked: int | None, ids: list[int], default: int) -> int:
+        """The most tokens of an answer: those of the request, else of the checkpoint, else the
+        default, but of the last two not more than there is room for.
+        """
+        if asked is not None:
+            return asked
+        most = self._generation.max_new_tokens(len(ids)) or default
+        return min(most, max(self.max_context - len(ids), 1))
+
     def _require_fit(self, ids: list[int], max_tokens: int, param: str) -> None:
         """Raise BadRequest for no tokens, or for more than there is room for."""
         if not ids:
@@ -264,29 +276,20 @@ class PromptReader:
             )
 
     def _sampling(self, body: GenerationBody, choice: int) -> Sampling:
-        """Settings of the request, else of the checkpoint, else temperature 1 and no filter."""
+        """The settings of a request; what it leaves out is as the checkpoint says."""
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         self._require_known(list(bias), "logit_bias")
-        top_k = self._or_default(body.top_k, "top_k", 0)
-        seed = None if body.seed is None else (body.seed + choice) % 2**64
-        return Sampling(
-            temperature=self._or_default(body.temperature, "temperature", 1.0),
-            top_p=self._or_default(body.top_p, "top_p", 1.0),
-            top_k=max(top_k, 0),
-            min_p=self._or_default(None, "min_p", 0.0),
-            repetition_penalty=self._or_default(None, "repetition_penalty", 1.0),
-            seed=seed,
+        asked = Sampling(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=None if body.seed is None else (body.seed + choice) % 2**64,
             frequency_penalty=body.frequency_penalty or 0.0,
             presence_penalty=body.presence_penalty or 0.0,
             logit_bias=bias,
             num_logprobs=body.num_logprobs,
         )
-
-    def _or_default(self, asked: Any, name: str, default: Any) -> Any:
-        if asked is not None:
-            return asked
-        own = getattr(self._generation_config, name, None)
-        return default if own is None else own
+        return self._generation.filled(asked)
 
 
 def context_of(moe: MoE, wanted: int | None) -> int:

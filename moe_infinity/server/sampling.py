@@ -1,6 +1,6 @@
 """The next token of one sequence: what its grammar allows, and what its settings choose.
 
-logits [V] float32 --Constraint--> allowed --Sampler--> a token, with log-probabilities if asked for
+logits [V] float32 --processors--> scores --Sampler--> a token, with log-probabilities if asked for
 """
 
 from __future__ import annotations
@@ -9,19 +9,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from llguidance import LLMatcher
 from torch import Tensor
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from moe_infinity.errors import MoEInfinityError
 
@@ -29,35 +22,52 @@ ROWS = 64  # of a prompt's logits that are in float32 at a time
 
 
 class ConstraintFailed(MoEInfinityError):
-    """A grammar became too complex while an answer was generated, or allows no token at all."""
+    """A grammar became too complex while an answer was generated, or no token is allowed by both
+    the grammar and the settings.
+    """
 
 
-class Constraint:
+class Constraint(LogitsProcessor):  # type: ignore[misc]
     """The grammar of one sequence, and how far the sequence has come in it."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
+        self._forbidden_V: np.ndarray | None = None  # behind the last token, once it was asked for
         self.num_masks = 0
         self.masking_s = 0.0  # for all of them
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Mask scores [1, V], behind all that may have changed those of forbidden tokens."""
+        self.mask(scores[0])
+        if bool((scores[0] == -math.inf).all()):
+            raise ConstraintFailed("the settings suppress every token that the grammar allows")
+        return scores
 
     def mask(self, logits_V: Tensor) -> None:
         """Set the logits of tokens that are not allowed to minus infinity.
 
         Raises ConstraintFailed.
         """
+        if self._forbidden_V is None:
+            self._forbidden_V = self._find_forbidden(len(logits_V))
+        # By numpy: torch would wait for its other threads, which a busy machine delays.
+        logits_V.numpy()[self._forbidden_V] = -math.inf
+
+    def _find_forbidden(self, vocab_size: int) -> np.ndarray:
+        """[V], True for what the grammar does not allow next."""
         began = time.perf_counter()
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._require_no_error()
-        allowed_V = np.unpackbits(packed, count=len(logits_V), bitorder="little")
-        if not allowed_V.any():
+        forbidden_V: np.ndarray = np.unpackbits(packed, count=vocab_size, bitorder="little") == 0
+        if forbidden_V.all():
             raise ConstraintFailed("no token of the vocabulary is allowed by the grammar")
-        # By numpy: torch would wait for its other threads, which a busy machine delays.
-        logits_V.numpy()[allowed_V == 0] = -math.inf
         self.num_masks += 1
         self.masking_s += time.perf_counter() - began
+        return forbidden_V
 
     def take(self, token_id: int) -> None:
         """Go on behind a token that was allowed. Raises ConstraintFailed."""
+        self._forbidden_V = None
         self._matcher.consume_token(token_id)
         self._require_no_error()
 
@@ -72,27 +82,41 @@ class Constraint:
             raise ConstraintFailed(self._matcher.get_error())
 
 
-COLDEST = 1e-28  # dividing logits by less overflows; one token has probability 1 long before
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the tokens of a request are chosen. Temperature 0 takes the likeliest."""
+    """How the tokens of a request are chosen; None: as the checkpoint says."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    min_p: float = 0.0
-    seed: int | None = None  # None: a random one
-    repetition_penalty: float = 1.0
+    temperature: float | None = None  # 0 takes the likeliest
+    top_p: float | None = None
+    top_k: int | None = None  # 0: all
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None  # before a token may end the answer
+    stop_token_ids: tuple[int, ...] = ()  # end the answer, as the checkpoint's end tokens do
+    ignore_eos: bool = False  # the checkpoint's end tokens do not
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: a random one
     num_logprobs: int | None = None  # alternatives per token; None: no log-probabilities at all
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < COLDEST
+
+class Penalties(LogitsProcessor):  # type: ignore[misc]
+    """The bias and the penalties of OpenAI's API, which count what was generated."""
+
+    def __init__(self, sampling: Sampling, num_prompt: int) -> None:
+        self._sampling = sampling
+        self._num_prompt = num_prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Change scores [1, V] of the token behind ids [1, T]."""
+        sampling = self._sampling
+        for token_id, bias in sampling.logit_bias.items():
+            scores[0, token_id] += bias
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            ids, times = input_ids[0, self._num_prompt :].unique(return_counts=True)
+            scores[0, ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
+        return scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,76 +137,53 @@ class Sampler:
     """Chooses the tokens of one sequence, one after another."""
 
     def __init__(
-        self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None = None
+        self,
+        processors: Sequence[LogitsProcessor],
+        prompt_ids: Sequence[int] = (),
+        *,
+        takes_likeliest: bool = False,
+        seed: int | None = None,  # None: a random one
+        num_logprobs: int | None = None,
+        constraint: Constraint | None = None,  # one of the processors
     ) -> None:
-        self._sampling = sampling
+        self._processors = LogitsProcessorList(processors)
+        self._ids_1T = NO_IDS_1T  # prompt and output, for processors
+        if self._processors:
+            self._ids_1T = torch.tensor([prompt_ids], dtype=torch.long, device="cpu")
+        self._takes_likeliest = takes_likeliest
+        self._num_logprobs = num_logprobs
         self._constraint = constraint
-        self._generated: dict[int, int] = {}  # token id -> how often
-        self._ids_T: Tensor | None = None  # prompt and output; None if no processor reads them
         self._generator = torch.Generator()
-        if sampling.seed is None:
+        if seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(sampling.seed)
-        self._processors: list[Any] = []  # of transformers: (ids [1, T], scores [1, V]) -> scores
-        if sampling.repetition_penalty != 1.0:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-            self._ids_T = torch.tensor(prompt_ids, dtype=torch.long, device="cpu")
-        if not sampling.is_greedy:
-            self._add_warpers()
-
-    def _add_warpers(self) -> None:
-        """Add the filters in the order in which generate() applies them."""
-        sampling = self._sampling
-        if sampling.temperature != 1.0:
-            self._processors.append(TemperatureLogitsWarper(sampling.temperature))
-        if sampling.top_k > 0:
-            self._processors.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1.0:
-            self._processors.append(TopPLogitsWarper(sampling.top_p))
-        if sampling.min_p > 0:
-            self._processors.append(MinPLogitsWarper(sampling.min_p))
+            self._generator.manual_seed(seed)
 
     def choose(self, logits_V: Tensor) -> ChosenToken:
         """Choose the next token. Changes `logits_V`. Raises ConstraintFailed."""
         logits_V = logits_V.to(dtype=torch.float32)
-        if self._constraint is not None:
-            self._constraint.mask(logits_V)
         logprobs_V = None
-        if self._sampling.num_logprobs is not None:
+        if self._num_logprobs is not None:
+            if self._constraint is not None:
+                self._constraint.mask(logits_V)
             logprobs_V = logits_V.log_softmax(dim=-1)
-        self._penalise(logits_V)
-        scores_1V = logits_V[None]
-        ids_1T = NO_IDS_1T if self._ids_T is None else self._ids_T[None]
-        for processor in self._processors:
-            scores_1V = processor(ids_1T, scores_1V)
-        if not self._sampling.is_greedy:
+        scores_1V = self._processors(self._ids_1T, logits_V[None])
+        if self._takes_likeliest:
+            token_id = int(scores_1V.argmax(dim=-1))
+        else:
             chances_1V = scores_1V.softmax(dim=-1)
             token_id = int(torch.multinomial(chances_1V, 1, generator=self._generator))
-        else:
-            token_id = int(scores_1V.argmax(dim=-1))
         self._remember(token_id)
         if logprobs_V is None:
             return ChosenToken(token_id)
-        return with_logprobs([token_id], logprobs_V[None], self._sampling.num_logprobs or 0)[0]
-
-    def _penalise(self, logits_V: Tensor) -> None:
-        sampling = self._sampling
-        for token_id, bias in sampling.logit_bias.items():
-            logits_V[token_id] += bias
-        if (sampling.frequency_penalty or sampling.presence_penalty) and self._generated:
-            ids = torch.tensor(list(self._generated), dtype=torch.long, device="cpu")
-            times = torch.tensor(list(self._generated.values()), dtype=torch.float32, device="cpu")
-            logits_V[ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
+        return with_logprobs([token_id], logprobs_V[None], self._num_logprobs or 0)[0]
 
     def _remember(self, token_id: int) -> None:
         if self._constraint is not None:
             self._constraint.take(token_id)
-        self._generated[token_id] = self._generated.get(token_id, 0) + 1
-        if self._ids_T is not None:
-            self._ids_T = torch.cat(
-                [self._ids_T, torch.tensor([token_id], dtype=torch.long, device="cpu")]
-            )
+        if self._processors:
+            chosen_11 = torch.tensor([[token_id]], dtype=torch.long, device="cpu")
+            self._ids_1T = torch.cat([self._ids_1T, chosen_11], dim=1)
 
 
 def with_logprobs(

@@ -6,6 +6,7 @@ token ids --Detokenizer--> certain text --StopStrings--> text that may be shown
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from moe_infinity.detokenizer import UNFINISHED, Detokenizer
 from moe_infinity.errors import MoEInfinityError
+from moe_infinity.server.generation import Generation
 from moe_infinity.server.prefix_cache import Branch
 from moe_infinity.server.sampling import ChosenToken, Constraint, Sampler, Sampling
 
@@ -139,10 +141,10 @@ class Output:
 Deliver = Callable[[Output], None]  # called by the engine's thread: must neither block nor raise
 
 
-def named_stops(tokenizer: Any, request: Request) -> dict[int, str]:
-    """Return the stop strings that are special tokens whose text is no part of the answer."""
+def named_stops(tokenizer: Any, request: Request, stops: Sequence[str]) -> dict[int, str]:
+    """Return those stop strings that are special tokens whose text is no part of the answer."""
     named = {}
-    for stop in request.stop:
+    for stop in stops:
         token_id = tokenizer.convert_tokens_to_ids(stop)
         is_token = token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == stop
         is_shown = request.has_special and token_id not in request.hidden_ids
@@ -175,10 +177,17 @@ class Running:
     """A sequence, from its submission to its last output."""
 
     def __init__(
-        self, request: Request, deliver: Deliver, *, tokenizer: Any, deadline_s: float
+        self,
+        request: Request,
+        deliver: Deliver,
+        *,
+        tokenizer: Any,
+        generation: Generation,
+        deadline_s: float,
     ) -> None:
         self.request = request
         self.deadline = time.monotonic() + deadline_s
+        self.began = math.inf  # when it got its seat
         self.is_cancelled = False  # set by any thread
         self.seat: int | None = None
         self.cache: DynamicCache | None = None  # its own, until it joins the batch
@@ -190,12 +199,28 @@ class Running:
         self.ids = list(request.prompt_ids)  # and of the answer
         self.embedding = None if request.pooling is None else Embedding(request.pooling)
         self._deliver = deliver
-        self._sampler = Sampler(request.sampling, request.prompt_ids, request.constraint)
+        settings = generation.settings(
+            request.sampling,
+            request.prompt_ids,
+            request.max_new_tokens,
+            stops=request.stop,
+            constraint=request.constraint,
+        )
+        self._end_ids = settings.end_ids
+        self._max_time = settings.max_time
+        self._sampler = Sampler(
+            settings.processors,
+            request.prompt_ids,
+            takes_likeliest=settings.takes_likeliest,
+            seed=request.sampling.seed,
+            num_logprobs=request.sampling.num_logprobs,
+            constraint=request.constraint,
+        )
         self._detokenizer = Detokenizer(
             tokenizer, has_special=request.has_special, hidden_ids=request.hidden_ids
         )
-        self._stops = StopStrings(request.stop)
-        self._named_stops = named_stops(tokenizer, request)
+        self._stops = StopStrings(settings.stops)
+        self._named_stops = named_stops(tokenizer, request, settings.stops)
         self._num_generated = 0
         self._num_certain = 0  # characters
         self._num_decoded = 0  # characters, with those of the last tokens that may still change
@@ -224,7 +249,7 @@ class Running:
         """Nothing is to be generated."""
         self._finish("length")
 
-    def add(self, logits_V: Tensor, end_ids: frozenset[int]) -> bool:
+    def add(self, logits_V: Tensor) -> bool:
         """Choose the next token and deliver its text. Returns True if it was the last token.
 
         The last output is not delivered here but by `end()`, after the caller has freed the
@@ -234,7 +259,7 @@ class Running:
         self.ids.append(chosen.token_id)
         self._num_generated += 1
         has_logprob = chosen.logprob is not None
-        if chosen.token_id in end_ids:
+        if chosen.token_id in self._end_ids:
             # Behind an echoed prompt clients count on one entry for each token generated.
             if has_logprob and self.request.echo:
                 place = self._num_decoded
@@ -252,7 +277,7 @@ class Running:
         if self.request.constraint is not None and self.request.constraint.is_complete:
             self._finish("stop", text)
             return True
-        if self._num_generated == self.request.max_new_tokens:
+        if self._num_generated == self.request.max_new_tokens or self._is_too_late():
             self._finish("length", text)
             return True
         self._show(text)
@@ -268,6 +293,10 @@ class Running:
         if is_listed:
             self._tokens.append((TokenText(token, start), self._num_decoded))
         return text
+
+    def _is_too_late(self) -> bool:
+        """True if the checkpoint limits the time of an answer, and it is over."""
+        return self._max_time is not None and time.monotonic() - self.began > self._max_time
 
     def end(self, error: BaseException | None = None) -> None:
         """Deliver the last output: an error, or what `add` kept back."""

@@ -50,5 +50,5 @@ def server(moe: MoE) -> Iterator[Serving]:
 def ended(server: Serving, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
     """The model ends its answer by itself; this is the answer."""
     num_tokens = next(n for n in range(3, 12) if expected[n] not in expected[:n])
-    monkeypatch.setattr(server.engine._passes, "end_ids", frozenset({expected[num_tokens]}))
+    monkeypatch.setattr(server.moe.model.generation_config, "eos_token_id", expected[num_tokens])
     return words(expected[:num_tokens])

@@ -81,7 +81,7 @@ def test_sampling_is_what_the_body_says(client, expected):
 
 
 def test_an_empty_answer_has_no_blocks(server, client, expected, monkeypatch):
-    monkeypatch.setattr(server.engine._passes, "end_ids", frozenset({expected[0]}))
+    monkeypatch.setattr(server.moe.model.generation_config, "eos_token_id", expected[0])
     answer = ask(client)
     assert (answer.content, answer.stop_reason, answer.usage.output_tokens) == ([], "end_turn", 1)
     kinds = [event.type for event in ask(client, stream=True)]

@@ -20,7 +20,7 @@ from moe_infinity.server.grammars import (
 )
 from moe_infinity.server.messages import MessageFormat
 from moe_infinity.server.refusals import BadRequest
-from moe_infinity.server.sampling import Constraint, Sampler, Sampling
+from moe_infinity.server.sampling import Constraint, Sampler
 from tests.server.conftest import DEMO
 from tests.server.test_messages import Plain
 
@@ -93,7 +93,7 @@ class Kind:
         is_thinking = self.format.has_begun_reasoning(self.ids)
         start = message_in(lark, self.form, [message], is_thinking=is_thinking)
         constraint = Constraint(self.compiler.compiled(lark, start, "tools"))
-        sampler = Sampler(Sampling(seed=seed), [], constraint)
+        sampler = Sampler([constraint], seed=seed, constraint=constraint)
         reasoning = "hm</think>" if is_thinking else ""
         if self.form.reasoning is not None:
             none = "<|channel|>commentary" if has_calls else "<|channel|>final"

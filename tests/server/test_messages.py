@@ -209,10 +209,10 @@ def scripted(moe: MoE, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
 
     add = Running.add
 
-    def scripted_add(self: Running, logits_V: Any, end_ids: frozenset[int]) -> bool:
+    def scripted_add(self: Running, logits_V: Any) -> bool:
         letters: Any = self._detokenizer
-        ends = frozenset[int]() if letters.at else frozenset(range(len(logits_V)))
-        return add(self, logits_V, ends)
+        self._end_ids = frozenset() if letters.at else frozenset(range(len(logits_V)))
+        return add(self, logits_V)
 
     class Prompt(MessageFormat):
         def __init__(self, *args: Any) -> None:
