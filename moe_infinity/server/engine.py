@@ -98,13 +98,8 @@ class Engine:
             raise ConfigError(
                 f"{len(requests)} sequences, at most {self.config.max_queue} may wait"
             )
-        settings: dict[str, Any] = {
-            "tokenizer": self._moe.tokenizer,
-            "generation": self._generation,
-            "deadline_s": self.config.deadline,
-        }
         pairs = zip(requests, delivers, strict=True)
-        running = [Running(request, deliver, **settings) for request, deliver in pairs]
+        running = [self._running(request, deliver) for request, deliver in pairs]
         with self._changed:
             if self._is_draining or self.death is not None:
                 raise EngineStopped("the server takes no more requests")
@@ -114,6 +109,22 @@ class Engine:
             self._waiting += running
             self._changed.notify()
         return running
+
+    def _running(self, request: Request, deliver: Deliver) -> Running:
+        settings = self._generation.settings(
+            request.sampling,
+            request.prompt_ids,
+            request.max_new_tokens,
+            stops=request.stop,
+            constraint=request.constraint,
+        )
+        return Running(
+            request,
+            deliver,
+            tokenizer=self._moe.tokenizer,
+            settings=settings,
+            deadline_s=self.config.deadline,
+        )
 
     def cancel(self, sequences: Sequence[Running]) -> None:
         """Stop generating these before the next step. Sequences that have ended are ignored."""

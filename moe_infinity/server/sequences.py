@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from moe_infinity.detokenizer import UNFINISHED, Detokenizer
 from moe_infinity.errors import MoEInfinityError
-from moe_infinity.server.generation import Generation
+from moe_infinity.server.generation import Settings
 from moe_infinity.server.prefix_cache import Branch
 from moe_infinity.server.sampling import ChosenToken, Constraint, Sampler, Sampling
 
@@ -182,7 +182,7 @@ class Running:
         deliver: Deliver,
         *,
         tokenizer: Any,
-        generation: Generation,
+        settings: Settings,
         deadline_s: float,
     ) -> None:
         self.request = request
@@ -199,13 +199,6 @@ class Running:
         self.ids = list(request.prompt_ids)  # and of the answer
         self.embedding = None if request.pooling is None else Embedding(request.pooling)
         self._deliver = deliver
-        settings = generation.settings(
-            request.sampling,
-            request.prompt_ids,
-            request.max_new_tokens,
-            stops=request.stop,
-            constraint=request.constraint,
-        )
         self._end_ids = settings.end_ids
         self._max_time = settings.max_time
         self._sampler = Sampler(

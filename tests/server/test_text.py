@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LogitsProcessorList
 
+from moe_infinity.server.generation import Settings
 from moe_infinity.server.sampling import Sampling
 from moe_infinity.server.sequences import Output, Request, Running, StopStrings
 from tests.server.serving import serving
@@ -46,13 +48,21 @@ def answer_of(kind: str, tokens: list[str], **wishes: Any) -> list[Output]:
     """What a request is delivered whose model writes these tokens."""
     tokenizer = KINDS[kind]()
     outputs: list[Output] = []
-    greedy = Sampling(temperature=0.0, num_logprobs=0)
-    asked: dict[str, Any] = {"prompt_ids": [4], "max_new_tokens": 99, "sampling": greedy} | wishes
-    running = Running(Request(**asked), outputs.append, tokenizer=tokenizer, deadline_s=9)
+    wish = Sampling(num_logprobs=0)
+    asked: dict[str, Any] = {"prompt_ids": [4], "max_new_tokens": 99, "sampling": wish} | wishes
+    request = Request(**asked)
+    greedy = Settings(
+        processors=LogitsProcessorList(),
+        takes_likeliest=True,
+        end_ids=frozenset([2]),
+        stops=request.stop,
+        max_time=None,
+    )
+    running = Running(request, outputs.append, tokenizer=tokenizer, settings=greedy, deadline_s=9)
     for token_id in tokenizer.convert_tokens_to_ids(tokens):
         logits_V = torch.zeros(len(tokenizer))
         logits_V[token_id] = 9
-        if running.add(logits_V, frozenset([2])):
+        if running.add(logits_V):
             running.end()
             return outputs
     raise AssertionError("the answer does not end")
