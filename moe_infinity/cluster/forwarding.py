@@ -2,8 +2,9 @@
 
     client ──> Forwarded (in the ingress) ──call──> answered (in a replica) ──> the server's app
 
-The ingress sends nothing before a replica has its first token. A replica that dies before is as if
-it had not been asked: another one is. One that dies later ends the answer with an error event.
+The ingress sends no event before a replica has its first token. A replica that dies before is as if
+it had not been asked: another one is. One that dies later ends the answer with an error event. In a
+stream the ingress sends comments while it waits, so that the client sees that somebody works.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moe_infinity.server.pauses import LIFE_PERIOD_S, with_pauses
+
+HEAD_AFTER_S = 0.1  # a replica that has no piece yet gives status and headers
+LIFE = b": still at work\n\n"
+EVENTS = b"text/event-stream"
 MOST_ATTEMPTS = 4  # for one request, each by another replica
 PAUSE_S = 0.5  # between two of them
 LOST = "the replica that computed this answer was lost"
@@ -39,7 +45,7 @@ class HttpCall:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """A piece of the answer. The first one has status and headers."""
+    """A piece of the answer. The first one has status and headers, and may have no body."""
 
     body: bytes
     status: int | None = None
@@ -76,7 +82,14 @@ async def answered(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPart, N
     task.add_done_callback(lambda _: messages.put_nowait(None))
     start: Message | None = None
     try:
-        while (message := await messages.get()) is not None:
+        while True:
+            timeout_s = None if start is None else HEAD_AFTER_S
+            try:
+                message = await asyncio.wait_for(messages.get(), timeout_s)
+            except asyncio.TimeoutError:
+                message = {"type": "http.response.body", "body": b""}
+            if message is None:
+                break
             if message["type"] == "http.response.start":
                 start = message
                 continue
@@ -123,41 +136,63 @@ class Forwarded(Response):
             await asyncio.gather(work, watch, return_exceptions=True)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind: bytes | None = None  # of content, once the client has status and headers
+        has_body = False
         for attempt in range(MOST_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(PAUSE_S * attempt)
-            content_type = None
             try:
-                async with aclosing(self._ask(self._call)) as parts:
+                parts = with_pauses(self._ask(self._call), LIFE_PERIOD_S)
+                async with aclosing(parts):
                     async for part in parts:
-                        if part.headers is not None:
-                            content_type = dict(part.headers).get(b"content-type", b"")
+                        body = b"" if part is None else part.body
+                        if part is None:
+                            body = LIFE if kind == EVENTS else b""
+                        elif part.headers is not None and kind is None:
+                            kind = kind_of(part)
                             head = {"status": part.status, "headers": part.headers}
                             await send({"type": "http.response.start", **head})
-                        body = {"body": part.body, "more_body": True}
-                        await send({"type": "http.response.body", **body})
+                        elif part.headers is not None and kind_of(part) != kind:
+                            body = self._event(json.loads(body))  # a refusal of the next one
+                        has_body = has_body or (part is not None and bool(body))
+                        if body:
+                            await _send_body(send, body)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
                 return
             except self._losses as error:
                 logger.warning("a replica was lost: %s", error)
-                if content_type is not None:
-                    await self._end_with_error(content_type, send)
-                    return
-        refusal = JSONResponse({"error": _error()}, 503, headers={"Retry-After": "1"})
-        await refusal(scope, receive, send)
-
-    async def _end_with_error(self, content_type: bytes, send: Send) -> None:
-        """An event where there are events; else the answer stays incomplete, which the client sees
-        by its length.
-        """
-        if not content_type.startswith(b"text/event-stream"):
-            raise ConnectionError(LOST)
-        if self._call.scope["path"].startswith("/v1/messages"):
-            event = "event: error\ndata: " + json.dumps({"type": "error", "error": _error()})
+                if has_body:
+                    break
+        if kind is None:
+            refusal = JSONResponse({"error": _error()}, 503, headers={"Retry-After": "1"})
+            await refusal(scope, receive, send)
         else:
-            event = "data: " + json.dumps({"error": _error()})
-        body = f"{event}\n\n".encode()
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+            await self._end_with_error(kind, send)
+
+    async def _end_with_error(self, kind: bytes, send: Send) -> None:
+        """Send an event where there are events; else the answer stays incomplete, which the client
+        sees by its length.
+        """
+        if kind != EVENTS:
+            raise ConnectionError(LOST)
+        await _send_body(send, self._event({"error": _error()}), more=False)
+
+    def _event(self, refusal: dict[str, Any]) -> bytes:
+        """The body of a refusal as an event of the stream."""
+        if self._call.scope["path"].startswith("/v1/messages"):
+            event = "event: error\ndata: " + json.dumps({"type": "error"} | refusal)
+        else:
+            event = "data: " + json.dumps(refusal)
+        return f"{event}\n\n".encode()
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def kind_of(part: AnswerPart) -> bytes:
+    """Return the media type that the headers of an answer name."""
+    return dict(part.headers or ()).get(b"content-type", b"").partition(b";")[0]
 
 
 def _error() -> dict[str, Any]:

@@ -49,7 +49,7 @@ class ServedReplica:
         config = ServeConfig(**server)
         self._moe = ClusterMoE(checkpoint, model)
         self._engine = Engine(self._moe, config)
-        self._app = create_app(self._moe, self._engine, config)
+        self._app = create_app(self._moe, self._engine, config, is_forwarded=True)
         self._engine.start()
 
     async def answer(self, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:

@@ -16,7 +16,7 @@ import numpy as np
 from moe_infinity.server.messages import MessageReader, Parts
 from moe_infinity.server.protocol import Encoding
 from moe_infinity.server.refusals import ErrorBody, Refused
-from moe_infinity.server.sequences import Output, Request, TokenText
+from moe_infinity.server.sequences import Output, Progress, Request, TokenText
 
 DONE = "data: [DONE]\n\n"
 
@@ -43,6 +43,9 @@ class Choice:
 
 class Answer(ABC):
     """The answer to one HTTP request. What is never streamed has a body only."""
+
+    media_type = "text/event-stream"
+    shows_progress = False  # a stream has events for how far its prompts are
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._choices = [Choice() for _ in requests]
@@ -81,6 +84,14 @@ class Answer(ABC):
         """The event for one output; empty if the output adds nothing to show."""
         return ""
 
+    def life_chunk(self) -> str:
+        """What a stream says when it has nothing to say: by default a comment."""
+        return ": still at work\n\n"
+
+    def progress_chunk(self, index: int, progress: Progress) -> str:
+        """The event for how far the prompt of choice `index` is."""
+        raise NotImplementedError
+
     def last_chunks(self) -> list[str]:
         """The events with which a stream ends, after the last output."""
         return [DONE]
@@ -96,11 +107,19 @@ class TextAnswer(Answer):
     id_prefix: str
     object: str
     chunk_object: str
+    no_delta: dict[str, Any]  # the fields of a choice in a chunk without text
 
     def __init__(
-        self, requests: Sequence[Request], *, model: str, tokenizer: Any, wants_usage: bool
+        self,
+        requests: Sequence[Request],
+        *,
+        model: str,
+        tokenizer: Any,
+        wants_usage: bool,
+        shows_progress: bool = False,
     ) -> None:
         super().__init__(requests)
+        self.shows_progress = shows_progress
         self._has_logprobs = requests[0].sampling.num_logprobs is not None
         self._wants_usage = wants_usage
         self._tokenizer = tokenizer
@@ -124,6 +143,10 @@ class TextAnswer(Answer):
 
     def chunk(self, index: int, output: Output) -> str:
         return self._chunk(index, self._delta(index, output), output)
+
+    def progress_chunk(self, index: int, progress: Progress) -> str:
+        choice = {"index": index, "finish_reason": None, "logprobs": None, **self.no_delta}
+        return self._event({"choices": [choice], "prompt_progress": progress_of(progress)})
 
     def last_chunks(self) -> list[str]:
         if not self._wants_usage:
@@ -167,6 +190,7 @@ class CompletionAnswer(TextAnswer):
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
+    no_delta = {"text": ""}
 
     def _content(self, index: int) -> dict[str, Any]:
         return {"text": self._choices[index].text}
@@ -192,6 +216,7 @@ class ChatAnswer(TextAnswer):
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    no_delta = {"delta": {}}
 
     def __init__(
         self,
@@ -290,6 +315,16 @@ class EmbeddingsAnswer(Answer):
         if self._encoding == "base64":
             return base64.b64encode(np.array(vector, dtype="<f4").tobytes()).decode()
         return list(vector)
+
+
+def progress_of(progress: Progress) -> dict[str, Any]:
+    """How far a prompt is, in llama.cpp's words."""
+    return {
+        "total": progress.num_tokens,
+        "cache": progress.num_cached,
+        "processed": progress.num_read,
+        "time_ms": round(progress.seconds * 1000),
+    }
 
 
 def sse(payload: dict[str, Any], name: str | None = None) -> str:

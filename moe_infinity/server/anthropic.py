@@ -232,7 +232,7 @@ class MessagesBody(CountTokensBody):
 class MessagesAnswer(ChatAnswer):
     """An answer of blocks.
 
-    The events of a stream: message_start; for each block content_block_start, a
+    The events of a stream: message_start and a ping; for each block content_block_start, a
     content_block_delta for each piece, and content_block_stop; message_delta, message_stop.
     """
 
@@ -256,7 +256,10 @@ class MessagesAnswer(ChatAnswer):
         return self._message() | {"content": self._blocks, **self._stop()}
 
     def first_chunks(self) -> list[str]:
-        return [self._named("message_start", message=self._message())]
+        return [self._named("message_start", message=self._message()), self.life_chunk()]
+
+    def life_chunk(self) -> str:
+        return self._named("ping")
 
     def chunk(self, index: int, output: Output) -> str:
         return "".join(self._events)

@@ -77,15 +77,18 @@ STREAM: Responses = {200: {"content": {"text/event-stream": {}}}}
 NOT_HEALTHY: Responses = {503: {"description": "no"}}
 
 
-def create_app(moe: MoE, engine: Engine, config: ServeConfig) -> FastAPI:
-    """The ASGI application. The caller starts and stops the engine.
+def create_app(
+    moe: MoE, engine: Engine, config: ServeConfig, *, is_forwarded: bool = False
+) -> FastAPI:
+    """The ASGI application. The caller starts and stops the engine. `is_forwarded`: another process
+    has the clients' connections, and may ask another replica before the first token.
 
     Raises CheckpointError if neither the model nor `config` limits the context.
     """
     app = FastAPI(
         title="MoE-Infinity", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
-    app.state.api = api = Api(moe, engine, config)
+    app.state.api = api = Api(moe, engine, config, is_forwarded=is_forwarded)
     app.include_router(api.open_router())
     app.include_router(api.router())
     app.add_exception_handler(HTTPException, _http_error)
@@ -139,8 +142,11 @@ class AnthropicRoute(GuardedRoute):
 class Api:
     """The handlers of all routes, and the objects they share."""
 
-    def __init__(self, moe: MoE, engine: Engine, config: ServeConfig) -> None:
+    def __init__(
+        self, moe: MoE, engine: Engine, config: ServeConfig, *, is_forwarded: bool
+    ) -> None:
         self.config = config
+        self._is_forwarded = is_forwarded
         self.api_keys = config.keys()
         self.is_on_loopback = config.host in LOOPBACK
         self.metrics = Metrics(moe, engine)
@@ -324,11 +330,14 @@ class Api:
             model=self._model_name,
             tokenizer=self._reader.tokenizer,
             wants_usage=body.wants_usage,
+            shows_progress=bool(body.return_progress),
         )
         num_prompts = len(requests) // body.num_choices
         many = "prompt" if num_prompts > self.config.max_queue else "n"
         exchange = self._exchange(request, answer, requests, many)
-        return ExchangeStream(exchange) if body.stream else await exchange.body(request)
+        if not body.stream:
+            return await exchange.body(request)
+        return ExchangeStream(exchange, at_once=not self._is_forwarded)
 
     def _exchange(
         self, request: HttpRequest, answer: Answer, requests: Sequence[Request], many: str

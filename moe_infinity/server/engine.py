@@ -164,8 +164,15 @@ class Engine:
         return self.is_alive and not self._is_draining and self._moe.is_ready
 
     def state(self) -> dict[str, Any]:
-        """Sequences by state, bytes of the KV and prefix caches, and the fields of EngineCounts."""
+        """Sequences by state, how far the prompts are that are read, bytes of the KV and prefix
+        caches, and the fields of EngineCounts.
+        """
+        prompts = [
+            {"tokens": len(sequence.request.prompt_ids), "read": sequence.num_prefilled}
+            for sequence in tuple(self._prefilling)
+        ]
         return {
+            "prompts": prompts,
             "waiting": len(self._waiting),
             "prefilling": len(self._prefilling),
             "decoding": len(self._decoding),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -19,10 +19,12 @@ from starlette.types import Receive, Scope, Send
 from moe_infinity.server.answers import Answer
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.metrics import Metrics
+from moe_infinity.server.pauses import LIFE_PERIOD_S, with_pauses
 from moe_infinity.server.refusals import Refused, refused_by
 from moe_infinity.server.sequences import Output, Request
 
 logger = logging.getLogger(__name__)
+PROGRESS_PERIOD_S = 0.25  # between two looks at how far a prompt is
 
 
 class Exchange:
@@ -41,12 +43,19 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
         delivers = [partial(self._deliver, choice) for choice in range(len(requests))]
+        self._began = time.monotonic()
+        self._said: dict[int, int] = {}  # tokens of each prompt that were read
         self._running = engine.submit(requests, delivers)
 
     def _deliver(self, choice: int, output: Output) -> None:
         """Put an output into the queue, from any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (choice, output))
+
+    @property
+    def media_type(self) -> str:
+        """The media type of the stream."""
+        return self._answer.media_type
 
     def cancel(self) -> None:
         self._engine.cancel(self._running)
@@ -70,18 +79,34 @@ class Exchange:
             self.cancel()
         return JSONResponse(self._answer.body())
 
-    async def chunks(self) -> AsyncGenerator[str, None]:
-        """Events of a stream, the last of which may be an error. None comes before the first token:
-        until then whoever forwards it may ask another replica.
+    async def chunks(self, *, at_once: bool = True) -> AsyncGenerator[str, None]:
+        """Events of a stream, the last of which may be an error.
+
+        The first events come at once, and signs of life while there is nothing to say. Without
+        `at_once` none comes before the first token: until then whoever forwards the stream may ask
+        another replica.
         """
-        first: Iterable[str] = self._answer.first_chunks()
+        first = self._answer.first_chunks()
+        if at_once:
+            for chunk in (*first, *self._progress()):
+                yield chunk
+            first = []
+        period_s = PROGRESS_PERIOD_S if self._answer.shows_progress else LIFE_PERIOD_S
+        said_s = time.monotonic()
         try:
-            async with aclosing(self._outputs()) as outputs:
-                async for choice, output in outputs:
-                    for chunk in (*first, self._answer.chunk(choice, output)):
-                        if chunk:
-                            yield chunk
-                    first = ()
+            async with aclosing(with_pauses(self._outputs(), period_s)) as outputs:
+                async for each in outputs:
+                    chunks = [*first, *self._progress()]
+                    if each is not None:
+                        chunks.append(self._answer.chunk(*each))
+                        first = []
+                    elif first:
+                        continue
+                    elif not chunks and time.monotonic() - said_s >= LIFE_PERIOD_S:
+                        chunks = [self._answer.life_chunk()]
+                    for chunk in filter(None, chunks):
+                        said_s = time.monotonic()
+                        yield chunk
         except Exception as error:
             refused = refused_by(error)
             if refused.status_code == 500:
@@ -91,6 +116,16 @@ class Exchange:
             return
         for chunk in (*first, *self._answer.last_chunks()):
             yield chunk
+
+    def _progress(self) -> Iterator[str]:
+        """Events for the prompts of which more is read than was said."""
+        if not self._answer.shows_progress:
+            return
+        for index, sequence in enumerate(self._running):
+            progress = sequence.progress(self._began)
+            if progress.num_read != self._said.get(index):
+                self._said[index] = progress.num_read
+                yield self._answer.progress_chunk(index, progress)
 
     async def _exhaust(self) -> None:
         async for _ in self._outputs():
@@ -102,7 +137,6 @@ class Exchange:
         Each is added to the answer before it is yielded. At the end the metrics get the times in
         seconds, and the log gets times and token counts. Raises the error of a choice that failed.
         """
-        began = time.monotonic()
         is_first = True
         num_open = len(self._running)
         outcome = "ended early"
@@ -113,13 +147,13 @@ class Exchange:
                     raise output.error
                 if is_first:
                     is_first = False
-                    self._metrics.ttft_s.observe(time.monotonic() - began)
+                    self._metrics.ttft_s.observe(time.monotonic() - self._began)
                 num_open -= output.is_last
                 self._answer.add(choice, output)
                 yield choice, output
             outcome = "done"
         finally:
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - self._began
             self._metrics.request_s.observe(seconds)
             usage = self._answer.usage()
             sizes = usage["prompt_tokens"], usage["completion_tokens"]
@@ -132,11 +166,11 @@ class ExchangeStream(StreamingResponse):
     A generator's own `finally` is not enough: the stream may end before the generator has begun.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, *, at_once: bool) -> None:
         self._exchange = exchange
-        self._chunks = exchange.chunks()
+        self._chunks = exchange.chunks(at_once=at_once)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(self._chunks, media_type="text/event-stream", headers=headers)
+        super().__init__(self._chunks, media_type=exchange.media_type, headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -89,6 +89,7 @@ class GenerationBody(SampledBody):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenIdText, Bias] | None = None
     structured_outputs: StructuredOutputs | None = None
+    return_progress: bool | None = None  # a field of llama.cpp: chunks for how far a prompt is
 
     @model_validator(mode="before")
     @classmethod

@@ -265,6 +265,10 @@ class ResponseAnswer(ChatAnswer):
             self._of_part("content_part.added", part=self._part()),
         ]
 
+    def life_chunk(self) -> str:
+        """The only event that has no effect."""
+        return self._named("response.in_progress", response=self._response("in_progress"))
+
     def chunk(self, index: int, output: Output) -> str:
         text = self._new[index].content
         if not text and not output.tokens:

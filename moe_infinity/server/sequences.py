@@ -138,6 +138,16 @@ class Output:
         return self.finish is not None or self.error is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a prompt is."""
+
+    num_tokens: int
+    num_cached: int  # of these, known before
+    num_read: int  # known or computed
+    seconds: float  # since the request came
+
+
 Deliver = Callable[[Output], None]  # called by the engine's thread: must neither block nor raise
 
 
@@ -229,6 +239,12 @@ class Running:
     @property
     def is_prefilled(self) -> bool:
         return self.num_prefilled == len(self.request.prompt_ids)
+
+    def progress(self, began_s: float) -> Progress:
+        """How far the prompt is, for any thread. `began_s`: when its request came."""
+        num_read = self.num_prefilled
+        num_tokens = len(self.request.prompt_ids)
+        return Progress(num_tokens, self.num_cached, num_read, time.monotonic() - began_s)
 
     def echo(self, tokens: Sequence[ChosenToken]) -> None:
         """Deliver the prompt's next tokens as the beginning of the answer."""

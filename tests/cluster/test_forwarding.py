@@ -156,3 +156,69 @@ def test_a_client_that_leaves_ends_the_work_of_the_replica():
         assert ended.is_set()
 
     asyncio.run(leave())
+
+
+def slow_events(*pauses_s: float) -> FastAPI:
+    """An application whose stream waits before each piece."""
+    app = FastAPI()
+
+    @app.get("/stream")
+    async def stream() -> Response:
+        async def pieces() -> AsyncGenerator[str, None]:
+            for idx, pause_s in enumerate(pauses_s):
+                await asyncio.sleep(pause_s)
+                yield f"data: {idx}\n\n"
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    return app
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "LIFE_PERIOD_S", 0.05)
+    monkeypatch.setattr(forwarding, "HEAD_AFTER_S", 0.01)
+
+
+def test_a_client_sees_life_while_a_replica_has_no_token(hasty):
+    async def ask(call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+        async for part in answered(slow_events(0.3, 0.0), call):
+            yield part
+
+    text = fetched(ask, "GET", "/stream").text
+    assert text.startswith(": still at work\n\n: still at work\n\n")
+    assert text.replace(": still at work\n\n", "") == "data: 0\n\ndata: 1\n\n"
+
+
+def test_another_replica_is_asked_although_the_client_saw_life(hasty):
+    asked = []
+
+    async def ask(call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+        asked.append(call)
+        async for part in answered(slow_events(0.2, 0.0), call):
+            if len(asked) == 1 and part.body:
+                raise Died("killed")
+            yield part
+
+    text = fetched(ask, "GET", "/stream").text
+    assert len(asked) == 2
+    assert text.startswith(": still at work\n\n")
+    assert text.replace(": still at work\n\n", "") == "data: 0\n\ndata: 1\n\n"
+
+
+def test_a_refusal_of_the_second_replica_is_an_event(hasty):
+    asked = []
+
+    async def ask(call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+        asked.append(call)
+        if len(asked) > 1:
+            yield AnswerPart(b'{"error": {"code": "stopped"}}', 503, [(b"content-type", b"x/json")])
+            return
+        async for part in answered(slow_events(0.2), call):
+            if part.body:
+                raise Died("killed")
+            yield part
+
+    answer = fetched(ask, "GET", "/stream")
+    assert answer.status_code == 200
+    assert answer.text.endswith('data: {"error": {"code": "stopped"}}\n\n')
