@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from moe_infinity.architectures.early_router import EarlyRouter
 from moe_infinity.architectures.model_parts import bytes_by_type
+from moe_infinity.architectures.without_experts import COPIED, refuse, refuse_what_needs_experts
 from moe_infinity.checkpoint.kind import load_tokenizer
 from moe_infinity.checkpoint.loading import LoadedModel, load_without_experts, signature_of
 from moe_infinity.config import OffloadConfig
@@ -44,11 +45,7 @@ from moe_infinity.engine.device import ComputeDevice
 from moe_infinity.engine.engine import LocalExperts
 from moe_infinity.engine.experts import Experts
 from moe_infinity.engine.hooks import StepReader
-from moe_infinity.errors import (
-    Cancelled,
-    ClosedError,
-    UnsupportedModelError,
-)
+from moe_infinity.errors import Cancelled, ClosedError
 from moe_infinity.experts import Ints, Step, Tier
 from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.history import History
@@ -94,7 +91,6 @@ class MoE:
             self._device = ComputeDevice(self.config)
             loaded = self._load(on_bytes)
             self.model: Any = loaded.model
-            self.model.save_pretrained = self._refuse_saving
             self._startup_bytes_read = loaded.startup_bytes_read
             layers = loaded.plan.layers
             early_router = EarlyRouter(self.model, layers) if self.config.early_router else None
@@ -112,6 +108,9 @@ class MoE:
             hooks.attach(self.model, layers, self._experts, early_router)
             self._steps = StepReader(self.model, self._experts)
             self._small_batches = self._device.small_batch_steps(self.model, early_router)
+            refuse_what_needs_experts(
+                self.model, layers, checkpoint=self.checkpoint, backend=hooks.BACKEND
+            )
             if self.config.preload != "off":
                 self.engine.start_preloading()
 
@@ -343,11 +342,9 @@ class MoE:
             self._experts.close()
             self._history.save(self.engine.predictor, self.engine.recorder.request_eams())
 
-    def _refuse_saving(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedModelError(
-            "a model whose experts are not in memory cannot be saved; "
-            f"copy {self.checkpoint} instead"
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise UnsupportedModelError: threads and files cannot be copied."""
+        refuse(COPIED)
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -80,6 +80,11 @@ class ExpertsModule:
     is_transposed: bool | None  # expert_mlp finds weights as [in, out]; None: it does not compute
     adapter: Adapter
 
+    @property
+    def paths(self) -> list[str]:
+        """The names of all parameters of the experts in their module."""
+        return [path for location in self.locations.values() for path in location.paths]
+
     def connect(self, model: nn.Module, layer: MoeLayer) -> None:
         """Let the model's code call `layer` from now on."""
         self.adapter.connect(self, model, layer)

@@ -272,7 +272,7 @@ def plan_from_headers(
 
 
 def _take_out_experts(model: Any, layer: ExpertsModule) -> None:
-    for path in (path for location in layer.locations.values() for path in location.paths):
+    for path in layer.paths:
         _take_out(model, f"{layer.name}.{path}")
         model.all_tied_weights_keys.pop(f"{layer.name}.{path}", None)  # the plan has seen to it
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule
@@ -30,6 +31,10 @@ from moe_infinity.memory.slots import Slots
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts
+
+
+# A buffer without elements in each experts module: what casts the model casts it, too.
+CAST_MARK = "moe_infinity_cast_mark"
 
 
 class Work(Protocol):
@@ -54,8 +59,9 @@ class LayerComputer:
     ) -> None:
         if layer.adapter.is_eager is not None:
             is_eager = layer.adapter.is_eager
+        compute = _as_cast(layer)
         self.by_torch = TorchBackend(
-            recipes.computing(_copying(layer.compute) if copies_experts else layer.compute),
+            recipes.computing(_copying(compute) if copies_experts else compute),
             slots.views(recipes.layout).__getitem__,
             is_eager=is_eager,
             weighs_input=layer.adapter.weighs_input,
@@ -125,6 +131,28 @@ class CallsWork:
         for expert_idx, slot_id in zip(expert_idxs, slot_ids, strict=True):
             weights = self._backend.weights_of(slot_id)
             self._calls.answer(expert_idx, self._backend.mlp, weights)
+
+
+def _as_cast(layer: ExpertsModule) -> Callable[..., Tensor]:
+    """`layer.compute` in the dtype that the model was cast to after loading, as by `half()`."""
+    loaded: torch.dtype = getattr(torch, layer.layout.params[0].dtype)
+    none = torch.empty(0, dtype=loaded, device="cpu")
+    layer.module.register_buffer(CAST_MARK, none, persistent=False)
+    buffers: Mapping[str, Any] = layer.module._buffers
+
+    def compute(weights: Mapping[str, Any], x_RD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dtype: torch.dtype = buffers[CAST_MARK].dtype
+        if dtype != loaded:
+            weights = {name: _cast(weight, dtype) for name, weight in weights.items()}
+        return layer.compute(weights, x_RD, *args, **kwargs)
+
+    return compute
+
+
+def _cast(weight: Tensor | list[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
+    if isinstance(weight, list):
+        return [part.to(dtype) for part in weight]
+    return weight.to(dtype)
 
 
 def _copying(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -30,6 +30,7 @@ from moe_infinity.architectures.adapters import (
 )
 from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter
 from moe_infinity.architectures.early_router import EarlyRouter, Routed
+from moe_infinity.architectures.without_experts import refuse_graphs, uncompiled
 from moe_infinity.engine.experts import Experts
 from moe_infinity.experts import Ints, Phase, Routing, Step
 from moe_infinity.kernels.residents import Residents
@@ -54,10 +55,13 @@ class StepReader:
         if model.config.is_encoder_decoder:
             reads = {model.get_encoder(): self.read_encoder, model.get_decoder(): self.read_decoder}
         self._hooks = [
-            module.register_forward_pre_hook(partial(self._before_forward, read), with_kwargs=True)
+            module.register_forward_pre_hook(
+                uncompiled(partial(self._before_forward, read)), with_kwargs=True
+            )
             for module, read in reads.items()
         ]
-        self._hooks += [module.register_forward_hook(self._after_forward) for module in reads]
+        after = uncompiled(self._after_forward)
+        self._hooks += [module.register_forward_hook(after) for module in reads]
 
     @cached_property
     def cache_parameter(self) -> str:
@@ -87,6 +91,7 @@ class StepReader:
     def _before_forward(
         self, read: Callable[..., Step | None], module: Any, args: Any, kwargs: dict[str, Any]
     ) -> None:
+        refuse_graphs()
         self.leave_pass()
         step = self._named or read(args, kwargs)
         if step is not None:
@@ -180,7 +185,8 @@ def experts_forward(
 ) -> Tensor:
     """Take the place of transformers' own loop over experts."""
     layer: EngineLayer = vars(self)[CALL_ATTRIBUTE]  # from Adapter.connect, see `attach` below
-    return layer(x_TD, top_k_index_TK, top_k_weights_TK)
+    out_TD: Tensor = layer(x_TD, top_k_index_TK, top_k_weights_TK)
+    return out_TD
 
 
 def register() -> None:
@@ -198,6 +204,7 @@ class EngineLayer:
         self._moe_layer_idx = moe_layer_idx
         self._early_router = early_router
 
+    @uncompiled
     def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
         if self._is_asked_early:
             raise Routed(top_k_index_TK.cpu().numpy())
@@ -206,6 +213,7 @@ class EngineLayer:
             x_TD, lambda: self._experts.layer(layer_idx, x_TD, top_k_index_TK, top_k_weights_TK)
         )
 
+    @uncompiled
     def answer_calls(self, calls: ExpertCalls, routing: Routing) -> None:
         if self._is_asked_early:
             raise Routed(routing.top_k_index_TK)

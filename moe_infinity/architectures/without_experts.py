@@ -1,0 +1,119 @@
+"""A loaded model refuses what cannot be done without its experts among its weights.
+
+Whoever asks for it gets UnsupportedModelError at once, instead of a file without experts, an
+uninitialised weight or an error of Python: methods of transformers that need all weights, copies,
+code that reads a weight of an expert, adapters around one, and a traced graph, in which the experts
+that one input chose would stay chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.errors import UnsupportedModelError
+
+COPIED = "cannot be copied, pickled or sent to another process; load it there again"
+INITIALISED = "cannot be initialised; it has the weights of {checkpoint}"
+# Methods of transformers' models and of Python's copies, and what to say of them.
+REFUSED = {
+    "save_pretrained": "cannot be saved; copy {checkpoint} instead",
+    "push_to_hub": "cannot be uploaded; upload {checkpoint} instead",
+    "init_weights": INITIALISED,
+    "initialize_weights": INITIALISED,
+    "__deepcopy__": COPIED,
+    "__reduce_ex__": COPIED,
+}
+
+
+def refuse(what: str, *_: Any, **__: Any) -> NoReturn:
+    """Raise UnsupportedModelError: a model whose experts are not in memory `what`."""
+    raise UnsupportedModelError(f"a model whose experts are not in memory {what}")
+
+
+class OnDisk(Tensor):
+    """The attribute of an experts module in place of a weight that was left on disk. Any use of it
+    raises UnsupportedModelError.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        if function in (Tensor.__deepcopy__, Tensor.__reduce_ex__):
+            refuse(COPIED)
+        refuse("has no tensors of experts: only its forward pass computes them")
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which torch.compile leaves alone: which experts run depends on data."""
+    left_alone: Callable[..., Any] = torch.compiler.disable(function)
+    return left_alone
+
+
+def refuse_graphs() -> None:
+    """Raise UnsupportedModelError while torch records a graph: the experts that one input chose
+    would stay chosen.
+    """
+    is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+    if is_tracing() or torch.compiler.is_exporting():
+        refuse("cannot be traced or exported: which experts run depends on its input")
+
+
+def refuse_what_needs_experts(
+    model: PreTrainedModel, layers: Iterable[ExpertsModule], *, checkpoint: str, backend: str
+) -> None:
+    """Let `model`, the models inside it and its experts modules refuse what they cannot do. Their
+    experts implementation stays `backend`.
+    """
+    left_out = [f"{layer.name}.{path}" for layer in layers for path in layer.paths]
+    on_disk = torch.empty(0, dtype=torch.bool, device="meta").as_subclass(OnDisk)
+    for name in left_out:
+        owner, _, attribute = name.rpartition(".")
+        vars(model.get_submodule(owner))[attribute] = on_disk
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            methods: dict[str, Any] = {
+                method: partial(refuse, what.format(checkpoint=checkpoint))
+                for method, what in REFUSED.items()
+            }
+            methods["set_experts_implementation"] = partial(_keep_implementation, backend)
+            methods["forward"] = _checked(part, left_out)
+            vars(part).update(methods)
+
+
+def _keep_implementation(backend: str, experts_implementation: str | dict[str, str]) -> None:
+    asked = experts_implementation
+    others = (set(asked.values()) if isinstance(asked, dict) else {asked}) - {backend}
+    if others:
+        refuse(
+            f"cannot change to the experts implementation {' or '.join(sorted(map(str, others)))}\n"
+            "hint: choose one when you load it, as MoE(..., experts_implementation='eager')"
+        )
+
+
+def _checked(part: PreTrainedModel, left_out: Iterable[str]) -> Callable[..., Any]:
+    """The forward method of a model after a look at what was done to the model."""
+    stock = part.forward
+
+    @wraps(stock)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        refuse_graphs()
+        for adapter in vars(part).get("peft_config", {}).values():
+            _refuse_adapter(getattr(adapter, "target_parameters", None) or (), left_out)
+        return stock(*args, **kwargs)
+
+    return uncompiled(forward)
+
+
+def _refuse_adapter(targets: Iterable[str], left_out: Iterable[str]) -> None:
+    """Raise UnsupportedModelError for PEFT's `target_parameters` that name weights of experts: PEFT
+    does not find them, and leaves them out with a warning.
+    """
+    for target in targets:
+        if any(f".{name}".endswith(f".{target}") for name in left_out):
+            refuse(f"cannot have adapters on its experts (target_parameters {target!r})")

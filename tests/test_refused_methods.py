@@ -1,0 +1,180 @@
+"""What else transformers' models can be asked for: a loaded model does it, or says at once that its
+experts are not in memory. Never a file without experts, a weight that was made up, or NaN."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from moe_infinity import MoE, UnsupportedModelError
+from tests.architectures import encoder_decoders
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.arithmetic]
+PROMPT = torch.tensor([[5, 6, 9, 100, 31]])
+NOT_IN_MEMORY = "experts are not in memory"
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["exact", "kernels"])
+def moe(tiny_checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[MoE]:
+    with MoE(tiny_checkpoint, host_memory="25%", exact=request.param) as moe:
+        yield moe
+
+
+@pytest.fixture(scope="module")
+def logits(moe: MoE) -> torch.Tensor:
+    return logits_of(moe.model)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(PROMPT).logits
+    return found
+
+
+def experts_of(model: Any) -> Any:
+    return model.model.layers[1].mlp.experts
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "save_pretrained": (lambda model: model.save_pretrained("nowhere"), "copy .*tiny"),
+    "push_to_hub": (lambda model: model.push_to_hub("somebody/model"), "upload .*tiny"),
+    "init_weights": (lambda model: model.init_weights(), "initialised"),
+    "initialize_weights": (lambda model: model.initialize_weights(), "initialised"),
+    "eager": (lambda model: model.set_experts_implementation("eager"), "implementation eager"),
+    "by part": (lambda model: model.set_experts_implementation({"": "grouped_mm"}), "grouped_mm"),
+    "deepcopy": (copy.deepcopy, "copied"),
+    "copy": (copy.copy, "copied"),
+    "pickle": (pickle.dumps, "pickled"),
+    "torch.save": (lambda model: torch.save(model, io.BytesIO()), "pickled"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_all_weights_is_refused_at_every_level(moe, logits, name):
+    ask, message = REFUSED[name]
+    parts = [part for part in moe.model.modules() if isinstance(part, PreTrainedModel)]
+    assert len(parts) == 2, "the base model, too"
+    for part in parts:
+        with pytest.raises(UnsupportedModelError, match=f"{NOT_IN_MEMORY}.*{message}"):
+            ask(part)
+    assert torch.equal(logits_of(moe.model), logits)
+    assert not Path("nowhere").exists()
+
+
+@pytest.mark.parametrize("ask", [copy.deepcopy, pickle.dumps])
+def test_parts_with_experts_are_not_copied(moe, ask):
+    layer = moe.model.model.layers[0]
+    for part in (layer, layer.mlp, layer.mlp.experts, moe):
+        with pytest.raises(UnsupportedModelError, match="copied, pickled"):
+            ask(part)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda weight: weight.sum(),
+        lambda weight: weight.data,
+        lambda weight: weight[0],
+        lambda weight: weight + 1,
+        lambda weight: linear(torch.ones(1, 32), weight),
+        lambda weight: torch.nn.init.normal_(weight),
+    ],
+)
+def test_a_weight_of_experts_cannot_be_used(moe, use):
+    with pytest.raises(UnsupportedModelError, match="tensors of experts"):
+        use(experts_of(moe.model).gate_up_proj)
+
+
+def test_the_own_implementation_may_be_set_again(moe, logits):
+    moe.model.set_experts_implementation("moe_infinity")
+    assert torch.equal(logits_of(moe.model), logits)
+
+
+def test_a_config_changed_behind_our_back_is_an_error_and_not_nan(moe, logits):
+    config = moe.model.config
+    config._experts_implementation = "eager"
+    try:
+        with pytest.raises(UnsupportedModelError, match="tensors of experts"):
+            logits_of(moe.model)
+    finally:
+        config._experts_implementation = "moe_infinity"
+    assert torch.equal(logits_of(moe.model), logits)
+
+
+@pytest.mark.parametrize("level", ["whole", "base"])
+def test_a_compiled_model_computes_as_it_does_uncompiled(moe, logits, level):
+    """Dynamo traced our bookkeeping for minutes, and failed."""
+    model = moe.model if level == "whole" else moe.model.model
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        hidden = compiled(PROMPT)
+    found = hidden.logits if level == "whole" else moe.model.lm_head(hidden.last_hidden_state)
+    assert torch.equal(found, logits)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda model: torch.export.export(model, (PROMPT,)),
+        lambda model: torch.jit.trace(model, PROMPT),
+    ],
+)
+def test_a_graph_of_the_experts_of_one_prompt_is_refused(moe, logits, record):
+    with pytest.raises(UnsupportedModelError, match="traced or exported"):
+        record(moe.model)
+    assert torch.equal(logits_of(moe.model), logits)
+
+
+def test_adapters_of_experts_are_refused_by_name(moe, logits):
+    """PEFT finds no such parameter, and only warns. Adapters of other weights are left alone."""
+    adapter = SimpleNamespace(target_parameters=["mlp.experts.gate_up_proj"])
+    try:
+        moe.model.peft_config = {"default": adapter}
+        with pytest.raises(UnsupportedModelError, match="adapters.*'mlp.experts.gate_up_proj'"):
+            logits_of(moe.model)
+        adapter.target_parameters = ["self_attn.q_proj.weight"]
+        assert torch.equal(logits_of(moe.model), logits)
+    finally:
+        del moe.model.peft_config
+
+
+def test_what_changes_nothing_changes_nothing(moe, logits):
+    for ask in (
+        lambda model: model.tie_weights(),
+        lambda model: model.requires_grad_(False),
+        lambda model: model.gradient_checkpointing_enable(),
+        lambda model: model.eval(),
+        lambda model: model.load_state_dict(model.state_dict()),
+    ):
+        ask(moe.model)
+        assert torch.equal(logits_of(moe.model), logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_model_cast_after_loading_gives_the_bits_of_stock(tiny_checkpoint, dtype):
+    """Experts went on to compute in the dtype that they were loaded in."""
+    stock = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype="auto").to(dtype)
+    with MoE(tiny_checkpoint, host_memory="25%", exact=True) as moe:
+        moe.model.to(dtype)
+        assert torch.equal(logits_of(moe.model), logits_of(stock))
+        moe.model.to(torch.bfloat16)
+        assert torch.equal(logits_of(moe.model), logits_of(stock.to(torch.bfloat16)))
+
+
+@pytest.mark.parametrize("name", ["NllbMoe", "SwitchTransformers"])
+def test_an_encoder_decoder_can_be_cast(tmp_path, name):
+    encoder_decoders.make_model(name).save_pretrained(tmp_path)
+    with MoE(tmp_path, host_memory="25%") as moe:
+        moe.model.half()
+        moe.generate(input_ids=encoder_decoders.PROMPT, max_new_tokens=4)
