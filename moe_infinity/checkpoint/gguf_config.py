@@ -15,11 +15,6 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from moe_infinity.checkpoint.gguf_file import GgufModel
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
-TOKENS = {
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-    "eos_token_id": "tokenizer.ggml.eos_token_id",
-    "pad_token_id": "tokenizer.ggml.padding_token_id",
-}
 NOT_SIZES = ("max_position_embeddings", "sliding_window")  # may be larger than any tensor
 WITH_CONFIG = (
     "hint: `--config FOLDER` (in Python config_from=) names a folder or hub id that has the config "
@@ -93,10 +88,12 @@ def config_of(gguf: GgufModel) -> Any:
         )
     found = _mapped(gguf, known) | _from_tensors(gguf)
     found |= {"rope_parameters": _rope(gguf, known, found.pop("rope_theta", 10000.0))}
-    found |= {name: gguf.metadata.get(key) for name, key in TOKENS.items()}
-    for name in TOKENS:
-        if found[name] is not None and not 0 <= found[name] < found["vocab_size"]:
-            raise CheckpointError(f"{where}: {name} is {found[name]} of {found['vocab_size']}")
+    ids, ends = gguf.vocabulary.ids, gguf.vocabulary.ends()
+    found |= {
+        "bos_token_id": ids.get("bos"),
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        "pad_token_id": ids.get("pad"),
+    }
     try:
         return transformers.AutoConfig.for_model(known.model_type, **found)
     except Exception as error:  # each config class checks in its own way

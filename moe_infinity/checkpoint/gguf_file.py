@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 from gguf import GGMLQuantizationType
 
 from moe_infinity.checkpoint.file_names import split_files
+from moe_infinity.checkpoint.gguf_vocabulary import Vocabulary, vocabulary_of
 from moe_infinity.checkpoint.headers import STORED_DTYPES, Extent, StoredTensor
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 from moe_infinity.kernels.unpack import BLOCKS
@@ -77,6 +78,13 @@ class GgufModel:
         return next(number for number in range(len(numbers) + 1) if number not in numbers)
 
     @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of the file. Raises CheckpointError."""
+        embedding = self.tensors.get("token_embd.weight")
+        num_rows = None if embedding is None else embedding.shape[0]
+        return vocabulary_of(str(self.files[0]), self.metadata, num_rows)
+
+    @cached_property
     def dtype(self) -> str:
         """The dtype that dense weights are widened to unless the user names one."""
         stored = {t.stored_dtype for t in self.tensors.values() if len(t.shape) > 1}
@@ -89,13 +97,17 @@ def read_gguf(path: Path) -> GgufModel:
     """The model of a file, or of all parts if it is one part of a split. Raises CheckpointError for
     files that are damaged or missing, UnsupportedModelError for another model than an MoE model.
     """
-    files = split_files(path)
-    headers = [read_gguf_header(file) for file in files]
+    headers = [read_gguf_header(path)] if path.is_file() else []
+    # A merged file keeps the keys of its parts, with a count of 0, whatever it is called.
+    is_whole = bool(headers) and headers[0].metadata.get("split.count", 0) in (0, 1)
+    files = [path] if is_whole else split_files(path)
+    if not is_whole:
+        headers = [read_gguf_header(file) for file in files]
     metadata = headers[0].metadata
     _require_model(path, metadata)
     for number, (file, header) in enumerate(zip(files, headers, strict=True)):
         said = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
-        if said != (len(files), number):
+        if not is_whole and said != (len(files), number):
             raise CheckpointError(f"{file}: says that it is part {said[1]} of {said[0]}, from 0")
     tensors: dict[str, StoredTensor] = {}
     for header in headers:
@@ -105,8 +117,11 @@ def read_gguf(path: Path) -> GgufModel:
                     f"{tensor.extent.file}: tensor {tensor.name} is in another part, too"
                 )
             tensors[tensor.name] = tensor
-    if len(tensors) != metadata.get("split.tensors.count", len(tensors)):
-        raise CheckpointError(f"{path}: {len(tensors)} tensors in all parts, more are announced")
+    announced = len(tensors) if is_whole else metadata.get("split.tensors.count", len(tensors))
+    if len(tensors) != announced:
+        raise CheckpointError(
+            f"{path}: {len(tensors)} tensors in all parts, {announced} are announced"
+        )
     if not any(map(EXPERTS.fullmatch, tensors)):
         raise UnsupportedModelError(
             f"{path}: has no routed experts\n"
@@ -214,6 +229,24 @@ class HeaderReader:
     def _string(self) -> str:
         return self._take(self._number("<Q")).decode("utf-8", "replace")
 
+    def _strings(self, count: int) -> list[str]:
+        """Return what `_string` returns `count` times, quickly: vocabularies are large."""
+        read, length_of, left = self._opened.read, struct.Struct("<Q").unpack, self._left
+        found = []
+        for _ in range(count):
+            prefix = read(8)
+            if len(prefix) < 8:
+                break
+            num_bytes = length_of(prefix)[0]
+            left -= 8 + num_bytes
+            if left < 0:
+                break
+            found.append(read(num_bytes).decode("utf-8", "replace"))
+        if len(found) < count:
+            self._take(self._left + 1)  # refuses
+        self._left = left
+        return found
+
     def _name(self) -> str:
         name = self._string()
         if "\ufffd" in name or len(name) > 256 or not name.isprintable():
@@ -229,7 +262,7 @@ class HeaderReader:
             self._refuse(f"metadata of the unknown type {value_type}")
         item_type = self._number("<I")
         if item_type == STRING:
-            return [self._string() for _ in range(self._count(8, "strings"))]
+            return self._strings(self._count(8, "strings"))
         if item_type not in SCALARS:
             self._refuse(f"an array of the unknown type {item_type}")
         form = SCALARS[item_type]

@@ -13,8 +13,9 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from moe_infinity.checkpoint.file_names import find_gguf
 from moe_infinity.checkpoint.formats import find_format
-from moe_infinity.checkpoint.gguf_config import WITH_CONFIG, config_of
+from moe_infinity.checkpoint.gguf_config import config_of
 from moe_infinity.checkpoint.gguf_file import GgufModel, read_gguf
+from moe_infinity.checkpoint.gguf_tokenizer import tokenizer_of
 from moe_infinity.checkpoint.packing import Format
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES
@@ -150,19 +151,15 @@ def _packing_of(checkpoint: str, config: Any) -> Format | None:
 
 
 def load_tokenizer(checkpoint: str, *, config_from: str | None, trust_remote_code: bool) -> Any:
-    """The tokenizer that transformers makes of a folder or hub id, or of the vocabulary in a GGUF
-    file if transformers knows how its architecture splits text. Raises CheckpointError.
+    """The tokenizer that transformers makes of a folder or hub id, or that of the vocabulary in a
+    GGUF file. Raises CheckpointError, UnsupportedModelError.
     """
     file = find_gguf(checkpoint) if config_from is None else None
+    if file is not None:
+        return tokenizer_of(read_gguf(file))
     try:
-        if file is not None:
-            return transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         return transformers.AutoTokenizer.from_pretrained(
             config_from or checkpoint, trust_remote_code=trust_remote_code
         )
-    except Exception as error:
-        is_expected = isinstance(error, OSError | ValueError)  # broken JSON is the latter
-        if file is None and not is_expected:
-            raise
-        hint = "" if file is None else f"\n{WITH_CONFIG}"
-        raise CheckpointError(f"{checkpoint}: no usable tokenizer: {error}{hint}") from error
+    except (OSError, ValueError) as error:  # broken JSON is the latter
+        raise CheckpointError(f"{checkpoint}: no usable tokenizer: {error}") from error

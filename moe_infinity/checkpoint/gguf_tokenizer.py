@@ -1,0 +1,268 @@
+"""The tokenizer of a GGUF file, made of its metadata with the `tokenizers` library.
+
+    tokenizer.ggml.model   what it is                          here
+    gpt2                   byte-level BPE                      words by gguf_splitting.py
+    llama                  SentencePiece BPE, which has scores merges made of the scores
+    gemma4                 BPE of characters, which has merges
+    t5                     SentencePiece unigram               scores are log probabilities
+
+Tokens that are never split are matched in the text before anything else: those for control, which
+decoding can skip, and those that the model's makers added.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from moe_infinity.checkpoint.gguf_config import WITH_CONFIG
+from moe_infinity.checkpoint.gguf_file import GgufModel
+from moe_infinity.checkpoint.gguf_splitting import SPLITTINGS, WITHOUT_NAME, Splitting
+from moe_infinity.checkpoint.gguf_vocabulary import PREFIX, Kind, Vocabulary, logger
+from moe_infinity.errors import CheckpointError, UnsupportedModelError
+
+SPACE = "▁"  # how SentencePiece writes it
+WHOLE = (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)  # never split
+NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # attributes of transformers' tokenizers
+TEMPLATE = "tokenizer.chat_template"
+KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # what follows other tokens of Phi-3 loses spaces
+Made = tuple[Tokenizer, bool, bool]  # it, whether it adds BOS and EOS if the file does not say
+
+
+def tokenizer_of(gguf: GgufModel) -> Any:
+    """transformers' tokenizer with the vocabulary, special tokens and chat templates of a file.
+    Raises UnsupportedModelError for a way of splitting text that is not known, CheckpointError for
+    a file without a vocabulary, or with one that contradicts itself.
+    """
+    vocabulary = gguf.vocabulary
+    if not vocabulary.tokens:
+        raise CheckpointError(f"{gguf.files[0]}: has no vocabulary\n{WITH_CONFIG}")
+    if vocabulary.model not in MAKERS:
+        known = ", ".join(MAKERS)
+        raise UnsupportedModelError(
+            f"{gguf.files[0]}: {PREFIX}model is {vocabulary.model!r}, expected one of {known}"
+            f"\n{WITH_CONFIG}"
+        )
+    try:
+        tokenizer, adds_bos, adds_eos = MAKERS[vocabulary.model](gguf)
+    except (CheckpointError, UnsupportedModelError):
+        raise
+    except Exception as error:  # of the library, which has one class for all
+        raise CheckpointError(
+            f"{gguf.files[0]}: no tokenizer can be made of its vocabulary: {error}"
+        ) from error
+    control, user_defined = _whole_tokens(gguf)
+    tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens(user_defined)
+    vars(tokenizer)["__deepcopy__"] = lambda memo: tokenizer  # transformers copies it for seconds
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        add_bos_token=adds_bos
+        and vocabulary.model == "gemma4"
+        or bool(gguf.metadata.get(f"{PREFIX}add_bos_token", adds_bos)),
+        add_eos_token=bool(gguf.metadata.get(f"{PREFIX}add_eos_token", adds_eos)),
+        chat_template=chat_template_of(gguf.metadata),
+        **_named_tokens(vocabulary),
+    )
+    del vars(tokenizer)["__deepcopy__"]
+    return made
+
+
+def chat_template_of(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The chat template of a file, or all by name where it has several."""
+    named = {
+        key.removeprefix(f"{TEMPLATE}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{TEMPLATE}.") and isinstance(value, str)
+    }
+    default = metadata.get(TEMPLATE)
+    if not named or "default" in named or default is None:
+        return named or default
+    return {"default": default} | named
+
+
+def _named_tokens(vocabulary: Vocabulary) -> dict[str, str]:
+    """Arguments of transformers' tokenizers. What they name, decoding skips: no text, therefore."""
+    return {
+        f"{name}_token": vocabulary.tokens[token_id]
+        for name, token_id in vocabulary.ids.items()
+        if name in NAMED and (name in ("bos", "eos") or vocabulary.kinds[token_id] in WHOLE)
+    }
+
+
+def _whole_tokens(gguf: GgufModel) -> tuple[list[AddedToken], list[AddedToken]]:
+    """Tokens that are never split: those for control, and the others."""
+    vocabulary = gguf.vocabulary
+    named = {*vocabulary.ends(), *(vocabulary.ids.get(name) for name in ("bos", "eos"))}
+    eats_space = re.search("phi-?3", str(gguf.metadata.get("general.name", "")).lower())
+    control: list[AddedToken] = []
+    user_defined: list[AddedToken] = []
+    for token_id, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
+        if kind not in WHOLE and token_id not in named:
+            continue
+        strips = bool(eats_space) and text not in KEEP_SPACE
+        token = AddedToken(text, rstrip=strips, normalized=False)
+        is_read = kind == Kind.USER_DEFINED and token_id not in named
+        (user_defined if is_read else control).append(token)
+    return control, user_defined
+
+
+# one maker for each tokenizer.ggml.model: the tokenizer, and whether it begins and ends a text with
+# a token where the file does not say
+
+
+def _byte_level(gguf: GgufModel) -> Made:
+    splitting = _splitting_of(gguf)
+    if not splitting.is_byte_level:
+        return _characters(gguf)
+    vocab = _vocab(gguf.vocabulary)
+    tokenizer = Tokenizer(
+        models.BPE(vocab, _stored_merges(gguf, vocab), ignore_merges=splitting.ignores_merges)
+    )
+    if splitting.is_nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in splitting.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, splitting.adds_bos, False
+
+
+def _characters(gguf: GgufModel) -> Made:
+    vocab = _vocab(gguf.vocabulary)
+    return _sentencepiece(gguf, vocab, _stored_merges(gguf, vocab), has_prefix=False)
+
+
+def _scored(gguf: GgufModel) -> Made:
+    vocab = _vocab(gguf.vocabulary)
+    has_prefix = bool(gguf.metadata.get(f"{PREFIX}add_space_prefix", True))
+    return _sentencepiece(gguf, vocab, _merges_of_scores(gguf, vocab), has_prefix=has_prefix)
+
+
+def _sentencepiece(
+    gguf: GgufModel, vocab: dict[str, int], merges: list[tuple[str, str]], *, has_prefix: bool
+) -> Made:
+    """Spaces are a character of their own, characters without a token are bytes."""
+    unknown = gguf.vocabulary.ids.get("unk")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab,
+            merges,
+            unk_token=None if unknown is None else gguf.vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps: list[Any] = [normalizers.Replace(" ", SPACE)]
+    back: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if has_prefix:
+        steps.insert(0, normalizers.Prepend(SPACE))
+        back.append(decoders.Strip(" ", left=1, right=0))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(back)
+    return tokenizer, True, False
+
+
+def _unigram(gguf: GgufModel) -> Made:
+    vocabulary = gguf.vocabulary
+    scores = _scores(gguf)
+    model = models.Unigram(
+        list(zip(vocabulary.tokens, scores, strict=True)), vocabulary.ids.get("unk"), False
+    )
+    tokenizer = Tokenizer(model)
+    charsmap = gguf.metadata.get(f"{PREFIX}precompiled_charsmap")
+    steps: list[Any] = []
+    if charsmap:
+        steps.append(normalizers.Precompiled(bytes(byte & 0xFF for byte in charsmap)))
+    if gguf.metadata.get(f"{PREFIX}remove_extra_whitespaces", False):
+        steps += [
+            normalizers.Strip(left=True, right=True),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    has_prefix = gguf.metadata.get(f"{PREFIX}add_space_prefix", True)
+    scheme = "always" if has_prefix else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme)
+    tokenizer.decoder = decoders.Metaspace(SPACE, scheme)
+    return tokenizer, False, True
+
+
+MAKERS = {"gpt2": _byte_level, "llama": _scored, "gemma4": _characters, "t5": _unigram}
+
+
+# their parts
+
+
+def _splitting_of(gguf: GgufModel) -> Splitting:
+    name = gguf.metadata.get(f"{PREFIX}pre") or WITHOUT_NAME.get(gguf.architecture)
+    if name is None:
+        logger.warning(
+            "%s: does not say how text is split into words (%spre is absent), so text may become "
+            "other tokens than those the model knows; name its tokenizer with --config",
+            gguf.files[0],
+            PREFIX,
+        )
+        name = "default"
+    if name not in SPLITTINGS:
+        raise UnsupportedModelError(
+            f"{gguf.files[0]}: {PREFIX}pre is {name!r:.60}, a way of splitting text that is "
+            f"not known\n{WITH_CONFIG}"
+        )
+    return SPLITTINGS[name]
+
+
+def _vocab(vocabulary: Vocabulary) -> dict[str, int]:
+    """Ids by text, without ids that only fill the embedding up. The first of equal texts counts."""
+    found: dict[str, int] = {}
+    for token_id, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
+        if kind != Kind.UNUSED or text != f"[PAD{token_id}]":
+            found.setdefault(text, token_id)
+        if kind == Kind.USER_DEFINED and " " in text:  # merges know it as it was written
+            found.setdefault(text.replace(" ", SPACE), token_id)
+    return found
+
+
+def _stored_merges(gguf: GgufModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """The pairs of `tokenizer.ggml.merges` of which all tokens are there."""
+    merges = gguf.metadata.get(f"{PREFIX}merges")
+    if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
+        raise CheckpointError(f"{gguf.files[0]}: {PREFIX}merges is no list of texts")
+    found = []
+    for merge in merges:
+        space = merge.find(" ", 1)
+        left, right = merge[:space], merge[space + 1 :]
+        if left in vocab and right in vocab and left + right in vocab:
+            found.append((left, right))
+    return found
+
+
+def _merges_of_scores(gguf: GgufModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, that of the highest score first."""
+    scores, kinds = _scores(gguf), gguf.vocabulary.kinds
+    made = (Kind.NORMAL, Kind.USER_DEFINED)
+    found = []
+    for text, token_id in vocab.items():
+        if kinds[token_id] not in made:
+            continue
+        for end in range(1, len(text)):
+            left = text[:end]
+            if left in vocab and text[end:] in vocab:
+                found.append((-scores[token_id], -end, left, text[end:]))
+    found.sort()
+    return [(left, right) for _, _, left, right in found]
+
+
+def _scores(gguf: GgufModel) -> list[float]:
+    """Scores of all tokens; those of a file without any fall with the id."""
+    num_tokens = len(gguf.vocabulary.tokens)
+    scores = gguf.metadata.get(f"{PREFIX}scores") or [-float(i) for i in range(num_tokens)]
+    if not isinstance(scores, list) or len(scores) < num_tokens:
+        raise CheckpointError(
+            f"{gguf.files[0]}: {PREFIX}scores are not those of {num_tokens} tokens"
+        )
+    return scores[:num_tokens]

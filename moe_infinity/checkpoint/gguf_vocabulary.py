@@ -1,0 +1,116 @@
+"""The tokens of a GGUF file, what kind each is, and which of them begin and end a text.
+
+The meaning of the keys is that of llama.cpp (src/llama-vocab.cpp), and so are the names of tokens
+that end an answer whatever the keys say: many files name only one of several.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from moe_infinity.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "tokenizer.ggml."
+ID_KEYS = {
+    "bos": "bos_token_id", "eos": "eos_token_id", "eot": "eot_token_id", "eom": "eom_token_id",
+    "unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id",
+    "cls": "cls_token_id", "mask": "mask_token_id", "fim_pad": "fim_pad_token_id",
+    "fim_rep": "fim_rep_token_id", "fim_sep": "fim_sep_token_id",
+}  # fmt: skip
+DEFAULT_IDS = {
+    "llama": {"unk": 0, "bos": 1, "eos": 2},
+    "t5": {"pad": 0, "eos": 1, "unk": 2},
+    "bert": {"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103},
+}  # by tokenizer.ggml.model
+ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+NAMES_OF_ENDS = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>", "</s>",
+))  # fmt: skip
+# Where a model has all of these, "<|end|>" ends a message inside its answer.
+NO_END_BESIDE = (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"))
+
+
+class Kind(IntEnum):
+    """What `tokenizer.ggml.token_type` says of a token."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3  # not part of the text that a user reads
+    USER_DEFINED = 4  # read by the user, but never split
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a file says of its tokens."""
+
+    model: str  # how text becomes tokens, e.g. "gpt2"; "none": by a file elsewhere
+    tokens: list[str]  # by id
+    kinds: list[int]
+    ids: dict[str, int] = field(
+        default_factory=dict
+    )  # of special tokens that there are, by ID_KEYS
+
+    def ends(self) -> list[int]:
+        """The ids of tokens after which an answer is over, eos first."""
+        named = {
+            text: token_id
+            for token_id, text in enumerate(self.tokens)
+            if text in NAMES_OF_ENDS and not self._is_text(token_id)
+        }
+        if any(named.keys() >= {*names} for names in NO_END_BESIDE):
+            named.pop("<|end|>", None)
+        found = [self.ids[name] for name in ENDS if name in self.ids]
+        return list(dict.fromkeys([*found, *sorted(named.values())]))
+
+    def _is_text(self, token_id: int) -> bool:
+        """Return True for a token that may be part of what a model writes, such as a tag of HTML.
+        Some converters called every token normal; one in angle brackets with bars is no text.
+        """
+        text, kind = self.tokens[token_id], self.kinds[token_id]
+        return kind != Kind.CONTROL and not text.startswith(("<|", "<｜"))
+
+
+def vocabulary_of(where: str, metadata: Mapping[str, Any], num_rows: int | None) -> Vocabulary:
+    """What the metadata say of the tokens; `num_rows` are those of the embedding, which may be
+    more. Special ids that are no token are left out with a warning. Raises CheckpointError.
+    """
+    model = metadata.get(f"{PREFIX}model", "none")
+    tokens = _array(where, metadata, "tokens", str)
+    tokens = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(tokens)]
+    kinds = _array(where, metadata, "token_type", int, len(tokens)) or [Kind.NORMAL] * len(tokens)
+    del kinds[len(tokens) :]
+    ids = dict(DEFAULT_IDS.get(model, {}))
+    limit = min(filter(None, (len(tokens), num_rows)), default=0)
+    for name, key in ID_KEYS.items():
+        token_id = metadata.get(PREFIX + key)
+        if type(token_id) is int and 0 <= token_id < limit:
+            ids[name] = token_id
+        elif token_id not in (None, -1, 0xFFFFFFFF):  # how converters write that there is none
+            logger.warning("%s: %s%s is %r of %d, ignored", where, PREFIX, key, token_id, limit)
+    return Vocabulary(model, tokens, kinds, {name: i for name, i in ids.items() if i < limit})
+
+
+def _array(
+    where: str, metadata: Mapping[str, Any], key: str, of: type, count: int = 0
+) -> list[Any]:
+    """An array of the vocabulary, [] if it is absent. Raises CheckpointError for one that has other
+    values, or fewer than `count`.
+    """
+    found = metadata.get(PREFIX + key, [])
+    if type(found) is not list or not all(type(value) is of for value in found):
+        raise CheckpointError(f"{where}: {PREFIX}{key} is no list of {of.__name__}")
+    if found and len(found) < count:
+        raise CheckpointError(f"{where}: {PREFIX}{key} has {len(found)} entries for {count} tokens")
+    return found
