@@ -16,26 +16,18 @@ from tools.convert_to_gguf import ARCHITECTURES
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "gguf.md"
 BEGIN = "<!-- models: begin (python -m scripts.gguf_table) -->\n"
 END = "<!-- models: end -->"
-# By how transformers' reader of tokenizers calls them.
-SPLITTERS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "minimax-m2": "minimax_m2"}
 
 
 def table() -> str:
-    """Of the models that tests/test_gguf.py compares with transformers. Needs transformers 5.17:
-    later ones choose a tokenizer in another way.
-    """
-    from transformers.integrations.ggml import GGUF_TO_FAST_CONVERTERS
-
-    lines = ["| `general.architecture` | class | config | tokenizer |", "|---|---|---|---|"]
+    """Of the models that tests/test_gguf.py compares with transformers."""
+    lines = ["| `general.architecture` | class | config |", "|---|---|---|"]
     for name in sorted(MODELS, key=lambda name: (ARCHITECTURES[name], name)):
         architecture = ARCHITECTURES[name]
         config_class = transformers.CONFIG_MAPPING[name]
         model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
         is_enough = architecture in KNOWN and KNOWN[architecture].model_type == name
-        has_tokenizer = SPLITTERS.get(architecture, architecture) in GGUF_TO_FAST_CONVERTERS
         config = "file" if is_enough else "`--config`"
-        tokenizer = "file" if is_enough and has_tokenizer else "`--config`"
-        lines.append(f"| {architecture} | {model_class} | {config} | {tokenizer} |")
+        lines.append(f"| {architecture} | {model_class} | {config} |")
     return "\n".join(lines) + "\n"
 
 

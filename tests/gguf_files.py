@@ -87,16 +87,50 @@ def build(name: str, folder: Path, **changes: Any) -> Path:
 def widen(file: Path, out: Path) -> Path:
     """The same model with every weight as gguf's `dequantize` gives it, in float32."""
     reader = gguf.GGUFReader(file)
-    writer = gguf.GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name == "general.architecture":
-            continue
-        of_array = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, field.contents(), field.types[0], of_array)
+    writer = _writer(reader, out, {})
     for tensor in reader.tensors:
         shape = [int(size) for size in tensor.shape[::-1]]
         weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         writer.add_tensor(tensor.name, np.ascontiguousarray(weight, np.float32).reshape(shape))
+    return _written(writer, out)
+
+
+def rewrite(file: Path, out: Path, changes: Mapping[str, Any], **tensors: Any) -> Path:
+    """The same model with other metadata: a value is a string, a bool, a list of numbers or
+    strings, a pair of a type and a number, or None to leave the key out. `tensors` are arrays that
+    take the place of those of their names, or None to leave one out.
+    """
+    reader = gguf.GGUFReader(file)
+    writer = _writer(reader, out, changes)
+    for tensor in reader.tensors:
+        if tensors.get(tensor.name, tensor.data) is not None:
+            kind = None if tensor.name in tensors else tensor.tensor_type
+            writer.add_tensor(tensor.name, tensors.get(tensor.name, tensor.data), raw_dtype=kind)
+    for name in tensors.keys() - {tensor.name for tensor in reader.tensors}:
+        writer.add_tensor(name, tensors[name])
+    return _written(writer, out)
+
+
+def _writer(reader: gguf.GGUFReader, out: Path, changes: Mapping[str, Any]) -> gguf.GGUFWriter:
+    """With the metadata, those that are to change changed."""
+    architecture = changes.get("general.architecture")
+    own = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(out, str(architecture or own))
+    for field in reader.fields.values():
+        done = field.name == "general.architecture" or field.name in changes
+        if done or field.name.startswith("GGUF."):
+            continue
+        of_array = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], of_array)
+    for key, value in changes.items():
+        if isinstance(value, tuple):
+            writer.add_key_value(key, value[1], value[0])
+        elif value is not None and key != "general.architecture":
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    return writer
+
+
+def _written(writer: gguf.GGUFWriter, out: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

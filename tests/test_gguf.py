@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers.integrations import ggml
 
 from moe_infinity import CheckpointError, MoE
 from moe_infinity.architectures.model_parts import PackedLinear
@@ -352,8 +351,5 @@ def test_all_architectures_that_load_are_compared_here():
     assert set(CHECKED) == {ARCHITECTURES[name] for name in MODELS}
 
 
-@pytest.mark.skipif(
-    not hasattr(ggml, "GGUF_TO_FAST_CONVERTERS"), reason="the guide is of transformers 5.17"
-)
 def test_the_guide_lists_the_architectures_that_load():
     assert table() in GUIDE.read_text("utf-8")

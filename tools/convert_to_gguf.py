@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,10 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors import safe_open
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this is run as a script
+
+from tools.vocabulary_to_gguf import read_tokenizer
 
 ARCHITECTURES = {
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "mixtral": "llama", "olmoe": "olmoe",
@@ -260,24 +265,19 @@ def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     if not file.is_file():
         writer.add_tokenizer_model("no_vocab")
         return
-    content = json.loads(file.read_text("utf-8"))
-    vocab = dict(content["model"]["vocab"])
-    special = {token["content"]: token["id"] for token in content["added_tokens"]}
-    tokens = sorted(vocab | special, key=(vocab | special).__getitem__)
-    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    merges = content["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([control if token in special else normal for token in tokens])
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    pre = "smollm" if '"individual_digits": true' in file.read_text("utf-8") else "qwen2"
+    metadata = read_tokenizer(folder, pre=pre)
     config = json.loads((folder / "config.json").read_text())
-    for key, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
-        if isinstance(token_id := config.get(f"{key}_token_id"), int):
-            add(token_id)
-    template = folder / "chat_template.jinja"
-    if template.is_file():
-        writer.add_chat_template(template.read_text("utf-8"))
+    for name in ("bos", "eos"):
+        if isinstance(token_id := config.get(f"{name}_token_id"), int):
+            metadata[f"tokenizer.ggml.{name}_token_id"] = token_id
+    for key, value in metadata.items():
+        writer.add_key_value(key, value, value_type(key, value))
+
+
+def value_type(key: str, value: Any) -> gguf.GGUFValueType:
+    """The type that the converter gives a value: ids are unsigned."""
+    return gguf.GGUFValueType.UINT32 if key.endswith("_id") else gguf.GGUFValueType.get_type(value)
 
 
 def convert(folder: Path, out: Path, wanted: str, *, split: int = 0) -> None:

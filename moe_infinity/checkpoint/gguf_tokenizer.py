@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any
 
 import transformers
@@ -30,6 +31,7 @@ WHOLE = (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)  # never split
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # attributes of transformers' tokenizers
 TEMPLATE = "tokenizer.chat_template"
 KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # what follows other tokens of Phi-3 loses spaces
+Merges = list[tuple[str, str]]
 Made = tuple[Tokenizer, bool, bool]  # it, whether it adds BOS and EOS if the file does not say
 
 
@@ -99,14 +101,15 @@ def _whole_tokens(gguf: GgufModel) -> tuple[list[AddedToken], list[AddedToken]]:
     """Tokens that are never split: those for control, and the others."""
     vocabulary = gguf.vocabulary
     named = {*vocabulary.ends(), *(vocabulary.ids.get(name) for name in ("bos", "eos"))}
-    eats_space = re.search("phi-?3", str(gguf.metadata.get("general.name", "")).lower())
+    name = str(gguf.metadata.get("general.name", "")).lower()
+    eats_space = gguf.architecture == "phimoe" or re.search("phi[- ]?3", name) is not None
     control: list[AddedToken] = []
     user_defined: list[AddedToken] = []
     for token_id, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
         if kind not in WHOLE and token_id not in named:
             continue
-        strips = bool(eats_space) and text not in KEEP_SPACE
-        token = AddedToken(text, rstrip=strips, normalized=False)
+        rstrip = eats_space and text not in KEEP_SPACE
+        token = AddedToken(text, rstrip=rstrip, normalized=False)
         is_read = kind == Kind.USER_DEFINED and token_id not in named
         (user_defined if is_read else control).append(token)
     return control, user_defined
@@ -145,7 +148,7 @@ def _scored(gguf: GgufModel) -> Made:
 
 
 def _sentencepiece(
-    gguf: GgufModel, vocab: dict[str, int], merges: list[tuple[str, str]], *, has_prefix: bool
+    gguf: GgufModel, vocab: dict[str, int], merges: Merges, *, has_prefix: bool
 ) -> Made:
     """Spaces are a character of their own, characters without a token are bytes."""
     unknown = gguf.vocabulary.ids.get("unk")
@@ -180,10 +183,8 @@ def _unigram(gguf: GgufModel) -> Made:
     if charsmap:
         steps.append(normalizers.Precompiled(bytes(byte & 0xFF for byte in charsmap)))
     if gguf.metadata.get(f"{PREFIX}remove_extra_whitespaces", False):
-        steps += [
-            normalizers.Strip(left=True, right=True),
-            normalizers.Replace(Regex(" {2,}"), " "),
-        ]
+        once = normalizers.Replace(Regex(" {2,}"), " ")
+        steps += [normalizers.Strip(left=False, right=True), once]
     tokenizer.normalizer = normalizers.Sequence(steps)
     has_prefix = gguf.metadata.get(f"{PREFIX}add_space_prefix", True)
     scheme = "always" if has_prefix else "never"
@@ -222,39 +223,25 @@ def _vocab(vocabulary: Vocabulary) -> dict[str, int]:
     for token_id, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
         if kind != Kind.UNUSED or text != f"[PAD{token_id}]":
             found.setdefault(text, token_id)
-        if kind == Kind.USER_DEFINED and " " in text:  # merges know it as it was written
-            found.setdefault(text.replace(" ", SPACE), token_id)
     return found
 
 
-def _stored_merges(gguf: GgufModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
+def _stored_merges(gguf: GgufModel, vocab: dict[str, int]) -> Merges:
     """The pairs of `tokenizer.ggml.merges` of which all tokens are there."""
     merges = gguf.metadata.get(f"{PREFIX}merges")
     if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
         raise CheckpointError(f"{gguf.files[0]}: {PREFIX}merges is no list of texts")
-    found = []
-    for merge in merges:
-        space = merge.find(" ", 1)
-        left, right = merge[:space], merge[space + 1 :]
-        if left in vocab and right in vocab and left + right in vocab:
-            found.append((left, right))
-    return found
+    pairs = [(left, right) for left, _, right in map(str.partition, merges, repeat(" "))]
+    return [(a, b) for a, b in pairs if a in vocab and b in vocab and a + b in vocab]
 
 
-def _merges_of_scores(gguf: GgufModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
+def _merges_of_scores(gguf: GgufModel, vocab: dict[str, int]) -> Merges:
     """All pairs of tokens that make a token, that of the highest score first."""
     scores, kinds = _scores(gguf), gguf.vocabulary.kinds
-    made = (Kind.NORMAL, Kind.USER_DEFINED)
-    found = []
-    for text, token_id in vocab.items():
-        if kinds[token_id] not in made:
-            continue
-        for end in range(1, len(text)):
-            left = text[:end]
-            if left in vocab and text[end:] in vocab:
-                found.append((-scores[token_id], -end, left, text[end:]))
-    found.sort()
-    return [(left, right) for _, _, left, right in found]
+    made = [text for text, token_id in vocab.items() if kinds[token_id] == Kind.NORMAL]
+    made.sort(key=lambda text: -scores[vocab[text]])
+    pairs = ((text[:end], text[end:]) for text in made for end in range(len(text) - 1, 0, -1))
+    return [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
 
 
 def _scores(gguf: GgufModel) -> list[float]:

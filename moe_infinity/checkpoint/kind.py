@@ -20,6 +20,7 @@ from moe_infinity.checkpoint.packing import Format
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES
 
+TOKENIZER_FILES = ("*token*", "tekken.json", "vocab.*")
 PACKING_KEYS = ("quantization_config", "compression_config")
 
 
@@ -152,10 +153,10 @@ def _packing_of(checkpoint: str, config: Any) -> Format | None:
 
 def load_tokenizer(checkpoint: str, *, config_from: str | None, trust_remote_code: bool) -> Any:
     """The tokenizer that transformers makes of a folder or hub id, or that of the vocabulary in a
-    GGUF file. Raises CheckpointError, UnsupportedModelError.
+    GGUF file unless `config_from` has one. Raises CheckpointError, UnsupportedModelError.
     """
-    file = find_gguf(checkpoint) if config_from is None else None
-    if file is not None:
+    file = find_gguf(checkpoint)
+    if file is not None and (config_from is None or _has_no_tokenizer(Path(config_from))):
         return tokenizer_of(read_gguf(file))
     try:
         return transformers.AutoTokenizer.from_pretrained(
@@ -163,3 +164,7 @@ def load_tokenizer(checkpoint: str, *, config_from: str | None, trust_remote_cod
         )
     except (OSError, ValueError) as error:  # broken JSON is the latter
         raise CheckpointError(f"{checkpoint}: no usable tokenizer: {error}") from error
+
+
+def _has_no_tokenizer(folder: Path) -> bool:
+    return folder.is_dir() and not any(any(folder.glob(files)) for files in TOKENIZER_FILES)
