@@ -85,7 +85,7 @@ class Answer(ABC):
         return ""
 
     def life_chunk(self) -> str:
-        """What a stream says when it has nothing to say: by default a comment."""
+        """The sign of life of a stream that has nothing to say; by default a comment."""
         return ": still at work\n\n"
 
     def progress_chunk(self, index: int, progress: Progress) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typer import Option
 
 from moe_infinity.errors import ConfigError
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -41,10 +43,27 @@ class ServeConfig:
             "given again. Always allowed: localhost and addresses."
         ),
     ] = None
+    cors: Annotated[
+        list[str] | None,
+        Option(
+            metavar="ORIGIN",
+            help="Origin whose pages may use this server from a browser, as https://app.example, "
+            "or '*' for all; may be given again.",
+        ),
+    ] = None
     served_name: Annotated[
         str | None,
-        Option(help="Name of the model for clients. Default: its folder's name or hub id."),
+        Option(
+            "--model-name",
+            "--served-name",
+            metavar="NAMES",
+            help="Names of the model for clients, separated by commas; answers have the first. "
+            "Default: its folder's name or hub id.",
+        ),
     ] = None
+    any_model: Annotated[
+        bool, Option("--any-model", help="Take requests whatever model they name.")
+    ] = False
     max_batch: Annotated[
         int, Option(min=1, help="Sequences that decode together. 1 gives the bits of generate().")
     ] = 8
@@ -78,6 +97,15 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.api_key is not None and not all(key.strip() for key in self.api_key):
             raise ConfigError("the API key is empty")
+        if self.served_name is not None and not self.names():
+            raise ConfigError("--model-name: there is no name in it")
+        for origin in self.cors or ():
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(f"--cors {origin}: an origin is like https://app.example:8443")
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the model that were given."""
+        return tuple(filter(None, map(str.strip, (self.served_name or "").split(","))))
 
     def keys(self) -> tuple[str, ...]:
         """All API keys; without any, requests need none. Raises ConfigError for a file that cannot

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -20,7 +20,7 @@ from moe_infinity.server.answers import Answer
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.metrics import Metrics
 from moe_infinity.server.pauses import LIFE_PERIOD_S, with_pauses
-from moe_infinity.server.refusals import Refused, refused_by
+from moe_infinity.server.refusals import Refused
 from moe_infinity.server.sequences import Output, Request
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,15 @@ class Exchange:
     """
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, answer: Answer, requests: Sequence[Request]
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        answer: Answer,
+        requests: Sequence[Request],
+        note: Callable[[BaseException], Refused],
     ) -> None:
+        """`note`: notes the error that ends a stream, and says what the client gets."""
+        self._note = note
         self._engine = engine
         self._metrics = metrics
         self._answer = answer
@@ -108,9 +115,7 @@ class Exchange:
                         said_s = time.monotonic()
                         yield chunk
         except Exception as error:
-            refused = refused_by(error)
-            if refused.status_code == 500:
-                logger.exception("a stream failed")
+            refused = self._note(error)
             for chunk in (*first, self._answer.error_chunk(refused)):
                 yield chunk
             return

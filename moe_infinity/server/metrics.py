@@ -41,6 +41,17 @@ class Metrics(Collector):
             ["route", "status"],
             registry=self._registry,
         )
+        self.refusals = Counter(
+            f"{PREFIX}_http_refusals",
+            "Requests that were refused or failed, in a stream too, by route and status",
+            ["route", "status"],
+            registry=self._registry,
+        )
+
+    def num_refusals(self) -> int:
+        """How many requests were refused or failed."""
+        (family,) = self.refusals.collect()
+        return int(sum(each.value for each in family.samples if each.name.endswith("_total")))
 
     def _seconds(self, name: str, meaning: str) -> Histogram:
         name = f"{PREFIX}_{name}_seconds"
@@ -138,6 +149,7 @@ def stats_of(moe: MoE, engine: Engine, metrics: Metrics, *, model: str) -> dict[
         "model": model,
         "engine": engine.state() | {"max_batch": engine.config.max_batch},
         "ttft": metrics.first_outputs(),
+        "refusals": metrics.num_refusals(),
         "report": report.as_dict(),
         "experts": ["".join(letters[state] for state in states) for states in states_LE],
     }

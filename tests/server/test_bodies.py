@@ -73,11 +73,12 @@ def test_the_document_has_every_route_and_the_bodies_they_take(server):
             if "requestBody" in operation:
                 content = operation["requestBody"]["content"]["application/json"]
                 bodies[path] = content["schema"]["$ref"].rpartition("/")[2]
-    assert len(document["paths"]) == 15
+    assert len(document["paths"]) == 17
     assert bodies == {
         "/v1/completions": "CompletionBody",
         "/v1/chat/completions": "ChatBody",
         "/v1/responses": "ResponsesBody",
+        "/v1/responses/input_tokens": "ResponsesBody",
         "/v1/messages": "MessagesBody",
         "/v1/messages/count_tokens": "CountTokensBody",
         "/v1/embeddings": "EmbeddingsBody",

@@ -86,16 +86,16 @@ def test_a_stream_that_waits_for_its_prompt_shows_life(server, stuck, path):
 def test_clients_read_such_streams_as_before(server, stuck):
     threading.Timer(4 * PERIOD_S, stuck.set).start()
     ask: dict[str, Any] = {"model": "tiny", "messages": CHAT["messages"], "max_tokens": 4}
-    chunks = list(server.client().chat.completions.create(**ask, stream=True))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert chunks[-1].choices[0].finish_reason == "length"
-    with server.anthropic().messages.stream(**ask) as stream:
-        assert stream.get_final_text()
-    events = server.client().responses.create(
-        model="tiny", input=PROMPT, max_output_tokens=4, stream=True
-    )
-    assert [event.type for event in events][-1] == "response.incomplete"
-    assert text
+    with server.client() as client, server.anthropic() as other:
+        chunks = list(client.chat.completions.create(**ask, stream=True))
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        with other.messages.stream(**ask) as stream:
+            assert stream.get_final_text()
+        events = client.responses.create(
+            model="tiny", input=PROMPT, max_output_tokens=4, stream=True
+        )
+        assert [event.type for event in events][-1] == "response.incomplete"
 
 
 def test_a_client_that_leaves_a_waiting_stream_frees_its_place(server, stuck):

@@ -1,0 +1,143 @@
+"""All routes share this: how a path is read, who may ask, and how refusals are answered, logged and
+counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from moe_infinity.server import refusals
+from moe_infinity.server.anthropic import error_of
+from moe_infinity.server.metrics import Metrics
+from moe_infinity.server.refusals import Refused, refused_by
+from moe_infinity.server.sampling import ConstraintFailed
+
+logger = logging.getLogger(__name__)
+MOST_LOGGED = 300  # characters of a refusal
+GONE = 499  # the status of a request whose client has left: nobody is refused
+
+
+class Paths:
+    """An ASGI application that gets the paths that clients mean: without slashes too many, with /v1
+    where it was left out, and once where it was given twice.
+    """
+
+    def __init__(self, app: ASGIApp, routers: Sequence[APIRouter]) -> None:
+        self._app = app
+        routes = [route for router in routers for route in router.routes]
+        self._patterns = [route.path_regex for route in routes if isinstance(route, APIRoute)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = self.meant(scope["path"])
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)
+
+    def meant(self, path: str) -> str:
+        """Return the path of a route, or a path without one as it is."""
+        path = re.sub("/+", "/", path)
+        path = re.sub("^(/v1)+(?=/)", "/v1", path.rstrip("/")) or "/"
+        for each in (path, f"/v1{path}", path.removeprefix("/v1")):
+            if any(pattern.match(each) for pattern in self._patterns):
+                return each
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Who may ask, and where refusals are noted."""
+
+    is_on_loopback: bool
+    allowed_hosts: tuple[str, ...]
+    allowed_origins: tuple[str, ...]
+    api_keys: tuple[str, ...]
+    max_body: int  # bytes
+    metrics: Metrics
+
+    def admit(self, request: HttpRequest) -> HttpRequest:
+        """The request with its owner. Raises Refused."""
+        origin = request.headers.get("origin")
+        if origin is None or not {origin, "*"} & set(self.allowed_origins):
+            refusals.refuse_other_sites(request)
+        if self.is_on_loopback:
+            refusals.refuse_other_names(request, self.allowed_hosts)
+        request.state.owner = refusals.owner_of(request, self.api_keys)
+        return refusals.JsonRequest(request, self.max_body)
+
+    def note(self, request: HttpRequest, error: BaseException) -> Refused:
+        """Log and count a refusal or failure. Returns what the client gets."""
+        refused = refused_by(error)
+        route = route_of(request)
+        if refused.status_code == 500:
+            logger.error("%s failed", route, exc_info=error)
+        if refused.status_code != GONE:
+            log_refusal(request.method, route, refused, error)
+            self.metrics.refusals.labels(route, refused.status_code).inc()
+        return refused
+
+
+def route_of(request: HttpRequest) -> str:
+    """Return the pattern of the route that a request took; its path is the client's to choose."""
+    route = request.scope.get("route")
+    return str(getattr(route, "path", "no route"))
+
+
+def log_refusal(method: str, route: str, refused: Refused, error: BaseException) -> None:
+    """Write one line. It leaves out what a template or a grammar said, which may quote a prompt."""
+    what = refused.error.message
+    quoted = error if isinstance(error, ConstraintFailed) else refused.__cause__
+    if quoted is not None and str(quoted):
+        what = what.replace(str(quoted), type(quoted).__name__)
+    what = re.sub("[^ -~]+", " ", what)
+    logger.warning("refused %s %s: %d %s", method, route, refused.status_code, what[:MOST_LOGGED])
+
+
+def refusal_for(request: HttpRequest, refused: Refused) -> Response:
+    """The answer in the form that the API of this path has for errors."""
+    path = request.url.path
+    if path.startswith("/api/"):
+        body: dict[str, Any] = {"error": refused.error.message}
+    elif path.startswith("/v1/messages") or wants_anthropic(request):
+        body = error_of(refused)
+    else:
+        return refused.response()
+    return JSONResponse(body, refused.status_code, headers=refused.headers)
+
+
+def wants_anthropic(request: HttpRequest) -> bool:
+    """Return True for a client of Anthropic's, which names the version of the API."""
+    return "anthropic-version" in request.headers
+
+
+class GuardedRoute(APIRoute):
+    """A route behind the checks of key and origin. Every answer is counted in the metrics."""
+
+    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def guarded(request: HttpRequest) -> Response:
+            guard: Guard = request.app.state.guard
+            try:
+                response = await handle(guard.admit(request))
+            except Exception as error:
+                response = refusal_for(request, guard.note(request, error))
+            guard.metrics.responses.labels(self.path, response.status_code).inc()
+            return response
+
+        return guarded
+
+
+def add_get(router: APIRouter, path: str, handler: Callable[..., Any], **described: Any) -> None:
+    """Add a route for GET, and for HEAD, which the document leaves out."""
+    router.add_api_route(path, handler, **described)
+    router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
