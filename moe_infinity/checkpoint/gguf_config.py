@@ -15,7 +15,11 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from moe_infinity.checkpoint.gguf_file import GgufModel
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
-NOT_SIZES = ("max_position_embeddings", "sliding_window", "rope_theta")  # may be larger than any tensor
+NOT_SIZES = (
+    "max_position_embeddings",
+    "sliding_window",
+    "rope_theta",
+)  # may be larger than any tensor
 WITH_CONFIG = (
     "hint: `--config FOLDER` (in Python config_from=) names a folder or hub id that has the config "
     "and, if it has one, the tokenizer"

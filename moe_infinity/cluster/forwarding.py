@@ -26,6 +26,7 @@ from moe_infinity.server.pauses import LIFE_PERIOD_S, with_pauses
 HEAD_AFTER_S = 0.1  # a replica that has no piece yet gives status and headers
 LIFE = b": still at work\n\n"
 EVENTS = b"text/event-stream"
+LINES = b"application/x-ndjson"  # Ollama's streams
 MOST_ATTEMPTS = 4  # for one request, each by another replica
 PAUSE_S = 0.5  # between two of them
 LOST = "the replica that computed this answer was lost"
@@ -170,12 +171,15 @@ class Forwarded(Response):
             await self._end_with_error(kind, send)
 
     async def _end_with_error(self, kind: bytes, send: Send) -> None:
-        """Send an event where there are events; else the answer stays incomplete, which the client
+        """Send an event or a line where there are such; else the answer stays incomplete, which the client
         sees by its length.
         """
-        if kind != EVENTS:
+        if kind == LINES:
+            await _send_body(send, json.dumps({"error": LOST}).encode() + b"\n", more=False)
+        elif kind == EVENTS:
+            await _send_body(send, self._event({"error": _error()}), more=False)
+        else:
             raise ConnectionError(LOST)
-        await _send_body(send, self._event({"error": _error()}), more=False)
 
     def _event(self, refusal: dict[str, Any]) -> bytes:
         """The body of a refusal as an event of the stream."""

@@ -34,6 +34,7 @@ from moe_infinity.server.backend import Backend
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.metrics import Metrics, stats_of
+from moe_infinity.server.ollama import OllamaApi
 from moe_infinity.server.prompts import FieldNames
 from moe_infinity.server.protocol import (
     ChatBody,
@@ -98,7 +99,7 @@ def create_app(
     )
     backend = Backend(moe, engine, config, guard, is_forwarded=is_forwarded)
     api = Api(backend, guard.metrics)
-    routers = [api.open_router(), api.router()]
+    routers = [api.open_router(), api.router(), OllamaApi(backend).router()]
     for router in routers:
         app.include_router(router)
     app.add_exception_handler(HTTPException, _http_error)

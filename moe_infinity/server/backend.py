@@ -59,6 +59,14 @@ class Backend:
         message = f"no model {name!r} here, but {known}; --any-model would take any name"
         raise Refused(404, message, param="model", code="model_not_found")
 
+    def with_room(self, requests: Sequence[Request], limit: int | None) -> list[Request]:
+        """Return requests that generate up to `limit` tokens, or as many as the context leaves."""
+        room = [self.reader.max_context - len(each.prompt_ids) for each in requests]
+        return [
+            replace(each, max_new_tokens=most if limit is None else min(limit, most))
+            for each, most in zip(requests, room, strict=True)
+        ]
+
     async def chat(
         self,
         request: HttpRequest,

@@ -73,7 +73,7 @@ def test_the_document_has_every_route_and_the_bodies_they_take(server):
             if "requestBody" in operation:
                 content = operation["requestBody"]["content"]["application/json"]
                 bodies[path] = content["schema"]["$ref"].rpartition("/")[2]
-    assert len(document["paths"]) == 17
+    assert len(document["paths"]) == 25
     assert bodies == {
         "/v1/completions": "CompletionBody",
         "/v1/chat/completions": "ChatBody",
@@ -82,6 +82,11 @@ def test_the_document_has_every_route_and_the_bodies_they_take(server):
         "/v1/messages": "MessagesBody",
         "/v1/messages/count_tokens": "CountTokensBody",
         "/v1/embeddings": "EmbeddingsBody",
+        "/api/chat": "OllamaChatBody",
+        "/api/embed": "OllamaEmbedBody",
+        "/api/embeddings": "OllamaEmbedBody",
+        "/api/generate": "OllamaGenerateBody",
+        "/api/show": "OllamaShowBody",
         "/tokenize": "TokenizeBody",
         "/detokenize": "DetokenizeBody",
     }

@@ -1,0 +1,151 @@
+"""Request bodies of Ollama's API, and the requests of OpenAI's that they become."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, Literal, TypeVar
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from moe_infinity.server.llama_options import options_of
+from moe_infinity.server.protocol import ChatBody, CompletionBody
+from moe_infinity.server.refusals import BadRequest
+
+EFFORTS = {True: "medium", False: "none", None: None}
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+class OllamaBody(BaseModel):
+    """A body of which unknown fields are ignored, as Ollama does."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    model: str | None = None
+
+
+class OllamaMessage(OllamaBody):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaGenerationBody(OllamaBody):
+    """The fields that chat and generate share. Options that are about the machine have no effect,
+    as has `keep_alive`: the model stays loaded.
+    """
+
+    stream: bool | None = None  # left out: yes
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def wants_stream(self) -> bool:
+        return self.stream is not False
+
+    def generation_fields(self) -> dict[str, Any]:
+        """The fields of a request of OpenAI's. Raises BadRequest."""
+        return options_of(self.options or {}, "options.") | {"stream": self.wants_stream}
+
+    def chat_body(self, messages: list[dict[str, Any]], **fields: Any) -> ChatBody:
+        """A chat request. Raises BadRequest and RequestValidationError."""
+        fields |= self.generation_fields() | {"messages": messages}
+        effort = self.think if isinstance(self.think, str) else EFFORTS[self.think]
+        fields["reasoning_effort"] = effort
+        if self.logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif self.format:
+            schema = {"name": "answer", "schema": self.format}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return parsed(ChatBody, fields)
+
+
+class OllamaChatBody(OllamaGenerationBody):
+    """The body of /api/chat."""
+
+    messages: list[OllamaMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def for_chat(self) -> ChatBody:
+        """Raises BadRequest and RequestValidationError."""
+        ids = (f"call_{number}" for number in count())
+        open_ids: list[str] = []  # of calls without a result
+        messages = []
+        for each in self.messages or ():
+            if each.images:
+                raise BadRequest("this model takes no images", param="messages")
+            message: dict[str, Any] = {"role": each.role, "content": each.content or ""}
+            if each.thinking:
+                message["reasoning_content"] = each.thinking
+            if each.tool_calls:
+                calls = [{"id": next(ids), "type": "function"} | call for call in each.tool_calls]
+                open_ids = [call["id"] for call in calls]
+                message["tool_calls"] = calls
+            if each.role == "tool":
+                known = open_ids.pop(0) if open_ids else next(ids)
+                message["tool_call_id"] = each.tool_call_id or known
+            messages.append(message)
+        return self.chat_body(messages, tools=self.tools or None)
+
+
+class OllamaGenerateBody(OllamaGenerationBody):
+    """The body of /api/generate. With `raw` the prompt is the model's, as it is."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+    images: list[Any] | None = None
+    template: str | None = None
+    context: list[int] | None = None
+
+    def require_possible(self) -> None:
+        """Raises BadRequest for a field that this server has nothing for."""
+        for name in ("suffix", "images", "template", "context"):
+            if getattr(self, name):
+                raise BadRequest("this field is not supported", param=name)
+
+    def for_chat(self) -> ChatBody:
+        """Raises BadRequest and RequestValidationError."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return self.chat_body([*system, {"role": "user", "content": self.prompt}])
+
+    def for_completion(self) -> CompletionBody:
+        """Raises BadRequest and RequestValidationError."""
+        fields: dict[str, Any] = self.generation_fields() | {"prompt": self.prompt}
+        if self.format:
+            schema = {"type": "object"} if self.format == "json" else self.format
+            fields["structured_outputs"] = {"json": schema}
+        if self.logprobs:
+            fields["logprobs"] = self.top_logprobs or 0
+        return parsed(CompletionBody, fields)
+
+
+class OllamaEmbedBody(OllamaBody):
+    """The body of /api/embed, and with `prompt` of the older /api/embeddings."""
+
+    input: str | list[str] | None = None
+    prompt: str | None = None
+    dimensions: int | None = None
+
+
+class OllamaShowBody(OllamaBody):
+    name: str | None = None  # an older name of `model`
+
+
+def parsed(kind: type[Parsed], fields: dict[str, Any]) -> Parsed:
+    """The body of another API. Raises RequestValidationError, which names the field."""
+    try:
+        return kind.model_validate(
+            {name: value for name, value in fields.items() if value is not None}
+        )
+    except ValidationError as error:
+        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(errors) from error
