@@ -171,8 +171,8 @@ class Forwarded(Response):
             await self._end_with_error(kind, send)
 
     async def _end_with_error(self, kind: bytes, send: Send) -> None:
-        """Send an event or a line where there are such; else the answer stays incomplete, which the client
-        sees by its length.
+        """Send an event or a line where there are such; else the answer stays incomplete, which the
+        client sees by its length.
         """
         if kind == LINES:
             await _send_body(send, json.dumps({"error": LOST}).encode() + b"\n", more=False)

@@ -48,6 +48,8 @@ class Answer(ABC):
     shows_progress = False  # a stream has events for how far its prompts are
 
     def __init__(self, requests: Sequence[Request]) -> None:
+        self._began_s = time.monotonic()
+        self._first_s: float | None = None
         self._choices = [Choice() for _ in requests]
         prompts = {id(request.prompt_ids): len(request.prompt_ids) for request in requests}
         self._prompt_tokens = sum(prompts.values())
@@ -58,7 +60,15 @@ class Answer(ABC):
 
     def add(self, index: int, output: Output) -> None:
         """Add an output to choice `index`."""
+        if self._first_s is None:
+            self._first_s = time.monotonic()
         self._choices[index].add(output)
+
+    def seconds(self) -> tuple[float, float]:
+        """How long it took to the first token, and from there until now."""
+        now_s = time.monotonic()
+        first_s = now_s if self._first_s is None else self._first_s
+        return first_s - self._began_s, now_s - first_s
 
     def usage(self) -> dict[str, Any]:
         """Tokens of prompt and answer so far. A prompt counts once, however many its choices."""

@@ -23,7 +23,7 @@ from starlette.staticfiles import StaticFiles
 from moe_infinity import __version__
 from moe_infinity.model import MoE
 from moe_infinity.server import anthropic, responses
-from moe_infinity.server.answers import ChatAnswer, CompletionAnswer, EmbeddingsAnswer
+from moe_infinity.server.answers import ChatAnswer, EmbeddingsAnswer
 from moe_infinity.server.anthropic import (
     AnthropicErrorBody,
     CountTokensBody,
@@ -33,6 +33,7 @@ from moe_infinity.server.anthropic import (
 from moe_infinity.server.backend import Backend
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.engine import Engine
+from moe_infinity.server.llama_cpp import LlamaApi
 from moe_infinity.server.metrics import Metrics, stats_of
 from moe_infinity.server.ollama import OllamaApi
 from moe_infinity.server.prompts import FieldNames
@@ -99,7 +100,12 @@ def create_app(
     )
     backend = Backend(moe, engine, config, guard, is_forwarded=is_forwarded)
     api = Api(backend, guard.metrics)
-    routers = [api.open_router(), api.router(), OllamaApi(backend).router()]
+    routers = [
+        api.open_router(),
+        api.router(),
+        OllamaApi(backend).router(),
+        LlamaApi(backend).router(),
+    ]
     for router in routers:
         app.include_router(router)
     app.add_exception_handler(HTTPException, _http_error)
@@ -134,6 +140,9 @@ class Api:
         add_get(router, "/", self.page, include_in_schema=False)
         add_get(router, "/page/{name}", self.page, include_in_schema=False)
         add_get(router, "/health", self.health, responses=NOT_HEALTHY)
+        add_get(router, "/ping", self.ping, responses=NOT_HEALTHY)
+        router.add_api_route("/ping", self.ping, methods=["POST"], include_in_schema=False)
+        add_get(router, "/version", self.version)
         add_get(router, "/health/live", self.live, responses=NOT_HEALTHY)
         add_get(router, "/health/ready", self.ready, responses=NOT_HEALTHY)
         return router
@@ -145,6 +154,7 @@ class Api:
         add_get(router, "/metrics", self.show_metrics, response_class=PlainTextResponse)
         add_get(router, "/openapi.json", self.document, include_in_schema=False)
         add_get(router, "/stats", self.stats)
+        add_get(router, "/load", self.load)
         add_get(router, "/v1", self.about)
         add_get(router, "/v1/models", self.models)
         add_get(router, "/v1/models/{name:path}", self.model)
@@ -182,9 +192,25 @@ class Api:
         """Both, and why the engine stopped. 200 if it takes requests."""
         engine = self._backend.engine
         body: dict[str, Any] = {"live": engine.is_alive, "ready": engine.is_ready}
+        if engine.is_ready:
+            body["status"] = "ok"  # as llama.cpp says it
         if engine.death is not None:
             body["error"] = f"the engine died: {type(engine.death).__name__}"
         return JSONResponse(body, 200 if engine.is_ready else 503)
+
+    async def ping(self) -> Response:
+        """Say by the status whether the engine takes requests."""
+        return Response(status_code=200 if self._backend.engine.is_ready else 503)
+
+    async def version(self) -> Response:
+        """The version of MoE-Infinity."""
+        return JSONResponse({"version": __version__})
+
+    async def load(self) -> Response:
+        """How many sequences run or wait."""
+        state = self._backend.engine.state()
+        num = sum(state[name] for name in ("waiting", "prefilling", "decoding"))
+        return JSONResponse({"server_load": num})
 
     async def show_metrics(self) -> Response:
         """Metrics for Prometheus."""
@@ -244,10 +270,7 @@ class Api:
 
     async def completions(self, request: HttpRequest, body: CompletionBody) -> Response:
         """Continue prompts."""
-        backend = self._backend
-        backend.require_model(body.model)
-        requests = await run_in_threadpool(backend.reader.completion, body)
-        return await backend.generate(request, body, requests, CompletionAnswer)
+        return await self._backend.completions(request, body)
 
     async def chat_completions(self, request: HttpRequest, body: ChatBody) -> Response:
         """Answer a conversation."""
@@ -302,4 +325,4 @@ class Api:
         """The text of token ids."""
         self._backend.require_model(body.model)
         text = await run_in_threadpool(self._backend.reader.text_of, body.tokens)
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": text, "content": text})  # in vLLM's words, and llama.cpp's

@@ -14,13 +14,13 @@ from starlette.responses import Response
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
-from moe_infinity.server.answers import Answer
+from moe_infinity.server.answers import Answer, CompletionAnswer
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange, ExchangeStream
 from moe_infinity.server.messages import MessageReader
 from moe_infinity.server.prompts import SAME_NAMES, FieldNames, PromptReader
-from moe_infinity.server.protocol import ChatBody, GenerationBody
+from moe_infinity.server.protocol import ChatBody, CompletionBody, GenerationBody
 from moe_infinity.server.refusals import BadRequest, Refused
 from moe_infinity.server.routes import Guard
 from moe_infinity.server.sequences import Request
@@ -58,6 +58,12 @@ class Backend:
         known = " or ".join(map(repr, self.names))
         message = f"no model {name!r} here, but {known}; --any-model would take any name"
         raise Refused(404, message, param="model", code="model_not_found")
+
+    async def completions(self, request: HttpRequest, body: CompletionBody) -> Response:
+        """Continue prompts."""
+        self.require_model(body.model)
+        requests = await run_in_threadpool(self.reader.completion, body)
+        return await self.generate(request, body, requests, CompletionAnswer)
 
     def with_room(self, requests: Sequence[Request], limit: int | None) -> list[Request]:
         """Return requests that generate up to `limit` tokens, or as many as the context leaves."""

@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
-from time import monotonic
 from typing import Any
 
 from fastapi import APIRouter, Security
@@ -46,12 +45,6 @@ class OllamaAnswer(ChatAnswer):
     def __init__(self, requests: Sequence[Request], *, is_chat: bool, **settings: Any) -> None:
         super().__init__(requests, **settings)
         self._is_chat = is_chat
-        self._began_s = self._first_s = monotonic()
-
-    def add(self, index: int, output: Output) -> None:
-        if self._choices[index].num_generated == 0:
-            self._first_s = monotonic()
-        super().add(index, output)
 
     def body(self) -> dict[str, Any]:
         choice = self._choices[0]
@@ -98,16 +91,16 @@ class OllamaAnswer(ChatAnswer):
     def _end(self) -> dict[str, Any]:
         """The fields of the last line: why it ended, tokens, and times in nanoseconds."""
         usage = self.usage()
-        end_s = monotonic()
+        prompt_s, answer_s = self.seconds()
         return {
             "done": True,
             "done_reason": self._choices[0].finish,
-            "total_duration": nanoseconds(end_s - self._began_s),
+            "total_duration": nanoseconds(prompt_s + answer_s),
             "load_duration": 0,
             "prompt_eval_count": usage["prompt_tokens"],
-            "prompt_eval_duration": nanoseconds(self._first_s - self._began_s),
+            "prompt_eval_duration": nanoseconds(prompt_s),
             "eval_count": usage["completion_tokens"],
-            "eval_duration": nanoseconds(end_s - self._first_s),
+            "eval_duration": nanoseconds(answer_s),
         }
 
 
