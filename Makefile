@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 PROMPT ?= The old house stood at the edge of the moor, and
-FAST := "not slow and not gpu and not network and not weights and not browser and not cluster"
+FAST := "not slow and not gpu and not network and not weights and not browser and not cluster and not clients"
 BOOKKEEPING := $(addprefix tests/,cache predict tools/simulator)
 BENCHMARKS := benchmarks/machinery.py benchmarks/policies/cost.py
 
@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gate test test-all test-gpu-code test-newest test-rounding test-cluster test-compiled check same-bits docs bench dist format clean
+.PHONY: help demo gate test test-all test-gpu-code test-newest test-rounding test-cluster test-clients test-compiled check same-bits docs bench dist format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,9 +45,9 @@ test-newest: ## fast tests with the newest transformers that pyproject.toml allo
 
 # Coverage is for the parts without torch, by their own tests: it would slow down the others.
 test-all: $(INSTALLED) ## every test that needs no GPU, and the coverage gate of the parts without torch
-	$(BIN)/python -m pytest -m "not gpu" $(BOOKKEEPING) --cov --cov-report=
+	$(BIN)/python -m pytest -m "not gpu and not clients" $(BOOKKEEPING) --cov --cov-report=
 	$(BIN)/python -m coverage report --fail-under=100
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" tests $(BOOKKEEPING:%=--ignore=%)
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster and not clients" tests $(BOOKKEEPING:%=--ignore=%)
 
 # Each has other last bits than the machine it runs on; those by number are in tests/other_machine.py.
 ROUNDINGS ?= ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 OTHER_ROUNDING=1 OTHER_ROUNDING=2
@@ -60,6 +60,10 @@ test-rounding: $(INSTALLED) ## tests of arithmetic as machines run them that rou
 test-cluster: $(INSTALLED) ## what needs Ray, which it installs into .venv
 	$(PIP) install -e '.[cluster]' -c constraints.txt
 	$(BIN)/python -m pytest -m cluster
+
+# Not in parallel: one client after another has the machine for its prompt.
+test-clients: $(INSTALLED) ## agents and libraries of others against a server, in .clients
+	$(BIN)/python -m pytest -m clients tests/clients $(if $(CLIENT),-k $(CLIENT))
 
 test-compiled: export TRITON_INTERPRET = 0
 test-compiled: export CAPABILITY ?= 80

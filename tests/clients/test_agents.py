@@ -1,0 +1,163 @@
+"""Agents, set up as docs/guides/agents.md says: their prompts, streams, tools and Ctrl-C.
+
+What the model says is nonsense; what counts is that the server refuses nothing, that each answer
+comes to its end, and that the agent takes it for one.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.clients.environments import Client, Outcome
+from tests.clients.guide import code_under, write_under
+from tests.clients.proxy import Forced, Proxy
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
+PROMPT = "Say hi."
+LONG = "word " * 6000
+LIMIT_S = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """How one agent is started and answers a prompt, without a terminal."""
+
+    heading: str  # in the guide
+    options: Callable[[str], list[str]]  # for a prompt, after the guide's command
+    tool: Forced  # harmless
+    set_up: Callable[[Client, str], None] = lambda client, url: None
+    script: Callable[[str], str] | None = None  # for a URL; else the guide's code
+    variables: dict[str, str] = field(default_factory=dict)
+    long: list[str] | None = None  # options with which its own prompt is used, not a short one
+
+    def run(self, client: Client, proxy: Proxy, options: list[str], **limits: Any) -> Outcome:
+        self.set_up(client, proxy.url)
+        script = self.script or (lambda url: code_under(self.heading, url))
+        command = f"{script(proxy.url).rstrip()} {shlex.join(options)}"
+        limits = {"limit_s": LIMIT_S} | limits
+        return client.run(["bash", "-ec", command], variables=self.variables, **limits)
+
+
+def codex(client: Client, url: str) -> None:
+    write_under("Codex", url, client.home / ".codex" / "config.toml")
+
+
+def opencode(client: Client, url: str) -> None:
+    write_under("opencode", url, client.work / "opencode.json")
+
+
+AGENTS = {
+    "claude-code": Agent(
+        "Claude Code",
+        lambda prompt: [
+            *("-p", prompt, "--system-prompt", "Be brief.", "--tools", "Read"),
+            *("--allowedTools", "Read"),
+        ],
+        Forced("Read", {"file_path": "hello"}),
+        variables={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+    ),
+    "codex": Agent(
+        "Codex",
+        lambda prompt: [prompt],
+        Forced("exec_command", {"cmd": "true"}),
+        set_up=codex,
+        script=lambda url: "codex exec --skip-git-repo-check",
+    ),
+    "opencode": Agent(
+        "opencode",
+        lambda prompt: [prompt],
+        Forced("glob", {"pattern": "hello"}),
+        set_up=opencode,
+        script=lambda url: "opencode run",
+        variables={"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"},
+    ),
+    "copilot": Agent(
+        "GitHub Copilot CLI",
+        lambda prompt: ["-p", prompt, "--allow-all-tools", "--available-tools", "view"],
+        Forced("view", {"path": "hello"}),
+    ),
+    "qwen-code": Agent(
+        "Qwen Code",
+        lambda prompt: ["-p", prompt, "--system-prompt", "Be brief.", "--yolo"],
+        Forced("list_directory", {"path": "hello"}),
+    ),
+    "cline": Agent(
+        "Cline",
+        lambda prompt: ["-s", "Be brief.", prompt],
+        Forced("read_files", {"paths": "hello"}),
+    ),
+    "aider": Agent(
+        "aider",
+        lambda prompt: [
+            *("--message", prompt, "--yes-always", "--no-git", "--no-show-model-warnings"),
+            *("--analytics-disable", "--no-check-update", "--no-browser"),
+        ],
+        Forced("", {}),
+    ),
+}
+
+
+def cases(kind: str, *, without: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """One case for each agent, with its environment and its cell of the table."""
+    return pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            pytest.param(name, kind, marks=pytest.mark.environment(name), id=name)
+            for name in AGENTS
+            if name not in without
+        ],
+    )
+
+
+@pytest.fixture
+def agent(name: str, kind: str, record_property: Callable[[str, object], None]) -> Agent:
+    record_property("client", name)
+    record_property("kind", kind)
+    return AGENTS[name]
+
+
+def check(proxy: Proxy, outcome: Outcome) -> None:
+    """The server refused nothing, every answer ended, and the agent is content."""
+    said = f"{outcome}\n{[(e.path, e.status, e.is_over) for e in proxy.exchanges]}"
+    assert proxy.refused == [], said
+    assert proxy.generated, said
+    assert all(exchange.ended_well for exchange in proxy.generated), said
+    assert outcome.code == 0, said
+
+
+@cases("stream")
+def test_an_answer_streams_to_its_end(agent, client, proxy):
+    outcome = agent.run(client, proxy, agent.options(PROMPT))
+    check(proxy, outcome)
+    assert any(exchange.is_stream for exchange in proxy.generated)
+
+
+@cases("tools", without=("aider",))
+def test_a_forced_call_runs_and_its_result_is_taken(agent, client, proxy):
+    proxy.forced = agent.tool
+    outcome = agent.run(client, proxy, agent.options(PROMPT))
+    offered = {json.dumps(e.body.get("tools"))[:3000] for e in proxy.generated}
+    assert proxy.forced is None, f"no such tool: {offered}\n{outcome}"
+    check(proxy, outcome)
+    assert any(exchange.has_result for exchange in proxy.generated), outcome
+
+
+@cases("cancel")
+def test_ctrl_c_while_a_prompt_is_read_stops_the_server(agent, client, proxy):
+    def is_reading() -> bool:
+        return any(e.status == 200 and len(json.dumps(e.body)) > len(LONG) for e in proxy.generated)
+
+    outcome = agent.run(client, proxy, agent.options(LONG), stop_when=is_reading)
+    assert proxy.refused == []
+    assert outcome.code is None, f"it ended before it could be stopped: {outcome}"
+    end = time.monotonic() + 10
+    while not proxy.is_idle():
+        assert time.monotonic() < end, "the server goes on"
+        time.sleep(0.1)
