@@ -85,7 +85,10 @@ AGENTS = {
     ),
     "qwen-code": Agent(
         "Qwen Code",
-        lambda prompt: ["-p", prompt, "--system-prompt", "Be brief.", "--yolo"],
+        lambda prompt: [
+            *("-p", prompt, "--system-prompt", "Be brief.", "--yolo"),
+            *("--core-tools", "list_directory"),
+        ],
         Forced("list_directory", {"path": "hello"}),
     ),
     "cline": Agent(
