@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -92,7 +93,8 @@ def proxy(server: str, request: pytest.FixtureRequest) -> Iterator[Proxy]:
     folder.mkdir(parents=True, exist_ok=True)
     with proxying(server) as proxy:
         yield proxy
-    (folder / f"{request.node.name}.jsonl").write_text(proxy.log())
+    name = re.sub(r"\W+", "-", request.node.name).strip("-")
+    (folder / f"{name}.jsonl").write_text(proxy.log())
 
 
 @pytest.fixture
@@ -103,7 +105,9 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Client:
     work.mkdir()
     (work / "hello.py").write_text('print("hello")\n')
     (name,) = request.node.get_closest_marker("environment").args
-    return Client(environment(name), home, work)
+    found = environment(name)
+    assert isinstance(found, Path), found
+    return Client(found, home, work)
 
 
 # The table

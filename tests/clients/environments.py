@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,8 +27,11 @@ RESIDENT_BYTES = 4 << 30  # of a client and its children
 LOOK_S = 0.2
 
 
-def environment(name: str) -> Path:
-    """The folder whose programs are this client's, installed once for each set of versions."""
+@cache
+def environment(name: str) -> Path | str:
+    """The folder whose programs are this client's, installed once for each set of versions; or why
+    that failed.
+    """
     wanted = VERSIONS[name]
     digest = hashlib.sha256(json.dumps(wanted).encode()).hexdigest()[:12]
     folder = ROOT / ".clients" / f"{name}-{digest}"
@@ -35,19 +39,24 @@ def environment(name: str) -> Path:
     if not done.exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        if "npm" in wanted:
-            (folder / "package.json").write_text('{"private": true}')
-            quiet = ("--no-audit", "--no-fund", "--loglevel=error")
-            install(["npm", "install", *quiet, *wanted["npm"]], folder)
-        else:
-            install([sys.executable, "-m", "venv", "."], folder)
-            install(["bin/pip", "install", "--quiet", *wanted["pip"]], folder)
+        try:
+            _install(wanted, folder)
+        except subprocess.SubprocessError as error:
+            return f"{name} cannot be installed: {error}"
         done.touch()
     return folder
 
 
-def install(command: list[str], folder: Path) -> None:
-    subprocess.run(command, cwd=folder, check=True, timeout=INSTALL_S, stdin=subprocess.DEVNULL)
+def _install(wanted: dict[str, list[str]], folder: Path) -> None:
+    if "npm" in wanted:
+        (folder / "package.json").write_text('{"private": true}')
+        quiet = ("--no-audit", "--no-fund", "--loglevel=error")
+        commands = [["npm", "install", *quiet, *wanted["npm"]]]
+    else:
+        commands = [[sys.executable, "-m", "venv", "."]]
+        commands += [["bin/pip", "install", "--quiet", *wanted["pip"]]]
+    for command in commands:
+        subprocess.run(command, cwd=folder, check=True, timeout=INSTALL_S, stdin=subprocess.DEVNULL)
 
 
 @dataclass(frozen=True, slots=True)

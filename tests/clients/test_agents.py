@@ -7,6 +7,7 @@ comes to its end, and that the agent takes it for one.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable
@@ -23,6 +24,12 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
 PROMPT = "Say hi."
 LONG = "word " * 6000
 LIMIT_S = 400
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Graz"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,8 @@ class Agent:
     set_up: Callable[[Client, str], None] = lambda client, url: None
     script: Callable[[str], str] | None = None  # for a URL; else the guide's code
     variables: dict[str, str] = field(default_factory=dict)
-    long: list[str] | None = None  # options with which its own prompt is used, not a short one
+    structured: Callable[[Client], list[str]] | None = None  # options for SCHEMA
+    has_long: bool = False  # its own prompt is tried, too
 
     def run(self, client: Client, proxy: Proxy, options: list[str], **limits: Any) -> Outcome:
         self.set_up(client, proxy.url)
@@ -47,6 +55,11 @@ class Agent:
 
 def codex(client: Client, url: str) -> None:
     write_under("Codex", url, client.home / ".codex" / "config.toml")
+
+
+def schema_file(client: Client) -> list[str]:
+    (client.work / "schema.json").write_text(json.dumps(SCHEMA))
+    return ["--output-schema", "schema.json"]
 
 
 def opencode(client: Client, url: str) -> None:
@@ -62,6 +75,8 @@ AGENTS = {
         ],
         Forced("Read", {"file_path": "hello"}),
         variables={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+        structured=lambda client: ["--json-schema", json.dumps(SCHEMA)],
+        has_long=True,
     ),
     "codex": Agent(
         "Codex",
@@ -69,6 +84,7 @@ AGENTS = {
         Forced("exec_command", {"cmd": "true"}),
         set_up=codex,
         script=lambda url: "codex exec --skip-git-repo-check",
+        structured=schema_file,
     ),
     "opencode": Agent(
         "opencode",
@@ -107,14 +123,14 @@ AGENTS = {
 }
 
 
-def cases(kind: str, *, without: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """One case for each agent, with its environment and its cell of the table."""
+def cases(kind: str, *, has: Callable[[Agent], bool] = lambda agent: True) -> pytest.MarkDecorator:
+    """One case for each agent that has this, with its environment and its cell of the table."""
     return pytest.mark.parametrize(
         ("name", "kind"),
         [
             pytest.param(name, kind, marks=pytest.mark.environment(name), id=name)
-            for name in AGENTS
-            if name not in without
+            for name, agent in AGENTS.items()
+            if has(agent)
         ],
     )
 
@@ -142,7 +158,7 @@ def test_an_answer_streams_to_its_end(agent, client, proxy):
     assert any(exchange.is_stream for exchange in proxy.generated)
 
 
-@cases("tools", without=("aider",))
+@cases("tools", has=lambda agent: bool(agent.tool.name))
 def test_a_forced_call_runs_and_its_result_is_taken(agent, client, proxy):
     proxy.forced = agent.tool
     outcome = agent.run(client, proxy, agent.options(PROMPT))
@@ -150,6 +166,27 @@ def test_a_forced_call_runs_and_its_result_is_taken(agent, client, proxy):
     assert proxy.forced is None, f"no such tool: {offered}\n{outcome}"
     check(proxy, outcome)
     assert any(exchange.has_result for exchange in proxy.generated), outcome
+
+
+@cases("structured", has=lambda agent: agent.structured is not None)
+def test_an_answer_keeps_to_a_schema(agent, client, proxy):
+    options = [*agent.structured(client), *agent.options(PROMPT)]
+    if agent.heading == "Claude Code":  # it is a tool there, which the model calls by itself
+        proxy.forced = Forced("StructuredOutput", {"city": "Graz"})
+    outcome = agent.run(client, proxy, options)
+    check(proxy, outcome)
+    assert "Graz" in outcome.out
+
+
+@cases("long", has=lambda agent: agent.has_long)
+def test_its_own_prompt_is_read_once(agent, client, proxy):
+    """The second time nearly all of it is kept; the first words of the user differ."""
+    for prompt in (PROMPT, "Read hello.py."):
+        outcome = agent.run(client, proxy, ["-p", prompt], limit_s=900)
+        check(proxy, outcome)
+    last = max(proxy.generated, key=lambda exchange: (len(str(exchange.body)), exchange.is_over))
+    counted = re.findall(rb'"cache_read_input_tokens": ?(\d+)', last.answer)
+    assert max(map(int, counted)) > 20_000, last.answer[:500]
 
 
 @cases("cancel")
