@@ -22,6 +22,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
 from safetensors import safe_open
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this is run as a script
@@ -209,7 +210,7 @@ def type_of(name: str, shape: tuple[int, ...], wanted: str) -> Type:
     return Type.F16
 
 
-def quantized(tensor: torch.Tensor, stored: Type) -> np.ndarray:
+def quantized(tensor: torch.Tensor, stored: Type) -> NDArray[Any]:
     if stored not in SCALES:
         return gguf.quants.quantize(tensor.float().numpy(), stored)
     weights, num_bytes = gguf.GGML_QUANT_SIZES[stored]

@@ -44,8 +44,8 @@ class Predictor(Knowledge):
         super().__init__(num_layers, num_experts, without=without)
         # The chance that any running sequence activates an expert: when its layer runs next, and at
         # each later time.
-        self.next_use_LE = self.base_LE.copy()
-        self.later_use_LE = self.base_LE.copy()
+        self.next_use_LE: Floats = self.base_LE.copy()
+        self.later_use_LE: Floats = self.base_LE.copy()
         self._num_steps = 0
         self._sequences: list[SequencePredictor] = []
         self._sequence_of_token_T: Ints | None = None  # None: all tokens are of the only sequence

@@ -210,9 +210,9 @@ class Knowledge:
         self._mask = KNOWN.copy()
         for name in without:
             self._mask[:, Feature[name.upper()]] = 0
-        self.weights = START_WEIGHTS * self._mask
-        self.base_LE = np.full((num_layers, num_experts), 1 / num_experts, dtype=np.float32)
-        self.log_base_LE = np.log(self.base_LE)
+        self.weights: Floats = START_WEIGHTS * self._mask
+        self.base_LE: Floats = np.full((num_layers, num_experts), 1 / num_experts, dtype=np.float32)
+        self.log_base_LE: Floats = np.log(self.base_LE)
         self.num_tokens = 0  # learned from so far
 
     def restore(self, base_LE: Floats, weights: Floats, num_tokens: int) -> None:

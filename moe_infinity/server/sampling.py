@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from llguidance import LLMatcher
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -32,7 +33,7 @@ class Constraint(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-        self._forbidden_V: np.ndarray | None = None  # behind the last token, once it was asked for
+        self._forbidden_V: NDArray[np.bool_] | None = None  # behind the last token, if known
         self.num_masks = 0
         self.masking_s = 0.0  # for all of them
 
@@ -53,12 +54,13 @@ class Constraint(LogitsProcessor):  # type: ignore[misc]
         # By numpy: torch would wait for its other threads, which a busy machine delays.
         logits_V.numpy()[self._forbidden_V] = -math.inf
 
-    def _find_forbidden(self, vocab_size: int) -> np.ndarray:
+    def _find_forbidden(self, vocab_size: int) -> NDArray[np.bool_]:
         """[V], True for what the grammar does not allow next."""
         began = time.perf_counter()
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._require_no_error()
-        forbidden_V: np.ndarray = np.unpackbits(packed, count=vocab_size, bitorder="little") == 0
+        allowed_V = np.unpackbits(packed, count=vocab_size, bitorder="little")
+        forbidden_V: NDArray[np.bool_] = allowed_V == 0
         if forbidden_V.all():
             raise ConstraintFailed("no token of the vocabulary is allowed by the grammar")
         self.num_masks += 1

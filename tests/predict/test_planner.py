@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import ceil
 from typing import NamedTuple
 
@@ -187,7 +188,7 @@ def test_what_cannot_arrive_in_time_is_worth_only_the_waiting_it_shortens():
 
 @pytest.mark.parametrize(("layer_s", "num"), [(0.5, 1), (1.0, 1), (2.5, 3), (3.0, 3)])
 def test_as_many_loads_are_planned_as_the_link_begins_before_the_next_layer(layer_s, num):
-    likely = dict.fromkeys(np.ndindex(NUM_LAYERS, NUM_EXPERTS), 0.5)
+    likely = dict.fromkeys(product(range(NUM_LAYERS), range(NUM_EXPERTS)), 0.5)
     assert len(planned(likely, load_s=1.0, layer_s=layer_s)) == num
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
+from numpy.typing import NDArray
 
 from moe_infinity.cache.activation_aware import ActivationAware
 from moe_infinity.experts import Phase, Step
@@ -156,9 +158,14 @@ def test_when_all_sequences_of_a_batch_have_ended_nothing_is_needed():
 # Steps that are cut short
 
 
-def learned(model: Predictor) -> list[np.ndarray]:
+def learned(model: Predictor) -> list[NDArray[Any]]:
     follow = [t for table in (model.transitions, model.layers) for t in (table.counts, table.uses)]
-    known = [model.tokens.counts, model.tokens.uses, model.base_LE, model.weights]
+    known: list[NDArray[Any]] = [
+        model.tokens.counts,
+        model.tokens.uses,
+        model.base_LE,
+        model.weights,
+    ]
     return [array.copy() for array in (*follow, *known)]
 
 

@@ -70,7 +70,7 @@ class BlockKind(NamedTuple):
         columns, and in which order its axes have to be taken.
         """
         shape, axes = self.order
-        count = np.arange(num_vectors * LANES)
+        count: NDArray[np.int64] = np.arange(num_vectors * LANES)
         if shape:
             count = count.reshape(shape).transpose(axes)
         return count.reshape(num_vectors, LANES)

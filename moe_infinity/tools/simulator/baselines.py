@@ -167,11 +167,12 @@ class MoeInfinityV3(EvictionPolicy):
         """
         if self._eamc.num_stored:
             nearest = int((self._match.dots / self._eamc.norms).argmax())
-            likelihood = self._eamc.decode_matrix(nearest)
+            likelihood: Scores = self._eamc.decode_matrix(nearest)
         else:
             likelihood = np.full(self._request_eam.shape, 1 / self._request_eam.shape[1])
         layers_ahead_L1 = np.maximum(self._layers_L1 - self._layer, 0)
-        return likelihood * (1 - layers_ahead_L1 / len(likelihood))
+        scores: Scores = likelihood * (1 - layers_ahead_L1 / len(likelihood))
+        return scores
 
 
 BASELINES: dict[str, Callable[..., EvictionPolicy]] = {
