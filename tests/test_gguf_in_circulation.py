@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGUFValueType as T
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moe_infinity import CheckpointError, MoE
+from moe_infinity import CheckpointError, MoE, UnsupportedModelError
+from tests.closeness import distance
 from tests.gguf_files import build, rewrite
 from tools.convert_to_gguf import convert
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 IDS = torch.arange(3, 23)[None]
+TOLERANCE = 1e-4  # of the largest logit, between two arithmetics in float32
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +39,19 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logits_of(file: Path) -> torch.Tensor:
     with MoE(file, device="cpu", dtype="float32", exact=True) as moe, torch.no_grad():
         found: torch.Tensor = moe.model(IDS).logits
+    return found
+
+
+def stock_logits(folder: Path, **changes: Any) -> torch.Tensor:
+    """Of the checkpoint that a file was made from, with another config."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32
+    )
+    with torch.no_grad():
+        found: torch.Tensor = stock(IDS).logits
     return found
 
 
@@ -125,3 +143,158 @@ def test_the_type_of_a_number_does_not_matter(small, tmp_path):
     keys["qwen3moe.rope.freq_base"] = (T.UINT32, 5000)
     assert len(keys) > 8
     assert torch.equal(logits_of(rewrite(small, tmp_path / "m.gguf", keys)), logits_of(small))
+
+
+# what the metadata say of the model
+
+
+def test_an_array_of_one_value_for_all_layers_is_that_value(small, tmp_path):
+    keys = {
+        "qwen3moe.attention.head_count_kv": [2, 2], "qwen3moe.expert_feed_forward_length": [96, 96],
+        "qwen3moe.expert_used_count": [3, 3],
+    }  # fmt: skip
+    assert torch.equal(logits_of(rewrite(small, tmp_path / "m.gguf", keys)), logits_of(small))
+    keys["qwen3moe.expert_used_count"] = [3, 2]
+    with pytest.raises(CheckpointError, match="expert_used_count"):
+        MoE(rewrite(small, tmp_path / "n.gguf", keys))
+
+
+NEUTRAL = {
+    "expert_weights_scale": (T.FLOAT32, 0.0), "expert_group_count": (T.UINT32, 1),
+    "expert_group_used_count": (T.UINT32, 1), "expert_gating_func": (T.UINT32, 1),
+    "expert_weights_norm": True, "leading_dense_block_count": (T.UINT32, 0),
+    "attention.sliding_window": (T.UINT32, 0), "final_logit_softcapping": (T.FLOAT32, 0.0),
+    "rope.scaling.type": "none", "rope.scaling.factor": (T.FLOAT32, 0.0),
+    "rope.dimension_count": (T.UINT32, 16), "vocab_size": (T.UINT32, 128),
+    "nextn_predict_layers": (T.UINT32, 0), "unknown.key": "of some program",
+}  # fmt: skip
+
+
+def test_keys_that_change_nothing_are_taken(small, tmp_path):
+    keys = {f"qwen3moe.{key}": value for key, value in NEUTRAL.items()}
+    keys |= {"general.file_type": (T.UINT32, 999), "general.quantization_version": (T.UINT32, 2)}
+    assert torch.equal(logits_of(rewrite(small, tmp_path / "m.gguf", keys)), logits_of(small))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("expert_weights_scale", (T.FLOAT32, 2.5)), ("expert_group_count", (T.UINT32, 4)),
+        ("expert_gating_func", (T.UINT32, 2)), ("attention.sliding_window", (T.UINT32, 64)),
+        ("final_logit_softcapping", (T.FLOAT32, 30.0)), ("logit_scale", (T.FLOAT32, 0.5)),
+        ("leading_dense_block_count", (T.UINT32, 1)), ("rope.scaling.type", "longrope"),
+        ("rope.scaling.attn_factor", (T.FLOAT32, 1.5)), ("rope.dimension_count", (T.UINT32, 8)),
+    ],
+)  # fmt: skip
+def test_a_key_that_changes_a_model_is_refused_where_no_config_says_it(key, value, small, tmp_path):
+    file = rewrite(small, tmp_path / "m.gguf", {f"qwen3moe.{key}": value})
+    with pytest.raises(UnsupportedModelError, match="--config"):
+        MoE(file)
+
+
+@pytest.mark.parametrize(
+    "key", ["attention.head_count", "attention.layer_norm_rms_epsilon", "expert_used_count"]
+)
+def test_a_key_without_which_nothing_is_certain_is_named(key, small, tmp_path):
+    with pytest.raises(CheckpointError, match=key):
+        MoE(rewrite(small, tmp_path / "m.gguf", {f"qwen3moe.{key}": None}))
+
+
+@pytest.mark.arithmetic
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_what_is_not_said_is_as_in_llama_cpp(name, tmp_path):
+    """As many key heads as heads, which share the width of the model, and a base of 10,000."""
+    folder = build(name, tmp_path / name, num_key_value_heads=4, rope_theta=10000.0)
+    convert(folder, folder / "model.gguf", "f32")
+    architecture = "llama" if name == "mixtral" else "qwen3moe"
+    absent = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "vocab_size")
+    keys = dict.fromkeys((f"{architecture}.{key}" for key in absent), None)
+    file = rewrite(folder / "model.gguf", tmp_path / "m.gguf", keys)
+    assert distance(logits_of(file), stock_logits(folder)) < TOLERANCE
+
+
+def test_layers_without_tensors_are_missed(small, tmp_path):
+    file = rewrite(small, tmp_path / "m.gguf", {"qwen3moe.block_count": (T.UINT32, 3)})
+    with pytest.raises(CheckpointError, match="2 of 3 layers"):
+        MoE(file)
+
+
+def test_layers_that_predict_further_ahead_are_left_out(small, tmp_path):
+    keys = {"qwen3moe.nextn_predict_layers": (T.UINT32, 1)}
+    with MoE(rewrite(small, tmp_path / "m.gguf", keys), device="cpu") as moe:
+        assert moe.model.config.num_hidden_layers == 1
+
+
+# positions
+
+
+def rope_of(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 5000.0, **more}
+
+
+@pytest.mark.arithmetic
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        ({"type": "linear", "factor": (T.FLOAT32, 4.0)}, rope_of("linear", factor=4.0)),
+        ({"factor": (T.FLOAT32, 4.0)}, rope_of("linear", factor=4.0)),
+        ({"type": "none", "factor": (T.FLOAT32, 4.0)}, rope_of("default")),
+        (
+            {"type": "yarn", "factor": (T.FLOAT32, 4.0), "original_context_length": (T.UINT32, 64)},
+            rope_of("yarn", factor=4.0, original_max_position_embeddings=64),
+        ),
+        (
+            {"type": "yarn", "factor": (T.FLOAT32, 4.0), "yarn_beta_fast": (T.FLOAT32, 8.0),
+             "yarn_attn_factor": (T.FLOAT32, 1.5)},
+            rope_of("yarn", factor=4.0, original_max_position_embeddings=256, beta_fast=8.0,
+                    attention_factor=1.5),
+        ),
+    ],
+)  # fmt: skip
+def test_scaled_positions_are_those_of_transformers(keys, rope, small, tmp_path):
+    scaling = {f"qwen3moe.rope.scaling.{key}": value for key, value in keys.items()}
+    file = rewrite(small, tmp_path / "m.gguf", scaling)
+    assert distance(logits_of(file), stock_logits(small.parent, rope_parameters=rope)) < TOLERANCE
+
+
+def test_the_older_key_of_a_factor_is_read(small, tmp_path):
+    keys = {"qwen3moe.rope.scale_linear": (T.FLOAT32, 4.0)}
+    with MoE(rewrite(small, tmp_path / "m.gguf", keys), device="cpu") as moe:
+        assert moe.model.config.rope_parameters == rope_of("linear", factor=4.0)
+
+
+LLAMA3 = rope_of(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)  # fmt: skip
+
+
+def llama3_factors() -> np.ndarray:
+    """What llama.cpp's converter writes as rope_freqs.weight, of a head of 16."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, rope_parameters=LLAMA3, max_position_embeddings=16384
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 1 / 5000.0 ** (torch.arange(0, 16, 2) / 16)
+    return (plain / scaled).float().numpy()
+
+
+@pytest.mark.arithmetic
+def test_factors_of_llama_3_are_known_as_such(small, tmp_path):
+    factors = llama3_factors()
+    assert 1 == factors[0] < factors[-2] < factors[-1] == 8
+    file = rewrite(small, tmp_path / "m.gguf", {}, **{"rope_freqs.weight": factors})
+    with MoE(file, device="cpu") as moe:
+        assert moe.model.config.rope_parameters == LLAMA3
+    expected = stock_logits(small.parent, rope_parameters=LLAMA3)
+    assert distance(logits_of(file), expected) < TOLERANCE
+
+
+def test_factors_of_one_change_nothing_and_others_need_a_config(small, tmp_path):
+    ones = {"rope_freqs.weight": np.ones(8, np.float32)}
+    assert torch.equal(logits_of(rewrite(small, tmp_path / "1.gguf", {}, **ones)), logits_of(small))
+    for number, factors in enumerate((llama3_factors()[::-1], np.zeros(8), np.arange(1, 9))):
+        other = {"rope_freqs.weight": np.ascontiguousarray(factors, np.float32)}
+        file = rewrite(small, tmp_path / f"other{number}.gguf", {}, **other)
+        with pytest.raises(UnsupportedModelError, match=r"rope_freqs(.|\n)*--config"):
+            MoE(file)

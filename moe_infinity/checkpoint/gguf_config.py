@@ -12,18 +12,25 @@ from typing import Any
 import transformers
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-from moe_infinity.checkpoint.gguf_file import GgufModel
+from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
+from moe_infinity.checkpoint.gguf_rope import rope_parameters
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
-NOT_SIZES = (
-    "max_position_embeddings",
-    "sliding_window",
-    "rope_theta",
-)  # may be larger than any tensor
-WITH_CONFIG = (
-    "hint: `--config FOLDER` (in Python config_from=) names a folder or hub id that has the config "
-    "and, if it has one, the tokenizer"
-)
+NOT_SIZES = ("max_position_embeddings", "sliding_window", "rope_theta")  # may be larger
+REQUIRED = ("attention.head_count", "attention.layer_norm_rms_epsilon", "expert_used_count")
+# Keys that change what a model computes, and values of theirs that do not. They are refused where
+# the config has no field for them.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,), "attention.sliding_window": (0,), "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1), "expert_gating_func": (0, 1), "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1), "expert_weights_norm": (True,),
+    "expert_weights_scale": (0, 1), "final_logit_softcapping": (0,),
+    "interleave_moe_layer_step": (0, 1), "leading_dense_block_count": (0,), "logit_scale": (0, 1),
+    "moe_every_n_layers": (0, 1), "residual_scale": (0, 1), "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (1,), "router_logit_softcapping": (0,),
+    "use_parallel_residual": (False,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,7 @@ class Known:
     like: str  # its entry in transformers' table of metadata
     more: dict[str, str] = field(default_factory=dict)  # what the entry lacks
     fixed: dict[str, Any] = field(default_factory=dict)  # what no metadata say
-    yarn: dict[str, Any] | None = None  # what metadata do not say of it; None: it is not expected
+    yarn: dict[str, Any] = field(default_factory=dict)  # what metadata do not say of it
 
 
 KNOWN = {
@@ -44,12 +51,16 @@ KNOWN = {
         {
             "expert_feed_forward_length": "moe_intermediate_size",
             "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            "expert_weights_norm": "norm_topk_prob",
         },
     ),
     "qwen3moe": Known(
         "qwen3_moe",
         "qwen3_moe",
-        {"expert_feed_forward_length": "moe_intermediate_size"},
+        {
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_norm": "norm_topk_prob",
+        },
         {"norm_topk_prob": True},
     ),
     "llama": Known(
@@ -57,7 +68,11 @@ KNOWN = {
         "llama",
         {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     ),
-    "olmoe": Known("olmoe", "qwen2_moe"),
+    "olmoe": Known(
+        "olmoe",
+        "qwen2_moe",
+        {"expert_weights_norm": "norm_topk_prob", "attention.clamp_kqv": "clip_qkv"},
+    ),
     "granitemoe": Known(
         "granitemoe",
         "qwen2",
@@ -73,7 +88,7 @@ KNOWN = {
     "gpt-oss": Known(
         "gpt_oss",
         "gpt_oss",
-        {"attention.key_length": "head_dim", "attention.sliding_window": "sliding_window"},
+        {"attention.sliding_window": "sliding_window"},
         yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     ),
 }
@@ -91,7 +106,17 @@ def config_of(gguf: GgufModel) -> Any:
             f"those of {', '.join(KNOWN)} do\n{WITH_CONFIG}"
         )
     found = _mapped(gguf, known) | _from_tensors(gguf)
-    found |= {"rope_parameters": _rope(gguf, known, found.pop("rope_theta", 10000.0))}
+    found.setdefault("num_key_value_heads", found["num_attention_heads"])
+    default = found["hidden_size"] // found["num_attention_heads"]
+    found["head_dim"] = gguf.value("attention.key_length", default)
+    rotary = gguf.value("rope.dimension_count", found["head_dim"])
+    if rotary != found["head_dim"]:
+        raise UnsupportedModelError(
+            f"{where}: rope.dimension_count is {rotary}, but heads have {found['head_dim']}"
+            f"\n{WITH_CONFIG}"
+        )
+    theta = found.pop("rope_theta", 10000.0)
+    found["rope_parameters"] = rope_parameters(gguf, theta, known.yarn)
     ids, ends = gguf.vocabulary.ids, gguf.vocabulary.ends()
     found |= {
         "bos_token_id": ids.get("bos"),
@@ -106,19 +131,36 @@ def config_of(gguf: GgufModel) -> Any:
 
 def _mapped(gguf: GgufModel, known: Known) -> dict[str, Any]:
     """The fields of the config that the metadata name. A size is refused that no tensor of the
-    model can have.
+    model can have, and so is what no field can say.
     """
     largest = max(max(tensor.shape) for tensor in gguf.tensors.values())
     found = dict(known.fixed)
-    for key, name in (GGUF_CONFIG_MAPPING[known.like] | known.more).items():
-        value = gguf.value(key)
+    fields = GGUF_CONFIG_MAPPING[known.like] | {"rope.dimension_count": None} | known.more
+    for key, name in fields.items():
+        value = _one(gguf.value(key))
         if name is None or value is None:
             continue
         is_size = type(value) is int and name not in NOT_SIZES
         if type(value) not in (int, float, bool) or (is_size and not 0 < value <= largest):
             raise CheckpointError(f"{gguf.files[0]}: {gguf.architecture}.{key} is {value!r:.40}")
         found[name] = value
+    for key in REQUIRED:
+        if gguf.value(key) is None:
+            raise CheckpointError(f"{gguf.files[0]}: no {gguf.architecture}.{key}")
+    for key, values in NEUTRAL.items():
+        value = _one(gguf.value(key, values[0]))
+        if fields.get(key) is None and value not in values:
+            raise UnsupportedModelError(
+                f"{gguf.files[0]}: {gguf.architecture}.{key} is {value!r:.40}, which a "
+                f"{known.model_type} model does not have\n{WITH_CONFIG}"
+            )
     return found
+
+
+def _one(value: Any) -> Any:
+    """The one value of an array for all layers, if they have the same."""
+    is_same = isinstance(value, list) and len(value) > 0 and value.count(value[0]) == len(value)
+    return value[0] if is_same else value
 
 
 def _from_tensors(gguf: GgufModel) -> dict[str, Any]:
@@ -127,28 +169,15 @@ def _from_tensors(gguf: GgufModel) -> dict[str, Any]:
     if embeddings is None or len(embeddings.shape) != 2:
         raise CheckpointError(f"{gguf.files[0]}: no tensor token_embd.weight")
     vocab_size, hidden_size = embeddings.shape
+    ahead = gguf.value("nextn_predict_layers", 0)  # layers that predict more than one token ahead
+    num_layers = gguf.value("block_count", gguf.num_blocks + ahead) - ahead
+    if not 0 < num_layers <= gguf.num_blocks:
+        raise CheckpointError(
+            f"{gguf.files[0]}: {gguf.num_blocks} of {num_layers} layers have tensors"
+        )
     return {
-        "num_hidden_layers": gguf.num_blocks,
+        "num_hidden_layers": num_layers,
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-    }
-
-
-def _rope(gguf: GgufModel, known: Known, theta: float) -> dict[str, Any]:
-    kind = gguf.value("rope.scaling.type", "none")
-    if any(name.startswith("rope_") for name in gguf.tensors):  # factors, which no config has
-        kind = "a tensor"
-    if kind == "none":
-        return {"rope_type": "default", "rope_theta": theta}
-    if kind != "yarn" or known.yarn is None:
-        raise UnsupportedModelError(
-            f"{gguf.files[0]}: positions scaled by {kind!r}, of which the metadata do not say all"
-            f"\n{WITH_CONFIG}"
-        )
-    return known.yarn | {
-        "rope_type": "yarn",
-        "rope_theta": theta,
-        "factor": gguf.value("rope.scaling.factor", 1.0),
-        "original_max_position_embeddings": gguf.value("rope.scaling.original_context_length"),
     }

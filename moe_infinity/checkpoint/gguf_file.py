@@ -42,6 +42,10 @@ NO_MODELS = {
     "adapter": "a LoRA adapter", "mmproj": "the vision part of a model",
     "imatrix": "an importance matrix", "vocab": "a vocabulary",
 }  # fmt: skip
+WITH_CONFIG = (
+    "hint: `--config FOLDER` (in Python config_from=) names a folder or hub id that has the config "
+    "and, if it has one, the tokenizer"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from typing import Any
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from moe_infinity.checkpoint.gguf_config import WITH_CONFIG
-from moe_infinity.checkpoint.gguf_file import GgufModel
+from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
 from moe_infinity.checkpoint.gguf_splitting import SPLITTINGS, WITHOUT_NAME, Splitting
 from moe_infinity.checkpoint.gguf_vocabulary import PREFIX, Kind, Vocabulary, logger
 from moe_infinity.errors import CheckpointError, UnsupportedModelError

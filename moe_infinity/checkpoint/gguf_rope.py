@@ -1,0 +1,86 @@
+"""How the positions of a GGUF model are scaled, in the words of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
+from moe_infinity.errors import UnsupportedModelError
+
+YARN = {
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all models of Llama 3
+FACTORS = "rope_freqs.weight"
+
+
+def rope_parameters(gguf: GgufModel, theta: float, yarn: dict[str, Any]) -> dict[str, Any]:
+    """transformers' rope_parameters. `yarn`: what the metadata do not say of it. Raises
+    UnsupportedModelError for what they do not say either.
+    """
+    kind, factor = _kind_and_factor(gguf)
+    plain = {"rope_type": "default", "rope_theta": theta}
+    tensors = [name for name in gguf.tensors if "rope_" in name]
+    if tensors == [FACTORS] and kind == "none":
+        scaled = _of_factors(_float32(gguf, FACTORS), theta)
+        if scaled is not None:
+            return plain | scaled
+    if tensors:
+        kind = f"the tensor {tensors[0]}"
+    if kind == "none":
+        return plain
+    if kind == "linear":
+        return plain | {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise UnsupportedModelError(
+            f"{gguf.files[0]}: positions scaled by {kind!r}, of which the metadata do not say all"
+            f"\n{WITH_CONFIG}"
+        )
+    said = {name: gguf.value(key) for key, name in YARN.items() if gguf.value(key) is not None}
+    original = gguf.value("rope.scaling.original_context_length", gguf.value("context_length"))
+    return plain | yarn | said | {
+        "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
+    }  # fmt: skip
+
+
+def _kind_and_factor(gguf: GgufModel) -> tuple[str, float]:
+    """As llama.cpp has it: a factor alone is linear, one of 0 is none."""
+    factor = gguf.value("rope.scaling.factor") or gguf.value("rope.scale_linear") or 1.0
+    kind = gguf.value("rope.scaling.type", "linear")
+    return ("none" if kind == "linear" and factor == 1 else kind), factor
+
+
+def _float32(gguf: GgufModel, name: str) -> NDArray[np.float32] | None:
+    extent = gguf.tensors[name].extent
+    if gguf.tensors[name].stored_dtype != "F32":
+        return None
+    return np.fromfile(extent.file, np.float32, extent.num_bytes // 4, offset=extent.offset)
+
+
+def _of_factors(factors: NDArray[np.float32] | None, theta: float) -> dict[str, Any] | None:
+    """What Llama 3 calls the scaling whose wavelengths are multiplied with these factors, {} if
+    they change nothing. None if it is another.
+    """
+    if factors is None or not np.isfinite(factors).all() or factors.min() < 1:
+        return None
+    if factors.max() == 1:
+        return {}
+    lengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
+    inverse, factor = 1 / factors.astype(np.float64), float(factors.max())
+    smooth = (inverse - 1 / factor) / (1 - 1 / factor)  # 1: as it was, 0: divided by the factor
+    between = np.flatnonzero((smooth > 0.01) & (smooth < 0.99))
+    if len(between) == 0:
+        return None
+    low, high = LLAMA3.values()
+    original = round(float(lengths[between[0]] * (low + (high - low) * smooth[between[0]])))
+    expected = np.clip((original / lengths - low) / (high - low), 0, 1)
+    if not np.allclose(smooth, expected, atol=1e-3):
+        return None
+    return LLAMA3 | {
+        "rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original,
+    }  # fmt: skip
