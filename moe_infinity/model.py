@@ -105,12 +105,14 @@ class MoE:
             except BaseException:
                 self._experts.close()
                 raise
-            hooks.attach(self.model, layers, self._experts, early_router)
-            self._steps = StepReader(self.model, self._experts)
-            self._small_batches = self._device.small_batch_steps(self.model, early_router)
             refuse_what_needs_experts(
                 self.model, layers, checkpoint=self.checkpoint, backend=hooks.BACKEND
             )
+            hooks.attach(self.model, layers, self._experts, early_router)
+            self._steps = StepReader(self.model, self._experts)
+            self._small_batches = self._device.small_batch_steps(self.model, early_router)
+            for layer in layers:
+                layer.note_state()  # from here on we change no module, and notice who does
             if self.config.preload != "off":
                 self.engine.start_preloading()
 

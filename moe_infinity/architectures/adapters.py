@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from moe_infinity.architectures.module_state import ModuleState
 from moe_infinity.architectures.trial import Differs, Verdict, first_found, first_that, verdict
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout, Ints, Routing
@@ -79,6 +80,7 @@ class ExpertsModule:
     compute: Callable[..., Tensor]  # (one expert's weights by name, its rows [R, D]) -> [R, D]
     is_transposed: bool | None  # expert_mlp finds weights as [in, out]; None: it does not compute
     adapter: Adapter
+    state: ModuleState | None = None  # of what kernels replace; None: there is no model around it
 
     @property
     def paths(self) -> list[str]:
@@ -88,6 +90,15 @@ class ExpertsModule:
     def connect(self, model: nn.Module, layer: MoeLayer) -> None:
         """Let the model's code call `layer` from now on."""
         self.adapter.connect(self, model, layer)
+
+    def note_state(self) -> None:
+        """Note what the module is like, with all that we change of it."""
+        inner = list(self.module.modules())[1:]
+        self.state = ModuleState(inner, around=[self.module])
+
+    def change(self) -> str | None:
+        """Return what is different from when the state was noted; None if nothing is."""
+        return None if self.state is None else self.state.change()
 
 
 class Adapter:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from moe_infinity.errors import UnsupportedModelError
 
@@ -46,8 +46,25 @@ class _Buffers:
         )
 
 
+def _updates() -> tuple[Any, ...]:
+    """Return the methods by which caches take new tokens, which `with_room` replaces."""
+    return DynamicCache.update, DynamicLayer.update, DynamicSlidingWindowLayer.update
+
+
+STOCK_UPDATES = _updates()
+
+
+def takes_as_stock(cache: Any) -> bool:
+    """Return True for a DynamicCache whose methods nobody has replaced."""
+    return (
+        type(cache) is DynamicCache and "update" not in vars(cache) and _updates() == STOCK_UPDATES
+    )
+
+
 def can_grow(cache_layer: Any) -> bool:
     """Return True if the layer has tokens, and is of a class that this module knows."""
+    if "update" in vars(cache_layer):  # somebody's own method
+        return False
     if type(cache_layer) is DynamicSlidingWindowLayer:
         has_all = cache_layer.is_initialized and not cache_layer.record_past
         return bool(has_all and cache_layer.keys.numel())
@@ -103,6 +120,11 @@ def _widened(x_BGNd: Tensor, capacity: int) -> Tensor:
     return wide
 
 
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place, as far as torch counts it."""
+    return 0 if x.is_inference() else x._version
+
+
 class Angles:
     """The cosines, sines and masks of a step in the form that kernels read. All layers of a step
     are given the same tensors, so each is converted once.
@@ -111,18 +133,23 @@ class Angles:
     def __init__(self, num_pairs: int) -> None:
         self._num_pairs = num_pairs
         self._given: Any = None
+        self._versions: tuple[int, ...] = ()  # of the given tensors
         self._angles: tuple[Tensor, Tensor]
         self._mask: Tensor | None = None
+        self._mask_version = 0
         self._numbers: Tensor | None = None
 
     def of(
         self, given: tuple[Tensor, Tensor] | Tensor, num_tokens: int = 1
     ) -> tuple[Tensor, Tensor]:
         """[B or 1, N, ...], or complex numbers -> float32 [tokens or 1, pairs]."""
-        if given is not self._given:
+        tensors = (given,) if isinstance(given, Tensor) else given
+        versions = tuple(map(_version, tensors))
+        if given is not self._given or versions != self._versions:
             cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given
             self._angles = self._rows(cos, num_tokens), self._rows(sin, num_tokens)
             self._given = given
+            self._versions = versions
         return self._angles
 
     def _rows(self, angle: Tensor, num_tokens: int) -> Tensor:
@@ -134,7 +161,7 @@ class Angles:
         """[B, 1, 1, N], added or True where to look -> float32 [B, N]."""
         if mask is None:
             return None
-        if mask is not self._mask:
+        if mask is not self._mask or _version(mask) != self._mask_version:
             numbers = mask.view(len(mask), num_tokens)
             if numbers.dtype == torch.bool:
                 numbers = torch.zeros_like(numbers, dtype=torch.float32).masked_fill_(
@@ -142,6 +169,7 @@ class Angles:
                 )
             self._numbers = numbers.to(torch.float32).contiguous()
             self._mask = mask
+            self._mask_version = _version(mask)
         return self._numbers
 
 

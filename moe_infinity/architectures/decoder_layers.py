@@ -23,8 +23,7 @@ of two paths through them:
                  experts it activated                          residual + the experts' sum
 
 Both paths give the same bits. All longer inputs run the layer's own code, and so does a call with
-arguments that are not known here, under hooks on attention or norms, or with replaced weights.
-Other changes to the modules after loading are not noticed (docs/limits.md).
+arguments that are not known here, or to modules that were changed or are watched (module_state.py).
 
 decoder_search.py finds which layers the kernel can compute: one of each kind is tried when the
 model is loaded.
@@ -32,12 +31,11 @@ model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from moe_infinity.architectures.answered_ahead import AnsweredAhead, TensorVersion
 from moe_infinity.architectures.attention_inputs import (
@@ -46,6 +44,7 @@ from moe_infinity.architectures.attention_inputs import (
     add_token,
     cache_in,
     can_grow,
+    takes_as_stock,
     with_room,
 )
 from moe_infinity.architectures.decoder_search import LayerKind, described, dtype_of
@@ -58,6 +57,7 @@ from moe_infinity.architectures.model_parts import (
     feed_forward,
     router_of,
 )
+from moe_infinity.architectures.module_state import ModuleState, stock_forward
 from moe_infinity.architectures.trial import Found
 from moe_infinity.experts import Ints
 from moe_infinity.kernels.cpu.decoder import DecoderKernel
@@ -93,33 +93,40 @@ class DecoderLayer:
         self.may_follow = may_follow
         self._experts = experts_of(block) if isinstance(kind.experts_alone, Found) else None
         self._early_router = early_router
+        self.layer = layer
         self._attention = getattr(layer, ATTENTION)
         self._block = block
-        self._stock: Callable[..., Any] = layer.forward
+        self._stock = stock_forward(layer)
         router = router_of(block)
-        self._router = None
-        self._block_modules = [block, *block.children()]
-        self._replaced = {
-            name: layer.get_submodule(name) for name in (ATTENTION, NORM, RESIDUAL_NORM)
-        }
-        modules = [each for module in self._replaced.values() for each in module.modules()]
-        if gate is not None and router is not None:
-            self._router = KnownRouting(router)
-            modules.append(router)
-        self._weights = [
-            (module._parameters, name, weight.data_ptr())
-            for module in modules
-            for name, weight in module.named_parameters(recurse=False)
-        ]
+        self._router = KnownRouting(router) if gate is not None and router is not None else None
 
-    def connect(
-        self, layer: nn.Module, number: int, steps: DecoderSteps, ahead: LayersAhead
-    ) -> None:
-        """Become the forward method of layer `number` of the steps."""
+    def connect(self, number: int, steps: DecoderSteps, ahead: LayersAhead) -> None:
+        """Become the forward method of layer `number` of the steps. All else that we change of the
+        layer's modules has to be changed by now.
+        """
         self._number = number
         self._steps = steps
         self._ahead = ahead
-        vars(layer)["forward"] = self.forward
+        vars(self.layer)["forward"] = self.forward
+        if self._router is not None:
+            self._router.connect()
+        self._state = self.state_of([self])
+        if self._experts is not None:
+            self._block_state = ModuleState(self._block.modules(), ours=self._early_router)
+
+    @staticmethod
+    def state_of(layers: Sequence[DecoderLayer], *, with_blocks: bool = False) -> ModuleState:
+        """Return the state of what kernels replace of these layers, with or without what follows
+        the attention.
+        """
+        names = ATTENTION, NORM, RESIDUAL_NORM
+        parts = [layer.layer.get_submodule(name) for layer in layers for name in names]
+        parts += [layer._block for layer in layers if with_blocks]
+        return ModuleState(
+            (module for part in parts for module in part.modules()),
+            around=[layer.layer for layer in layers],
+            ours=layers[0]._early_router,
+        )
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute what the layer's own forward method would."""
@@ -128,8 +135,11 @@ class DecoderLayer:
         cache_layer = None if args else self.cache_layer(hidden_states, kwargs)
         if cache_layer is None:
             return self._stock(hidden_states, *args, **kwargs)
-        out = self._ahead.run(self._number, hidden_states, kwargs)
-        return self._with_block(hidden_states, cache_layer, kwargs) if out is None else out
+        if (out := self._ahead.run(self._number, hidden_states, kwargs)) is not None:
+            return out
+        if self._state.change() is not None:
+            return self._stock(hidden_states, *args, **kwargs)
+        return self._with_block(hidden_states, cache_layer, kwargs)
 
     def _with_block(self, x: Tensor, cache_layer: Any, kwargs: dict[str, Any]) -> Tensor:
         """Compute by the kernel up to the experts, and then by the model's block of experts."""
@@ -148,7 +158,7 @@ class DecoderLayer:
         return residual + added
 
     def cache_layer(self, x: Tensor, kwargs: dict[str, Any]) -> Any | None:
-        """Return the layer's part of the cache; None if the layer's own code has to run."""
+        """Return the layer's part of the cache; None for arguments that kernels do not know."""
         cache = cache_in(kwargs)
         index = getattr(self._attention, "layer_idx", None)
         is_for_kernel = (
@@ -157,11 +167,10 @@ class DecoderLayer:
             and len(x) <= MOST_SEQUENCES
             and x.dtype == self.kernel.dtype
             and not torch.is_grad_enabled()
-            and type(cache) is DynamicCache
+            and takes_as_stock(cache)
             and index is not None
             and index < len(cache.layers)
             and all(kwargs[name] is None or kwargs[name] is False for name in kwargs.keys() - KNOWN)
-            and self.obstacle() is None
         )
         if not is_for_kernel:
             return None
@@ -172,51 +181,55 @@ class DecoderLayer:
         fits = mask is None or mask.shape == (len(x), 1, 1, cache_layer.keys.shape[2] + 1)
         return cache_layer if fits and cache_layer.keys.dtype == x.dtype else None
 
-    def obstacle(self) -> str | None:
-        """Return why the layer's own code has to run from now on; None if nothing is in the way."""
-        for name, module in self._replaced.items():
-            if self._has_hooks(module):
-                return f"a hook on {name}"
-        return None if self._has_its_weights() else "its weights were replaced"
+    def changes(self) -> tuple[str | None, str | None, str | None]:
+        """Return what is different from when the model was loaded, of the layer around its block,
+        of the router, and of the block; the module's own code runs then.
+        """
+        router = None if self._router is None else self._router.change()
+        return self._state.change(), router, self._change_of_block()
+
+    def _change_of_block(self) -> str | None:
+        return None if self._experts is None else self._block_state.change()
+
+    @property
+    def is_as_loaded(self) -> bool:
+        """True if nothing of the layer is different from when the model was loaded."""
+        return self._state.change() is None and self._change_of_block() is None
+
+    @property
+    def has_experts_alone(self) -> bool:
+        """True if no more than a router and experts follows the attention."""
+        return self._experts is not None
 
     def residents(self) -> Residents | None:
         """Return the layer's experts, if those of all layers are in memory and none has to leave.
-        None also if more than router and experts follows the attention, or if these have hooks.
+        None also if more than router and experts follows the attention.
         """
-        if self._experts is None or any(map(self._has_hooks, self._block_modules)):
-            return None
-        return self._experts.residents()
+        return None if self._experts is None else self._experts.residents()
 
     def note(self, top_k_index_TK: Ints) -> None:
         """Tell the engine that the residents were computed for these tokens."""
         assert self._experts is not None
         self._experts.note(top_k_index_TK)
 
-    def _has_its_weights(self) -> bool:
-        """Return True if the weights are still those that the kernel reads."""
-        return all(
-            (weight := parameters[name]) is not None and weight.data_ptr() == address
-            for parameters, name, address in self._weights
-        )
-
-    def _has_hooks(self, module: nn.Module) -> bool:
-        """Return True if the user has installed a hook. The early router's own does not count: it
-        gets the residual directly.
-        """
-        return bool(module._forward_hooks) or any(
-            self._early_router is None or getattr(hook, "__self__", 0) is not self._early_router
-            for hook in module._forward_pre_hooks.values()
-        )
-
 
 class KnownRouting:
     """The forward method of a router: it returns what the kernel has chosen for its next input."""
 
     def __init__(self, router: nn.Module) -> None:
-        self._stock = router.forward
+        self._module = router
+        self._stock = stock_forward(router)
         self._attended: Attended | None = None
         self._version: TensorVersion | None = None  # of its input; None in inference mode
         vars(router)["forward"] = self._forward
+
+    def connect(self) -> None:
+        """Note what the router is like, with all that we change of it."""
+        self._state = ModuleState((), around=[self._module])
+
+    def change(self) -> str | None:
+        """Return what is different from when the model was loaded."""
+        return self._state.change()
 
     def expect(self, attended: Attended) -> None:
         """Keep the next input, and what the router would make of it."""
@@ -227,6 +240,8 @@ class KnownRouting:
         attended = self._attended
         self._attended = None
         if attended is None or x.data_ptr() != attended.normed.data_ptr() or args or kwargs:
+            return self._stock(x, *args, **kwargs)
+        if self._state.change() is not None:
             return self._stock(x, *args, **kwargs)
         if self._version is not None and not self._version.is_of(attended.normed):
             return self._stock(x, *args, **kwargs)  # the block has changed it in place
@@ -252,9 +267,14 @@ class LayersAhead:
     """
 
     def __init__(self, steps: DecoderSteps, layers: Sequence[DecoderLayer]) -> None:
+        """Connects the layers."""
         self._steps = steps
         self._layers = layers
         self._answers: AnsweredAhead[int, _Answer] = AnsweredAhead()
+        for number, layer in enumerate(layers):
+            layer.connect(number, steps, self)
+        alone = [layer for layer in layers if layer.has_experts_alone]
+        self._state = DecoderLayer.state_of(alone, with_blocks=True) if alone else None
 
     def take(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the output of layer `number`; None if it was not computed for these arguments. If
@@ -310,6 +330,10 @@ class LayersAhead:
             experts = layer.residents() if joins else None
             cache_layer = None if experts is None else layer.cache_layer(x, kwargs)
             if experts is None or cache_layer is None:
+                break
+            if not residents:  # of all layers at once, which is faster than one by one
+                are_as_loaded = self._state is not None and self._state.change() is None
+            if not (are_as_loaded or layer.is_as_loaded):
                 break
             residents.append(experts)
             cache_layers.append(cache_layer)

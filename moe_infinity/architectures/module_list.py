@@ -28,6 +28,7 @@ from moe_infinity.architectures.adapters import (
     MoeLayer,
     without_gradient,
 )
+from moe_infinity.architectures.module_state import CHANGES_NOTHING
 from moe_infinity.architectures.outside_interface import OneModuleEach
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import Routing
@@ -71,12 +72,13 @@ class CalledExperts:
 
 
 class TopKRecorder(TorchFunctionMode):
-    """A context that keeps the ids of the last top-k over all experts."""
+    """A context that keeps the ids of the last top-k over all experts, and changes nothing."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self._num_experts = num_experts
         self.top_k_index_TK: Tensor | None = None
+        setattr(self, CHANGES_NOTHING, True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -42,16 +42,17 @@ from moe_infinity.architectures.model_parts import (
     router_of,
     weight_of,
 )
+from moe_infinity.architectures.module_state import is_watched, stock_forward
 from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 from moe_infinity.kernels.cpu.linear import fused_linear
 from moe_infinity.kernels.cpu.team import give_torch_all, leave_torch_one
 from moe_infinity.kernels.many_rows import MOST_TOKENS, is_for_torch
-from moe_infinity.layout import PackedWeight
 from moe_infinity.report import PathTaken
 
 MARK = "_moe_infinity_takes_small_batches"  # set on every module of a model that we run
+PLAIN: dict[type, Any] = {kind: kind.forward for kind in (nn.Linear, PackedLinear)}
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -67,10 +68,11 @@ class SmallBatchSteps:
                     vars(child)["forward"] = partial(siblings.forward, child)
             vars(module)[MARK] = True
         _wrap_sdpa()
+        self._layers.connect()
         self._model = model
-        stock = model.forward
+        stock = stock_forward(model)
 
-        @wraps(stock)
+        @wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = [*map(kwargs.get, ("decoder_input_ids", "input_ids", "inputs_embeds")), *args]
             inputs = next((value for value in given if isinstance(value, Tensor)), None)
@@ -81,7 +83,7 @@ class SmallBatchSteps:
             finally:  # also after Ctrl-C, for which torch calls no hook
                 give_torch_all()
 
-        vars(model)["forward"] = forward
+        vars(model)["forward"] = self._forward = forward
 
     def paths(self) -> Iterator[PathTaken]:
         """Yield which path each layer, router and block of experts takes, as of now."""
@@ -89,7 +91,8 @@ class SmallBatchSteps:
 
     def close(self) -> None:
         """Give the model its own forward method back."""
-        vars(self._model).pop("forward", None)
+        if vars(self._model).get("forward") is self._forward:
+            del self._model.forward
 
 
 class KernelLayers:
@@ -110,10 +113,10 @@ class KernelLayers:
                 names[layer] = name
             elif isinstance(layer, GradientCheckpointingLayer):
                 self._verdicts[layer] = FellBack(unusual)
-        self._connect(names, early_router)
+        self._take(names, early_router)
 
-    def _connect(self, names: dict[nn.Module, str], early_router: EarlyRouter | None) -> None:
-        """Let kernels compute the layers that were found."""
+    def _take(self, names: dict[nn.Module, str], early_router: EarlyRouter | None) -> None:
+        """Describe the layers that were found to kernels."""
         kinds = {
             layer: verdict.path
             for layer, verdict in self._verdicts.items()
@@ -134,26 +137,32 @@ class KernelLayers:
                 may_follow=bool(before) and names[layer] == _next_name(before),
             )
             before = names[layer]
-        if not kinds:
-            return
+
+    def connect(self) -> None:
+        """Let kernels compute the layers that were found."""
         layers = list(self._connected.values())
-        steps = DecoderSteps([layer.kernel for layer in layers])
-        ahead = LayersAhead(steps, layers)
-        for number, (module, connected) in enumerate(self._connected.items()):
-            connected.connect(module, number, steps, ahead)
+        if layers:
+            LayersAhead(DecoderSteps([layer.kernel for layer in layers]), layers)
 
     def paths(self) -> Iterator[PathTaken]:
         """Yield which path each layer, router and block of experts takes, as of now."""
         for layer, verdict in self._verdicts.items():
-            if isinstance(verdict, Found) and (obstacle := self._connected[layer].obstacle()):
-                verdict = FellBack(obstacle)
+            of_layer = of_router = of_block = None
+            if isinstance(verdict, Found):
+                of_layer, of_router, of_block = self._connected[layer].changes()
+            verdict = _unless(of_layer, verdict)
             yield path_taken("layer", layer, verdict)
             if isinstance(verdict, FellBack):
                 continue
             block = feed_forward(layer)
             if (router := router_of(block)) is not None:
-                yield path_taken("router", router, verdict.path.gate)
-                yield path_taken("block", block, verdict.path.experts_alone)
+                yield path_taken("router", router, _unless(of_router, verdict.path.gate))
+                yield path_taken("block", block, _unless(of_block, verdict.path.experts_alone))
+
+
+def _unless(change: str | None, verdict: Verdict[Any]) -> Verdict[Any]:
+    """Return the verdict, or that the module's own code runs because of a change."""
+    return verdict if change is None else FellBack(change)
 
 
 def _next_name(name: str) -> str:
@@ -172,20 +181,24 @@ class Siblings:
         self._input: TensorVersion | None = None  # the last one, and
         self._first: Linear | None = None  # the layer that was given it first
         self._groups: dict[Linear, LinearGroup] = {}  # by their first
-        self._products: AnsweredAhead[Linear, Tensor] = AnsweredAhead()
+        self._products: AnsweredAhead[Linear, tuple[WeightPlace, Tensor]] = AnsweredAhead()
 
     def forward(self, linear: Linear, x: Tensor) -> Tensor:
-        """Compute a linear layer: few tokens without gradients by a kernel, all others by torch."""
+        """Compute a linear layer: few tokens without gradients by a kernel, all others by the code
+        of its class, which a user may have changed.
+        """
         rows = x.shape[:-1]
+        own: Callable[..., Tensor] = type(linear).forward
+        is_plain = own is PLAIN.get(type(linear))
+        is_for_kernel = is_plain and not torch.is_grad_enabled() and not is_watched()
         is_packed = isinstance(linear, PackedLinear)
-        is_long = is_for_torch(rows.numel(), x.dtype, is_packed=is_packed)
-        if is_long or torch.is_grad_enabled():
-            return nn.functional.linear(x, linear.weight, linear.bias)
-        out = self._products.take(linear, x)
-        if out is None:
+        if not is_for_kernel or is_for_torch(rows.numel(), x.dtype, is_packed=is_packed):
+            return own(linear, x)
+        place, out = self._products.take(linear, x) or (None, None)
+        if place != place_of(linear):
             out = self._multiply(linear, x)
         if out is None:
-            return nn.functional.linear(x, linear.weight, linear.bias)
+            return own(linear, x)
         if linear.bias is not None:
             out = out + linear.bias
         # Without gaps, whether computed alone or together: torch's activations round by that.
@@ -206,10 +219,10 @@ class Siblings:
         if group is None or not group.is_current:
             group = self._groups[linear] = LinearGroup([linear])
         products = group.multiply(x)
-        for sibling, product in products.items():
+        for sibling, place, product in products:
             if sibling is not linear:
-                self._products.put(sibling, x, product)
-        return products.get(linear)
+                self._products.put(sibling, x, (place, product))
+        return next((product for sibling, _, product in products if sibling is linear), None)
 
     def _join(self, linear: Linear) -> None:
         """Compute this layer with the first from the next step on."""
@@ -226,30 +239,30 @@ class LinearGroup:
 
     def __init__(self, linears: list[Linear]) -> None:
         self.linears = linears
-        weights = [weight_of(linear) for linear in linears]
-        self._made_for = list(map(_identity, weights))
-        self.fused = fused_linear(weights)
+        self._places = list(map(place_of, linears))
+        self.fused = fused_linear(list(map(weight_of, linears)))
 
     @property
     def is_current(self) -> bool:
         """Return True if the weights were neither moved nor cast since the group was made."""
-        return all(
-            _identity(weight_of(linear)) == made_for
-            for linear, made_for in zip(self.linears, self._made_for, strict=True)
-        )
+        return all(map(is_linear, self.linears)) and self._places == [*map(place_of, self.linears)]
 
-    def multiply(self, x: Tensor) -> dict[Linear, Tensor]:
+    def multiply(self, x: Tensor) -> list[tuple[Linear, WeightPlace, Tensor]]:
         """[..., C] -> [T, R] of each layer."""
         if self.fused is None:
-            return {}
+            return []
         out_TR = self.fused(x.reshape(-1, x.shape[-1]))
         outs = out_TR.split([len(weight) for weight in self.fused.weights], dim=1)
-        return dict(zip(self.linears, outs, strict=True))
+        return list(zip(self.linears, self._places, outs, strict=True))
 
 
-def _identity(weight: Tensor | PackedWeight) -> tuple[int, torch.dtype]:
-    memory = weight.memory if isinstance(weight, PackedWeight) else weight
-    return memory.data_ptr(), memory.dtype
+WeightPlace = tuple[int, torch.dtype, tuple[int, ...]]
+
+
+def place_of(linear: Linear) -> WeightPlace:
+    """Return where in memory a layer's weight is, and how it lies there."""
+    memory = linear.packed.memory if isinstance(linear, PackedLinear) else linear.weight
+    return memory.data_ptr(), memory.dtype, memory.stride()
 
 
 def _wrap_sdpa() -> None:
@@ -275,6 +288,7 @@ class _SmallBatchSdpa:
     ) -> tuple[Tensor, Tensor | None]:
         """[B, H, 1, d], [B, G, N, d], [B, G, N, dv] -> [B, 1, H, dv]."""
         is_ours = MARK in vars(module) and query.shape[2] == 1 and not torch.is_grad_enabled()
+        is_ours = is_ours and not is_watched()
         if is_ours and kwargs.get("position_bias") is None and not kwargs.get("dropout"):
             scale = kwargs.get("scaling") or query.shape[3] ** -0.5
             out = attend(query, key, value, attention_mask, scale)

@@ -13,10 +13,11 @@ from functools import partial, wraps
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_infinity.architectures.adapters import ExpertsModule
+from moe_infinity.architectures.module_state import stock_forward
 from moe_infinity.errors import UnsupportedModelError
 
 COPIED = "cannot be copied, pickled or sent to another process; load it there again"
@@ -47,6 +48,45 @@ class OnDisk(Tensor):
         if function in (Tensor.__deepcopy__, Tensor.__reduce_ex__):
             refuse(COPIED)
         refuse("has no tensors of experts: only its forward pass computes them")
+
+
+class AbsentWeights:
+    """The weights of the experts in a module, which are not in memory. If a user gives the module
+    others, or puts adapters around them, its experts would compute as if nothing had happened.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        """`name` is the module's in the model."""
+        self._name = name
+        owners = [m for m in module.modules() if any(map(_is_absent, vars(m).values()))]
+        inner = {*owners, *(m for m in module.modules() if {*m.modules()} & {*owners})}
+        self._views = [m._parameters.values() for m in owners]
+        self._held = [
+            (mapping, key, value)
+            for m in inner
+            for mapping in (vars(m), m._modules)
+            for key, value in mapping.items()
+            if _is_absent(value) or (isinstance(value, nn.Module) and value in inner)
+        ]
+        self._num_parameters = sum(map(len, self._views))
+
+    def were_touched(self) -> bool:
+        """Return True if a weight was replaced, or a module that has some."""
+        return sum(map(len, self._views)) != self._num_parameters or not all(
+            mapping.get(key) is value for mapping, key, value in self._held
+        )
+
+    def require_untouched(self) -> None:
+        """Raise UnsupportedModelError if they were touched."""
+        if self.were_touched():
+            refuse(
+                f"cannot have changed experts ({self._name})\nhint: adapters may be around all "
+                "other modules; change experts in the checkpoint"
+            )
+
+
+def _is_absent(value: object) -> bool:
+    return type(value) is OnDisk
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,9 +138,9 @@ def _keep_implementation(backend: str, experts_implementation: str | dict[str, s
 
 def _checked(part: PreTrainedModel, left_out: Iterable[str]) -> Callable[..., Any]:
     """The forward method of a model after a look at what was done to the model."""
-    stock = part.forward
+    stock = stock_forward(part)
 
-    @wraps(stock)
+    @wraps(part.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         refuse_graphs()
         for adapter in vars(part).get("peft_config", {}).values():

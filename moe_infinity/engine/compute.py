@@ -28,6 +28,7 @@ from moe_infinity.kernels.many_rows import is_for_torch
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.slots import Slots
+from moe_infinity.report import PathTaken
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts
@@ -78,7 +79,8 @@ class LayerComputer:
             self.by_kernels = FusedBackend(
                 experts.path, slots.address_of, weighs_input=layer.adapter.weighs_input
             )
-        self.path_taken = path_taken("experts", layer.module, experts)
+        self.verdict: Verdict[Any] = experts  # whether kernels compute them
+        self._layer = layer
         self._is_packed = recipes.is_packed
         self._num_experts = layer.num_experts
         by_kernels, by_torch = (
@@ -87,8 +89,19 @@ class LayerComputer:
         self.how = by_torch if self.by_kernels is None else by_kernels
         self.is_slow = self._is_packed and not is_exact and self.by_kernels is None
 
+    @property
+    def path_taken(self) -> PathTaken:
+        """What the report says of the layer's experts, as of now."""
+        change = self._layer.change()
+        verdict = self.verdict if change is None else FellBack(change)
+        return path_taken("experts", self._layer.module, verdict)
+
     def begin(self, x_TD: Tensor, routing: Routing) -> FusedWork | SlotWork | TorchWork:
-        """Begin the work of one step. Long prompts go to torch where its products are faster."""
+        """Begin the work of one step. Long prompts go to torch where its products are faster, and
+        so does all work of experts that were changed after loading.
+        """
+        if self._layer.change() is not None:
+            return TorchWork(self.by_torch, x_TD, routing)
         if self.by_slots is not None and routing.top_k_index_TK is not None:
             return SlotWork(self.by_slots, x_TD, routing)
         if self.by_kernels is None or routing.top_k_index_TK is None:

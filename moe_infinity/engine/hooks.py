@@ -30,7 +30,7 @@ from moe_infinity.architectures.adapters import (
 )
 from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter
 from moe_infinity.architectures.early_router import EarlyRouter, Routed
-from moe_infinity.architectures.without_experts import refuse_graphs, uncompiled
+from moe_infinity.architectures.without_experts import AbsentWeights, refuse_graphs, uncompiled
 from moe_infinity.engine.experts import Experts
 from moe_infinity.experts import Ints, Phase, Routing, Step
 from moe_infinity.kernels.residents import Residents
@@ -198,16 +198,22 @@ class EngineLayer:
     """One MoE layer of a model's experts, as adapters call it."""
 
     def __init__(
-        self, experts: Experts, moe_layer_idx: int, early_router: EarlyRouter | None
+        self,
+        experts: Experts,
+        moe_layer_idx: int,
+        absent: AbsentWeights,
+        early_router: EarlyRouter | None,
     ) -> None:
         self._experts = experts
         self._moe_layer_idx = moe_layer_idx
+        self._absent = absent
         self._early_router = early_router
 
     @uncompiled
     def __call__(self, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
         if self._is_asked_early:
             raise Routed(top_k_index_TK.cpu().numpy())
+        self._absent.require_untouched()
         layer_idx = self._moe_layer_idx
         return without_gradient(
             x_TD, lambda: self._experts.layer(layer_idx, x_TD, top_k_index_TK, top_k_weights_TK)
@@ -217,11 +223,14 @@ class EngineLayer:
     def answer_calls(self, calls: ExpertCalls, routing: Routing) -> None:
         if self._is_asked_early:
             raise Routed(routing.top_k_index_TK)
+        self._absent.require_untouched()
         self._experts.local.answer_calls(self._moe_layer_idx, routing, calls)
 
     def residents(self) -> Residents | None:
         """The layer's experts, if those of all layers are in memory and none has to leave."""
-        return None if self._is_asked_early else self._experts.local.residents(self._moe_layer_idx)
+        if self._is_asked_early or self._absent.were_touched():
+            return None
+        return self._experts.local.residents(self._moe_layer_idx)
 
     def note(self, top_k_index_TK: Ints) -> None:
         """Those were computed for these tokens."""
@@ -241,4 +250,5 @@ def attach(
 ) -> None:
     """Let the experts modules of `model` call `experts`."""
     for moe_layer_idx, layer in enumerate(layers):
-        layer.connect(model, EngineLayer(experts, moe_layer_idx, early_router))
+        absent = AbsentWeights(layer.name, layer.module)
+        layer.connect(model, EngineLayer(experts, moe_layer_idx, absent, early_router))

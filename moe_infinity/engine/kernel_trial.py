@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
+from moe_infinity.architectures.trial import FellBack, Found, Verdict
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.engine.compute import LayerComputer
 from moe_infinity.engine.expert_kernels import slot_layer
@@ -59,7 +59,7 @@ def use_kernel(
                 f"experts_implementation='fast' needs the kernel of experts: {verdict.reason}\n"
                 "hint: experts_implementation='auto' lets torch compute them"
             )
-        computer.path_taken = path_taken("experts", layer.module, verdict)
+        computer.verdict = verdict
         if isinstance(verdict, Found):
             computer.by_slots = verdict.path
             computer.how = "by one kernel"

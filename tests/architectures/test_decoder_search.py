@@ -92,7 +92,7 @@ def test_report_says_which_path_each_module_takes_and_why(tmp_path):
         ]
         hook = moe.model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
         report = moe.report()
-        assert "1 x MixtralDecoderLayer: the module's own code (a hook on self_attn)\n" in str(
+        assert "1 x MixtralDecoderLayer: the module's own code (a hook on MixtralAttention)\n" in str(
             report
         )
         assert "2 x MixtralDecoderLayer: kernel\n" in str(report)
@@ -104,7 +104,7 @@ def test_report_says_which_path_each_module_takes_and_why(tmp_path):
             "class_name": "MixtralDecoderLayer",
             "count": 1,
             "path": "own code",
-            "reason": "its weights were replaced",
+            "reason": "it was changed after loading",
         } in moe.report().as_dict()["paths"]
 
 

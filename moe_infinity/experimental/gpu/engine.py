@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_infinity.architectures.adapters import ExpertCalls
-from moe_infinity.architectures.trial import Found, path_taken
+from moe_infinity.architectures.trial import Found
 from moe_infinity.checkpoint.plan import Plan
 from moe_infinity.config import OffloadConfig
 from moe_infinity.engine.engine import LocalExperts, anonymous_step
@@ -62,10 +62,9 @@ class DeviceExperts:
             for mlp, layer in zip(mlps, plan.layers, strict=True)
         ]
         # No token may depend on who decides, so the host computes by the same kernels.
-        layers = zip(plan.layers, local.path.computers, self._backends, strict=True)
-        for layer, computer, backend in layers:
+        for computer, backend in zip(local.path.computers, self._backends, strict=True):
             computer.by_slots = backend
-            computer.path_taken = path_taken("experts", layer.module, Found(backend))
+            computer.verdict = Found(backend)
         local.description = f"{plan.packing or 'as stored'}, by the experimental engine"
         self.device_steps = DeviceSteps(local.bookkeeping, mlps, kernels)
         with _without_experts(model, plan):

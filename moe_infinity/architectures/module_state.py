@@ -1,0 +1,167 @@
+"""Whether modules still compute what they computed when kernels took their place.
+
+Nothing announces that a user has changed a module: an adapter takes the place of a child, a hook is
+installed, a method is patched, an attribute or weight is set. So whatever decides what a module
+computes is noted when a kernel takes its place, and compared before each call of the kernel. If
+anything differs, the module's own code runs.
+
+    of each module       its class, attributes, children, parameters, buffers, hooks
+    of a parameter       which tensor it is, where its memory is, and the contents of vectors, since
+                         kernels copy those; they read matrices where they are
+    of its class         the methods, and the functions that `forward` names
+    of its config        every value, such as which attention function is used
+    of the process       hooks on all modules, modes of torch that see every function, autocast
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from torch.utils._device import DeviceContext
+from transformers import PreTrainedConfig
+from transformers.utils import output_capturing
+
+from moe_infinity.kernels.cpu.same_bytes import Contents
+
+HOOKS_ON_ALL = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
+
+
+def _functions() -> tuple[Any, ...]:
+    """Return the functions that run every module, and those that kernels replace."""
+    functions = nn.functional
+    call = nn.Module.__call__, nn.Module._call_impl
+    return *call, functions.linear, functions.scaled_dot_product_attention
+
+
+FUNCTIONS = _functions()
+
+
+class ModuleState:
+    """What decides how some modules compute, as it is when this is made."""
+
+    def __init__(
+        self,
+        called: Iterable[nn.Module],
+        *,
+        around: Iterable[nn.Module] = (),
+        ours: object = None,
+    ) -> None:
+        """`called` are the modules whose calls a kernel replaces. `around` are those whose forward
+        methods were replaced: their hooks still run. Hooks that are methods of `ours` change
+        nothing.
+        """
+        modules = [*dict.fromkeys(called)]
+        self._ours = ours
+        self._hooks = [(h, m) for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
+        modules += around
+        classes: dict[Any, None] = dict.fromkeys(map(type, modules))
+        self._modules = modules
+        self._types = [*map(type, modules)]
+        self._views = [*_values_of_modules(modules), *_values_of_classes(classes)]
+        self._values = tuple(chain.from_iterable(self._views))
+        self._names = [names for kind in classes if (names := _names_in(kind.forward))]
+        self._named = [read(namespace) for read, namespace in self._names]
+        tensors = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values())]
+        self._tensors = [x for x in tensors if x is not None]
+        self._addresses = [*map(Tensor.data_ptr, self._tensors)]
+        self._matrices = [x for x in self._tensors if x.dim() > 1]
+        self._strides = [*map(Tensor.stride, self._matrices)]
+        self._vectors = Contents([x for x in self._tensors if x.dim() < 2])
+
+    def change(self) -> str | None:
+        """Return what is different now, in the words of a report; None if nothing is."""
+        if is_watched():
+            return "something watches or changes all modules"
+        for hooks, module in self._hooks:
+            if hooks and any(map(self._counts, hooks.values())):
+                return f"a hook on {type(module).__name__}"
+        return None if self._is_same() else "it was changed after loading"
+
+    def _is_same(self) -> bool:
+        try:
+            return (
+                tuple(chain.from_iterable(self._views)) == self._values
+                and [*map(type, self._modules)] == self._types
+                and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+                and [*map(Tensor.stride, self._matrices)] == self._strides
+                and self._vectors.are_same()
+                and [read(namespace) for read, namespace in self._names] == self._named
+            )
+        except Exception:  # values whose comparison is no truth value, as tensors', or a name gone
+            return False
+
+    def _counts(self, hook: Callable[..., Any]) -> bool:
+        """Return True for a hook that may see or change what a module computes."""
+        is_ours = self._ours is not None and getattr(hook, "__self__", None) is self._ours
+        return not (is_ours or _is_idle(hook))
+
+
+def _values_of_modules(modules: Sequence[nn.Module]) -> list[Iterable[Any]]:
+    """Return views of attributes, children, parameters, buffers, and of the config."""
+    mappings = [d for m in modules for d in (vars(m), m._modules, m._parameters, m._buffers)]
+    values = [value for m in modules for value in vars(m).values()]
+    configs = {id(value): vars(value) for value in values if isinstance(value, PreTrainedConfig)}
+    return [mapping.values() for mapping in (*mappings, *configs.values()) if mapping]
+
+
+def _values_of_classes(classes: Iterable[type]) -> list[Iterable[Any]]:
+    """Return views of all that the classes define, and of what calls a module."""
+    bases = {base for kind in classes for base in kind.__mro__[: kind.__mro__.index(nn.Module)]}
+    for base in bases:
+        inspect.get_annotations(base)  # kept in the class when they are asked for first
+    return [vars(base).values() for base in bases]
+
+
+def _names_in(forward: Callable[..., Any]) -> tuple[Callable[[Any], Any], Any] | None:
+    """Return how to read what the global names in a method stand for, and their namespace."""
+    function = inspect.unwrap(forward)
+    names = [name for name in function.__code__.co_names if name in function.__globals__]
+    return (itemgetter(*names), function.__globals__) if names else None
+
+
+def is_watched() -> bool:
+    """Return True if something in the process sees or changes what any module computes."""
+    return (
+        any(HOOKS_ON_ALL)
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._len_torch_dispatch_stack() > 0
+        or _functions() != FUNCTIONS
+        or (torch._C._len_torch_function_stack() > 0 and _is_in_foreign_mode())
+    )
+
+
+def _is_in_foreign_mode() -> bool:
+    modes = torch.overrides._get_current_function_mode_stack()
+    return not all(isinstance(m, DeviceContext) or hasattr(m, CHANGES_NOTHING) for m in modes)
+
+
+CHANGES_NOTHING = "_moe_infinity_changes_nothing"  # an attribute of our own modes
+
+
+def _is_idle(hook: Callable[..., Any]) -> bool:
+    """Return True for the hooks by which transformers captures outputs, while nobody wants any: it
+    never removes them.
+    """
+    is_theirs = getattr(hook, "__module__", "") == output_capturing.__name__
+    return is_theirs and not output_capturing._active_collector.get()
+
+
+def stock_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward method that a module has before it gets one of ours: of its own, or else
+    whatever its class has when it is called.
+    """
+    own: Callable[..., Any] | None = vars(module).get("forward")
+    if own is not None:
+        return own
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
