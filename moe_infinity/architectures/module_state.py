@@ -16,7 +16,8 @@ anything differs, the module's own code runs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -64,7 +65,9 @@ class ModuleState:
         classes: dict[Any, None] = dict.fromkeys(map(type, modules))
         self._modules = modules
         self._types = [*map(type, modules)]
-        self._views = [*_values_of_modules(modules), *_values_of_classes(classes)]
+        self._mappings = [*_mappings_of_modules(modules), *_mappings_of_classes(classes)]
+        self._noted = [*map(dict, self._mappings)]
+        self._views = [mapping.values() for mapping in self._mappings]
         self._values = tuple(chain.from_iterable(self._views))
         self._names = [names for kind in classes if (names := _names_in(kind.forward))]
         self._named = [read(namespace) for read, namespace in self._names]
@@ -87,7 +90,7 @@ class ModuleState:
     def _is_same(self) -> bool:
         try:
             return (
-                tuple(chain.from_iterable(self._views)) == self._values
+                self._has_same_values()
                 and [*map(type, self._modules)] == self._types
                 and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
                 and [*map(Tensor.stride, self._matrices)] == self._strides
@@ -97,26 +100,38 @@ class ModuleState:
         except Exception:  # values whose comparison is no truth value, as tensors', or a name gone
             return False
 
+    def _has_same_values(self) -> bool:
+        """Return True if all values are the same, be it in another order: of something that was
+        taken out and put back, say. Comparing tensors may raise.
+        """
+        with suppress(Exception):
+            if tuple(chain.from_iterable(self._views)) == self._values:
+                return True
+        if [*map(dict, self._mappings)] != self._noted:
+            return False
+        self._values = tuple(chain.from_iterable(self._views))
+        return True
+
     def _counts(self, hook: Callable[..., Any]) -> bool:
         """Return True for a hook that may see or change what a module computes."""
         is_ours = self._ours is not None and getattr(hook, "__self__", None) is self._ours
         return not (is_ours or _is_idle(hook))
 
 
-def _values_of_modules(modules: Sequence[nn.Module]) -> list[Iterable[Any]]:
-    """Return views of attributes, children, parameters, buffers, and of the config."""
+def _mappings_of_modules(modules: Sequence[nn.Module]) -> list[Mapping[str, Any]]:
+    """Return the attributes, children, parameters, buffers, and those of the config."""
     mappings = [d for m in modules for d in (vars(m), m._modules, m._parameters, m._buffers)]
     values = [value for m in modules for value in vars(m).values()]
     configs = {id(value): vars(value) for value in values if isinstance(value, PreTrainedConfig)}
-    return [mapping.values() for mapping in (*mappings, *configs.values()) if mapping]
+    return [*mappings, *configs.values()]
 
 
-def _values_of_classes(classes: Iterable[type]) -> list[Iterable[Any]]:
-    """Return views of all that the classes define, and of what calls a module."""
+def _mappings_of_classes(classes: Iterable[type]) -> list[Mapping[str, Any]]:
+    """Return all that the classes define."""
     bases = {base for kind in classes for base in kind.__mro__[: kind.__mro__.index(nn.Module)]}
     for base in bases:
         inspect.get_annotations(base)  # kept in the class when they are asked for first
-    return [vars(base).values() for base in bases]
+    return [vars(base) for base in bases]
 
 
 def _names_in(forward: Callable[..., Any]) -> tuple[Callable[[Any], Any], Any] | None:

@@ -92,8 +92,9 @@ def test_report_says_which_path_each_module_takes_and_why(tmp_path):
         ]
         hook = moe.model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
         report = moe.report()
-        assert "1 x MixtralDecoderLayer: the module's own code (a hook on MixtralAttention)\n" in str(
-            report
+        assert (
+            "1 x MixtralDecoderLayer: the module's own code (a hook on MixtralAttention)\n"
+            in str(report)
         )
         assert "2 x MixtralDecoderLayer: kernel\n" in str(report)
         hook.remove()

@@ -1,0 +1,392 @@
+"""A model that is changed after loading computes in every step what stock transformers computes
+with the same change: whatever replaces a module's call sees what that module would.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+from transformers import DynamicCache
+
+from moe_infinity import MoE, UnsupportedModelError
+from moe_infinity.architectures.decoder_layers import DecoderLayer, LayersAhead
+from tests.architectures.test_decoder_layers import MODELS, TOKENS, logits_of, saved
+from tests.cache_name import CACHE
+
+pytestmark = [pytest.mark.arithmetic, pytest.mark.sample(2)]
+
+Undo = Iterator[None]
+Change = Callable[[nn.Module], AbstractContextManager[None]]
+
+
+def scaled(out: Any) -> Any:
+    """What a module returned, but larger."""
+    if isinstance(out, tuple):
+        return tuple(scaled(x) if i == 0 else x for i, x in enumerate(out))
+    return out * 1.5 if isinstance(out, Tensor) and out.is_floating_point() else out
+
+
+class Wrapped(nn.Module):
+    """Takes the place of a module, as adapters do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return scaled(self.inner(*args, **kwargs))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def the_float_parameter(module: nn.Module) -> str | None:
+    names = [n for n, p in module.named_parameters(recurse=False) if p.is_floating_point()]
+    return names[0] if names else None
+
+
+@contextmanager
+def forward_hook(module: nn.Module) -> Undo:
+    with module.register_forward_hook(lambda module, args, out: scaled(out)):
+        yield
+
+
+@contextmanager
+def pre_hook(module: nn.Module) -> Undo:
+    with module.register_forward_pre_hook(lambda module, args: scaled(args)):
+        yield
+
+
+@contextmanager
+def patched_forward(module: nn.Module) -> Undo:
+    before = vars(module).get("forward")
+    own = module.forward
+    module.forward = lambda *args, **kwargs: scaled(own(*args, **kwargs))
+    yield
+    if before is None:
+        del module.forward
+    else:
+        module.forward = before
+
+
+@contextmanager
+def patched_class(module: nn.Module) -> Undo:
+    kind: Any = type(module)
+    own = kind.forward
+    if getattr(own, "is_patched", False):  # of both models
+        yield
+        return
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return scaled(own(self, *args, **kwargs))
+
+    forward.is_patched = True  # type: ignore[attr-defined]
+    kind.forward = forward
+    yield
+    kind.forward = own
+
+
+@contextmanager
+def in_place(module: nn.Module) -> Undo:
+    weight = getattr(module, the_float_parameter(module) or "")
+    with torch.no_grad():
+        weight.mul_(2)
+    yield
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+@contextmanager
+def data_in_place(module: nn.Module) -> Undo:
+    weight = getattr(module, the_float_parameter(module) or "")
+    weight.data.mul_(2)
+    yield
+    weight.data.mul_(0.5)
+
+
+@contextmanager
+def new_data(module: nn.Module) -> Undo:
+    weight = getattr(module, the_float_parameter(module) or "")
+    before = weight.data
+    weight.data = before.flip(0).clone()
+    yield
+    weight.data = before
+
+
+@contextmanager
+def new_parameter(module: nn.Module) -> Undo:
+    name = the_float_parameter(module) or ""
+    before = getattr(module, name)
+    setattr(module, name, nn.Parameter(before.detach().flip(0).clone()))
+    yield
+    setattr(module, name, before)
+
+
+@contextmanager
+def parametrized(module: nn.Module) -> Undo:
+    name = the_float_parameter(module) or ""
+    weight = getattr(module, name)
+    parametrize.register_parametrization(module, name, Doubled())
+    yield
+    parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+    assert getattr(module, name) is weight
+
+
+@contextmanager
+def pruned(module: nn.Module) -> Undo:
+    name = the_float_parameter(module) or ""
+    before = getattr(module, name)
+    data = before.data
+    prune.l1_unstructured(module, name, amount=0.5)
+    yield
+    prune.remove(module, name)
+    before.data = data
+    setattr(module, name, before)
+
+
+@contextmanager
+def new_number(module: nn.Module) -> Undo:
+    """Another epsilon, scale, number of experts of a token, ..."""
+    name, value = next(iter(numbers_of(module).items()))
+    setattr(module, name, max(1, value - 1) if isinstance(value, int) else value * 3)
+    yield
+    setattr(module, name, value)
+
+
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    known = ("top_k", "scaling", "variance_epsilon", "eps", "routed_scaling_factor")
+    return {name: vars(module)[name] for name in known if name in vars(module)}
+
+
+@contextmanager
+def wrapped_child(module: nn.Module) -> Undo:
+    name, child = next(iter(inner_of(module).items()))
+    setattr(module, name, Wrapped(child))
+    yield
+    setattr(module, name, child)
+
+
+def inner_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The children that are neither experts nor a list."""
+    return {
+        name: child
+        for name, child in module.named_children()
+        if name != "experts" and not isinstance(child, nn.ModuleList)
+    }
+
+
+@contextmanager
+def added_bias(module: nn.Module) -> Undo:
+    linear: Any = module
+    before = linear.bias
+    linear.bias = nn.Parameter(torch.full((linear.out_features,), 0.3))
+    yield
+    linear.bias = before
+
+
+@contextmanager
+def hook_on_all(module: nn.Module) -> Undo:
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        return scaled(out) if type(module).__name__.endswith("Norm") else out
+
+    with nn.modules.module.register_module_forward_hook(hook):
+        yield
+
+
+@contextmanager
+def training(module: nn.Module) -> Undo:
+    module.training = True
+    yield
+    module.training = False
+
+
+def has_weight(module: nn.Module) -> bool:
+    """True for modules with a weight that is in memory."""
+    return the_float_parameter(module) is not None and "Experts" not in type(module).__name__
+
+
+CHANGES: dict[Change, Callable[[nn.Module], bool]] = {
+    forward_hook: lambda module: True,
+    pre_hook: lambda module: has_weight(module) or bool(inner_of(module)),
+    patched_forward: lambda module: True,
+    patched_class: lambda module: not isinstance(module, nn.Linear),
+    in_place: has_weight,
+    data_in_place: has_weight,
+    new_data: has_weight,
+    new_parameter: has_weight,
+    parametrized: has_weight,
+    pruned: has_weight,
+    new_number: lambda module: bool(numbers_of(module)),
+    wrapped_child: lambda module: bool(inner_of(module)),
+    added_bias: lambda module: isinstance(module, nn.Linear),
+    hook_on_all: lambda module: True,
+    training: lambda module: True,
+}
+
+
+def modules_to_change(model: Any) -> dict[str, nn.Module]:
+    """Modules inside the decoder layers, by name, but those inside experts."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if ".layers." in name and ".experts." not in name
+    }
+
+
+@torch.no_grad()
+def steps(model: Any) -> Tensor:
+    """[B, T, vocabulary]: of a prompt, and of a few tokens one by one."""
+    return logits_of(model, TOKENS[:1, :9])
+
+
+FAST = {"Qwen3Moe", "GptOss"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
+    ],
+)
+def models(request, tmp_path_factory) -> Iterator[tuple[Any, list[MoE]]]:
+    """Stock's, and ours with half and all of the experts in memory."""
+    folder = saved(request.param, tmp_path_factory.mktemp(request.param))
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    with MoE(folder, host_memory="50%") as few, MoE(folder) as all_in_memory:
+        all_in_memory.preload()
+        yield stock, [few, all_in_memory]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_step_follows_a_change(models, change, seed):
+    stock, ours = models
+    chooses = random.Random(f"{change.__name__} {seed}")
+    fitting = [n for n, module in modules_to_change(stock).items() if CHANGES[change](module)]
+    if not fitting:
+        pytest.skip("nothing to change")
+    before = steps(stock)
+    for name in chooses.sample(fitting, min(3, len(fitting))):
+        with ExitStack() as changed:
+            for model in (stock, *(moe.model for moe in ours)):
+                changed.enter_context(change(model.get_submodule(name)))
+            expected = steps(stock)
+            for moe in ours:
+                found = steps(moe.model)
+                scale = expected.abs().max()
+                assert (found - expected).abs().max() <= 1e-4 * scale, (name, moe.config)
+        assert torch.equal(steps(stock), before)  # the change is undone
+        for moe in ours:
+            assert (steps(moe.model) - before).abs().max() <= 1e-4 * before.abs().max()
+            assert "was changed" not in str(moe.report()), name  # and kernels compute again
+
+
+def test_a_change_after_the_first_layer_computed_all_is_seen_in_the_next_step(tmp_path):
+    folder = saved("Mixtral", tmp_path)
+    with MoE(folder) as moe, torch.no_grad():
+        moe.preload()
+        model = moe.model
+        cache = DynamicCache(config=model.config)
+        model(TOKENS[:1, :5], **{CACHE: cache})
+        before = model(TOKENS[:1, 5:6], **{CACHE: cache}).logits
+        model.model.layers[2].post_attention_layernorm.weight.data.mul_(2)
+        cache.crop(5)
+        after = model(TOKENS[:1, 5:6], **{CACHE: cache}).logits
+        assert (before - after).abs().max() > 1e-2 * before.abs().max()
+
+
+def test_a_mask_that_is_changed_in_place_is_read_again(tmp_path):
+    """Once a sliding window is full, masks of one shape serve every step."""
+    folder = saved("Mixtral", tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    with MoE(folder, host_memory="50%") as moe, torch.no_grad():
+        outs = []
+        for model in (stock, moe.model):
+            cache = DynamicCache(config=model.config)
+            model(TOKENS[:1, :5], **{CACHE: cache})
+            mask = torch.zeros(1, 1, 1, 6)
+            model(TOKENS[:1, 5:6], attention_mask=mask, **{CACHE: cache})
+            cache.crop(5)
+            mask[..., :3] = -torch.inf
+            outs.append(model(TOKENS[:1, 5:6], attention_mask=mask, **{CACHE: cache}).logits)
+    assert (outs[0] - outs[1]).abs().max() < 1e-4 * outs[0].abs().max()
+
+
+def test_autocast_and_modes_of_torch_reach_every_step(models):
+    stock, ours = models
+
+    class Doubling(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            return out * 2 if func is nn.functional.linear else out
+
+    for mode in (Doubling(), torch.autocast("cpu", torch.bfloat16)):
+        with mode:
+            expected = steps(stock)
+            for moe in ours:
+                found = steps(moe.model)
+                assert (found - expected).abs().max() <= 3e-2 * expected.abs().max()
+
+
+def test_changed_experts_are_an_error_and_their_activation_is_followed(tmp_path):
+    folder = saved("Mixtral", tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    for host_memory in ("50%", "100%"):
+        with MoE(folder, host_memory=host_memory) as moe:
+            if host_memory == "100%":
+                moe.preload()
+            for model in (stock, moe.model):
+                model.model.layers[1].mlp.experts.act_fn = nn.GELU()
+            expected = steps(stock)
+            assert (steps(moe.model) - expected).abs().max() <= 1e-4 * expected.abs().max()
+            experts = moe.model.model.layers[0].mlp.experts
+            experts.down_proj = nn.Parameter(torch.zeros(8, 64, 48))
+            with pytest.raises(UnsupportedModelError, match=r"layers\.0\.mlp\.experts: its"):
+                steps(moe.model)
+
+
+def test_capturing_outputs_once_makes_no_later_step_slower(tmp_path, monkeypatch):
+    """transformers leaves its hooks on the modules, and they do nothing from then on."""
+    calls: list[str] = []
+    for kind in (DecoderLayer, LayersAhead):
+        name = "_with_block" if kind is DecoderLayer else "run"
+        own = getattr(kind, name)
+
+        def counted(self: Any, *args: Any, own: Any = own, name: str = name) -> Any:
+            out = own(self, *args)
+            if out is not None:
+                calls.append(name)
+            return out
+
+        monkeypatch.setattr(kind, name, counted)
+    with MoE(saved("Mixtral", tmp_path)) as moe:
+        moe.preload()
+        steps(moe.model)
+        expected = calls.copy()
+        kept = moe.generate(
+            TOKENS[:1, :5],
+            max_new_tokens=3,
+            output_hidden_states=True,
+            output_attentions=True,
+            return_dict_in_generate=True,
+        )
+        assert len(kept.hidden_states) == 3
+        calls.clear()
+        steps(moe.model)
+        assert calls == expected
