@@ -1,4 +1,4 @@
-"""Whether modules still compute what they computed when kernels took their place.
+"""Notices modules that no longer compute what they did when kernels took their place.
 
 Nothing announces that a user has changed a module: an adapter takes the place of a child, a hook is
 installed, a method is patched, an attribute or weight is set. So whatever decides what a module
@@ -29,7 +29,7 @@ from torch.utils._device import DeviceContext
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
-from moe_infinity.kernels.cpu.same_bytes import Contents
+from moe_infinity.kernels.cpu.same_bytes import KeptContents
 
 HOOKS_ON_ALL = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
 
@@ -45,7 +45,7 @@ FUNCTIONS = _functions()
 
 
 class ModuleState:
-    """What decides how some modules compute, as it is when this is made."""
+    """Everything that decides how some modules compute, as it is when this is made."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ModuleState:
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
         self._matrices = [x for x in self._tensors if x.dim() > 1]
         self._strides = [*map(Tensor.stride, self._matrices)]
-        self._vectors = Contents([x for x in self._tensors if x.dim() < 2])
+        self._vectors = KeptContents([x for x in self._tensors if x.dim() < 2])
 
     def change(self) -> str | None:
         """Return what is different now, in the words of a report; None if nothing is."""
@@ -144,7 +144,8 @@ def _names_in(forward: Callable[..., Any]) -> tuple[Callable[[Any], Any], Any] |
 def is_watched() -> bool:
     """Return True if something in the process sees or changes what any module computes."""
     return (
-        any(HOOKS_ON_ALL)
+        torch.compiler.is_compiling()
+        or any(HOOKS_ON_ALL)
         or torch.is_autocast_enabled("cpu")
         or torch._C._len_torch_dispatch_stack() > 0
         or _functions() != FUNCTIONS

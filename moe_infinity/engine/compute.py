@@ -91,7 +91,7 @@ class LayerComputer:
 
     @property
     def path_taken(self) -> PathTaken:
-        """What the report says of the layer's experts, as of now."""
+        """Return what the report says of the layer's experts, as of now."""
         change = self._layer.change()
         verdict = self.verdict if change is None else FellBack(change)
         return path_taken("experts", self._layer.module, verdict)

@@ -1,5 +1,5 @@
-"""Whether tensors still have the contents that they had. Kernels copy the vectors of a layer in
-float32, and a change of the original in place would not reach the copy.
+"""Notices tensors whose contents have changed. Kernels copy the vectors of a layer in float32, and
+a change of the original in place would not reach the copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _are_same(table: int, count: int) -> bool:
     return bool(different == 0)
 
 
-class Contents:
+class KeptContents:
     """The contents of tensors on the CPU, as they are when this is made."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -53,7 +53,7 @@ class Contents:
 
 
 def _rows(x: Tensor, copied: Tensor) -> list[tuple[int, int, int]]:
-    """What the table has of a pair: all whole words, and again the last word if bytes are left."""
+    """The part of the table about a pair: all whole words, and again the last word if bytes are left."""
     num_words, left = divmod(x.nbytes, WORD)
     rows = [(x.data_ptr(), copied.data_ptr(), num_words)]
     if left:
