@@ -53,7 +53,7 @@ class KeptContents:
 
 
 def _rows(x: Tensor, copied: Tensor) -> list[tuple[int, int, int]]:
-    """The part of the table about a pair: all whole words, and again the last word if bytes are left."""
+    """The rows of the table for a pair: all whole words; the last word again if bytes are left."""
     num_words, left = divmod(x.nbytes, WORD)
     rows = [(x.data_ptr(), copied.data_ptr(), num_words)]
     if left:
