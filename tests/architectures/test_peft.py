@@ -1,0 +1,111 @@
+"""Adapters of PEFT around a loaded model: every step computes what stock computes with them. Needs
+the package peft, see CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from moe_infinity import MoE, UnsupportedModelError
+from tests.architectures.test_decoder_layers import TOKENS, logits_of, saved
+
+peft = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.arithmetic,
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:peft"),
+]
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SHARED = ["shared_expert.gate_proj", "shared_expert.down_proj", "shared_expert_gate"]
+ADAPTERS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "attention": ("Mixtral", lambda: peft.LoraConfig(target_modules=ATTENTION, **RANDOM)),
+    "one of them": ("Mixtral", lambda: peft.LoraConfig(target_modules=["v_proj"], **RANDOM)),
+    "sinks": ("GptOss", lambda: peft.LoraConfig(target_modules=["o_proj"], **RANDOM)),
+    "shared experts": ("Qwen2Moe", lambda: peft.LoraConfig(target_modules=SHARED, **RANDOM)),
+    "router": ("Qwen3Moe", lambda: peft.LoraConfig(target_parameters=["gate.weight"], **RANDOM)),
+    "head": ("Olmoe", lambda: peft.LoraConfig(target_modules=["lm_head"], **RANDOM)),
+    "dora": ("Mixtral", lambda: peft.LoraConfig(target_modules=ATTENTION, use_dora=True, **RANDOM)),
+    "norms": ("Mixtral", lambda: peft.LNTuningConfig(target_modules=["input_layernorm"])),
+    "ia3": (
+        "Mixtral",
+        lambda: peft.IA3Config(
+            target_modules=["k_proj", "v_proj"], feedforward_modules=[], init_ia3_weights=False
+        ),
+    ),
+}
+RANDOM: dict[str, Any] = {"r": 4, "lora_alpha": 16, "init_lora_weights": False}
+
+
+def steps(model: Any) -> Tensor:
+    return logits_of(model, TOKENS[:1, :9])
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def adapted(model: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    with_adapter = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, param in with_adapter.named_parameters():
+            if "ln_tuning" in name or "ia3" in name:  # these begin as they were
+                param.mul_(1.5)
+    return with_adapter
+
+
+@pytest.mark.parametrize("host_memory", ["50%", "100%"])
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_every_step_has_the_adapter(case, host_memory, tmp_path):
+    name, config = ADAPTERS[case]
+    folder = saved(name, tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    plain = steps(stock)
+    stock = adapted(stock, config())
+    with MoE(folder, host_memory=host_memory) as moe:
+        if host_memory == "100%":
+            moe.preload()
+        assert_close(steps(moe.model), plain)
+        ours = adapted(moe.model, config())
+        expected = steps(stock)
+        assert (expected - plain).abs().max() > 1e-2 * plain.abs().max()
+        assert_close(steps(ours), expected)
+        with stock.disable_adapter(), ours.disable_adapter():
+            assert_close(steps(ours), plain)
+        assert_close(steps(ours), expected)
+        if case in ("dora", "router"):
+            return  # merging them takes weights apart
+        for model in (stock, ours):
+            model.merge_adapter()
+        assert_close(steps(ours), steps(stock))
+        for model in (stock, ours):
+            model.unmerge_adapter()
+        assert_close(steps(ours), expected)
+        merged = ours.merge_and_unload()
+        assert_close(steps(merged), expected)
+
+
+def test_adapters_of_transformers_itself(tmp_path):
+    folder = saved("Mixtral", tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    with MoE(folder, host_memory="50%") as moe:
+        for model in (stock, moe.model):
+            torch.manual_seed(0)
+            model.add_adapter(peft.LoraConfig(target_modules=ATTENTION, **RANDOM))
+            model.eval()
+        assert_close(steps(moe.model), steps(stock))
+
+
+def test_adapters_on_experts_are_an_error(tmp_path):
+    config = peft.LoraConfig(
+        target_modules=["q_proj"], target_parameters=["experts.down_proj"], **RANDOM
+    )
+    with MoE(saved("Mixtral", tmp_path)) as moe, pytest.raises(UnsupportedModelError):
+        steps(adapted(moe.model, config))
