@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gate test test-all test-gpu-code test-newest test-rounding test-cluster test-clients test-compiled check same-bits docs bench dist format clean
+.PHONY: help demo gate test test-all test-gpu-code test-newest test-oldest test-rounding test-cluster test-clients test-compiled check same-bits docs bench dist format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,14 @@ test-newest: ## fast tests with the newest transformers that pyproject.toml allo
 	.venv-newest/bin/pip install -c .venv-newest/constraints.txt torch==2.13.0 setuptools wheel
 	.venv-newest/bin/pip install -U -c .venv-newest/constraints.txt --no-build-isolation -e '.[dev]'
 	.venv-newest/bin/python -m pytest -n 2 -m "not gpu_code and "$(FAST)
+
+test-oldest: export HF_HUB_OFFLINE = 1
+test-oldest: ## fast tests with the oldest versions that pyproject.toml allows, in .venv-oldest
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) scripts/oldest.py pyproject.toml constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install -c .venv-oldest/constraints.txt torch 'setuptools>=77' wheel
+	.venv-oldest/bin/pip install -c .venv-oldest/constraints.txt --no-build-isolation -e '.[dev]'
+	.venv-oldest/bin/python -m pytest -n 2 -m "not gpu_code and "$(FAST)
 
 # Coverage is for the parts without torch, by their own tests: it would slow down the others.
 test-all: $(INSTALLED) ## every test that needs no GPU, and the coverage gate of the parts without torch
