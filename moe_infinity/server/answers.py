@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from moe_infinity import __version__
 from moe_infinity.server.messages import MessageReader, Parts
-from moe_infinity.server.protocol import Encoding
+from moe_infinity.server.protocol import Encoding, UsageChunks
 from moe_infinity.server.refusals import ErrorBody, Refused
 from moe_infinity.server.sequences import Output, Progress, Request, TokenText
 
@@ -125,18 +126,19 @@ class TextAnswer(Answer):
         *,
         model: str,
         tokenizer: Any,
-        wants_usage: bool,
+        usage_chunks: UsageChunks,
         shows_progress: bool = False,
     ) -> None:
         super().__init__(requests)
         self.shows_progress = shows_progress
         self._has_logprobs = requests[0].sampling.num_logprobs is not None
-        self._wants_usage = wants_usage
+        self._usage_chunks = usage_chunks
         self._tokenizer = tokenizer
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": f"moe-infinity-{__version__}",
         }
 
     def body(self) -> dict[str, Any]:
@@ -159,7 +161,7 @@ class TextAnswer(Answer):
         return self._event({"choices": [choice], "prompt_progress": progress_of(progress)})
 
     def last_chunks(self) -> list[str]:
-        if not self._wants_usage:
+        if self._usage_chunks == "none":
             return [DONE]
         return [self._event({"choices": [], "usage": self.usage()}), DONE]
 
@@ -167,7 +169,9 @@ class TextAnswer(Answer):
         logprobs = self._logprobs(output.tokens) if output.tokens else None
         finish = output.finish and self._finish_reason(index)
         choice = {"index": index, "finish_reason": finish, "logprobs": logprobs, **content}
-        usage = {"usage": None} if self._wants_usage else {}
+        usage = {}
+        if self._usage_chunks != "none":
+            usage["usage"] = self.usage() if self._usage_chunks == "all" else None
         return self._event({"choices": [choice], **usage})
 
     def _event(self, rest: dict[str, Any]) -> str:
@@ -219,7 +223,9 @@ class CompletionAnswer(TextAnswer):
     def _alternatives(self, token: TokenText) -> dict[str, float] | None:
         if token.chosen.logprob is None:  # the first of a prompt
             return None
-        return {self._text_of(id_): logprob for id_, logprob in token.chosen.alternatives}
+        chosen = (token.chosen.token_id, token.chosen.logprob)
+        pairs = (*token.chosen.alternatives, chosen)
+        return {self._text_of(id_): logprob for id_, logprob in pairs}
 
 
 class ChatAnswer(TextAnswer):
@@ -233,10 +239,12 @@ class ChatAnswer(TextAnswer):
         requests: Sequence[Request],
         *,
         messages: Sequence[MessageReader],  # one for each choice
+        calls_one_function: bool = False,  # `function_call` in place of `tool_calls`
         **settings: Any,
     ) -> None:
         super().__init__(requests, **settings)
         self._messages = messages
+        self._calls_one_function = calls_one_function
         self._new: list[Parts] = [Parts() for _ in requests]  # what the newest output added
 
     def add(self, index: int, output: Output) -> None:
@@ -253,7 +261,8 @@ class ChatAnswer(TextAnswer):
     def _finish_reason(self, index: int) -> str | None:
         finish = super()._finish_reason(index)
         has_calls = bool(self._messages[index].message.calls)
-        return "tool_calls" if has_calls and finish == "stop" else finish
+        called = "function_call" if self._calls_one_function else "tool_calls"
+        return called if has_calls and finish == "stop" else finish
 
     def _content(self, index: int) -> dict[str, Any]:
         message = self._messages[index].message
@@ -265,9 +274,14 @@ class ChatAnswer(TextAnswer):
         }
         if message.reasoning:
             fields["reasoning_content"] = message.reasoning
-        if calls:
-            fields["tool_calls"] = calls
-        return {"message": fields}
+        return {"message": fields | self._called(calls)}
+
+    def _called(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """The field for calls; none without any."""
+        if not calls:
+            return {}
+        one = self._calls_one_function
+        return {"function_call": calls[0]["function"]} if one else {"tool_calls": calls}
 
     def _delta(self, index: int, output: Output) -> dict[str, Any]:
         new = self._new[index]
@@ -276,9 +290,8 @@ class ChatAnswer(TextAnswer):
             delta["reasoning_content"] = new.reasoning
         if new.calls:
             first = len(self._messages[index].message.calls) - len(new.calls)
-            delta["tool_calls"] = [
-                {"index": first + at, **call.as_dict()} for at, call in enumerate(new.calls)
-            ]
+            calls = [{"index": first + at, **call.as_dict()} for at, call in enumerate(new.calls)]
+            delta |= self._called(calls)
         return {"delta": delta}
 
     def _shape_logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Anthropic's Messages API for text and tools.
+"""Answers of Anthropic's Messages API for text and tools.
 
-A request becomes a chat request. Its answer is a list of blocks: thinking, text and uses of tools,
-in the order in which the model wrote them.
+An answer is a list of blocks: thinking, text and uses of tools, in the order in which the model
+wrote them.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel
 
 from moe_infinity.server.answers import ChatAnswer, sse
 from moe_infinity.server.messages import ToolCall
-from moe_infinity.server.protocol import MAX_STOPS, Body, ChatBody, Message, Stop
-from moe_infinity.server.refusals import BadRequest, Refused
+from moe_infinity.server.refusals import PromptTooLong, Refused
 from moe_infinity.server.sequences import Output, Request
+from moe_infinity.server.shapes import object_of
 
 # What statuses are called; any other below 500 is an invalid request.
 ERROR_TYPES = {
@@ -31,202 +30,6 @@ ERROR_TYPES = {
     504: "timeout_error",
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# What this API calls a field of a chat request.
-NAMES = {"function.parameters": "input_schema"}
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in words of the chat API
-
-
-class CacheControl(Body):
-    """Without effect: prefixes are kept in any case."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class Cacheable(Body):
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(Cacheable):
-    type: Literal["text"]
-    text: str
-    citations: None = None
-
-
-class ToolResultBlock(Cacheable):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: list[TextBlock] | str = ""
-    is_error: bool | None = None  # without effect: chat templates have no place for it
-    toolset_name: None = None
-
-    def for_chat(self) -> Message:
-        return Message(role="tool", content=text_of(self.content), tool_call_id=self.tool_use_id)
-
-
-class ThinkingBlock(Body):
-    """The reasoning of an earlier answer."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str | None = None  # ignored
-
-
-class ToolUseBlock(Cacheable):
-    """A tool call of an earlier answer."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-    caller: None = None
-    toolset_name: None = None
-
-    def for_chat(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.input}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
-AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
-
-
-class UserMessage(Body):
-    role: Literal["user"]
-    content: list[UserBlock] | str
-
-    def for_chat(self) -> list[Message]:
-        """A message for each result of a tool, then one for the text."""
-        if isinstance(self.content, str):
-            return [Message(role="user", content=self.content)]
-        results = [each.for_chat() for each in self.content if isinstance(each, ToolResultBlock)]
-        texts = [each for each in self.content if isinstance(each, TextBlock)]
-        if texts or not results:
-            results.append(Message(role="user", content=text_of(texts)))
-        return results
-
-
-class AssistantMessage(Body):
-    """An earlier answer."""
-
-    role: Literal["assistant"]
-    content: list[AssistantBlock] | str
-
-    def for_chat(self) -> list[Message]:
-        if isinstance(self.content, str):
-            return [Message(role="assistant", content=self.content)]
-        texts = [each for each in self.content if isinstance(each, TextBlock)]
-        thinking = [each.thinking for each in self.content if isinstance(each, ThinkingBlock)]
-        calls = [each.for_chat() for each in self.content if isinstance(each, ToolUseBlock)]
-        message = Message(
-            role="assistant",
-            content=text_of(texts),
-            reasoning_content="".join(thinking) or None,
-            tool_calls=calls or None,
-        )
-        return [message]
-
-
-Turn = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
-
-
-def text_of(content: Sequence[TextBlock] | str) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
-
-
-class ClientTool(Cacheable):
-    type: Literal["custom"] | None = None
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: Literal[False] | None = None
-
-    def for_chat(self) -> dict[str, Any]:
-        function = self.model_dump(include={"name", "description"}, exclude_none=True)
-        return {"type": "function", "function": function | {"parameters": self.input_schema}}
-
-
-class ToolChoice(Body):
-    type: Literal["auto", "any", "none"]
-    disable_parallel_tool_use: bool | None = None
-
-    def for_chat(self) -> Any:
-        return CHOICES[self.type]
-
-
-class NamedToolChoice(Body):
-    type: Literal["tool"]
-    name: str
-    disable_parallel_tool_use: bool | None = None
-
-    def for_chat(self) -> Any:
-        return {"type": "function", "function": {"name": self.name}}
-
-
-class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1024)  # without effect: no model here knows budgets
-    display: Literal["summarized"] | None = None
-
-    def effort(self) -> str | None:
-        return {"enabled": "medium", "disabled": "none", "adaptive": None}[self.type]
-
-
-class CountTokensBody(Cacheable):
-    """The body of /v1/messages/count_tokens: what makes a prompt."""
-
-    model: str | None = None
-    messages: Annotated[list[Turn], Field(min_length=1)]
-    system: list[TextBlock] | str | None = None
-    tools: list[ClientTool] | None = None
-    tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
-    thinking: Thinking | None = None
-
-    def for_chat(self) -> ChatBody:
-        """Raises BadRequest for what it could not answer, and RequestValidationError for what the
-        chat body does not take.
-        """
-        messages = [message for each in self.messages for message in each.for_chat()]
-        if messages and messages[-1].role == "assistant":
-            raise BadRequest("the last one must be a user's, not an answer", param="messages")
-        if self.system is not None:
-            messages.insert(0, Message(role="system", content=text_of(self.system)))
-        try:
-            return ChatBody.model_validate({"messages": messages} | self._chat_fields())
-        except ValidationError as error:
-            errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-            raise RequestValidationError(errors) from error
-
-    def _chat_fields(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        if self.tools:
-            fields["tools"] = [tool.for_chat() for tool in self.tools]
-        if self.tool_choice is not None:
-            fields["tool_choice"] = self.tool_choice.for_chat()
-            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        if self.thinking is not None:
-            fields["reasoning_effort"] = self.thinking.effort()
-        return fields
-
-
-class Metadata(Body):
-    user_id: str | None = None  # for the client's own use: it has no effect
-
-
-class MessagesBody(CountTokensBody):
-    """The body of /v1/messages."""
-
-    max_tokens: int = Field(ge=1)
-    temperature: float | None = Field(None, ge=0, le=1)
-    top_p: float | None = Field(None, ge=0, le=1)  # 0: the likeliest token
-    top_k: int | None = Field(None, ge=0)  # 0: all
-    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stream: bool | None = None
-    metadata: Metadata | None = None
-
-    def _chat_fields(self) -> dict[str, Any]:
-        same = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"})
-        return super()._chat_fields() | same | {"stop": self.stop_sequences}
 
 
 class MessagesAnswer(ChatAnswer):
@@ -318,7 +121,7 @@ class MessagesAnswer(ChatAnswer):
         """Add a block of its own, which is complete."""
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
         self._open(block)
-        block["input"] = input_of(call.arguments)
+        block["input"] = object_of(call.arguments)
         as_json = json.dumps(block["input"])
         self._add_delta({"type": "input_json_delta", "partial_json": as_json})
         self._close()
@@ -345,15 +148,6 @@ class MessagesAnswer(ChatAnswer):
         return sse({"type": kind, **rest}, kind)
 
 
-def input_of(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object. What is none becomes the only value of one."""
-    try:
-        values = json.loads(arguments)
-    except ValueError:
-        values = arguments
-    return values if isinstance(values, dict) else {"arguments": values}
-
-
 class ErrorDetails(BaseModel):
     type: str
     message: str
@@ -369,5 +163,8 @@ class AnthropicErrorBody(BaseModel):
 def error_of(refused: Refused) -> dict[str, Any]:
     """A refusal in Anthropic's form."""
     kind = ERROR_TYPES.get(refused.status_code, "invalid_request_error")
-    error = ErrorDetails(type=kind, message=refused.error.message)
+    message = refused.error.message
+    if isinstance(refused, PromptTooLong):  # in the words for which clients look
+        message = f"prompt is too long: {refused.num_tokens} tokens > {refused.most} maximum"
+    error = ErrorDetails(type=kind, message=message)
     return AnthropicErrorBody(error=error).model_dump()

@@ -22,15 +22,12 @@ from starlette.staticfiles import StaticFiles
 
 from moe_infinity import __version__
 from moe_infinity.model import MoE
-from moe_infinity.server import anthropic, responses
+from moe_infinity.server import anthropic_body, responses_body
 from moe_infinity.server.answers import ChatAnswer, EmbeddingsAnswer
-from moe_infinity.server.anthropic import (
-    AnthropicErrorBody,
-    CountTokensBody,
-    MessagesAnswer,
-    MessagesBody,
-)
+from moe_infinity.server.anthropic import AnthropicErrorBody, MessagesAnswer
+from moe_infinity.server.anthropic_body import CountTokensBody, MessagesBody
 from moe_infinity.server.backend import Backend
+from moe_infinity.server.chat import ChatBody, TokenizeBody
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.llama_cpp import LlamaApi
@@ -38,14 +35,13 @@ from moe_infinity.server.metrics import Metrics, stats_of
 from moe_infinity.server.ollama import OllamaApi
 from moe_infinity.server.prompts import FieldNames
 from moe_infinity.server.protocol import (
-    ChatBody,
     CompletionBody,
     DetokenizeBody,
     EmbeddingsBody,
-    TokenizeBody,
 )
 from moe_infinity.server.refusals import ErrorBody, Refused
-from moe_infinity.server.responses import ResponseAnswer, ResponsesBody
+from moe_infinity.server.responses import ResponseAnswer
+from moe_infinity.server.responses_body import ResponsesBody
 from moe_infinity.server.routes import (
     Guard,
     GuardedRoute,
@@ -274,55 +270,61 @@ class Api:
 
     async def chat_completions(self, request: HttpRequest, body: ChatBody) -> Response:
         """Answer a conversation."""
-        self._backend.require_model(body.model)
-        return await self._backend.chat(request, body, ChatAnswer)
+        self._backend.accept(body)
+        answer_to = partial(ChatAnswer, calls_one_function=body.calls_one_function)
+        return await self._backend.chat(request, body, answer_to)
 
     async def responses(self, request: HttpRequest, body: ResponsesBody) -> Response:
         """Answer a conversation; nothing is kept."""
-        self._backend.require_model(body.model)
+        self._backend.accept(body)
         answer_to = partial(ResponseAnswer, asked=body)
-        return await self._backend.chat(request, body.for_chat(), answer_to, responses.NAMES)
+        return await self._backend.chat(request, body.for_chat(), answer_to, responses_body.NAMES)
 
     async def input_tokens(self, body: ResponsesBody) -> Response:
         """How many tokens the conversation of a response has."""
-        num_tokens = await self._num_tokens(body.model, body.for_chat(), responses.NAMES)
+        self._backend.accept(body)
+        num_tokens = await self._num_tokens(body.for_chat(), responses_body.NAMES)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def messages(self, request: HttpRequest, body: MessagesBody) -> Response:
         """Answer a conversation in Anthropic's form."""
-        self._backend.require_model(body.model)
-        return await self._backend.chat(request, body.for_chat(), MessagesAnswer, anthropic.NAMES)
+        self._backend.accept(body)
+        return await self._backend.chat(
+            request, body.for_chat(), MessagesAnswer, anthropic_body.NAMES
+        )
 
     async def count_tokens(self, body: CountTokensBody) -> Response:
         """How many tokens a conversation of Anthropic's form has."""
-        num_tokens = await self._num_tokens(body.model, body.for_chat(), anthropic.NAMES)
+        self._backend.accept(body)
+        num_tokens = await self._num_tokens(body.for_chat(), anthropic_body.NAMES)
         return JSONResponse({"input_tokens": num_tokens})
 
-    async def _num_tokens(self, model: str | None, body: ChatBody, names: FieldNames) -> int:
-        self._backend.require_model(model)
+    async def _num_tokens(self, body: ChatBody, names: FieldNames) -> int:
         return len(await run_in_threadpool(self._backend.reader.conversation_ids, body, names))
 
     async def embeddings(self, request: HttpRequest, body: EmbeddingsBody) -> Response:
         """Vectors of texts."""
         backend = self._backend
-        backend.require_model(body.model)
+        backend.accept(body)
         requests = await run_in_threadpool(backend.reader.embeddings, body)
         answer = EmbeddingsAnswer(requests, model=backend.name, encoding=body.encoding_format)
         return await backend.exchange(request, answer, requests, "input").body(request)
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text or of a conversation."""
-        self._backend.require_model(body.model)
+        self._backend.accept(body)
         reader = self._backend.reader
         if body.messages is not None:
-            ids = await run_in_threadpool(reader.chat_ids, body.messages)
+            ids = await run_in_threadpool(reader.conversation_ids, body.for_chat())
         else:
-            ids = await run_in_threadpool(reader.text_ids, body.prompt or "")
+            has_special = body.add_special_tokens is not False
+            read = partial(reader.text_ids, body.prompt or "", has_special=has_special)
+            ids = await run_in_threadpool(read)
         max_context = reader.max_context
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": max_context})
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of token ids."""
-        self._backend.require_model(body.model)
+        self._backend.accept(body)
         text = await run_in_threadpool(self._backend.reader.text_of, body.tokens)
         return JSONResponse({"prompt": text, "content": text})  # in vLLM's words, and llama.cpp's

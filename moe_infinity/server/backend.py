@@ -15,12 +15,14 @@ from starlette.responses import Response
 from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.answers import Answer, CompletionAnswer
+from moe_infinity.server.chat import ChatBody
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
 from moe_infinity.server.exchange import Exchange, ExchangeStream
+from moe_infinity.server.fields import FieldCheck, RequestBody
 from moe_infinity.server.messages import MessageReader
 from moe_infinity.server.prompts import SAME_NAMES, FieldNames, PromptReader
-from moe_infinity.server.protocol import ChatBody, CompletionBody, GenerationBody
+from moe_infinity.server.protocol import CompletionBody, GenerationBody
 from moe_infinity.server.refusals import BadRequest, Refused
 from moe_infinity.server.routes import Guard
 from moe_infinity.server.sequences import Request
@@ -41,6 +43,7 @@ class Backend:
         self.names = config.names() or (name_of(moe.checkpoint),)
         self.created = int(time.time())
         self._config = config
+        self._fields = FieldCheck(is_strict=config.strict_fields)
         self._guard = guard
         self._is_forwarded = is_forwarded
 
@@ -48,6 +51,13 @@ class Backend:
     def name(self) -> str:
         """The name that answers have."""
         return self.names[0]
+
+    def accept(self, body: RequestBody) -> None:
+        """Remove fields of a body that have no effect. Raises Refused for a field that changes what
+        is asked for, or for another model. Call this first.
+        """
+        self._fields.apply(body)
+        self.require_model(body.model)
 
     def require_model(self, name: str | None) -> None:
         """Raises Refused (404) if a request names another model."""
@@ -61,7 +71,7 @@ class Backend:
 
     async def completions(self, request: HttpRequest, body: CompletionBody) -> Response:
         """Continue prompts."""
-        self.require_model(body.model)
+        self.accept(body)
         requests = await run_in_threadpool(self.reader.completion, body)
         return await self.generate(request, body, requests, CompletionAnswer)
 
@@ -101,7 +111,7 @@ class Backend:
             requests,
             model=self.name,
             tokenizer=self.reader.tokenizer,
-            wants_usage=body.wants_usage,
+            usage_chunks=body.usage_chunks,
             shows_progress=bool(body.return_progress),
         )
         num_prompts = len(requests) // body.num_choices

@@ -75,9 +75,20 @@ class ServeConfig:
         Option(min=2, help="The most tokens of prompt and answer. Default: the model's."),
     ] = None
     max_new_tokens: Annotated[
-        int,
-        Option(min=1, help="The most tokens of a chat answer whose request sets no limit."),
-    ] = 512
+        int | None,
+        Option(
+            min=1,
+            help="The most tokens of a chat answer whose request sets no limit. Default: what the "
+            "context leaves.",
+        ),
+    ] = None
+    strict_fields: Annotated[
+        bool,
+        Option(
+            "--strict-fields",
+            help="Refuse requests with a field that has no effect here. Default: it is ignored.",
+        ),
+    ] = False
     prefill_chunk: Annotated[
         int, Option(min=1, help="Tokens of a prompt that one step computes.")
     ] = 512

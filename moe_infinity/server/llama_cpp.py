@@ -18,9 +18,10 @@ from starlette.responses import JSONResponse, Response
 from moe_infinity import __version__
 from moe_infinity.server.answers import CompletionAnswer, progress_of, sse
 from moe_infinity.server.backend import Backend
+from moe_infinity.server.chat import ChatBody
 from moe_infinity.server.llama_options import options_of
 from moe_infinity.server.ollama_body import parsed
-from moe_infinity.server.protocol import ChatBody, CompletionBody
+from moe_infinity.server.protocol import CompletionBody
 from moe_infinity.server.refusals import BadRequest
 from moe_infinity.server.routes import GuardedRoute, add_get
 from moe_infinity.server.sequences import Output, Progress, Request, TokenText
@@ -179,6 +180,7 @@ class LlamaApi:
 
     async def apply_template(self, body: ChatBody) -> Response:
         """The prompt of a conversation, as text."""
+        self._backend.accept(body)
         reader = self._backend.reader
         ids = await run_in_threadpool(reader.conversation_ids, body)
         return JSONResponse({"prompt": await run_in_threadpool(reader.text_of, ids)})

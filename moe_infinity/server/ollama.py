@@ -19,7 +19,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from moe_infinity.server.answers import ChatAnswer, EmbeddingsAnswer
-from moe_infinity.server.anthropic import input_of
 from moe_infinity.server.backend import Backend
 from moe_infinity.server.messages import MessageReader, Parts
 from moe_infinity.server.ollama_body import (
@@ -33,6 +32,7 @@ from moe_infinity.server.protocol import EmbeddingsBody
 from moe_infinity.server.refusals import Refused
 from moe_infinity.server.routes import GuardedRoute, add_get
 from moe_infinity.server.sequences import Output, Request, TokenText
+from moe_infinity.server.shapes import object_of
 
 VERSION = "0.12.6"  # of Ollama: the API here is that one's, and clients ask for the least of them
 
@@ -78,7 +78,7 @@ class OllamaAnswer(ChatAnswer):
                 message["tool_calls"] = [
                     {
                         "id": call.id,
-                        "function": {"name": call.name, "arguments": input_of(call.arguments)},
+                        "function": {"name": call.name, "arguments": object_of(call.arguments)},
                     }
                     for call in parts.calls
                 ]

@@ -8,8 +8,9 @@ from typing import Any, Literal, TypeVar
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from moe_infinity.server.chat import ChatBody
 from moe_infinity.server.llama_options import options_of
-from moe_infinity.server.protocol import ChatBody, CompletionBody
+from moe_infinity.server.protocol import CompletionBody
 from moe_infinity.server.refusals import BadRequest
 
 EFFORTS = {True: "medium", False: "none", None: None}

@@ -4,12 +4,11 @@ sampling settings, defaults are filled in and bounds are checked.
 
 from __future__ import annotations
 
-import re
+import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
-from types import MappingProxyType
 from typing import Any
 
 from llguidance import LLMatcher
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
+from moe_infinity.server.chat import ChatBody
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.generation import Generation
 from moe_infinity.server.grammars import (
@@ -29,18 +29,19 @@ from moe_infinity.server.grammars import (
 )
 from moe_infinity.server.messages import MessageFormat
 from moe_infinity.server.protocol import (
-    ChatBody,
     CompletionBody,
     EmbeddingsBody,
     GenerationBody,
-    Message,
+    MixedPrompt,
     Prompts,
     each_of,
 )
-from moe_infinity.server.refusals import BadRequest
+from moe_infinity.server.refusals import BadRequest, PromptTooLong
 from moe_infinity.server.sampling import Constraint, Sampling
 from moe_infinity.server.sequences import Request
+from moe_infinity.server.templates import ChatTemplate, TemplateRaised
 
+logger = logging.getLogger(__name__)
 COMPLETION_TOKENS = 16  # when /v1/completions does not say, as in OpenAI's
 # What is no client's to set.
 TEMPLATE_ARGUMENTS = {
@@ -62,6 +63,7 @@ class PromptReader:
 
     def __init__(self, moe: MoE, config: ServeConfig) -> None:
         self.tokenizer = moe.tokenizer
+        self._template = ChatTemplate(moe.tokenizer)
         self.format = MessageFormat(moe.tokenizer, moe.model)
         self.max_context = context_of(moe, config.max_context)  # tokens of prompt and answer
         self._max_new_tokens = config.max_new_tokens
@@ -77,17 +79,12 @@ class PromptReader:
         Raises BadRequest.
         """
         grammar = self._text_grammar(body.structure)
-        requests = [
-            request
-            for ids in self._all_ids(body.prompt, "prompt")
-            for request in self._requests(
-                ids,
-                body,
-                self._most_tokens(body.max_tokens, ids, COMPLETION_TOKENS),
-                "prompt",
-                grammar,
-            )
-        ]
+        requests = []
+        for ids in self._all_ids(body.prompt, "prompt"):
+            max_tokens = body.max_tokens
+            if max_tokens is None:
+                max_tokens = self._generation.max_new_tokens(len(ids)) or COMPLETION_TOKENS
+            requests += self._requests(ids, body, max_tokens, "prompt", grammar)
         if body.echo:  # as the model gets it, special tokens included
             requests = [replace(each, echo=True, has_special=True) for each in requests]
         return requests
@@ -99,7 +96,7 @@ class PromptReader:
             raise BadRequest(message, param="dimensions")
         everything = self._all_ids(body.input, "input")
         for ids in everything:
-            self._require_fit(ids, 0, "input")
+            self._fitting(ids, 0, "input")
         return [
             Request(prompt_ids=ids, max_new_tokens=0, pooling=body.pooling) for ids in everything
         ]
@@ -108,70 +105,55 @@ class PromptReader:
         """A request per choice. Raises BadRequest."""
         param = names.get("messages", "messages")
         ids = self.conversation_ids(body, names)
-        asked = body.max_completion_tokens or body.max_tokens
-        max_tokens = self._most_tokens(asked, ids, self._max_new_tokens)
+        most = self._max_new_tokens or self._generation.max_new_tokens(len(ids))
+        max_tokens = body.max_answer_tokens or most or self.max_context
         grammar = self._chat_grammar(body, ids, names)
         requests = self._requests(ids, body, max_tokens, param, grammar)
         is_known = self.format.is_known
         hidden_ids = self.format.hidden_ids
         return [replace(each, has_special=is_known, hidden_ids=hidden_ids) for each in requests]
 
-    def text_ids(self, text: str) -> list[int]:
-        """The token ids of a text."""
+    def text_ids(self, text: str, *, has_special: bool = True) -> list[int]:
+        """The token ids of a text, with those that the tokenizer puts around a text."""
         with self._lock:
-            ids: list[int] = self.tokenizer(text)["input_ids"]
+            ids: list[int] = self.tokenizer(text, add_special_tokens=has_special)["input_ids"]
         return ids
 
     def conversation_ids(self, body: ChatBody, names: FieldNames = SAME_NAMES) -> list[int]:
-        """Return what `chat_ids` returns, for a request with all that it tells the template."""
+        """The token ids of a conversation, up to where the model answers.
+
+        Raises BadRequest for a model without a chat template, or messages that it does not take.
+        """
+        if not self._template.is_there:
+            raise BadRequest("this model has no chat template: use /v1/completions", code="no_chat")
         variables = self._template_variables(body)
-        param = names.get("messages", "messages")
-        return self.chat_ids(body.messages, body.template_tools, variables, param)
+        messages = [message.for_template() for message in body.messages]
+        try:
+            with self._lock:
+                prompt = self._template.text(
+                    messages,
+                    body.template_tools,
+                    variables,
+                    is_continued=body.is_continued,
+                    begins_answer=body.add_generation_prompt is not False,
+                )
+                ids: list[int] = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        except TemplateRaised as error:
+            message = f"the chat template does not take these messages: {error}"
+            raise BadRequest(message, param=names.get("messages", "messages")) from error
+        return ids
 
     def _template_variables(self, body: ChatBody) -> dict[str, Any]:
         """Hints are for templates that have such a variable. Raises BadRequest for a variable that
         was asked for by name and is not there.
         """
         asked = body.chat_template_kwargs or {}
+        has = self._template.has_variable
         for name in asked:
-            if name in TEMPLATE_ARGUMENTS or not self._has_variable(name):
+            if name in TEMPLATE_ARGUMENTS or not has(name):
                 message = "the chat template has no such variable"
                 raise BadRequest(message, param=f"chat_template_kwargs.{name}")
-        hints = body.template_hints
-        return {name: hints[name] for name in hints if self._has_variable(name)} | asked
-
-    def _has_variable(self, name: str) -> bool:
-        template = str(self.tokenizer.chat_template)
-        return re.search(rf"\b{re.escape(name)}\b", template) is not None
-
-    def chat_ids(
-        self,
-        messages: list[Message],
-        tools: list[dict[str, Any]] | None = None,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-        param: str = "messages",
-    ) -> list[int]:
-        """The token ids of a conversation, up to where the model answers. `variables` are further
-        ones of the chat template.
-
-        Raises BadRequest for a model without a chat template, or messages that it does not take.
-        """
-        if self.tokenizer.chat_template is None:
-            raise BadRequest("this model has no chat template: use /v1/completions", code="no_chat")
-        try:
-            with self._lock:
-                encoded = self.tokenizer.apply_chat_template(
-                    [message.for_template() for message in messages],
-                    tools=tools,
-                    add_generation_prompt=True,
-                    return_dict=True,
-                    **variables,
-                )
-        except Exception as error:  # a template may raise anything
-            message = f"the chat template does not take these messages: {error}"
-            raise BadRequest(message, param=param) from error
-        ids: list[int] = encoded["input_ids"]
-        return ids
+        return {name: hint for name, hint in body.template_hints.items() if has(name)} | asked
 
     def text_of(self, token_ids: list[int]) -> str:
         """The text of token ids. Raises BadRequest for an id outside of the vocabulary."""
@@ -184,11 +166,18 @@ class PromptReader:
             raise BadRequest(f"there is no {param}", param=param)
         return [self._ids_of(prompt, param) for prompt in each_of(prompts)]
 
-    def _ids_of(self, prompt: str | list[int], param: str) -> list[int]:
+    def _ids_of(self, prompt: str | MixedPrompt, param: str) -> list[int]:
+        """Texts between token ids get no special tokens, unless the first."""
         if isinstance(prompt, str):
             return self.text_ids(prompt)
-        self._require_known(prompt, param)
-        return prompt
+        ids: list[int] = []
+        for at, piece in enumerate(prompt):
+            if isinstance(piece, str):
+                ids += self.text_ids(piece, has_special=at == 0)
+            else:
+                self._require_known([piece], param)
+                ids.append(piece)
+        return ids
 
     def _require_known(self, token_ids: list[int], param: str) -> None:
         if token_ids and max(token_ids) >= self._vocab_size:
@@ -242,7 +231,7 @@ class PromptReader:
         param: str,
         grammar: LLMatcher | None,
     ) -> list[Request]:
-        self._require_fit(ids, max_tokens, param)
+        max_tokens = self._fitting(ids, max_tokens, param)
         return [
             Request(
                 prompt_ids=ids,
@@ -254,35 +243,34 @@ class PromptReader:
             for choice in range(body.num_choices)
         ]
 
-    def _most_tokens(self, asked: int | None, ids: list[int], default: int) -> int:
-        """The most tokens of an answer: those of the request, else of the checkpoint, else the
-        default, but of the last two not more than there is room for.
-        """
-        if asked is not None:
-            return asked
-        most = self._generation.max_new_tokens(len(ids)) or default
-        return min(most, max(self.max_context - len(ids), 1))
+    def _fitting(self, ids: list[int], max_tokens: int, param: str) -> int:
+        """Return how many tokens of answer there is room for, at most `max_tokens`.
 
-    def _require_fit(self, ids: list[int], max_tokens: int, param: str) -> None:
-        """Raise BadRequest for no tokens, or for more than there is room for."""
+        Raises BadRequest for a prompt without tokens, or with too many.
+        """
         if not ids:
             raise BadRequest("this has no tokens", param=param)
-        if len(ids) + max_tokens > self.max_context:
-            raise BadRequest(
-                f"{len(ids)} tokens of prompt and {max_tokens} of answer are more than "
-                f"the {self.max_context} this server takes",
-                param=param,
-                code="context_length_exceeded",
-            )
+        room = self.max_context - len(ids)
+        if room < min(max_tokens, 1):
+            raise PromptTooLong(len(ids), self.max_context, param=param)
+        if room < max_tokens != self.max_context:
+            logger.info("an answer may have %d tokens, not the %d asked for", room, max_tokens)
+        return min(max_tokens, room)
 
     def _sampling(self, body: GenerationBody, choice: int) -> Sampling:
         """The settings of a request; what it leaves out is as the checkpoint says."""
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         self._require_known(list(bias), "logit_bias")
+        self._require_known(body.stop_token_ids or [], "stop_token_ids")
         asked = Sampling(
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=body.top_k,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            min_tokens=body.min_tokens,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
             seed=None if body.seed is None else (body.seed + choice) % 2**64,
             frequency_penalty=body.frequency_penalty or 0.0,
             presence_penalty=body.presence_penalty or 0.0,

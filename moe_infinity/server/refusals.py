@@ -28,7 +28,7 @@ from moe_infinity.server.sequences import (
 )
 
 # In the location of an error, pydantic also names which of several types it tried.
-TRIED_TYPE = re.compile(r"(constrained-)?str|.*\[.*")
+TRIED_TYPE = re.compile(r"(constrained-)?(str|int)|.*\[.*")
 UPLOAD_TIMEOUT_S = 30.0  # for a whole body: the largest one allowed by default at 140 kB/s
 RETRY_AFTER_S = 2  # about the time until a sequence of a batch ends; any number would do
 
@@ -68,6 +68,18 @@ class BadRequest(Refused):
         super().__init__(400, message, param=param, code=code)
 
 
+class PromptTooLong(BadRequest):
+    """A prompt leaves no room for an answer."""
+
+    def __init__(self, num_tokens: int, most: int, *, param: str) -> None:
+        message = (
+            f"this model's maximum context length is {most} tokens, the prompt has {num_tokens}"
+        )
+        super().__init__(message, param=param, code="context_length_exceeded")
+        self.num_tokens = num_tokens
+        self.most = most
+
+
 def refused_by(error: BaseException) -> Refused:
     """The answer for an error. The client sees only the class of an unexpected error."""
     if isinstance(error, Refused):
@@ -99,9 +111,7 @@ def _refused_by_fields(error: RequestValidationError) -> Refused:
     of_field = [each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]]
     shown = max(of_field, key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
     message = shown["msg"]
-    if shown["type"] == "extra_forbidden":
-        message = "this field is not supported"
-    elif shown["type"] == "literal_error":
+    if shown["type"] in ("literal_error", "union_tag_invalid"):
         message = f"not supported with this value: {message}"
     if len(shown["loc"]) == 1:
         return BadRequest("the body must be a JSON object")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from typing import Any
 
 import anthropic
 import httpx
 import pytest
 from anthropic.types import Message, ToolParam
-from anthropic.types.message_count_tokens_params import MessageCountTokensParams
-from anthropic.types.message_create_params import MessageCreateParamsBase
 from anthropic.types.shared import ErrorResponse
 
 from moe_infinity.server.prefix_cache import BLOCK
@@ -133,12 +131,11 @@ def test_on_the_wire_an_event_has_its_name_and_nothing_comes_after_the_last(serv
 
 def test_text_comes_as_a_string_or_as_blocks(client, moe):
     ids = [8, *PROMPT_IDS, 77]
-    halves = [{"type": "text", "text": "w5 w6 "}, {"type": "text", "text": "w9 w100 w31"}]
-    halves[1]["cache_control"] = EPHEMERAL  # type: ignore[assignment]
+    blocks = [{"type": "text", "text": PROMPT, "cache_control": EPHEMERAL}]
     system = [{"type": "text", "text": "w8", "cache_control": EPHEMERAL}]
     for asked in (
         ask(client, system="w8"),
-        ask(client, [{"role": "user", "content": halves}], system=system, cache_control=EPHEMERAL),
+        ask(client, [{"role": "user", "content": blocks}], system=system, cache_control=EPHEMERAL),
     ):
         assert text_of(asked) == words(generated(moe, ids))
 
@@ -213,7 +210,6 @@ def test_tokens_of_the_prefix_cache_are_counted_apart(moe):
 # errors
 
 IMAGE = {"role": "user", "content": [{"type": "image", "source": {}}]}
-ANSWER = {"role": "assistant", "content": PROMPT}
 
 
 def error_of(answer: httpx.Response) -> Any:
@@ -229,22 +225,23 @@ def kind_of(error: anthropic.APIStatusError) -> Any:
     [
         ({"messages": None}, "messages: "),
         ({"messages": []}, "messages: "),
-        ({"messages": [IMAGE]}, "messages.0.user.content.0: Input tag 'image'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages.0.user."),
-        ({"messages": [*ASKED, ANSWER]}, "messages: the last one must be a user's"),
-        ({"messages": [{"role": "system", "content": "w5"}]}, "messages.0: Input tag 'system'"),
-        ({"messages": [{"role": "user", "content": "w5 " * 600}]}, "messages: 602 tokens"),
+        ({"messages": [IMAGE]}, "messages: this server reads and writes text only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+            "messages.0.content.0.tool_use.id: Field",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "w5 " * 600}]},
+            "prompt is too long: 602 tokens > 512 maximum",
+        ),
         ({"max_tokens": None}, "max_tokens: "),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"temperature": 1.5}, "temperature: "),
         ({"top_k": -1}, "top_k: "),
-        ({"stop_sequences": [""]}, "stop_sequences.0: "),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0."),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: Field required"),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice: this model's tokenizer"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "w88"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.tool.name: Field required"),
-        ({"metadata": {"colour": "red"}}, "metadata.colour: this field is not supported"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(server, change, said):
@@ -252,24 +249,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, change, said):
     error = error_of(answer)
     assert (answer.status_code, error.type) == (400, "invalid_request_error")
     assert error.message.startswith(said)
-
-
-HONOURED = {
-    "model", "messages", "max_tokens", "metadata", "stop_sequences", "system", "tool_choice",
-    "tools", "thinking", "cache_control",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("params", "path"), [(MessageCreateParamsBase, ""), (MessageCountTokensParams, "/count_tokens")]
-)
-def test_every_field_anthropic_documents_is_honoured_or_refused_by_name(server, params, path):
-    """A field the client library learns one day fails here until someone decides."""
-    asked = {"messages": ASKED} if path else BODY
-    for name in get_type_hints(params).keys() - HONOURED:
-        answer = httpx.post(f"{server.url}/v1/messages{path}", json=asked | {name: "x"}, timeout=60)
-        assert answer.status_code == 400
-        assert error_of(answer).message == f"{name}: this field is not supported"
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"\xff"])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import pairwise
-from typing import Any, get_type_hints
+from typing import Any
 
 import httpx
 import openai
 import pytest
-from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
-from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
 from tests.server.driving import generated, words
 from tests.server.serving import serving
@@ -169,7 +167,7 @@ def test_a_chat_answer_continues_what_the_template_makes(client, moe):
     message = answer.choices[0].message
     assert (message.role, message.content) == ("assistant", expected)
     assert answer.object == "chat.completion"
-    parts = [{"type": "text", "text": "w5 w6 w9 "}, {"type": "text", "text": "w100 w31"}]
+    parts = [{"type": "text", "text": PROMPT}]
     assert ask_chat(client, parts).choices[0].message.content == expected
     ask = {k: v for k, v in GREEDY.items() if k != "max_tokens"} | {"max_completion_tokens": 3}
     short = client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **ask)
@@ -246,7 +244,6 @@ def test_tokenize_and_back(server):
         ({"n": 0}, "n"),
         ({"n": 17}, "n"),
         ({"stop": ["x"] * 17}, "stop"),
-        ({"stop": ""}, "stop"),
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"w5": 1}}, "logit_bias"),
         ({"logit_bias": {"128": 1}}, "logit_bias"),
@@ -262,9 +259,7 @@ def test_tokenize_and_back(server):
         ({"prompt": [5] * 600}, "prompt"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "w5"}, "suffix"),
-        ({"colour": "red"}, "colour"),
-        ({"colour[]": "red"}, "colour[]"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"previous_response_id": "r"}, "previous_response_id"),
     ],
 )
 def test_a_field_that_cannot_be_honoured_is_refused_by_name(server, change, param):
@@ -278,35 +273,9 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(server, change, para
     assert PROMPT not in error["message"]
 
 
-ODD: dict[str, Any] = {  # a value of each field of OpenAI's that is not its default
-    "audio": {}, "function_call": "auto", "functions": [{"name": "f"}], "metadata": {"a": "b"},
-    "moderation": {}, "prediction": {},
-    "prompt_cache_options": {}, "prompt_cache_retention": "24h", "verbosity": "low",
-    "web_search_options": {}, "store": True,
-    "service_tier": "flex", "modalities": ["audio"], "best_of": 2, "suffix": "x",
-}  # fmt: skip
-HONOURED = {
-    "model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p",
-    "n", "stop", "seed", "logprobs", "top_logprobs", "frequency_penalty", "presence_penalty",
-    "logit_bias", "stream", "stream_options", "tools", "user", "parallel_tool_calls",
-    "echo", "response_format", "tool_choice", "reasoning_effort", "prompt_cache_key",
-    "safety_identifier",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("params", "path"), [(ChatParams, "chat/"), (CompletionParams, "")])
-def test_every_field_openai_documents_is_honoured_or_refused_by_name(server, params, path):
-    """A field the client library learns one day fails here until someone decides."""
-    ask = {"messages": [{"role": "user", "content": "w5"}]} if path else {"prompt": "w5"}
-    for name in get_type_hints(params).keys() - HONOURED:
-        body = ask | {"max_tokens": 1, name: ODD.get(name, "x")}
-        answer = httpx.post(f"{server.url}/v1/{path}completions", json=body, timeout=60)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
-
-
 def test_too_long_a_context_says_how_long(client):
-    with pytest.raises(openai.BadRequestError, match="more than the 512") as refused:
-        client.completions.create(prompt=PROMPT, model="tiny", max_tokens=508)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512") as refused:
+        client.completions.create(prompt=[5] * 512, model="tiny", max_tokens=1)
     assert refused.value.code == "context_length_exceeded"
 
 

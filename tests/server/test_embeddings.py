@@ -142,7 +142,6 @@ def test_the_prefix_cache_neither_helps_nor_grows(moe, stock):
         ({"input": None}, "input"),
         ({"encoding_format": "int8"}, "encoding_format"),
         ({"pooling": "max"}, "pooling"),
-        ({"stream": True}, "stream"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(server, change, param):

@@ -126,7 +126,7 @@ def test_results_belong_to_the_calls_before_them():
     ]
     body = OllamaChatBody.model_validate({"messages": messages}).for_chat()
     calls = body.messages[1].tool_calls or []
-    assert [each["id"] for each in calls] == [each.tool_call_id for each in body.messages[2:]]
+    assert [each.id for each in calls] == [each.tool_call_id for each in body.messages[2:]]
 
 
 def test_log_probabilities_are_those_of_the_tokens(server):

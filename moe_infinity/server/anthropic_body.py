@@ -1,0 +1,323 @@
+"""Request bodies of Anthropic's Messages API, which become chat requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+
+from moe_infinity.server.chat import ChatBody, Effort, Message
+from moe_infinity.server.fields import (
+    KEEPS_EMPTY,
+    ONLY_TEXT,
+    Body,
+    RequestBody,
+    refused_field,
+    short,
+)
+from moe_infinity.server.protocol import MAX_STOPS, Stop
+from moe_infinity.server.refusals import BadRequest
+
+# What this API calls fields of a chat request.
+NAMES = {
+    "function.parameters": "input_schema",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in words of the chat API
+# So begins the first block of Claude Code's system prompt. It is left out, because it differs from
+# conversation to conversation: no two would begin with the same tokens.
+ATTRIBUTION = "x-anthropic-billing-header:"
+
+
+class Cacheable(Body):
+    cache_control: Any = None  # without effect: prefixes are kept in any case
+
+
+class TextBlock(Cacheable):
+    type: Literal["text"]
+    text: str
+
+
+class TextSource(Body):
+    """The text of a document."""
+
+    type: Literal["text", "content"]
+    data: str = ""
+    content: list[TextBlock] | str = ""
+
+
+class DocumentBlock(Cacheable):
+    type: Literal["document"]
+    source: TextSource
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        texts = (self.title, self.context, self.source.data, text_of(self.source.content))
+        return "\n".join(filter(None, texts))
+
+
+class SearchResultBlock(Cacheable):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: list[TextBlock]
+
+    @property
+    def text(self) -> str:
+        return "\n".join((self.title, self.source, text_of(self.content)))
+
+
+class CompactionBlock(Cacheable):
+    """A summary of what was said before."""
+
+    type: Literal["compaction"]
+    text: str = Field("", alias="content")
+
+
+class ThinkingBlock(Body):
+    """The reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Any = None  # without effect
+
+
+class RedactedThinkingBlock(Body):
+    """Reasoning that only another server can read."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Cacheable):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] = Field(default_factory=dict)
+
+    def for_chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.input}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class OtherBlock(Body):
+    """A call of a tool of Anthropic's own servers, its result, or another block without text."""
+
+    type: str
+
+    def left_out(self) -> str | None:
+        return f"a block of type {short(self.type)}"
+
+    @model_validator(mode="after")
+    def _refuse_what_is_no_text(self) -> OtherBlock:
+        if self.type in ("image", "container_upload"):
+            raise BadRequest(f"{ONLY_TEXT}, not a block of type {self.type!r}", param="messages")
+        return self
+
+
+class ToolResultBlock(Cacheable):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: list[Block] | str = ""
+    is_error: bool | None = None  # without effect: chat templates have no place for it
+
+    def for_chat(self) -> Message:
+        return Message(role="tool", content=text_of(self.content), tool_call_id=self.tool_use_id)
+
+
+def kind_of(block: Any) -> str:
+    """The tag of a block in Block."""
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return kind if kind in KINDS else "other"
+
+
+KINDS = (
+    "text", "document", "search_result", "compaction", "thinking", "redacted_thinking", "tool_use",
+    "tool_result",
+)  # fmt: skip
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[CompactionBlock, Tag("compaction")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(kind_of),
+]
+TEXTS = (TextBlock, DocumentBlock, SearchResultBlock, CompactionBlock)
+
+
+def text_of(content: Sequence[Any] | str) -> str:
+    """The text of a content."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content if isinstance(block, TEXTS))
+
+
+class ConversationTurn(Body):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: list[Block] | str
+
+    def for_chat(self) -> list[Message]:
+        """For a user: a message for each result of a tool, then one for the text."""
+        if self.role == "assistant":
+            return [self._answer()]
+        blocks = [] if isinstance(self.content, str) else self.content
+        if any(isinstance(each, ToolUseBlock) for each in blocks):
+            raise BadRequest("only an assistant uses tools", param="messages")
+        results = [each.for_chat() for each in blocks if isinstance(each, ToolResultBlock)]
+        if not results or any(isinstance(each, TEXTS) for each in blocks):
+            results.append(Message(role=self.role, content=text_of(self.content)))
+        return results
+
+    def _answer(self) -> Message:
+        blocks = [] if isinstance(self.content, str) else self.content
+        thinking = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
+        fields = {
+            "role": "assistant",
+            "content": text_of(self.content),
+            "reasoning_content": "".join(thinking),
+            "tool_calls": [each.for_chat() for each in blocks if isinstance(each, ToolUseBlock)],
+        }
+        return Message.model_validate(fields)
+
+
+class ClientTool(Cacheable):
+    """A tool. All but custom ones are tools of Anthropic's own."""
+
+    type: str = "custom"
+    name: str | None = None
+    description: str | None = None
+    input_schema: Annotated[dict[str, Any] | None, KEEPS_EMPTY] = None
+    strict: bool | None = None  # without effect: calls that are required fit the schema
+
+    def left_out(self) -> str | None:
+        return None if self.type == "custom" else f"a tool of type {short(self.type)}"
+
+    def for_chat(self) -> dict[str, Any]:
+        function = self.model_dump(include={"name", "description"}, exclude_none=True)
+        return {"type": "function", "function": function | {"parameters": self.input_schema}}
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+    def for_chat(self) -> Any:
+        return CHOICES[self.type]
+
+
+class NamedToolChoice(Body):
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+    def for_chat(self) -> Any:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    # Without effect: no model here knows budgets, and reasoning is always shown.
+    budget_tokens: Any = None
+    display: Any = None
+
+    def effort(self) -> str | None:
+        return {"enabled": "medium", "disabled": "none", "adaptive": None}[self.type]
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": self.type, "json_schema": {"schema": self.schema_}}
+
+
+class OutputConfig(Body):
+    effort: Effort | None = None
+    format: SchemaFormat | None = None
+
+
+class CountTokensBody(RequestBody, Cacheable):
+    """The body of /v1/messages/count_tokens: what makes a prompt."""
+
+    messages: Annotated[list[ConversationTurn], Field(min_length=1)]
+    system: list[TextBlock] | str | None = None
+    tools: list[ClientTool] | None = None
+    tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: SchemaFormat | None = None  # what output_config.format was before
+
+    def for_chat(self) -> ChatBody:
+        """Raises BadRequest for what it could not answer, and RequestValidationError for what the
+        chat body does not take.
+        """
+        messages = [message for each in self.messages for message in each.for_chat()]
+        if system := self._system:
+            messages.insert(0, Message(role="system", content=system))
+        try:
+            return ChatBody.model_validate({"messages": messages} | self._chat_fields())
+        except ValidationError as error:
+            errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+            raise RequestValidationError(errors) from error
+
+    @property
+    def _system(self) -> str:
+        if isinstance(self.system, str):
+            first, _, rest = self.system.partition("\n")
+            return rest if first.startswith(ATTRIBUTION) else self.system
+        blocks = self.system or []
+        return text_of([each for each in blocks if not each.text.startswith(ATTRIBUTION)])
+
+    def _chat_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"tools": [tool.for_chat() for tool in self._functions]}
+        if self.tool_choice is not None:
+            fields["tool_choice"] = self.tool_choice.for_chat()
+            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        config = self.output_config or OutputConfig()
+        if structure := config.format or self.output_format:
+            fields["response_format"] = structure.for_chat()
+        effort = None if self.thinking is None else self.thinking.effort()
+        fields["reasoning_effort"] = effort if effort == "none" else config.effort or effort
+        return fields
+
+    @property
+    def _functions(self) -> list[ClientTool]:
+        functions = []
+        for at, tool in enumerate(self.tools or ()):
+            if tool.left_out() is not None:
+                continue
+            for name in ("name", "input_schema"):
+                if getattr(tool, name) is None:
+                    raise refused_field(("tools", str(at), name), "Field required")
+            functions.append(tool)
+        return functions
+
+
+class MessagesBody(CountTokensBody):
+    """The body of /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)  # 0: the likeliest token
+    top_k: int | None = Field(None, ge=0)  # 0: all
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    metadata: Any = None  # for the client's own use, as is the next: they have no effect
+    service_tier: Any = None
+
+    def _chat_fields(self) -> dict[str, Any]:
+        same = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"})
+        return super()._chat_fields() | same | {"stop": self.stop_sequences}

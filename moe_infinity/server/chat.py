@@ -1,0 +1,365 @@
+"""Request bodies of OpenAI's chat API. Those of other APIs become such a body."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field, model_validator
+
+from moe_infinity.server.fields import KEEPS_EMPTY, Body, RequestBody, refused_field, short
+from moe_infinity.server.grammars import Structure
+from moe_infinity.server.protocol import MAX_LOGPROBS, GenerationBody
+from moe_infinity.server.refusals import BadRequest
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of reasoning
+TemplateVariables = dict[str, str | int | float | bool | None]
+
+
+class TextPart(Body):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class RefusalPart(Body):
+    """A refusal of a model, which is read as its text."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+class ThinkingPart(Body):
+    """Reasoning, in Mistral's or Anthropic's form."""
+
+    type: Literal["thinking"]
+    thinking: str | list[TextPart]
+
+
+Part = Annotated[TextPart | RefusalPart | ThinkingPart, Field(discriminator="type")]
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+    @property
+    def as_text(self) -> str:
+        given = self.arguments
+        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+class CustomInput(Body):
+    name: str
+    input: str = ""
+
+
+class EarlierCall(Body):
+    """A tool call of an earlier answer."""
+
+    id: str = ""
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | None = None
+    custom: CustomInput | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        called = self.function
+        if called is None:
+            assert self.custom is not None
+            called = CalledFunction(name=self.custom.name, arguments={"input": self.custom.input})
+        function = {"name": called.name, "arguments": called.as_text}
+        return {"id": self.id, "type": "function", "function": function}
+
+    @model_validator(mode="after")
+    def _calls_something(self) -> EarlierCall:
+        if self.function is None and self.custom is None:
+            raise BadRequest("a call without `function`", param="messages")
+        return self
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str | list[Part] | None, KEEPS_EMPTY] = None
+    name: str | None = None
+    tool_calls: list[EarlierCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: Annotated[
+        str | None,
+        Field(validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")),
+    ] = None
+    refusal: str | None = None
+    function_call: CalledFunction | None = None  # what tool_calls were before
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as `shapes` expects it: `content` is a string, as are arguments of calls."""
+        message: dict[str, Any] = {"role": self.role, "content": self._text or self.refusal or ""}
+        message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            only = EarlierCall(id=f"call_{self.function_call.name}", function=self.function_call)
+            calls.append(only.for_template())
+        if calls:
+            message["tool_calls"] = calls
+        if self.role == "function":
+            message |= {"role": "tool", "tool_call_id": f"call_{self.name}"}
+        if reasoning := self.reasoning_content or self._thoughts:
+            message["reasoning_content"] = reasoning
+        return message
+
+    @property
+    def _text(self) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content if not isinstance(part, ThinkingPart))
+
+    @property
+    def _thoughts(self) -> str:
+        parts = self.content if isinstance(self.content, list) else ()
+        thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
+        texts = [[each] if isinstance(each, str) else [p.text for p in each] for each in thoughts]
+        return "".join(text for each in texts for text in each)
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # as in llama.cpp
+
+
+class JsonSchema(Body):
+    name: str | None = None  # without effect, as is the description
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None  # without effect: answers fit the schema in any case
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class GrammarFormat(Body):
+    type: Literal["grammar"]
+    grammar: str
+
+
+class FunctionName(Body):
+    name: str
+
+
+class FunctionChoice(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+
+class AllowedToolsChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class Function(Body):
+    name: str
+    description: Annotated[str | None, KEEPS_EMPTY] = None
+    parameters: Annotated[dict[str, Any] | None, KEEPS_EMPTY] = None
+    strict: bool | None = None  # without effect: calls that are required fit the schema
+
+    def for_template(self) -> dict[str, Any]:
+        function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class OfferedTool(Body):
+    type: str = "function"
+    function: Function | None = None
+
+    def left_out(self) -> str | None:
+        return None if self.type == "function" else f"a tool of type {short(self.type)}"
+
+
+class StatedEffort(Body):
+    """How much to reason, as OpenRouter and the Responses API say it."""
+
+    effort: Effort | None = None
+
+
+class ChatBody(GenerationBody):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[OfferedTool] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required", "any"] | FunctionChoice | AllowedToolsChoice | None
+    ) = None
+    # What tools and tool_choice were before.
+    functions: list[Function] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: StatedEffort | None = None
+    # For the server's own use, without effect: prefixes are kept in any case.
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    chat_template_kwargs: TemplateVariables | None = None
+    # In vLLM's words. An assistant's message at the end is continued unless one of them says no.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    response_format: Annotated[
+        TextFormat | JsonObjectFormat | JsonSchemaFormat | GrammarFormat | None,
+        Field(discriminator="type"),
+    ] = None
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("this needs logprobs=true", param="top_logprobs")
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        if has_format and self.structured_outputs is not None:
+            raise BadRequest("give either this or response_format", param="structured_outputs")
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "give either this or add_generation_prompt"
+            raise BadRequest(message, param="continue_final_message")
+        for at, tool in enumerate(self.tools or ()):
+            if tool.type == "function" and tool.function is None:
+                raise refused_field(("tools", str(at), "function"), "Field required")
+        if self.must_call and not self.template_tools:
+            raise BadRequest("there are no tools", param="tool_choice")
+        self._require_messages()
+        return self
+
+    def _require_messages(self) -> None:
+        """Raise Refused for messages that ask for nothing."""
+        for at, message in enumerate(self.messages):
+            if message.content is None and message.role in ("system", "developer", "user"):
+                raise refused_field(("messages", str(at), "content"), "Field required")
+        two = [message.role for message in self.messages[-2:]] == ["assistant"] * 2
+        if two and self.is_continued and self.continue_final_message is None:
+            problem = "there are two answers at the end: which of them is to be continued?"
+            raise BadRequest(problem, param="messages")
+
+    @property
+    def is_continued(self) -> bool:
+        """True if the last message is the beginning of the answer."""
+        if self.continue_final_message is not None:
+            return self.continue_final_message
+        last = self.messages[-1]
+        is_answer = last.role == "assistant" and not (last.tool_calls or last.function_call)
+        return is_answer and not self.add_generation_prompt
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        """The lower of both limits."""
+        return min(filter(None, (self.max_completion_tokens, self.max_tokens)), default=None)
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer has to be a call."""
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
+        has_name = isinstance(self.function_call, FunctionName)
+        return has_name or self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def called_name(self) -> str | None:
+        """The name of the tool that has to be called; None if it may be any."""
+        if isinstance(self.function_call, FunctionName):
+            return self.function_call.name
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, FunctionChoice) else None
+
+    @property
+    def structure(self) -> Structure | None:
+        if self.must_call:  # then there is no text
+            return None
+        wanted = self.response_format
+        if isinstance(wanted, JsonSchemaFormat) and wanted.json_schema.schema_ is not None:
+            schema = wanted.json_schema.schema_
+            return Structure("json", schema, "response_format.json_schema.schema")
+        if isinstance(wanted, JsonObjectFormat) and wanted.schema_ is not None:
+            return Structure("json", wanted.schema_, "response_format.schema")
+        if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
+            return Structure("json", {"type": "object"}, "response_format")
+        if isinstance(wanted, GrammarFormat):
+            return Structure("grammar", wanted.grammar, "response_format.grammar")
+        return super().structure
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_calls(self) -> int | None:
+        """The most tool calls in one answer; None for any number."""
+        return 1 if self.parallel_tool_calls is False or self.calls_one_function else None
+
+    @property
+    def calls_one_function(self) -> bool:
+        """True if the answer's call is a `function_call`, as it was before there were tools."""
+        return bool(self.functions) and not self.tools
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        if "none" in (self.tool_choice, self.function_call):
+            return None
+        functions = [tool.function for tool in self.tools or () if tool.left_out() is None]
+        tools = [each.for_template() for each in (*functions, *(self.functions or ())) if each]
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            listed = self.tool_choice.allowed_tools.tools
+            names = [tool.get("function", tool).get("name") for tool in listed]
+            tools = [tool for tool in tools if tool["function"]["name"] in names]
+        return tools or None
+
+    @property
+    def template_hints(self) -> dict[str, Any]:
+        """Variables of chat templates for how much a model reasons: gpt-oss has the first, Qwen and
+        GLM the second, DeepSeek the third.
+        """
+        effort = self.reasoning_effort
+        if effort is None and self.reasoning is not None:
+            effort = self.reasoning.effort
+        if effort is None:
+            return {}
+        known = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+        thinks = effort != "none"
+        hint = known.get(effort, effort)
+        return {"reasoning_effort": hint, "enable_thinking": thinks, "thinking": thinks}
+
+
+class TokenizeBody(RequestBody):
+    """The body of /tokenize: a text, or what makes the prompt of a chat."""
+
+    prompt: Annotated[str | None, KEEPS_EMPTY] = Field(
+        None, validation_alias=AliasChoices("prompt", "content")
+    )
+    add_special_tokens: bool | None = Field(
+        None, validation_alias=AliasChoices("add_special_tokens", "add_special")
+    )
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[OfferedTool] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_one_input(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequest("give either this or messages", param="prompt")
+        return self
+
+    def for_chat(self) -> ChatBody:
+        """The chat request with this prompt."""
+        names = (
+            "messages", "tools", "chat_template_kwargs", "add_generation_prompt",
+            "continue_final_message",
+        )  # fmt: skip
+        return ChatBody.model_validate({name: getattr(self, name) for name in names})

@@ -1,0 +1,314 @@
+"""Request bodies of OpenAI's Responses API, which become chat requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from moe_infinity.server.chat import (
+    AllowedTools,
+    ChatBody,
+    Effort,
+    GrammarFormat,
+    JsonObjectFormat,
+    JsonSchema,
+    Message,
+    Part,
+    TextFormat,
+)
+from moe_infinity.server.fields import NOT_KEPT, Body, refused_field, short
+from moe_infinity.server.protocol import MAX_LOGPROBS, SampledBody
+from moe_infinity.server.refusals import BadRequest
+
+# What this API calls fields of a chat request.
+NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.schema": "text.format.schema",
+    "response_format.grammar": "text.format.grammar",
+    "function.parameters": "parameters",
+}
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+class InputMessage(Body):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: list[Part] | str
+
+    def for_chat(self) -> Message:
+        return Message(role=self.role, content=self.content)
+
+
+class FunctionCall(Body):
+    """A tool call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = ""
+
+    def for_chat(self) -> Message:
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        return Message.model_validate({"role": "assistant", "tool_calls": [call]})
+
+
+class CustomToolCall(Body):
+    """A call of a tool whose input is a text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str = ""
+
+    def for_chat(self) -> Message:
+        custom = {"name": self.name, "input": self.input}
+        call = {"id": self.call_id, "type": "custom", "custom": custom}
+        return Message.model_validate({"role": "assistant", "tool_calls": [call]})
+
+
+class CallOutput(Body):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: list[Part] | str
+
+    def for_chat(self) -> Message:
+        return Message(role="tool", content=self.output, tool_call_id=self.call_id)
+
+
+class ReasoningText(Body):
+    text: str
+
+
+class ReasoningItem(Body):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+
+    def for_chat(self) -> Message:
+        text = "".join(each.text for each in self.content or ())
+        return Message(role="assistant", reasoning_content=text or None)
+
+
+class OtherItem(Body):
+    """A call of a tool of OpenAI's own servers, or its result."""
+
+    type: str
+
+    def for_chat(self) -> None:
+        return None
+
+    def left_out(self) -> str | None:
+        return f"an input item of type {short(self.type)}"
+
+
+class ItemReference(Body):
+    type: Literal["item_reference"]
+
+    @model_validator(mode="after")
+    def _refuse(self) -> ItemReference:
+        raise BadRequest(f"{NOT_KEPT}, not a reference to an item", param="input")
+
+    def for_chat(self) -> None:
+        return None
+
+
+def kind_of(item: Any) -> str:
+    """The tag in ITEMS of an input item."""
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    return kind if kind in KINDS else "other"
+
+
+KINDS = (
+    "message", "function_call", "custom_tool_call", "function_call_output",
+    "custom_tool_call_output", "reasoning", "item_reference",
+)  # fmt: skip
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[CustomToolCall, Tag("custom_tool_call")]
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[CallOutput, Tag("custom_tool_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(kind_of),
+]
+
+
+def messages_of(items: Iterable[InputItem]) -> list[Message]:
+    """The messages of items. What makes one answer of a model becomes one message."""
+    messages: list[Message] = []
+    for item in items:
+        new = item.for_chat()
+        if new is None:
+            continue
+        if messages and _is_one_answer(messages[-1], new):
+            new = _joined(messages.pop(), new)
+        messages.append(new)
+    return messages
+
+
+def _is_one_answer(last: Message, new: Message) -> bool:
+    is_answer = last.role == new.role == "assistant"
+    return is_answer and bool(new.tool_calls or not (last.tool_calls or last.content))
+
+
+def _joined(last: Message, new: Message) -> Message:
+    reasoning = (last.reasoning_content or "") + (new.reasoning_content or "")
+    changed = {
+        "content": new.content or last.content,
+        "tool_calls": [*(last.tool_calls or ()), *(new.tool_calls or ())] or None,
+        "reasoning_content": reasoning or None,
+    }
+    return last.model_copy(update=changed)
+
+
+class ResponseTool(Body):
+    """A tool. All but functions are tools of OpenAI's own servers, or of a certain client."""
+
+    type: str = "function"
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # without effect: calls that are required fit the schema
+
+    def left_out(self) -> str | None:
+        return None if self.type == "function" else f"a tool of type {short(self.type)}"
+
+    def for_chat(self) -> dict[str, Any]:
+        function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": {"parameters": {}} | function}
+
+
+class FlatSchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+    def for_chat(self) -> dict[str, Any]:
+        schema = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+        return {"type": "json_schema", "json_schema": schema}
+
+
+class TextConfig(Body):
+    format: Annotated[
+        TextFormat | JsonObjectFormat | FlatSchemaFormat | GrammarFormat | None,
+        Field(discriminator="type"),
+    ] = None
+
+    def for_chat(self) -> dict[str, Any] | None:
+        if isinstance(self.format, FlatSchemaFormat):
+            return self.format.for_chat()
+        return None if self.format is None else self.format.model_dump(by_alias=True)
+
+
+class NamedChoice(Body):
+    type: Literal["function"]
+    name: str
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedChoice(AllowedTools):
+    type: Literal["allowed_tools"]
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": self.type, self.type: {"mode": self.mode, "tools": self.tools}}
+
+
+class Reasoning(Body):
+    effort: Effort | None = None
+    summary: Any = None  # without effect
+
+
+class EventOptions(Body):
+    include_obfuscation: Any = None  # without effect
+
+
+class ResponsesBody(SampledBody):
+    """The body of /v1/responses."""
+
+    # The list is first: an error in a message then names the message.
+    input: Annotated[list[InputItem], Field(min_length=1)] | str
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    include: list[str] | None = None  # only message.output_text.logprobs has an effect
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
+    stream_options: EventOptions | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    # For the server's own use, without effect: prefixes are kept in any case.
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    text: TextConfig | None = None
+    truncation: Any = None  # without effect: a prompt that is too long is refused
+
+    def for_chat(self) -> ChatBody:
+        messages = []
+        if self.instructions is not None:
+            messages.append(Message(role="system", content=self.instructions))
+        if isinstance(self.input, str):
+            messages.append(Message(role="user", content=self.input))
+        else:
+            messages += messages_of(self.input)
+        if not messages:
+            raise BadRequest("this has no messages", param="input")
+        choice = self.tool_choice
+        wants_logprobs = "message.output_text.logprobs" in (self.include or ())
+        has_logprobs = wants_logprobs or bool(self.top_logprobs)
+        chat = {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "logprobs": has_logprobs,
+            "top_logprobs": self.top_logprobs if has_logprobs else None,
+            "tools": [tool.for_chat() for tool in self._functions] or None,
+            "tool_choice": choice.for_chat() if isinstance(choice, Body) else choice,
+            "response_format": None if self.text is None else self.text.for_chat(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "stream": self.stream,
+            "add_generation_prompt": True,  # an answer at the end is complete
+        }
+        return ChatBody.model_validate(chat)
+
+    @property
+    def _functions(self) -> list[ResponseTool]:
+        functions = [tool for tool in self.tools or () if tool.left_out() is None]
+        for at, tool in enumerate(functions):
+            if tool.name is None:
+                raise refused_field(("tools", str(at), "name"), "Field required")
+        return functions
+
+    def echoed_fields(self) -> dict[str, Any]:
+        """The fields of the request that an answer repeats."""
+        choice = self.tool_choice or "auto"
+        reasoning = self.reasoning and {"effort": self.reasoning.effort, "summary": None}
+        text_format = (self.text and self.text.format) or TextFormat(type="text")
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": reasoning,
+            "service_tier": "default",
+            "store": False,
+            "text": {"format": text_format.model_dump(by_alias=True)},
+            "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice,
+            "tools": [tool.model_dump() for tool in self._functions],
+            "top_logprobs": self.top_logprobs or 0,
+            "truncation": "disabled",
+            "user": self.user,
+        }
