@@ -322,3 +322,33 @@ def test_claude_codes_attribution_is_no_part_of_the_prompt(server):
     system = [block, {"type": "text", "text": "w8"}]
     assert prompt_tokens(ask(server, COUNT, {"system": system})) == 3
     assert prompt_tokens(ask(server, COUNT, {"system": f"{block['text']}\nw8"})) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"min_p": 1.0}, "min_p"),
+        ({"repeat_penalty": 1000.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1000.0}, "repetition_penalty"),
+    ],
+)
+def test_settings_of_sampling_are_honoured(moe, change, name):
+    reader = PromptReader(moe, ServeConfig())
+    body = CompletionBody.model_validate({"prompt": "w5"} | change)
+    (request,) = reader.completion(body)
+    assert getattr(request.sampling, name) == next(iter(change.values()))
+
+
+def test_the_end_of_an_answer_may_be_set(server):
+    """Token 1 is the end token of this model."""
+    ends = {"temperature": 0, "logit_bias": {"1": 100, "9": 50}, "n_predict": 6, "max_tokens": None}
+    for change, length in (
+        ({}, 1),
+        ({"ignore_eos": True}, 6),
+        ({"min_tokens": 3}, 4),
+        ({"ignore_eos": True, "stop_token_ids": [1]}, 1),
+    ):
+        usage = ask(server, COMPLETIONS, ends | change).json()["usage"]
+        assert (change, usage["completion_tokens"]) == (change, length)
+    answer = ask(server, COMPLETIONS, {"stop_token_ids": [128]})
+    assert answer.json()["error"]["param"] == "stop_token_ids"
