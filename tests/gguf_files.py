@@ -97,17 +97,16 @@ def widen(file: Path, out: Path) -> Path:
 
 def rewrite(file: Path, out: Path, changes: Mapping[str, Any], **tensors: Any) -> Path:
     """The same model with other metadata: a value is a string, a bool, a list of numbers or
-    strings, a pair of a type and a number, or None to leave the key out. `tensors` are arrays that
-    take the place of those of their names, or None to leave one out.
+    strings, a pair of a type and a number, or None to leave the key out. `tensors` are arrays, or
+    pairs of an array and a type, beside those that there are, or None to leave one out.
     """
     reader = gguf.GGUFReader(file)
     writer = _writer(reader, out, changes)
-    for tensor in reader.tensors:
-        if tensors.get(tensor.name, tensor.data) is not None:
-            kind = None if tensor.name in tensors else tensor.tensor_type
-            writer.add_tensor(tensor.name, tensors.get(tensor.name, tensor.data), raw_dtype=kind)
-    for name in tensors.keys() - {tensor.name for tensor in reader.tensors}:
-        writer.add_tensor(name, tensors[name])
+    stored = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    for name, tensor in (stored | tensors).items():
+        if tensor is not None:
+            data, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
+            writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind)
     return _written(writer, out)
 
 

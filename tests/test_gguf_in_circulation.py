@@ -36,8 +36,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model.gguf"
 
 
-def logits_of(file: Path) -> torch.Tensor:
-    with MoE(file, device="cpu", dtype="float32", exact=True) as moe, torch.no_grad():
+def logits_of(file: Path, *, exact: bool = True) -> torch.Tensor:
+    with MoE(file, device="cpu", dtype="float32", exact=exact) as moe, torch.no_grad():
         found: torch.Tensor = moe.model(IDS).logits
     return found
 
@@ -298,3 +298,64 @@ def test_factors_of_one_change_nothing_and_others_need_a_config(small, tmp_path)
         file = rewrite(small, tmp_path / f"other{number}.gguf", {}, **other)
         with pytest.raises(UnsupportedModelError, match=r"rope_freqs(.|\n)*--config"):
             MoE(file)
+
+
+# tensors of other forms
+
+
+@pytest.mark.arithmetic
+@pytest.mark.parametrize("wanted", ["f32", "q8_0"])
+def test_experts_may_have_tensors_of_their_own(wanted, tmp_path):
+    """As those of Mixtral before llama.cpp stacked them. Of 12, the last follow the second."""
+    folder = build("mixtral", tmp_path / "model", num_local_experts=12)
+    convert(folder, folder / "model.gguf", wanted)
+    file = one_by_one(folder / "model.gguf", tmp_path / "m.gguf")
+    assert torch.equal(logits_of(file), logits_of(folder / "model.gguf"))
+    for exact in (True, False):
+        with MoE(file, device="cpu", host_memory="50%", exact=exact) as moe:
+            assert moe.report().experts.startswith("gguf")
+            assert moe.generate(IDS, max_new_tokens=3).shape[1] == 23
+
+
+@pytest.mark.parametrize("wanted", ["f32", "q8_0"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_queries_keys_and_values_may_be_one_tensor(name, wanted, tmp_path):
+    """As llama.cpp's converter writes them with --fuse-qkv; those of Qwen2-MoE have biases."""
+    folder = build(name, tmp_path / "model")
+    convert(folder, folder / "model.gguf", wanted)
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(folder / "model.gguf").tensors}
+    for exact in (True, False):
+        expected = logits_of(folder / "model.gguf", exact=exact)
+        file = fused(folder / "model.gguf", tmp_path / f"{exact}.gguf")
+        assert torch.equal(logits_of(file, exact=exact), expected)
+    assert ("blk.0.attn_q.bias" in stored) is (name == "qwen2_moe")
+
+
+def test_one_tensor_of_another_size_is_named(small, tmp_path):
+    leaves = [f"blk.0.attn_{leaf}.weight" for leaf in "qkv"]
+    wrong = {"blk.0.attn_qkv.weight": np.zeros((65, 64), np.float32)}
+    with pytest.raises(CheckpointError, match="attn_qkv"):
+        MoE(rewrite(small, tmp_path / "m.gguf", {}, **dict.fromkeys(leaves, None), **wrong))
+
+
+def fused(file: Path, out: Path) -> Path:
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    changed: dict[str, Any] = {}
+    for name in stored:
+        parts = [name.replace("attn_q.", f"attn_{leaf}.") for leaf in "qkv"]
+        if parts[0] != parts[1]:
+            both = np.concatenate([stored[part].data for part in parts])
+            changed |= dict.fromkeys(parts)
+            changed[name.replace("attn_q.", "attn_qkv.")] = both, stored[name].tensor_type
+    return rewrite(file, out, {}, **changed)
+
+
+def one_by_one(file: Path, out: Path) -> Path:
+    changed: dict[str, Any] = {}
+    for tensor in gguf.GGUFReader(file).tensors:
+        if "_exps." in tensor.name:
+            changed[tensor.name] = None
+            for number, data in enumerate(tensor.data):
+                name = tensor.name.replace("_exps.", f".{number}.")
+                changed[name] = data, tensor.tensor_type
+    return rewrite(file, out, {}, **changed)

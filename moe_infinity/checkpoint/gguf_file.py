@@ -37,7 +37,7 @@ ARRAY = 9
 TENSOR_BYTES = 24  # of the table, for a tensor without a name or dimensions
 VALUE_BYTES = 13  # of an entry of the metadata without a name
 BLOCK = re.compile(r"blk\.(\d{1,6})\.")
-EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.weight")
+EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)(_exps|\.\d+)\.weight")
 NO_MODELS = {
     "adapter": "a LoRA adapter", "mmproj": "the vision part of a model",
     "imatrix": "an importance matrix", "vocab": "a vocabulary",

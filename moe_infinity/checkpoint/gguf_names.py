@@ -25,13 +25,14 @@ from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
     Interleave,
+    MergeModulelist,
     Transpose,
     WeightConverter,
 )
 
 from moe_infinity.architectures.adapters import ExpertsModule
 from moe_infinity.checkpoint.gguf_file import GgufModel
-from moe_infinity.checkpoint.headers import STORED_DTYPES, StoredTensor
+from moe_infinity.checkpoint.headers import STORED_DTYPES, Extent, StoredTensor
 from moe_infinity.checkpoint.packing import PackedTensor, PartFormat, WeightFormat
 from moe_infinity.checkpoint.plan import Weights, find_experts
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
@@ -142,6 +143,7 @@ OF_EXPERTS = {
     "up_proj": ("ffn_up_exps",),
     "down_proj": ("ffn_down_exps",),
 }  # by parameter of experts modules
+FUSED_QKV = ("q_proj", "k_proj", "v_proj")
 FUSED = "ffn_gate_up_exps"  # in the place of the two of gate_up_proj
 
 
@@ -210,6 +212,10 @@ class Names:
             if kind == "gate_up_proj" and self._stored(param, fused) is not None:
                 leaves = [fused]
             operations: list[ConversionOps] = [Concatenate(1)] if len(leaves) > 1 else []
+            if self._stored(param, leaves[0]) is None:  # perhaps a file of before 2024-04
+                self._add_one_by_one(param, leaves, operations, layer.num_experts)
+                del self._params[param]
+                continue
             if kind == "gate_up_proj" and not getattr(layer.module, "is_concatenated", True):
                 operations.append(Interleave(1, inverse=True))
             if layer.is_transposed and not is_bias:
@@ -217,10 +223,23 @@ class Names:
             self._add(param, leaves, operations)
             del self._params[param]
 
+    def _add_one_by_one(
+        self, param: str, leaves: list[str], operations: list[ConversionOps], num_experts: int
+    ) -> None:
+        """Experts of which each has tensors of its own."""
+        for leaf in leaves:
+            for expert in range(num_experts):
+                of_expert = leaf.replace("_exps.", f".{expert}.")
+                self._keep(f"{param}.{of_expert}", self._need(param, of_expert, leaf))
+        names = [f"{param}.{leaf.replace('_exps.', '.*.')}" for leaf in leaves]
+        self._add_rule(param, names, [MergeModulelist(dim=0), *operations])
+
     def add_dense(self) -> None:
         for param in self._params:
             stored = self._stored_as(param)
             parts = [entry for end, entry in SPLIT.items() if param.endswith(end)]
+            if stored is None:
+                stored = self._rows_of_fused(param)
             if stored is not None:
                 self._add_one(param, stored)
             elif parts:
@@ -237,10 +256,39 @@ class Names:
             return None
         return self._file.tensors.get(name) or self._file.tensors.get(f"{name}.weight")
 
+    def _rows_of_fused(self, param: str) -> StoredTensor | None:
+        """The rows of queries, keys or values in the one tensor of all three, if there is one."""
+        *_, name, suffix = "", *param.split(".")
+        fused = self._stored(param, f"attn_qkv.{suffix}") if name in FUSED_QKV else None
+        if fused is None:
+            return None
+        start = param.removesuffix(f"{name}.{suffix}")
+        sizes = [len(self._params[f"{start}{each}.{suffix}"]) for each in FUSED_QKV]
+        if sum(sizes) != fused.shape[0]:
+            raise CheckpointError(
+                f"{self._file.files[0]}: {fused.name} has {fused.shape[0]} rows, not {sum(sizes)}"
+            )
+        place = FUSED_QKV.index(name)
+        row_bytes = fused.extent.num_bytes // fused.shape[0]
+        offset = fused.extent.offset + sum(sizes[:place]) * row_bytes
+        extent = Extent(fused.extent.file, offset, sizes[place] * row_bytes)
+        return dataclasses.replace(fused, shape=(sizes[place], *fused.shape[1:]), extent=extent)
+
     def _stored(self, param: str, leaf: str) -> StoredTensor | None:
         """A tensor of the layer that has the parameter."""
         number = NUMBER.search(param)
         return None if number is None else self._file.tensors.get(f"blk.{number[1]}.{leaf}")
+
+    def _need(self, param: str, leaf: str, called: str = "") -> StoredTensor:
+        """As `_stored`. Raises CheckpointError if it is not there."""
+        found = self._stored(param, leaf)
+        if found is None:
+            layer = NUMBER.search(param)
+            raise CheckpointError(
+                f"{self._file.files[0]}: no tensor blk.{layer and layer[1]}.{called or leaf}, "
+                f"which {param} needs"
+            )
+        return found
 
     def _add_one(self, param: str, tensor: StoredTensor) -> None:
         """Under the name of the parameter, and in its shape, but for dimensions of 1."""
@@ -262,24 +310,18 @@ class Names:
         """A parameter that is made of these tensors of its layer, those that there are."""
         names = [f"{param}.{leaf}" for leaf in leaves] if operations else [param]
         for name, leaf in zip(names, leaves, strict=True):
-            tensor = self._stored(param, leaf)
-            if tensor is None:
-                layer = NUMBER.search(param)
-                raise CheckpointError(
-                    f"{self._file.files[0]}: no tensor blk.{layer and layer[1]}.{leaf}, "
-                    f"which {param} needs"
-                )
-            self._keep(name, tensor)
+            self._keep(name, self._need(param, leaf))
         if operations:
             self._add_rule(param, names, operations)
 
     def _add_rule(self, param: str, names: list[str], operations: list[ConversionOps]) -> None:
-        """For this parameter of all layers."""
+        """For this parameter of all layers. A star in a name stands for any number."""
         number = NUMBER.search(param)
         start = number.end() - 1 if number is not None else 0
         target = param[start:]
         if target not in self.rules:
-            patterns = [re.escape(name[start:]) + "$" for name in names]
+            escaped = (re.escape(name[start:]).replace(r"\*", r"\d+") for name in names)
+            patterns = [f"{name}$" for name in escaped]
             self.rules[target] = WeightConverter(patterns, [target], operations)
 
     def _keep(self, name: str, tensor: StoredTensor) -> None:
