@@ -23,7 +23,7 @@ from moe_infinity.architectures.module_state import ModuleState
 from moe_infinity.architectures.trial import Differs, Verdict, first_found, first_that, verdict
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES, ExpertLayout, Ints, Routing
-from moe_infinity.kernels.reference import FUNCTIONS, Activation, expert_mlp
+from moe_infinity.kernels.reference import FUNCTIONS, Activation, PlainMlp
 from moe_infinity.kernels.residents import Residents
 
 # Set by transformers' `use_experts_implementation` on every experts module of the interface.
@@ -31,6 +31,8 @@ INTERFACE_ATTRIBUTES = {"has_gate", "has_bias", "is_transposed", "is_concatenate
 CALL_ATTRIBUTE = "_moe_infinity_call"  # set on each module of the interface: its MoeLayer
 LARGE = 1e4  # beyond every limit of an activation
 TRIED = (0.0, 0.1, 0.6, 1.0, 1.5, 3.0, 5.0, 6.5, 8.0, 12.0, 30.0, LARGE)  # and their negatives
+NUM_VALUES = 256  # of which the activations that are rounded in two ways round several so
+WIDE = 256  # columns: whole vectors of any processor, gate and up
 TOLERANCE = 1e-6  # relative, below 1 absolute: some architectures round to float32 on the way
 
 
@@ -78,7 +80,7 @@ class ExpertsModule:
     locations: dict[str, ParameterLocation]  # by the parameter's name in a slot
     layout: ExpertLayout
     compute: Callable[..., Tensor]  # (one expert's weights by name, its rows [R, D]) -> [R, D]
-    is_transposed: bool | None  # expert_mlp finds weights as [in, out]; None: it does not compute
+    is_transposed: bool | None  # PlainMlp finds weights as [in, out]; None: it does not compute
     adapter: Adapter
     state: ModuleState | None = None  # of what kernels replace; None: there is no model around it
 
@@ -148,7 +150,7 @@ class Adapter:
 
     def computation(self, module: Any) -> Callable[..., Tensor]:
         """Return how one expert computes, see ExpertsModule.compute."""
-        return partial(expert_mlp, module)
+        return PlainMlp(module)
 
     def hidden(self, module: Any) -> Callable[[Tensor], Tensor] | None:
         """Return what an expert computes between two products; None if it has another form."""
@@ -238,6 +240,18 @@ def _measured(
 def _rounded(number: float) -> float:
     """Return 6 digits of a number, as many as it has in the model's code."""
     return float(f"{number:.6g}")
+
+
+def rounds_by_place(compute: Callable[[Tensor], Tensor], *, dtype: torch.dtype) -> bool:
+    """Return True if torch rounds the activation of experts differently at the end of a run of
+    numbers, which it computes one by one, and within, where it computes vectors.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values_N1 = torch.randn(NUM_VALUES, 1, generator=generator, dtype=torch.float32, device="cpu")
+    values_N1 = (3 * values_N1).to(dtype)
+    within = compute(values_N1.expand(-1, WIDE).contiguous())[:, :1]
+    alone = [compute(value.expand(1, 2).contiguous())[:, :1] for value in values_N1]
+    return not torch.equal(within, torch.cat(alone))
 
 
 # Gradients

@@ -25,7 +25,7 @@ from moe_infinity.architectures.adapters import (
     ParameterLocation,
 )
 from moe_infinity.experts import NO_EXPERT
-from moe_infinity.kernels.reference import expert_mlp
+from moe_infinity.kernels.reference import PlainMlp
 
 
 class Outside(Adapter):
@@ -49,8 +49,7 @@ class Outside(Adapter):
         }
 
     def computation(self, module: Any) -> Callable[..., Tensor]:
-        return partial(
-            expert_mlp,
+        return PlainMlp(
             SimpleNamespace(
                 has_gate=True,
                 has_bias=False,

@@ -40,6 +40,7 @@ from moe_infinity.kernels import uint8_memory
 from moe_infinity.layout import WeightLayout
 
 CPU = torch.device("cpu")
+ALIGNMENT = 64  # bytes
 SIGNED_VALUES = 16  # of each dense parameter: enough to tell one fine-tuning from another
 
 
@@ -83,7 +84,9 @@ class StoredSlice:
         return whole[index]
 
     def _read(self, tensor: StoredTensor) -> Tensor:
-        raw = uint8_memory(tensor.extent.num_bytes)
+        # Where float32 lies, to 64 bytes, decides bits of products: as in stock's map of the file.
+        shift = tensor.extent.offset % ALIGNMENT if tensor.dtype == "float32" else 0
+        raw = uint8_memory(shift + tensor.extent.num_bytes)[shift:]
         self._reader.read_into(tensor.extent, raw.numpy().data)
         self._on_read()
         stored = raw.view(getattr(torch, tensor.dtype)).view(tensor.shape)

@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule
+from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule, rounds_by_place
 from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.checkpoint.layer_recipes import LayerRecipes
 from moe_infinity.engine.expert_kernels import fused_layer
 from moe_infinity.engine.fused import FusedBackend, FusedWork
 from moe_infinity.engine.slots import SlotBackend, SlotWork
-from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
+from moe_infinity.engine.torch_backend import MlpInSteps, TorchBackend, TorchWork
 from moe_infinity.experts import ExpertKey, Routing
 from moe_infinity.kernels.many_rows import is_for_torch
+from moe_infinity.kernels.reference import PlainMlp
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.device import DeviceSlots
 from moe_infinity.memory.slots import Slots
@@ -60,16 +61,34 @@ class LayerComputer:
     ) -> None:
         if layer.adapter.is_eager is not None:
             is_eager = layer.adapter.is_eager
-        compute = _as_cast(layer)
+        nothing = torch.empty(0, dtype=_dtype_of(layer), device="cpu")
+        layer.module.register_buffer(CAST_MARK, nothing, persistent=False)
+
+        def of_slot(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            compute = _as_cast(layer, compute)
+            return recipes.computing(_copying(compute) if copies_experts else compute)
+
+        on_cpu = not (copies_experts or isinstance(slots, DeviceSlots))
+        in_steps = None
+        mlp = layer.compute
+        if (
+            on_cpu
+            and is_exact
+            and not is_eager
+            and isinstance(mlp, PlainMlp)
+            and rounds_by_place(mlp.activate, dtype=_dtype_of(layer))
+        ):
+            in_steps = MlpInSteps(of_slot(mlp.up), mlp.activate, of_slot(mlp.down))
         self.by_torch = TorchBackend(
-            recipes.computing(_copying(compute) if copies_experts else compute),
+            of_slot(layer.compute),
             slots.views(recipes.layout).__getitem__,
             is_eager=is_eager,
             weighs_input=layer.adapter.weighs_input,
+            in_steps=in_steps,
         )
         self.by_slots: SlotBackend | None = None  # of a GPU, see kernel_trial.py
         self.by_kernels: FusedBackend | None = None  # of a CPU; None: none reads these experts
-        uses_kernels = not (is_exact or copies_experts or isinstance(slots, DeviceSlots))
+        uses_kernels = on_cpu and not is_exact
         experts: Verdict[FusedExperts] = FellBack(
             "transformers' bits were asked for" if is_exact else "not on the CPU"
         )
@@ -146,20 +165,23 @@ class CallsWork:
             self._calls.answer(expert_idx, self._backend.mlp, weights)
 
 
-def _as_cast(layer: ExpertsModule) -> Callable[..., Tensor]:
-    """`layer.compute` in the dtype that the model was cast to after loading, as by `half()`."""
-    loaded: torch.dtype = getattr(torch, layer.layout.params[0].dtype)
-    none = torch.empty(0, dtype=loaded, device="cpu")
-    layer.module.register_buffer(CAST_MARK, none, persistent=False)
+def _as_cast(layer: ExpertsModule, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`compute` in the dtype that the model was cast to after loading, as by `half()`."""
+    loaded = _dtype_of(layer)
     buffers: Mapping[str, Any] = layer.module._buffers
 
-    def compute(weights: Mapping[str, Any], x_RD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def compute_as_cast(weights: Mapping[str, Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dtype: torch.dtype = buffers[CAST_MARK].dtype
         if dtype != loaded:
             weights = {name: _cast(weight, dtype) for name, weight in weights.items()}
-        return layer.compute(weights, x_RD, *args, **kwargs)
+        return compute(weights, x, *args, **kwargs)
 
-    return compute
+    return compute_as_cast
+
+
+def _dtype_of(layer: ExpertsModule) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, layer.layout.params[0].dtype)
+    return dtype
 
 
 def _cast(weight: Tensor | list[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:

@@ -13,6 +13,7 @@ T tokens, K experts per token, P = T * K (token, k) pairs, D model width, R rows
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,16 @@ from moe_infinity.experts import Ints, Routing, rows_of_experts
 
 ExpertMlp = Callable[..., Tensor]  # (weights of one expert by name, its rows [R, D]) -> [R, D]
 Weights = Mapping[str, Tensor]  # of one expert, by name
+
+
+class MlpInSteps(NamedTuple):
+    """An expert's MLP whose activation is rounded by where its rows are among those of the others:
+    grouped_mm activates the rows of all experts at once.
+    """
+
+    up: Callable[..., Tensor]  # as `mlp` is called
+    activate: Callable[[Tensor], Tensor]
+    down: Callable[..., Tensor]  # the same
 
 
 class TorchBackend:
@@ -33,14 +44,17 @@ class TorchBackend:
         *,
         is_eager: bool,
         weighs_input: bool,
+        in_steps: MlpInSteps | None = None,
     ) -> None:
         """`weights_of(slot_id)` gives the weights that a slot holds. The weights of a routing scale
-        what comes out of an expert or, with `weighs_input`, what goes in.
+        what comes out of an expert or, with `weighs_input`, what goes in. `in_steps` takes the
+        place of `mlp` where an expert alone would not have the bits of grouped_mm.
         """
         self.mlp = mlp
         self.weights_of = weights_of
         self.is_eager = is_eager
         self.weighs_input = weighs_input
+        self.in_steps = in_steps
 
 
 class TorchWork:
@@ -61,6 +75,7 @@ class TorchWork:
             self.inputs_PD = self.inputs_PD * self._weights_P1[self._pairs_P]
             self._weights_P1 = None
         self._outputs_PD: Tensor | None = None
+        self._hidden_P: Tensor | None = None  # before the activation, if it is done in steps
 
     def _order(self, top_k_index_TK: Ints) -> Ints:
         """The pairs, sorted by expert as the reproduced implementation sorts them."""
@@ -76,9 +91,30 @@ class TorchWork:
     def compute(self, expert_idxs: Sequence[int], slot_ids: Sequence[int]) -> None:
         """Compute these experts, which lie in these slots, and keep their weighted outputs."""
         backend = self._backend
+        if backend.in_steps is not None:
+            self._compute_in_steps(backend.in_steps, expert_idxs, slot_ids)
+            return
         for expert_idx, slot_id in zip(expert_idxs, slot_ids, strict=True):
             inputs_RD = self.inputs_PD[self.rows_of[expert_idx]]
             self.put(expert_idx, backend.mlp(backend.weights_of(slot_id), inputs_RD))
+
+    def _compute_in_steps(
+        self, mlp: MlpInSteps, expert_idxs: Sequence[int], slot_ids: Sequence[int]
+    ) -> None:
+        """Activate the rows of these experts where they are among those of all."""
+        weights_of = self._backend.weights_of
+        for expert_idx, slot_id in zip(expert_idxs, slot_ids, strict=True):
+            rows = self.rows_of[expert_idx]
+            hidden = mlp.up(weights_of(slot_id), self.inputs_PD[rows])
+            if self._hidden_P is None:
+                self._hidden_P = hidden.new_zeros(len(self._pairs_P), hidden.shape[1])
+            self._hidden_P[rows] = hidden
+        if self._hidden_P is None:
+            return
+        activated_PF = mlp.activate(self._hidden_P)
+        for expert_idx, slot_id in zip(expert_idxs, slot_ids, strict=True):
+            activated_RF = activated_PF[self.rows_of[expert_idx]]
+            self.put(expert_idx, mlp.down(weights_of(slot_id), activated_RF))
 
     def put(self, expert_idx: int, out_RD: Tensor) -> None:
         """Keep the output of an expert, weighted, whatever computed it."""

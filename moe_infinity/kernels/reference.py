@@ -21,17 +21,32 @@ from torch.nn import functional as F
 Weight = Tensor | list[Tensor]
 
 
-def expert_mlp(experts: Any, weights: Mapping[str, Weight], x_RD: Tensor) -> Tensor:
-    """[R, D] -> [R, D]. `experts` is the architecture's own experts module: it knows its activation
-    and its layout.
-    """
-    up_name = "gate_up_proj" if experts.has_gate else "up_proj"
-    hidden = _linear(experts, weights, up_name, x_RD)
-    hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-    out = _linear(experts, weights, "down_proj", hidden)
-    if vars(experts).get("has_post_expert_norm"):  # since transformers 5.23
-        out = experts.post_expert_norm(out)
-    return out
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """[R, D] -> [R, D], called with the weights of one expert and its rows."""
+
+    experts: Any  # the architecture's own experts module: it knows its activation and its layout
+
+    def __call__(self, weights: Mapping[str, Weight], x_RD: Tensor) -> Tensor:
+        return self.down(weights, self.activate(self.up(weights, x_RD)))
+
+    def up(self, weights: Mapping[str, Weight], x_RD: Tensor) -> Tensor:
+        """[R, D] -> [R, 2F], or [R, F] without a gate."""
+        name = "gate_up_proj" if self.experts.has_gate else "up_proj"
+        return _linear(self.experts, weights, name, x_RD)
+
+    def activate(self, hidden: Tensor) -> Tensor:
+        """[R, 2F] or [R, F] -> [R, F]."""
+        experts = self.experts
+        out: Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+        return out
+
+    def down(self, weights: Mapping[str, Weight], hidden_RF: Tensor) -> Tensor:
+        """[R, F] -> [R, D]."""
+        out = _linear(self.experts, weights, "down_proj", hidden_RF)
+        if vars(self.experts).get("has_post_expert_norm"):  # since transformers 5.23
+            out = self.experts.post_expert_norm(out)
+        return out
 
 
 def _linear(experts: Any, weights: Mapping[str, Weight], name: str, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
 from moe_infinity.experts import NO_EXPERT, ParamSpec, Routing
 from moe_infinity.kernels import many_rows
 from moe_infinity.kernels.cpu.experts import fused_experts
-from moe_infinity.kernels.reference import Activation, expert_mlp
+from moe_infinity.kernels.reference import Activation, PlainMlp
 from moe_infinity.layout import WeightLayout
 
 pytestmark = pytest.mark.arithmetic
@@ -31,7 +31,7 @@ UP, DOWN = (
 
 
 class Gated:
-    """What reference.expert_mlp asks of a class of transformers."""
+    """What reference.PlainMlp asks of a class of transformers."""
 
     has_gate, is_transposed, has_bias = True, False, False
 
@@ -67,7 +67,7 @@ def fused_backend(*, weighs_input: bool = False) -> FusedBackend:
 
 def exact_backend(*, weighs_input: bool = False) -> TorchBackend:
     return TorchBackend(
-        lambda weights, x: expert_mlp(Gated, weights, x),
+        lambda weights, x: PlainMlp(Gated)(weights, x),
         weights_of,
         is_eager=False,
         weighs_input=weighs_input,
@@ -129,7 +129,7 @@ def test_a_token_may_name_an_expert_twice():
     routing = Routing.of(index_TK, torch.tensor([[0.5, 1.0, 0.25]]))
     work = FusedWork(fused_backend(), x_TD, routing)
     work.compute([3, 1], [3, 1])
-    one, three = (expert_mlp(Gated, weights_of(expert), x_TD) for expert in (1, 3))
+    one, three = (PlainMlp(Gated)(weights_of(expert), x_TD) for expert in (1, 3))
     expected = one + 0.75 * three
     assert (work.sum() - expected).abs().max() < 1e-4 * expected.abs().max()
 

@@ -28,7 +28,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from moe_infinity.engine.torch_backend import TorchBackend, TorchWork
 from moe_infinity.experts import NO_EXPERT, Routing
-from moe_infinity.kernels.reference import expert_mlp
+from moe_infinity.kernels.reference import PlainMlp
 
 pytestmark = pytest.mark.arithmetic
 
@@ -129,7 +129,7 @@ def assert_close_for(dtype: torch.dtype, got: Tensor, expected: Tensor) -> None:
 def test_an_expert_computes_its_definition(layout, dtype, num_rows):
     weights = weights_of(make_experts(layout, dtype), 3)
     x_RD = rows_of(num_rows, dtype)
-    out_RD = expert_mlp(make_experts(layout, dtype), weights, x_RD)
+    out_RD = PlainMlp(make_experts(layout, dtype))(weights, x_RD)
     assert (out_RD.dtype, out_RD.shape) == (dtype, x_RD.shape)
     assert_close_for(dtype, out_RD, einsum_mlp(layout, weights, x_RD))
 
@@ -141,8 +141,8 @@ def test_the_tolerance_rejects_what_is_wrong(layout, dtype):
     weights, x_RD = weights_of(experts, 3), rows_of(33, dtype)
     expected = einsum_mlp(layout, weights, x_RD)
     zeroed = torch.zeros_like(x_RD)
-    swapped = expert_mlp(experts, weights_of(experts, 4), x_RD)
-    row_swapped = expert_mlp(experts, weights, x_RD.roll(1, dims=0))
+    swapped = PlainMlp(experts)(weights_of(experts, 4), x_RD)
+    row_swapped = PlainMlp(experts)(weights, x_RD.roll(1, dims=0))
     one_row_zeroed = expected.clone()
     one_row_zeroed[7] = 0
     for wrong in (zeroed, swapped, row_swapped, one_row_zeroed):
@@ -158,7 +158,7 @@ def test_an_experts_own_norm_comes_after_its_down_projection():
     plain = einsum_mlp(Layout(), weights, x_RD)
     normed = plain / (plain.square().mean(dim=1, keepdim=True) + 1e-6).sqrt()
     with torch.no_grad():
-        assert_close_for(FP32, expert_mlp(experts, weights, x_RD), normed)
+        assert_close_for(FP32, PlainMlp(experts)(weights, x_RD), normed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -166,7 +166,7 @@ def test_an_expert_changes_neither_its_weights_nor_its_input(layout):
     experts = make_experts(layout, BF16)
     weights, x_RD = weights_of(experts, 0), rows_of(5, BF16)
     before = [tensor.clone() for tensor in (x_RD, *weights.values())]
-    expert_mlp(experts, weights, x_RD)
+    PlainMlp(experts)(weights, x_RD)
     for now, then in zip((x_RD, *weights.values()), before, strict=True):
         assert torch.equal(now, then)
 
@@ -202,7 +202,7 @@ def our_layer(
     """What the engine does; `order`: permutation in which the activated experts arrive."""
     routing = Routing.of(index_TK, weights_TK)
     backend = TorchBackend(
-        partial(expert_mlp, experts),
+        PlainMlp(experts),
         partial(weights_of, experts),
         is_eager=is_eager,
         weighs_input=False,

@@ -9,7 +9,7 @@ few rows of a decode step, where one call for each expert would take longer than
 
 Threads share the blocks of rows of all experts (work.py); there are as many as torch has.
 
-reference.expert_mlp rounds to the model's dtype after each of the three steps; this does not. The
+reference.PlainMlp rounds to the model's dtype after each of the three steps; this does not. The
 result of a row depends on the row and its expert alone, not on threads, other rows or experts.
 
 Legend: P rows of all experts, sorted by expert, D model width, F expert width, R rows (outputs), C
