@@ -119,12 +119,16 @@ def tiny_config(architecture: Architecture) -> Any:
     return architecture.config_class(**merge(arguments, OVERRIDES.get(architecture.name, {})))
 
 
-@torch.no_grad()
 def tiny_model(architecture: Architecture) -> Any:
+    """A tiny model with random weights."""
+    return random_model(architecture, tiny_config(architecture))
+
+
+@torch.no_grad()
+def random_model(architecture: Architecture, config: Any) -> Any:
     """Random bf16 weights, wide enough that the logits depend on every expert and that different
     tokens are routed differently."""
     torch.manual_seed(0)
-    config = tiny_config(architecture)
     dtype = DTYPES.get(architecture.name, torch.bfloat16)
     model = architecture.model_class._from_config(config, dtype=dtype)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
