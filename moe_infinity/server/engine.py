@@ -24,10 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_infinity.errors import Cancelled, CheckpointError, ConfigError
+from moe_infinity.errors import Cancelled, ConfigError
 from moe_infinity.model import MoE
-from moe_infinity.server.batch import DecodeBatch
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.decoding import Decoding
 from moe_infinity.server.generation import Generation
 from moe_infinity.server.passes import Passes
 from moe_infinity.server.sequences import (
@@ -83,8 +83,7 @@ class Engine:
         self._is_closing = False
         self._free_seats = list(range(self.config.max_batch))[::-1]
         self._prefilling: deque[Running] = deque()
-        self._decoding: list[Running] = []  # in the order of the batch's rows
-        self._batch = DecodeBatch()
+        self._decoding = Decoding(self._passes)
         self._thread: threading.Thread | None = None
 
     # called by any thread
@@ -176,7 +175,7 @@ class Engine:
             "waiting": len(self._waiting),
             "prefilling": len(self._prefilling),
             "decoding": len(self._decoding),
-            "kv_bytes": self._batch.num_bytes,
+            "kv_bytes": self._decoding.num_bytes,
             "prefix_bytes": self._passes.prefixes.used_bytes,
             "prefix_capacity_bytes": self._passes.prefixes.num_bytes,
             **asdict(self.counts),
@@ -246,20 +245,27 @@ class Engine:
             logits_V = self._passes.prefill(sequence)
             self.counts.prompt_tokens += sequence.num_prefilled - before
             self.counts.cached_tokens += sequence.num_cached if before == 0 else 0
-            is_last = sequence.is_prefilled and self._begin_answer(sequence, logits_V)
+            is_read = sequence.is_prefilled
+            is_last = is_read and self._begin_answer(sequence, logits_V)
         except Exception as error:
             self._fail(sequence, error)
             return
-        if not sequence.is_prefilled:
+        if not is_read:
             return
         if is_last:
             self._finish(sequence)
             return
         self._prefilling.popleft()
-        assert sequence.cache is not None
-        self._batch.join(sequence.cache, len(sequence.request.prompt_ids))
-        sequence.cache = None
-        self._decoding.append(sequence)
+        if not self._begins_anew(sequence):
+            self._decoding.add(sequence)
+
+    def _begins_anew(self, sequence: Running) -> bool:
+        """Queue a sequence whose next token the model computes without its cache."""
+        num_anew = self._passes.lengths.num_anew(sequence.num_held, len(sequence.ids))
+        if num_anew:
+            sequence.begin_anew(num_anew)
+            self._prefilling.append(sequence)
+        return num_anew > 0
 
     def _begin_answer(self, sequence: Running, logits_V: Tensor) -> bool:
         """Choose the first token. Returns True if it was the last, or there is to be none."""
@@ -272,10 +278,13 @@ class Engine:
 
     def _decode(self) -> None:
         """Compute one token of each decoding sequence. An error in choosing a token ends one."""
-        if not self._decoding:
-            return
-        logits_BV = self._logits()
-        for sequence, logits_V in zip(list(self._decoding), logits_BV, strict=True):
+        for sequence in self._decoding:
+            if self._begins_anew(sequence):
+                self._decoding.remove(sequence)
+        for sequence, logits_V in self._decoding.step():
+            if isinstance(logits_V, Exception):
+                self._fail(sequence, logits_V)
+                continue
             self.counts.generated_tokens += 1
             try:
                 if sequence.add(logits_V):
@@ -283,50 +292,9 @@ class Engine:
             except Exception as error:
                 self._fail(sequence, error)
 
-    def _logits(self) -> Sequence[Tensor]:
-        """[V] of each decoding sequence.
-
-        An expert that cannot be read ends the sequences that need it. Any other error of the
-        forward pass ends all of them.
-        """
-        try:
-            return list(self._passes.decode(self._decoding, self._batch))
-        except Exception as error:
-            if isinstance(error, CheckpointError) and len(self._decoding) > 1:
-                return self._logits_apart()
-            failed, self._decoding = self._decoding, []
-            self._batch = DecodeBatch()
-            for sequence in failed:
-                self._fail(sequence, error)
-            return []
-
-    def _logits_apart(self) -> Sequence[Tensor]:
-        """Compute logits like `_logits`, but each sequence alone. Those that do not fail are
-        together again for the next step.
-        """
-        self._batch.undo()
-        batch = DecodeBatch()
-        computed: list[tuple[Running, Tensor]] = []
-        failed: list[tuple[Running, Exception]] = []
-        for row, sequence in enumerate(self._decoding):
-            alone = self._batch.copy_of(row)
-            try:
-                computed.append((sequence, self._passes.decode([sequence], alone)[0]))
-            except Exception as error:
-                failed.append((sequence, error))
-                continue
-            assert alone.cache is not None
-            batch.join(alone.cache, alone.longest)
-        self._batch = batch
-        self._decoding = [sequence for sequence, _ in computed]
-        for sequence, cause in failed:
-            self._fail(sequence, cause)
-        return [logits_V for _, logits_V in computed]
-
     def _finish(self, sequence: Running) -> None:
         if sequence in self._decoding:
-            row = self._decoding.index(sequence)
-            self._passes.keep_answer(sequence, self._batch, row, is_end=True)
+            self._decoding.remove(sequence, is_end=True)
         self.counts.finished += 1
         self._leave(sequence, None)
 
@@ -349,8 +317,6 @@ class Engine:
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         if sequence in self._decoding:
-            rows = [row for row, other in enumerate(self._decoding) if other is not sequence]
-            self._batch.keep(rows)
             self._decoding.remove(sequence)
         if sequence.seat is not None:
             self._free_seats.append(sequence.seat)
@@ -364,8 +330,7 @@ class Engine:
             everyone = [*self._waiting, *self._prefilling, *self._decoding]
             self._waiting.clear()
         self._prefilling.clear()
-        self._decoding = []
-        self._batch.keep([])
+        self._decoding.clear()
         self._free_seats = list(range(self.config.max_batch))[::-1]
         for sequence in everyone:
             sequence.end(error)
@@ -375,5 +340,5 @@ class Engine:
         seated = [s.seat for s in (*self._prefilling, *self._decoding)]
         seats = sorted(seat for seat in (*seated, *self._free_seats) if seat is not None)
         assert seats == list(range(self.config.max_batch)), (seated, self._free_seats)
-        assert len(self._batch) == len(self._decoding), (len(self._batch), len(self._decoding))
+        self._decoding.check_invariants()
         self._moe.check_invariants()

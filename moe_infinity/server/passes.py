@@ -28,6 +28,7 @@ from moe_infinity.server.batch import (
     layers_that_cannot_join,
 )
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.lengths import Lengths
 from moe_infinity.server.prefix_cache import PrefixCache, Snapshots, why_no_snapshots, why_not
 from moe_infinity.server.sampling import ChosenToken, prompt_logprobs
 from moe_infinity.server.sequences import NoEmbeddings, Running
@@ -51,6 +52,7 @@ class Passes:
         self._require_servable()
         # Recurrent layers would begin anew with each chunk. With one seat a prompt is one pass, as
         # in generate(), unless logits of all its tokens are wanted: they may not fit into memory.
+        self.lengths = Lengths(moe.model)
         apart = layers_that_cannot_join(moe.model.config)
         can_chunk = not (apart or has_recurrent_layers(moe.model.config))
         self._chunk_to_read = config.prefill_chunk if can_chunk else None
@@ -76,17 +78,22 @@ class Passes:
             )
 
     def prefill(self, sequence: Running) -> Tensor:
-        """Compute the next chunk of a prompt. Returns [V] float32 logits of its last token."""
-        prompt_ids = sequence.request.prompt_ids
+        """Compute the next chunk of a prompt, or of all tokens of an answer that begins anew.
+        Returns [V] float32 logits of its last token.
+        """
+        prompt_ids = sequence.ids
         cache = sequence.cache or self._begin(sequence)
         start = sequence.num_prefilled
         size = self._chunk_to_read if sequence.request.reads_all else self._chunk
+        if not self.lengths.is_usual(len(prompt_ids)):
+            size = None  # a chunk would not see how long the whole is
         chunk = prompt_ids[start : None if size is None else start + size]
         inputs = {
             "input_ids": torch.tensor([chunk], dtype=torch.long, device="cpu"),
             "attention_mask": torch.ones((1, start + len(chunk)), dtype=torch.long, device="cpu"),
             "position_ids": torch.arange(start, start + len(chunk), device="cpu")[None],
             "cache": cache,
+            "num_forgotten": sequence.num_forgotten,  # not the model's
         }
         step = self._step(Phase.PREFILL, [sequence] * len(chunk), chunk)
         logits_V = self._read(sequence, step, inputs)
@@ -105,7 +112,7 @@ class Passes:
         request = sequence.request
         start = sequence.num_prefilled
         end = start + inputs["input_ids"].shape[1]
-        if request.has_prompt_logprobs:
+        if request.has_prompt_logprobs and not sequence.has_answer:
             logits_TV = self._logits(step, inputs, num_kept=0)[0]
             first = [ChosenToken(request.prompt_ids[0])] if start == 0 else []
             next_ids = request.prompt_ids[start + 1 : end + 1]
@@ -127,18 +134,22 @@ class Passes:
         in any case: there is no first token without its logits.
         """
         sequence.cache = cache = DynamicCache(config=self._moe.model.config)
-        if self.prefixes.num_bytes == 0 or sequence.request.reads_all:
+        is_apart = sequence.request.reads_all or sequence.num_forgotten > 0
+        if self.prefixes.num_bytes == 0 or is_apart:
             return cache
-        sequence.branch = self.prefixes.branch(sequence.request.owner)
-        known_ids = sequence.request.prompt_ids[:-1]
+        regime = self.lengths.regime(len(sequence.ids))
+        sequence.branch = self.prefixes.branch((sequence.request.owner, regime))
+        known_ids = sequence.ids[:-1]
         nodes = self.prefixes.find(sequence.branch, known_ids)
         if nodes:
             self.prefixes.fill(cache, nodes, self._moe.model.device)
-            sequence.num_prefilled = sequence.num_cached = sequence.branch.num_tokens
+            sequence.num_prefilled = sequence.branch.num_tokens
+            if not sequence.has_answer:
+                sequence.num_cached = sequence.num_prefilled
             experts = [node.experts for node in nodes if node.experts is not None]
             if len(experts) == len(nodes):
-                known_ids = known_ids[: sequence.num_cached]
-                step = self._step(Phase.PREFILL, [sequence] * sequence.num_cached, known_ids)
+                known_ids = known_ids[: sequence.num_prefilled]
+                step = self._step(Phase.PREFILL, [sequence] * len(known_ids), known_ids)
                 self._moe.note_known(step, np.concatenate(experts).astype(np.int64))
         if self.prefixes.needs_windows:
             keep_windows(cache)
@@ -157,11 +168,18 @@ class Passes:
         if self.prefixes.num_bytes > 0:
             experts_BLK = self._moe.last_routing()
             for row, sequence in enumerate(sequences):
+                self._leave_branch(sequence)
                 if sequence.branch is not None:
                     own = None if experts_BLK is None else experts_BLK[row : row + 1]
                     sequence.branch.note(own)
                     self.keep_answer(sequence, batch, row)
         return logits_BV
+
+    def _leave_branch(self, sequence: Running) -> None:
+        """Keep nothing more of a sequence whose tokens are not computed as its first were."""
+        length = len(sequence.ids)
+        if self.lengths.regime(length) != self.lengths.regime(length - 1):
+            sequence.branch = None
 
     def keep_answer(
         self, sequence: Running, batch: DecodeBatch, row: int, *, is_end: bool = False
@@ -182,10 +200,11 @@ class Passes:
         """[B, T, V] logits of at least the last `num_kept` tokens, 0 for all, as the model gives
         them.
         """
+        self.lengths.forget()
         inputs |= {"use_cache": True, "logits_to_keep": num_kept}
         accepted = {name: value for name, value in inputs.items() if name in self._accepts}
         logits_BTV: Tensor = self._moe.forward(step, **accepted).logits
-        num_tokens = inputs["attention_mask"].shape[1]
+        num_tokens = inputs["attention_mask"].shape[1] - inputs.get("num_forgotten", 0)
         if not has_tokens(inputs["cache"], num_tokens):
             raise UnsupportedModelError(
                 f"a forward pass left the KV cache without its tokens; expected {num_tokens}\n"

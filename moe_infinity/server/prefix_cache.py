@@ -6,7 +6,8 @@
 A request copies its longest known prefix and computes the rest. Blocks are added as soon as they
 are complete, so running sequences share, too. The block that was used least recently goes first;
 as a use of a block is one of all above it, none goes before what is below it. Owners see nothing of
-each other's blocks, not even by the time an answer takes.
+each other's blocks, not even by the time an answer takes. An owner of prompts that a model computes
+differently, because of their length, counts as several.
 
 With a block are the experts that its tokens activated, so that a request has the Expert Activation
 Matrix of all its tokens.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -108,7 +109,7 @@ class PrefixCache:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes  # at most
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[Hashable, Node] = {}
         self._nodes: OrderedDict[Node, None] = OrderedDict()  # the least recently used first
         self._parts: list[Part] = []
         self._free: list[int] = []  # places of the pool
@@ -119,7 +120,7 @@ class PrefixCache:
         """Keys and values that are kept now."""
         return len(self._nodes) * self._block_bytes
 
-    def branch(self, owner: str) -> Branch:
+    def branch(self, owner: Hashable) -> Branch:
         """For a sequence that begins."""
         return Branch(self._roots.setdefault(owner, Node(None, (), -1)))
 
@@ -271,10 +272,10 @@ class Snapshots:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes  # at most
         self.used_bytes = 0
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[Hashable, Node] = {}
         self._kept: OrderedDict[Node, DynamicCache] = OrderedDict()  # the least recently used first
 
-    def branch(self, owner: str) -> Branch:
+    def branch(self, owner: Hashable) -> Branch:
         """For a sequence that begins."""
         return Branch(self._roots.setdefault(owner, Node(None, (), -1)))
 

@@ -203,7 +203,8 @@ class Running:
         self.cache: DynamicCache | None = None  # its own, until it joins the batch
         self.branch: Branch | None = None  # None: no prefixes are kept
         self.is_known = False  # to the recorder, by an earlier step
-        self.num_prefilled = 0
+        self.num_prefilled = 0  # of `ids`
+        self.num_forgotten = 0  # of these, tokens that the cache never had
         self.num_cached = 0  # of these, tokens that were not computed
         self.num_echoed = 0  # of the prompt's tokens
         self.ids = list(request.prompt_ids)  # and of the answer
@@ -236,14 +237,30 @@ class Running:
         """The newest token, which the next pass gets."""
         return self.ids[-1]
 
+    def begin_anew(self, num_tokens: int) -> None:
+        """Compute this many of the last tokens again, and forget the others."""
+        self.cache = None
+        self.branch = None
+        self.num_prefilled = self.num_forgotten = len(self.ids) - num_tokens
+
+    @property
+    def num_held(self) -> int:
+        """Tokens in its cache while it decodes: not the newest."""
+        return len(self.ids) - 1 - self.num_forgotten
+
+    @property
+    def has_answer(self) -> bool:
+        """True once a token was generated."""
+        return self._num_generated > 0
+
     @property
     def is_prefilled(self) -> bool:
-        return self.num_prefilled == len(self.request.prompt_ids)
+        return self.num_prefilled == len(self.ids)
 
     def progress(self, began_s: float) -> Progress:
         """How far the prompt is, for any thread. `began_s`: when its request came."""
-        num_read = self.num_prefilled
         num_tokens = len(self.request.prompt_ids)
+        num_read = num_tokens if self.has_answer else self.num_prefilled
         return Progress(num_tokens, self.num_cached, num_read, time.monotonic() - began_s)
 
     def echo(self, tokens: Sequence[ChosenToken]) -> None:

@@ -125,7 +125,7 @@ def test_requests_join_and_leave_at_any_step_and_lengths(moe):
     run_all(engine, *clients)
     for client, single in zip(clients, expected, strict=True):
         assert_same_answer(client, single)
-    assert engine._batch.num_bytes == 0
+    assert engine._decoding.num_bytes == 0
 
 
 def test_a_prompt_in_chunks_gives_the_same_tokens(moe):
@@ -267,7 +267,7 @@ def test_a_cancelled_request_is_gone_within_one_step(moe, num_steps):
     engine.cancel([client.running])
     engine.step()
     assert isinstance(client.error, Cancelled)
-    assert engine._batch.num_bytes == 0
+    assert engine._decoding.num_bytes == 0
     assert engine.state()["waiting"] + engine.state()["decoding"] == 0
     engine.check_invariants()
 
