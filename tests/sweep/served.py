@@ -6,7 +6,7 @@ The config's lengths are made so small that prompts and answers cross each of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,19 @@ class Forced:
         return ChosenToken(self.token_ids[len(self.logits) - 1])
 
 
+# Their attention ignores the window of their config, which is null in every real one.
+WITHOUT_WINDOW = (
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
+)
+
+
 def with_lengths(architecture: Architecture, rope: str) -> Any:
     """A tiny config whose lengths are short. None if it has no such rotary embedding."""
     config = tiny.tiny_config(architecture)
     text = config.get_text_config(decoder=True)
+    if architecture.name in WITHOUT_WINDOW:
+        text.sliding_window = None
     for part in with_sub_configs(config):
         for name, value in LENGTHS.items():
             if getattr(part, name, None) is not None:
@@ -128,46 +137,66 @@ def save(architecture: Architecture, config: Any, folder: Path) -> None:
     save_tokenizer(folder)
 
 
-def expected_of(folder: Path, prompt: list[int]) -> tuple[list[int], Tensor]:
-    """What generate() gives for this request alone, of a model that has seen no other."""
-    with MoE(folder, host_memory="100%", dtype="float32", preload="off") as moe:
-        out = moe.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=NUM_NEW,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+Answer = tuple[list[int], Tensor]  # tokens, and the logits [N, V] they were chosen from
+
+
+def generated(moe: MoE, prompt: list[int]) -> Answer:
+    """What generate() gives for this request alone."""
+    out = moe.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=NUM_NEW,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
 
 
-def differences(folder: Path) -> Iterator[str]:
+def answers(folder: Path, *, is_history_free: bool) -> list[Answer]:
+    """What generate() gives for each prompt, of a model that has seen no other."""
+    if not is_history_free:
+        return [_of_a_fresh_model(folder, prompt) for prompt in PROMPTS]
+    with opened(folder) as moe:
+        return [generated(moe, prompt) for prompt in PROMPTS]
+
+
+def _of_a_fresh_model(folder: Path, prompt: list[int]) -> Answer:
+    with opened(folder) as moe:
+        return generated(moe, prompt)
+
+
+def opened(folder: Path) -> MoE:
+    moe = MoE(folder, host_memory="100%", dtype="float32", preload="off")
+    moe.model.generation_config.eos_token_id = None  # nothing ends an answer early
+    return moe
+
+
+def differences(folder: Path, rope: str, names: Iterable[str] = OPTIONS) -> Iterator[str]:
     """In words, where the server gives other logits, or why it does not serve."""
-    wanted = [expected_of(folder, prompt) for prompt in PROMPTS]
-    for name, options in OPTIONS.items():
-        with MoE(folder, host_memory="100%", dtype="float32", preload="off") as moe:
+    wanted = answers(folder, is_history_free=rope != "dynamic")
+    for name in names:
+        with opened(folder) as moe:
             try:
-                engine = Engine(moe, ServeConfig(max_context=200, **options))
+                engine = Engine(moe, ServeConfig(max_context=200, **OPTIONS[name]))
             except MoEInfinityError as error:
                 yield f"{name}: not served: {error}"
                 continue
             yield from (f"{name}: {found}" for found in _compared(engine, wanted))
 
 
-def _compared(engine: Engine, wanted: list[tuple[list[int], Tensor]]) -> Iterator[str]:
+def _compared(engine: Engine, wanted: list[Answer]) -> Iterator[str]:
     cases = list(zip(PROMPTS, wanted, strict=True))
     for turn, order in (("first", cases), ("again", cases[::-1])):
         running: list[tuple[int, Running, Forced, Tensor]] = []
         for prompt, (tokens, logits) in order:
             request = Request(prompt_ids=prompt, max_new_tokens=NUM_NEW)
             (sequence,) = engine.submit([request], [lambda output: None])
-            sequence._end_ids = frozenset()
             forced: Any = Forced(tokens)
             sequence._sampler = forced
             running.append((len(prompt), sequence, forced, logits))
             engine.step()
         for _ in range(400):
-            if not engine._waiting and not engine._prefilling and not engine._decoding:
+            if not (engine._waiting or engine._prefilling or engine._decoding):
                 break
             engine.step()
         for length, _, forced, logits in running:
