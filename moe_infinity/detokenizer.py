@@ -51,7 +51,9 @@ class Detokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         if text == self._text and self._is_skipped(token_id):
-            self._window.pop()
+            # Within a character it may decide whether the parts around it are one.
+            if self._given == len(text) or len(self._window) > MOST_HELD:
+                self._window.pop()
             return ""
         self._text = text
         before = self._given

@@ -105,8 +105,10 @@ def wordpiece(decoder: Any, **settings: Any) -> Any:
 class Spelled(PreTrainedTokenizer):  # type: ignore[misc]
     """A tokenizer in Python, which strips its text."""
 
+    vocabulary = WORDPIECE
+
     def __init__(self, **settings: Any) -> None:
-        self._ids = ids_of(WORDPIECE)
+        self._ids = ids_of(self.vocabulary)
         super().__init__(unk_token="<unk>", bos_token="<s>", eos_token="</s>", **settings)
 
     @property
@@ -124,6 +126,24 @@ class Spelled(PreTrainedTokenizer):  # type: ignore[misc]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         return " ".join(tokens).replace(" ##", "").strip()
+
+
+class Parted(Spelled):
+    """A tokenizer of bytes whose text has parts between special tokens, as Mistral's own has."""
+
+    def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **settings: Any) -> str:
+        parts = [""]
+        run = b""
+        for token in self.convert_ids_to_tokens(token_ids):
+            if token in BYTES:
+                run += bytes([int(token[1:-1], 16)])
+                continue
+            is_shown = token == "a" or not skip_special_tokens
+            parts += [run.decode(errors="replace"), token if is_shown else ""]
+            run = b""
+        return "".join([*parts, run.decode(errors="replace")])
+
+    vocabulary = ["<unk>", "<s>", "</s>", "a", *BYTES]
 
 
 def llama(left: int = 1) -> Any:
@@ -154,6 +174,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "CTC": lambda: wordpiece(decoders.CTC(pad_token="[PAD]", word_delimiter_token="|")),
     "no decoder": lambda: bpe(WORDS, None),
     "in Python": Spelled,
+    "bytes in Python, parted by special tokens": Parted,
     "in Python that is cleaned": lambda: Spelled(**CLEANS),
     "the demo's": lambda: AutoTokenizer.from_pretrained(DEMO),
 }  # fmt: skip

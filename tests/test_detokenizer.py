@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from transformers.tokenization_python import PreTrainedTokenizer
 
 from moe_infinity.detokenizer import Cleaned, Detokenizer
-from tests.small_tokenizers import DEMO, KINDS, as_letters
+from tests.small_tokenizers import DEMO, KINDS, LETTERS, as_letters
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -86,6 +86,16 @@ def test_spaces_are_removed_as_from_the_whole(text, sizes):
         shown += cleaned.add(text[start : start + size])
         start += size
         assert shown + cleaned.rest(text[start:]) == clean(None, text)
+
+
+@pytest.mark.parametrize("has_special", [False, True])
+def test_a_special_token_may_be_within_a_character(tokenizer, has_special):
+    vocab = tokenizer.get_vocab()
+    bytes_ = [vocab.get(f"<0x{value:02X}>", vocab.get(LETTERS[value])) for value in "🙂".encode()]
+    a, special = vocab.get("a"), vocab.get("<s>", vocab.get("<|pad|>"))
+    ids = [a, bytes_[0], bytes_[1], special, *bytes_[2:], a] * 2
+    if None not in ids:
+        check_all_beginnings(tokenizer, ids, has_special=has_special)
 
 
 def test_hidden_tokens_leave_no_text_and_no_trace():

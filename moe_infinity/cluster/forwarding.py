@@ -183,7 +183,7 @@ class Forwarded(Response):
 
     def _event(self, refusal: dict[str, Any]) -> bytes:
         """The body of a refusal as an event of the stream."""
-        if self._call.scope["path"].startswith("/v1/messages"):
+        if self._call.scope["path"].rstrip("/").endswith("/messages"):
             event = "event: error\ndata: " + json.dumps({"type": "error"} | refusal)
         else:
             event = "data: " + json.dumps(refusal)

@@ -17,13 +17,13 @@ PERIOD_S = 0.05
 PROMPT = "w5 w6 w9 w100 w31"
 CHAT = {"messages": [{"role": "user", "content": PROMPT}]}
 BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": PROMPT, "max_tokens": 4},
-    "/v1/chat/completions": CHAT | {"max_tokens": 4},
-    "/v1/messages": CHAT | {"max_tokens": 4},
-    "/v1/responses": {"input": PROMPT, "max_output_tokens": 4},
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 4, "temperature": 0},
+    "/v1/chat/completions": CHAT | {"max_tokens": 4, "temperature": 0},
+    "/v1/messages": CHAT | {"max_tokens": 4, "temperature": 0},
+    "/v1/responses": {"input": PROMPT, "max_output_tokens": 4, "temperature": 0},
 }
 FIRST = {
-    "/v1/completions": [],
+    "/v1/completions": [": still at work"],
     "/v1/chat/completions": ["chat.completion.chunk"],
     "/v1/messages": ["message_start", "ping"],
     "/v1/responses": [
@@ -63,7 +63,7 @@ def kind_of(event: str) -> str:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_stream_that_waits_for_its_prompt_shows_life(server, stuck, path):
-    body = BODIES[path] | {"stream": True, "temperature": 0}
+    body = BODIES[path] | {"stream": True}
     events: list[str] = []
     with httpx.stream("POST", server.url + path, json=body, timeout=30) as answer:
         for line in answer.iter_text():
@@ -76,7 +76,7 @@ def test_a_stream_that_waits_for_its_prompt_shows_life(server, stuck, path):
     life = LIFE.get(path, ": still at work")
     assert kinds[num_first : num_first + 3] == [life] * 3
     stuck.set()
-    whole = httpx.post(server.url + path, json=BODIES[path] | {"temperature": 0}, timeout=30)
+    whole = httpx.post(server.url + path, json=BODIES[path], timeout=30)
     assert whole.status_code == 200
     if path == "/v1/responses":
         numbers = [json.loads(event.rpartition("data: ")[2])["sequence_number"] for event in events]
@@ -86,6 +86,7 @@ def test_a_stream_that_waits_for_its_prompt_shows_life(server, stuck, path):
 def test_clients_read_such_streams_as_before(server, stuck):
     threading.Timer(4 * PERIOD_S, stuck.set).start()
     ask: dict[str, Any] = {"model": "tiny", "messages": CHAT["messages"], "max_tokens": 4}
+    ask["temperature"] = 0
     with server.client() as client, server.anthropic() as other:
         chunks = list(client.chat.completions.create(**ask, stream=True))
         assert chunks[-1].choices[0].finish_reason == "length"
@@ -93,7 +94,7 @@ def test_clients_read_such_streams_as_before(server, stuck):
         with other.messages.stream(**ask) as stream:
             assert stream.get_final_text()
         events = client.responses.create(
-            model="tiny", input=PROMPT, max_output_tokens=4, stream=True
+            model="tiny", input=PROMPT, max_output_tokens=4, temperature=0, stream=True
         )
         assert [event.type for event in events][-1] == "response.incomplete"
 

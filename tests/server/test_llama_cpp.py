@@ -56,7 +56,7 @@ def test_a_completion_whose_address_lacks_its_v1_is_one_of_openai(server):
 def test_a_stream_ends_with_an_event_that_has_stop(server):
     body = ASK | {"stream": True, "return_progress": True, "return_tokens": True}
     with httpx.stream("POST", f"{server.url}/completion", json=body, timeout=60) as answer:
-        lines = [line for line in answer.iter_lines() if line]
+        lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
     assert "".join(event["content"] for event in events) == openai_text(server)
