@@ -69,6 +69,9 @@ class Forced:
 
     def put_into(self, body: dict[str, Any]) -> bool:
         """Change the request so. Returns False if it does not have the tool."""
+        if self == NO_CALL:
+            body["tool_choice"] = "none"
+            return True
         for tool in body.get("tools") or ():
             function = tool.get("function", tool)
             if function.get("name") == self.name:
@@ -92,6 +95,9 @@ class Forced:
         if is_chat:
             return {"type": "function", "function": {"name": self.name}}
         return {"type": "tool" if is_anthropic else "function", "name": self.name}
+
+
+NO_CALL = Forced("", {})  # the first request has to be answered without any
 
 
 @dataclass(slots=True)

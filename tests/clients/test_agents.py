@@ -18,7 +18,7 @@ import pytest
 
 from tests.clients.environments import Client, Outcome
 from tests.clients.guide import code_under, write_under
-from tests.clients.proxy import Forced, Proxy
+from tests.clients.proxy import NO_CALL, Forced, Proxy
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
 PROMPT = "Say hi."
@@ -43,6 +43,7 @@ class Agent:
     script: Callable[[str], str] | None = None  # for a URL; else the guide's code
     variables: dict[str, str] = field(default_factory=dict)
     structured: Callable[[Client], list[str]] | None = None  # options for SCHEMA
+    answer: Forced | None = None  # the tool by which it asks for that, if it is one
     has_long: bool = False  # its own prompt is tried, too
 
     def run(self, client: Client, proxy: Proxy, options: list[str], **limits: Any) -> Outcome:
@@ -76,6 +77,7 @@ AGENTS = {
         Forced("Read", {"file_path": "hello"}),
         variables={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
         structured=lambda client: ["--json-schema", json.dumps(SCHEMA)],
+        answer=Forced("StructuredOutput", {"city": "Graz"}),
         has_long=True,
     ),
     "codex": Agent(
@@ -85,6 +87,7 @@ AGENTS = {
         set_up=codex,
         script=lambda url: "codex exec --skip-git-repo-check",
         structured=schema_file,
+        answer=NO_CALL,
     ),
     "opencode": Agent(
         "opencode",
@@ -171,8 +174,7 @@ def test_a_forced_call_runs_and_its_result_is_taken(agent, client, proxy):
 @cases("structured", has=lambda agent: agent.structured is not None)
 def test_an_answer_keeps_to_a_schema(agent, client, proxy):
     options = [*agent.structured(client), *agent.options(PROMPT)]
-    if agent.heading == "Claude Code":  # it is a tool there, which the model calls by itself
-        proxy.forced = Forced("StructuredOutput", {"city": "Graz"})
+    proxy.forced = agent.answer
     outcome = agent.run(client, proxy, options)
     check(proxy, outcome)
     assert "Graz" in outcome.out
