@@ -121,7 +121,7 @@ AGENTS = {
             *("--message", prompt, "--yes-always", "--no-git", "--no-show-model-warnings"),
             *("--analytics-disable", "--no-check-update", "--no-browser"),
         ],
-        Forced("", {}),
+        NO_CALL,
     ),
 }
 
