@@ -14,6 +14,7 @@ from moe_infinity.server.fields import (
     ONLY_TEXT,
     Body,
     RequestBody,
+    ToolOfType,
     refused_field,
     short,
 )
@@ -192,17 +193,14 @@ class ConversationTurn(Body):
         return Message.model_validate(fields)
 
 
-class ClientTool(Cacheable):
+class ClientTool(ToolOfType, Cacheable):
     """A tool. All but custom ones are tools of Anthropic's own."""
 
-    type: str = "custom"
+    known_type = "custom"
     name: str | None = None
     description: str | None = None
     input_schema: Annotated[dict[str, Any] | None, KEEPS_EMPTY] = None
     strict: bool | None = None  # without effect: calls that are required fit the schema
-
-    def left_out(self) -> str | None:
-        return None if self.type == "custom" else f"a tool of type {short(self.type)}"
 
     def for_chat(self) -> dict[str, Any]:
         function = self.model_dump(include={"name", "description"}, exclude_none=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from moe_infinity.server.fields import KEEPS_EMPTY, Body, RequestBody, refused_field, short
+from moe_infinity.server.fields import KEEPS_EMPTY, Body, RequestBody, ToolOfType, refused_field
 from moe_infinity.server.grammars import Structure
 from moe_infinity.server.protocol import MAX_LOGPROBS, GenerationBody
 from moe_infinity.server.refusals import BadRequest
@@ -177,12 +177,9 @@ class Function(Body):
         return {"type": "function", "function": function}
 
 
-class OfferedTool(Body):
-    type: str = "function"
+class OfferedTool(ToolOfType):
+    known_type = "function"
     function: Function | None = None
-
-    def left_out(self) -> str | None:
-        return None if self.type == "function" else f"a tool of type {short(self.type)}"
 
 
 class StatedEffort(Body):
@@ -230,7 +227,7 @@ class ChatBody(GenerationBody):
             message = "give either this or add_generation_prompt"
             raise BadRequest(message, param="continue_final_message")
         for at, tool in enumerate(self.tools or ()):
-            if tool.type == "function" and tool.function is None:
+            if tool.left_out() is None and tool.function is None:
                 raise refused_field(("tools", str(at), "function"), "Field required")
         if self.must_call and not self.template_tools:
             raise BadRequest("there are no tools", param="tool_choice")

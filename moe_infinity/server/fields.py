@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -107,6 +107,23 @@ class RequestBody(Body):
     """The body of a request for a model."""
 
     model: str | None = None
+
+
+class ToolOfType(Body):
+    """A tool, which is left out unless it is of the one type that is known."""
+
+    known_type: ClassVar[str]
+    type: str | None = None  # None: of the known one
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_no_fields_of_other_types(cls, fields: Any) -> Any:
+        kind = fields.get("type") if isinstance(fields, dict) else None
+        return fields if kind in (None, "", cls.known_type) else {"type": kind}
+
+    def left_out(self) -> str | None:
+        is_known = self.type in (None, self.known_type)
+        return None if is_known else f"a tool of type {short(str(self.type))}"
 
 
 class FieldCheck:

@@ -18,7 +18,7 @@ from moe_infinity.server.chat import (
     Part,
     TextFormat,
 )
-from moe_infinity.server.fields import NOT_KEPT, Body, refused_field, short
+from moe_infinity.server.fields import NOT_KEPT, Body, ToolOfType, refused_field, short
 from moe_infinity.server.protocol import MAX_LOGPROBS, SampledBody
 from moe_infinity.server.refusals import BadRequest
 
@@ -74,7 +74,7 @@ class CustomToolCall(Body):
 
 class CallOutput(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
+    call_id: str = ""
     output: list[Part] | str
 
     def for_chat(self) -> Message:
@@ -109,7 +109,7 @@ class OtherItem(Body):
 
 
 class ItemReference(Body):
-    type: Literal["item_reference"]
+    type: Literal["item_reference"] = "item_reference"
 
     @model_validator(mode="after")
     def _refuse(self) -> ItemReference:
@@ -121,7 +121,9 @@ class ItemReference(Body):
 
 def kind_of(item: Any) -> str:
     """The tag in ITEMS of an input item."""
-    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    if not isinstance(item, dict):
+        return "message"
+    kind = item.get("type") or ("message" if "role" in item else "item_reference")
     return kind if kind in KINDS else "other"
 
 
@@ -170,17 +172,14 @@ def _joined(last: Message, new: Message) -> Message:
     return last.model_copy(update=changed)
 
 
-class ResponseTool(Body):
+class ResponseTool(ToolOfType):
     """A tool. All but functions are tools of OpenAI's own servers, or of a certain client."""
 
-    type: str = "function"
+    known_type = "function"
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # without effect: calls that are required fit the schema
-
-    def left_out(self) -> str | None:
-        return None if self.type == "function" else f"a tool of type {short(self.type)}"
 
     def for_chat(self) -> dict[str, Any]:
         function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
@@ -307,7 +306,9 @@ class ResponsesBody(SampledBody):
             "store": False,
             "text": {"format": text_format.model_dump(by_alias=True)},
             "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice,
-            "tools": [tool.model_dump() for tool in self._functions],
+            "tools": [
+                {"type": "function"} | tool.model_dump(exclude={"type"}) for tool in self._functions
+            ],
             "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
             "user": self.user,

@@ -250,7 +250,7 @@ def test_a_client_of_openai_gets_calls_and_sends_their_results(scripted):
     found = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls]
     assert found == calls
     results = [{"role": "tool", "tool_call_id": c.id, "content": "w9"} for c in message.tool_calls]
-    again = [*ASKED, message.model_dump(exclude_none=True), *results]
+    again = [*ASKED, message.model_dump(), *results]
     answer = client.chat.completions.create(
         model="tiny", messages=again, tools=[WEATHER], max_tokens=200, parallel_tool_calls=False
     )
@@ -284,7 +284,8 @@ def test_responses_have_calls_as_items(scripted):
     items = answer.output[1:]
     assert [(item.name, json.loads(item.arguments)) for item in items] == calls
     result = {"type": "function_call_output", "call_id": items[0].call_id, "output": "w9"}
-    again = [{"role": "user", "content": "w5"}, items[0].model_dump(exclude_none=True), result]
+    dumped = [item.model_dump() for item in answer.output]
+    again = [{"role": "user", "content": "w5"}, *dumped, result]
     with client.responses.stream(
         model="tiny", input=again, tools=[tool], max_output_tokens=200
     ) as stream:
@@ -314,7 +315,7 @@ def test_messages_of_anthropic_have_calls_as_blocks(anthropic_client):
         {"type": "tool_result", "tool_use_id": use.id, "content": "w9", "is_error": False}
         for use in uses
     ]
-    said = {"role": "assistant", "content": answer.content}
+    said = {"role": "assistant", "content": [block.model_dump() for block in answer.content]}
     asked["messages"] = [*ASKED, said, {"role": "user", "content": results}]
     asked["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
     again = anthropic_client.messages.create(**asked)

@@ -1,0 +1,121 @@
+"""Conversations of three APIs become messages of one form, and their wishes those of a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_infinity.server.anthropic_body import MessagesBody
+from moe_infinity.server.chat import ChatBody
+from moe_infinity.server.responses_body import ResponsesBody
+
+SAID: list[Any] = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FUNCTION = {"name": "f", "parameters": SCHEMA}
+TOOL = {"type": "function", "function": FUNCTION}
+
+
+def chat_messages(body: Any) -> list[dict[str, Any]]:
+    return [message.for_template() for message in body.for_chat().messages]
+
+
+def test_the_items_of_one_answer_become_one_message():
+    output = {"type": "input_text", "text": "1"}
+    refusal = {"type": "refusal", "refusal": "No"}
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I"}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "b", "name": "g", "input": "ls"},
+        {"type": "web_search_call", "id": "w", "status": "completed"},
+        {"type": "function_call_output", "call_id": "a", "output": [output]},
+        {"type": "custom_tool_call_output", "call_id": "b", "output": "2"},
+        {"role": "assistant", "content": [refusal], "phase": "final_answer"},
+    ]
+    user, answer, *results, last = chat_messages(ResponsesBody.model_validate({"input": items}))
+    assert (user["content"], answer["content"], answer["reasoning_content"]) == ("hi", "I", "Hm")
+    names = [call["function"]["name"] for call in answer["tool_calls"]]
+    arguments = [call["function"]["arguments"] for call in answer["tool_calls"]]
+    assert (names, arguments) == (["f", "g"], ["{}", '{"input": "ls"}'])
+    assert [(each["tool_call_id"], each["content"]) for each in results] == [("a", "1"), ("b", "2")]
+    assert (last["role"], last["content"]) == ("assistant", "No")
+
+
+def test_blocks_of_text_are_read_and_others_left_out():
+    document = {"type": "document", "title": "T", "source": {"type": "text", "data": "D"}}
+    found: dict[str, Any] = {"type": "search_result", "title": "S", "source": "U"}
+    found |= {"content": [{"type": "text", "text": "C"}]}
+    said = [
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+        {"type": "text", "text": "A", "citations": [{"type": "char_location"}]},
+    ]
+    turns = [
+        {"role": "user", "content": [document, found]},
+        {"role": "system", "content": "Late"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "more"},
+    ]
+    body = MessagesBody.model_validate({"messages": turns, "max_tokens": 1})
+    contents = [(each["role"], each["content"]) for each in chat_messages(body)]
+    assert contents == [
+        ("user", "T\nD\nS\nU\nC"),
+        ("system", "Late"),
+        ("assistant", "A"),
+        ("user", "more"),
+    ]
+
+
+def test_output_config_is_a_schema_and_an_effort():
+    fields = {"messages": SAID, "max_tokens": 1, "thinking": {"type": "adaptive"}}
+    structure = {"type": "json_schema", "schema": SCHEMA}
+    for config in (
+        {"output_config": {"effort": "max", "format": structure}},
+        {"output_config": {"effort": "max"}, "output_format": structure},
+    ):
+        chat = MessagesBody.model_validate(fields | config).for_chat()
+        assert chat.structure is not None
+        assert (chat.structure.value, chat.reasoning_effort) == (SCHEMA, "max")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, SCHEMA),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, SCHEMA),
+        ({"response_format": {"type": "json_object"}}, {"type": "object"}),
+        ({"json_schema": SCHEMA}, SCHEMA),
+        ({"guided_json": SCHEMA}, SCHEMA),
+        ({"grammar": 'root ::= "a"'}, 'root ::= "a"'),
+        ({"response_format": {"type": "grammar", "grammar": 'root ::= "a"'}}, 'root ::= "a"'),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "tools": [TOOL],
+                "tool_choice": "required",
+            },
+            None,
+        ),
+        ({"function_call": {"name": "f"}, "functions": [FUNCTION]}, None),
+    ],
+)
+def test_a_structure_may_be_asked_for_in_many_words_and_a_required_call_wins(fields, kind):
+    body = ChatBody.model_validate({"messages": SAID} | fields)
+    assert (None if body.structure is None else body.structure.value) == kind
+    assert body.must_call == (kind is None)
+
+
+def test_earlier_calls_may_be_a_function_call_or_an_object():
+    turns = [
+        *SAID,
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "1"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "g", "arguments": {"é": 1}}}]},
+    ]
+    messages = ChatBody.model_validate({"messages": turns}).messages
+    _, called, result, last = (message.for_template() for message in messages)
+    assert called["tool_calls"][0]["id"] == result["tool_call_id"]
+    assert result["role"] == "tool"
+    assert last["tool_calls"][0]["function"]["arguments"] == '{"é": 1}'
