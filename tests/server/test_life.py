@@ -86,7 +86,7 @@ def test_a_stream_that_waits_for_its_prompt_shows_life(server, stuck, path):
 def test_clients_read_such_streams_as_before(server, stuck):
     threading.Timer(4 * PERIOD_S, stuck.set).start()
     ask: dict[str, Any] = {"model": "tiny", "messages": CHAT["messages"], "max_tokens": 4}
-    ask["temperature"] = 0
+    ask["extra_body"] = {"temperature": 0}
     with server.client() as client, server.anthropic() as other:
         chunks = list(client.chat.completions.create(**ask, stream=True))
         assert chunks[-1].choices[0].finish_reason == "length"
