@@ -156,9 +156,21 @@ class FunctionChoice(Body):
     function: FunctionName
 
 
+class AllowedTool(Body):
+    """The name of a tool, as chat or as the Responses API writes it."""
+
+    type: str = "function"
+    function: FunctionName | None = None
+    name: str | None = None
+
+
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]]
+    tools: list[AllowedTool]
+
+    @property
+    def names(self) -> set[str | None]:
+        return {tool.function.name if tool.function else tool.name for tool in self.tools}
 
 
 class AllowedToolsChoice(Body):
@@ -311,8 +323,7 @@ class ChatBody(GenerationBody):
         functions = [tool.function for tool in self.tools or () if tool.left_out() is None]
         tools = [each.for_template() for each in (*functions, *(self.functions or ())) if each]
         if isinstance(self.tool_choice, AllowedToolsChoice):
-            listed = self.tool_choice.allowed_tools.tools
-            names = [tool.get("function", tool).get("name") for tool in listed]
+            names = self.tool_choice.allowed_tools.names
             tools = [tool for tool in tools if tool["function"]["name"] in names]
         return tools or None
 

@@ -218,7 +218,8 @@ class AllowedChoice(AllowedTools):
     type: Literal["allowed_tools"]
 
     def for_chat(self) -> dict[str, Any]:
-        return {"type": self.type, self.type: {"mode": self.mode, "tools": self.tools}}
+        tools = [{"name": name} for name in self.names]
+        return {"type": self.type, self.type: {"mode": self.mode, "tools": tools}}
 
 
 class Reasoning(Body):
@@ -305,7 +306,9 @@ class ResponsesBody(SampledBody):
             "service_tier": "default",
             "store": False,
             "text": {"format": text_format.model_dump(by_alias=True)},
-            "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice,
+            "tool_choice": choice.model_dump(exclude_none=True)
+            if isinstance(choice, Body)
+            else choice,
             "tools": [
                 {"type": "function"} | tool.model_dump(exclude={"type"}) for tool in self._functions
             ],

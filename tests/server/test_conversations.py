@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from moe_infinity.server.anthropic_body import MessagesBody
 from moe_infinity.server.chat import ChatBody
@@ -119,3 +120,10 @@ def test_earlier_calls_may_be_a_function_call_or_an_object():
     assert called["tool_calls"][0]["id"] == result["tool_call_id"]
     assert result["role"] == "tool"
     assert last["tool_calls"][0]["function"]["arguments"] == '{"é": 1}'
+
+
+@pytest.mark.parametrize("listed", [["f"], [{"function": "f"}], [{"name": 1}], "f"])
+def test_allowed_tools_that_are_none_are_refused(listed):
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": listed}}
+    with pytest.raises(ValidationError):
+        ChatBody.model_validate({"messages": SAID, "tools": [TOOL], "tool_choice": choice})
