@@ -23,8 +23,9 @@ def test_commands_load_no_large_package_before_they_run():
     assert done.stdout.strip() == "set()", done.stderr
 
 
-def test_python_runs_the_commands_of_the_package_without_the_script():
-    command = [sys.executable, "-m", "moe_infinity", "--help"]
+@pytest.mark.parametrize("module", ["moe_infinity", "moe_infinity.cli"])
+def test_python_runs_the_commands_of_the_package_without_the_script(module):
+    command = [sys.executable, "-m", module, "--help"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Usage: python -m moe_infinity " in done.stdout
