@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-from moe_infinity.checkpoint.file_names import checkpoint_files, find_gguf, gguf_models, gguf_parts
+from moe_infinity.checkpoint.file_names import find_gguf
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.packing import PackedTensor
 from moe_infinity.checkpoint.plan import Plan, stored_bytes
-from moe_infinity.errors import CheckpointError
+from moe_infinity.local import local_folder
 from moe_infinity.sizes import format_bytes
 
-WEIGHTS = (".safetensors", ".bin")  # endings of files that only their folder opens
 SHOWN_SHARES = (0.05, 0.10, 0.25, 0.50, 1.00)
 
 
@@ -164,53 +158,6 @@ def _dense_types(plan: Plan) -> dict[str, int]:
             name = weight.stored_dtype.lower()
         sizes[name] += stored_bytes([weight])
     return dict(sizes.most_common())
-
-
-def local_folder(model: str) -> str:
-    """Return what `find_local` finds. Raises CheckpointError if that is nothing."""
-    found = find_local(model)
-    if found is None:
-        raise CheckpointError(
-            f"{model}: neither a folder nor a model in the local hub cache\n"
-            f"hint: check the spelling of a folder; `moe-infinity pull {model}` downloads a hub id"
-        )
-    return found
-
-
-def find_local(model: str) -> str | None:
-    """Return what can be opened of a model: a path as it is; of a hub id the folder or GGUF file in
-    the hub cache, or None if that is not there or not whole. Nothing is downloaded. Raises
-    CheckpointError for several to choose from.
-    """
-    is_path = Path(model).exists() or model.startswith((".", "/", "~"))
-    if is_path or find_gguf(model) is not None:
-        return model
-    try:
-        folder = Path(snapshot_download(model, local_files_only=True, allow_patterns=[]))
-    except (LocalEntryNotFoundError, HFValidationError, OSError):
-        return None
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return weights_in(folder, [path.relative_to(folder).as_posix() for path in files])
-
-
-def weights_in(folder: Path, names: Collection[str]) -> str | None:
-    """Return what can be opened of these files of a hub: the folder itself if it has weights, else
-    the only folder or GGUF file below that has. Raises CheckpointError for several.
-    """
-    folders = {(folder / name).parent for name in names if name.endswith(WEIGHTS)}
-    ggufs = [name for name in gguf_models(names) if {*gguf_parts(name)} <= {*names}]
-    found = [*filter(_has_weights, sorted(folders)), *(folder / name for name in ggufs)]
-    if len(found) > 1 and found[0] != folder:
-        listed = "\n".join(map(str, found))
-        raise CheckpointError(f"{folder}: several models, name one:\n{listed}")
-    return str(found[0]) if found else None
-
-
-def _has_weights(folder: Path) -> bool:
-    try:
-        return bool(checkpoint_files(folder))
-    except CheckpointError:
-        return False
 
 
 def _budget(share: float, slot_bytes: int, total: int, num_layers: int) -> Budget:

@@ -18,7 +18,7 @@ import pytest
 import moe_infinity.hub
 from moe_infinity.errors import ConfigError, DownloadError, UnsupportedModelError
 from moe_infinity.hub import Download, find_download
-from moe_infinity.inspection import find_local
+from moe_infinity.local import find_local
 from tests.fake_hub import FakeHub
 
 pytestmark = pytest.mark.timeout(60)

@@ -25,7 +25,7 @@ def shards_of(index: Path) -> list[str]:
         paths = list(map(Path, names))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not an index of shards: {error!r}") from error
-    if not names or "metadata" not in content:  # without which transformers does not take it
+    if not names or not isinstance(content.get("metadata"), dict):  # transformers wants one
         raise CheckpointError(f"{index}: not an index of shards: no names or no metadata")
     for path in paths:
         if path.is_absolute() or ".." in path.parts:

@@ -67,11 +67,16 @@ def _require(method: str, config: Config, key: str, *allowed: object, default: o
 
 
 def _find_fp8(config: Config) -> tuple[WeightFormat, ...]:
-    """DeepSeek-V3 and Qwen3 as published: weight_scale_inv is what to multiply by."""
+    """DeepSeek-V3 and Qwen3 as published, and AutoFP8's: weight_scale_inv, or weight_scale, is what
+    to multiply by.
+    """
     _require("fp8", config, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
     block = config.get("weight_block_size")
     blocks = [] if block is None else [_block(block)]
-    return (_fp8_format("fp8", "_scale_inv", FLOATS | EXPONENTS, blocks),)
+    return (
+        _fp8_format("fp8", "_scale_inv", FLOATS | EXPONENTS, blocks),
+        _fp8_format("fp8 of AutoFP8", "_scale", FLOATS, blocks),
+    )
 
 
 def _block(sizes: Sequence[int]) -> Block:

@@ -73,6 +73,8 @@ def _kind_of_folder(checkpoint: str, *, trust_remote_code: bool) -> Kind:
             f"{checkpoint}: no usable config.json: the folder has none\n"
             "hint: name the folder that has it beside the weights"
         )
+    if path.is_dir():
+        _check_generation_config(path / "generation_config.json")
     try:
         config = transformers.AutoConfig.from_pretrained(
             checkpoint, trust_remote_code=trust_remote_code
@@ -93,6 +95,18 @@ def _kind_of_folder(checkpoint: str, *, trust_remote_code: bool) -> Kind:
             f"{checkpoint}: dtype {dtype}, expected one of {', '.join(COMPUTE_DTYPES)}"
         )
     return Kind(config, model_class, _packing_of(checkpoint, config))
+
+
+def _check_generation_config(file: Path) -> None:
+    """Raise CheckpointError if transformers cannot read the file; not if there is none."""
+    if not file.exists():
+        return
+    try:
+        transformers.GenerationConfig.from_pretrained(file.parent)
+    except Exception as error:  # of any kind: its values go wherever they are used
+        raise CheckpointError(
+            f"{file}: not a JSON object that transformers understands: {error}"
+        ) from error
 
 
 def _kind_of_gguf(file: Path, config_from: str | None, *, trust_remote_code: bool) -> Kind:

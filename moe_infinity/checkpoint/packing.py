@@ -84,6 +84,10 @@ class WeightFormat:
             return None  # without a suffix only the dtype tells them apart
         return tensor.name.removesuffix(first.suffix)
 
+    def is_whole(self, base: str, tensors: Mapping[str, StoredTensor]) -> bool:
+        """Return True if all parts called `base...` are there that a weight needs."""
+        return all(part.is_optional or base + part.suffix in tensors for part in self.parts)
+
     def assemble(self, base: str, tensors: Mapping[str, StoredTensor]) -> PackedTensor:
         """The weight that the parts called `base...` stand for. Raises CheckpointError if one is
         missing or does not fit.
@@ -175,9 +179,7 @@ class Format:
         packed: dict[str, PackedTensor] = {}
         gone: set[str] = set()  # parts, and what unpacking does not need
         for tensor in tensors.values():
-            for weight_format in self.weights:
-                if (base := weight_format.base_of(tensor)) is None:
-                    continue
+            for weight_format, base in self._formats_of(tensor, tensors):
                 weight = weight_format.assemble(base, tensors)
                 gone.update(part.name for _, part in weight.parts)
                 gone.update(_ignored(weight, tensors))
@@ -190,6 +192,16 @@ class Format:
             raise CheckpointError(f"{name} is there packed and again as it is")
         self._refuse_stray_parts(packed, rest)
         return packed | rest
+
+    def _formats_of(
+        self, first: StoredTensor, tensors: Mapping[str, StoredTensor]
+    ) -> list[tuple[WeightFormat, str]]:
+        """The formats of which a tensor is the first part, each with the beginning of its names:
+        those of which all parts are there, or the first, which says what is missing.
+        """
+        bases = ((weight_format, weight_format.base_of(first)) for weight_format in self.weights)
+        found = [(weight_format, base) for weight_format, base in bases if base is not None]
+        return [each for each in found if each[0].is_whole(each[1], tensors)] or found[:1]
 
     def _refuse_stray_parts(
         self, packed: Mapping[str, PackedTensor], rest: Mapping[str, StoredTensor]

@@ -253,9 +253,9 @@ def inspect(
 
     Reads headers only.
     """
+    ensure_here(model, yes=yes)
     from moe_infinity.inspection import inspect_checkpoint
 
-    ensure_here(model, yes=yes)
     summary = inspect_checkpoint(
         model, config_from=config_from, dtype=dtype, trust_remote_code=trust_remote_code
     )
@@ -279,9 +279,9 @@ def pack(
 
     After an interruption, the same command goes on.
     """
+    here = ensure_here(model, yes=yes)
     from moe_infinity.quantize import pack_checkpoint
 
-    here = ensure_here(model, yes=yes)
     with byte_bar("packing") as on_bytes:
         report = pack_checkpoint(
             here,

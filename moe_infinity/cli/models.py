@@ -69,7 +69,8 @@ def bring(download: Download) -> Path:
 def _say_what_came(download: Download, folder: Path) -> None:
     """The command that runs it, or a warning that none does."""
     # Imported here: torch takes seconds, and a download does without.
-    from moe_infinity.inspection import find_local, inspect_checkpoint, weights_in
+    from moe_infinity.inspection import inspect_checkpoint
+    from moe_infinity.local import find_local, weights_in
 
     try:
         path = weights_in(folder, [file.name for file in download.files])
@@ -89,7 +90,7 @@ def ensure_here(model: str, *, yes: bool) -> str:
     """Return what can be opened of a model: its folder or GGUF file. A model of the hub that is not
     here is downloaded if `yes` or the user agrees. Raises CheckpointError, DownloadError.
     """
-    from moe_infinity.inspection import find_local, local_folder
+    from moe_infinity.local import find_local, local_folder
 
     found = find_local(model)
     if found is not None:
@@ -126,6 +127,7 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
 
     `options` are fields of OffloadConfig. Raises what `MoE(...)` and `ensure_here` raise.
     """
+    checkpoint = checkpoint_for(model, yes=yes, cluster=options.get("cluster"))
     # Imported here: torch and transformers take seconds to import.
     from transformers.utils.logging import disable_progress_bar
 
@@ -133,7 +135,6 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
     from moe_infinity.model import MoE
 
     model_class = ClusterMoE if "expert_hosts" in options else MoE
-    checkpoint = checkpoint_for(model, yes=yes, cluster=options.get("cluster"))
     disable_progress_bar()  # of transformers
     with byte_bar("loading weights") as on_bytes:
         moe = model_class(checkpoint, on_bytes=on_bytes, **options)

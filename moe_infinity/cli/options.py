@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from moe_infinity.cache.policies import ACTIVATION_AWARE, POLICIES
-from moe_infinity.errors import ConfigError
+from moe_infinity.errors import CheckpointError, ConfigError
 
 # Where the extra demo installs what these names mean.
 BUNDLED = {"demo": "moe_infinity_demo", "demo-long": "moe_infinity_demo.long"}
@@ -27,8 +27,11 @@ def above_zero(value: float) -> float:
 
 def checkpoint_named(model: str | None) -> str | None:
     """A model or config as it was given, or where the bundled one of this name is installed. Raises
-    ConfigError if it is not, and there is no such folder either.
+    ConfigError if it is not, and there is no such folder either; CheckpointError for a path with
+    nothing at its end.
     """
+    if model and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+        raise CheckpointError(f"{model}: there is no such folder or file")
     if model not in BUNDLED or Path(model).exists():
         return model
     try:

@@ -46,6 +46,7 @@ class ServedReplicas:
 def serve(model: Model, yes: Yes = False, **options: Any) -> None:
     """Serve a model to several users with OpenAI's and Anthropic's HTTP APIs, and a page at /."""
     require_extra()
+    checkpoint_for(model, yes=yes, cluster=options["cluster"])
     from moe_infinity.server.serve import bound_sockets, serve_model
 
     config = taken(ServeConfig, options)

@@ -28,7 +28,7 @@ from moe_infinity.engine.build import build_experts
 from moe_infinity.engine.device import in_slots
 from moe_infinity.errors import HostLost, MoEInfinityError
 from moe_infinity.experts import Routing
-from moe_infinity.inspection import local_folder
+from moe_infinity.local import local_folder
 from moe_infinity.system.machine import keep_to_cores
 
 READ_S = 600.0  # for the head, which computes its own share first, to read an answer

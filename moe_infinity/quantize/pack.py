@@ -30,8 +30,8 @@ from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.config import EXPERT_DTYPES
 from moe_infinity.errors import CheckpointError, ConfigError
-from moe_infinity.inspection import local_folder
 from moe_infinity.kernels.pack import Precision, pack, precision_of
+from moe_infinity.local import local_folder
 from moe_infinity.quantize.shards import (
     CHECKSUMS,
     ShardJob,

@@ -27,9 +27,9 @@ OF_MODEL = (
 @with_options_of(BenchConfig)
 def bench(model: Model, yes: Yes = False, as_json: AsJson = False, **options: Any) -> None:
     """Measure prompts and decoding in tokens per second, beside the best that could be."""
+    here = ensure_here(model, yes=yes)
     from moe_infinity.tools.bench.benchmark import run_bench
 
-    here = ensure_here(model, yes=yes)
     opened = partial(open_model, yes=yes)
     config = taken(BenchConfig, options)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

@@ -13,7 +13,7 @@ from typing import Any
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.plan import Plan, stored_bytes
 from moe_infinity.errors import UnsupportedModelError
-from moe_infinity.inspection import find_local
+from moe_infinity.local import find_local
 from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
 from moe_infinity.memory.slots import AUTOMATIC_SHARE as HOST_SHARE
