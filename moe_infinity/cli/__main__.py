@@ -2,4 +2,4 @@
 
 from runpy import run_module
 
-run_module("moe_infinity", run_name="__main__")
+run_module("moe_infinity", run_name="__main__", alter_sys=True)
