@@ -52,7 +52,7 @@ from moe_infinity.predict.history import History
 from moe_infinity.predict.predictor import check_policy
 from moe_infinity.predict.tracefile import SequenceTrace
 from moe_infinity.report import Report, TierOccupancy, count_paths
-from moe_infinity.streaming import TextStream, check_one_sequence
+from moe_infinity.streaming import TextStream, check_one_sequence, streamed_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -169,12 +169,13 @@ class MoE:
     def stream(self, prompt: str | Mapping[str, Any], **kwargs: Any) -> TextStream:
         """Generate from text, or from what the tokenizer returned with return_tensors="pt"; iterate
         the result for pieces of text. `kwargs` are those of `generate()`. Raises ConfigError for
-        more than one sequence.
+        more than one sequence, and for a setting that does not choose one token after another.
         """
         self._require_open()
         inputs = self.tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else prompt
         check_one_sequence(inputs)
-        return TextStream(self._generate, self.tokenizer, {**inputs, **kwargs})
+        arguments = streamed_arguments(self.model, self.tokenizer, {**inputs, **kwargs})
+        return TextStream(self._generate, self.tokenizer, arguments)
 
     def _generate(self, cancelled: threading.Event | None, *args: Any, **kwargs: Any) -> Any:
         with self._lock, self._device.explaining():

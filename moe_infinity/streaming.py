@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from moe_infinity.detokenizer import Detokenizer
@@ -113,6 +114,26 @@ def unstreamed(config: Any) -> list[str]:
         "dola_layers": config.dola_layers is not None,
     }
     return [name for name, asked in is_asked.items() if asked]
+
+
+def streamed_arguments(model: Any, tokenizer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of generate() with which it streams one sequence, as these and the model's
+    generation_config say. Raises ConfigError that names a setting with which it cannot.
+    """
+    given = arguments.get("generation_config")
+    config = copy(model.generation_config)
+    asked = vars(given) if isinstance(given, GenerationConfig) else {}
+    for name, value in {**asked, **arguments}.items():
+        if value is not None and hasattr(config, name):
+            setattr(config, name, value)
+    several = ["num_return_sequences"] if (config.num_return_sequences or 1) > 1 else []
+    for name in [*unstreamed(config), *several]:
+        raise ConfigError(
+            f"{name} ({getattr(config, name)}) has no stream: that takes one token at a time\n"
+            "hint: take it out of generation_config.json, or use generate()"
+        )
+    needs_tokenizer = config.stop_strings is not None or config.token_healing
+    return {**arguments, **({"tokenizer": tokenizer} if needs_tokenizer else {})}
 
 
 def check_one_sequence(inputs: Any) -> None:

@@ -124,8 +124,8 @@ def run_watched_by(watcher: type[RunWatcher]) -> Command:
             str, typer.Option("--prompt", "-p", help="Text to continue; '-' reads stdin.")
         ],
         max_new_tokens: MaxNewTokens = 128,
-        temperature: Temperature = 0.0,
-        top_p: TopP = 1.0,
+        temperature: Temperature = None,
+        top_p: TopP = None,
         seed: Seed = None,
         as_json: Annotated[
             bool, typer.Option("--json", help="One JSON object instead of text.")
@@ -198,8 +198,8 @@ def chat(
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
+    temperature: Temperature = None,
+    top_p: TopP = None,
     seed: Seed = None,
     yes: Yes = False,
     **options: Any,
@@ -228,16 +228,22 @@ def chat(
 
 
 def settings_of(
-    max_new_tokens: int, temperature: float, top_p: float, seed: int | None
+    max_new_tokens: int, temperature: float | None, top_p: float | None, seed: int | None
 ) -> dict[str, Any]:
-    """Arguments of generate(). Sets the random seeds if there is a seed."""
+    """Arguments of generate(); what is None is left to the checkpoint. Sets the random seeds if
+    there is a seed.
+    """
     if seed is not None:
         from transformers import set_seed
 
         set_seed(seed)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        settings |= {"temperature": temperature, "top_p": top_p}
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    if temperature is not None:
+        settings["do_sample"] = temperature > 0
+    if temperature:
+        settings["temperature"] = temperature
+    if top_p is not None:
+        settings["top_p"] = top_p
     return settings
 
 

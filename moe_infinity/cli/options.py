@@ -18,9 +18,9 @@ from moe_infinity.errors import CheckpointError, ConfigError
 BUNDLED = {"demo": "moe_infinity_demo", "demo-long": "moe_infinity_demo.long"}
 
 
-def above_zero(value: float) -> float:
+def above_zero(value: float | None) -> float | None:
     """The value if it is above 0: typer has no range without its lower end. Refuses NaN too."""
-    if not value > 0:
+    if value is not None and not value > 0:
         raise typer.BadParameter(f"{value:g} is not above 0")
     return value
 
@@ -69,14 +69,20 @@ Yes = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
 Temperature = Annotated[
-    float, typer.Option(min=0.0, help="0 takes the likeliest token; above 0 samples.")
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="0 takes the likeliest token; above 0 samples. Default: as the model's "
+        "generation_config.json says, else 0.",
+    ),
 ]
 TopP = Annotated[
-    float,
+    float | None,
     typer.Option(
         max=1.0,
         callback=above_zero,
-        help="Sample from the likeliest tokens whose probabilities sum to this, above 0.",
+        help="Sample from the likeliest tokens whose probabilities sum to this, above 0. "
+        "Default: as the model's generation_config.json says, else 1.",
     ),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed for sampling.")]

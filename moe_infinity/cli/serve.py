@@ -84,8 +84,8 @@ def chat_with_server(
     url: str,
     api_key: str | None,
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
+    temperature: float | None,
+    top_p: float | None,
     seed: int | None,
 ) -> None:
     """Talk to a server on the terminal.
@@ -95,8 +95,8 @@ def chat_with_server(
     require_extra(["httpx"])
     from moe_infinity.cli.chat_client import stream_chat
 
-    settings = {"max_tokens": max_new_tokens, "temperature": temperature}
-    if temperature > 0:
+    settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": temperature or 0.0}
+    if temperature and top_p is not None:
         settings["top_p"] = top_p
     if seed is not None:
         settings["seed"] = seed

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 SAME_AT_ALL_LENGTHS = ("default", "linear", "yarn", "llama3", "mrope", "proportional")
 TWO_EMBEDDINGS = ("longrope", "su")
 Fresh = tuple[Any, dict[str, Any], dict[str, Any]]  # a module, its attributes and buffers
+LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "n_positions", "model_max_length")
 GROWN = "max_seq_len_cached"  # how long a sequence a rotary embedding was made for
 
 
@@ -54,7 +55,7 @@ class Lengths:
                 )
 
     def _note(self, kind: dict[str, Any], config: Any) -> None:
-        name = kind.get("rope_type", kind.get("type", "default"))
+        name = _name_of(kind)
         trained = getattr(config, "max_position_embeddings", 0)
         original = (
             kind.get("original_max_position_embeddings")
@@ -106,6 +107,29 @@ def rope_kinds(config: Any) -> list[dict[str, Any]]:
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     inner = [kind for kind in found.values() if isinstance(kind, dict)]
     return inner or ([found] if found else [])
+
+
+def longest_context(config: Any) -> int | None:
+    """Return the most tokens that a text model was made for; None if its config does not say."""
+    trained = next((n for name in LENGTH_NAMES if (n := getattr(config, name, None))), None)
+    if trained is None:
+        return None
+    found = [int(trained)]
+    for kind in rope_kinds(config):
+        original = kind.get("original_max_position_embeddings")
+        if original is None and "dynamic" in _name_of(kind):
+            original = trained
+        found.append(int((original or 0) * (kind.get("factor") or 1.0)))
+    return max(found)
+
+
+def has_growing_context(config: Any) -> bool:
+    """Return True if the rotary embedding stretches to any length."""
+    return any("dynamic" in _name_of(kind) for kind in rope_kinds(config))
+
+
+def _name_of(kind: dict[str, Any]) -> str:
+    return str(kind.get("rope_type", kind.get("type", "default")))
 
 
 class _Filled(DynamicCache):  # type: ignore[misc]

@@ -63,7 +63,8 @@ class Passes:
         model = self._moe.model
         if model.config.is_encoder_decoder:
             raise UnsupportedModelError("encoder-decoder models are not served; use generate()")
-        if type(model).generate is not GenerationMixin.generate:
+        has_own = type(model).generate is not GenerationMixin.generate
+        if has_own or "generate" in vars(model):  # the latter: code of the checkpoint
             raise UnsupportedModelError(
                 "a model with a generate() of its own is not served; use it"
             )

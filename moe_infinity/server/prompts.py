@@ -27,6 +27,7 @@ from moe_infinity.server.grammars import (
     part_of,
     tools_of,
 )
+from moe_infinity.server.lengths import has_growing_context, longest_context
 from moe_infinity.server.messages import MessageFormat
 from moe_infinity.server.protocol import (
     CompletionBody,
@@ -281,11 +282,21 @@ class PromptReader:
 
 
 def context_of(moe: MoE, wanted: int | None) -> int:
-    """The most tokens of prompt and answer: `wanted`, but not more than the model was trained for.
+    """The most tokens of prompt and answer: `wanted`, but not more than the model was made for.
 
     Raises CheckpointError if neither is known.
     """
-    trained = getattr(moe.model.config.get_text_config(), "max_position_embeddings", None)
-    if wanted is None and trained is None:
+    config = moe.model.config.get_text_config(decoder=True)
+    longest = longest_context(config)
+    if wanted is None and longest is None:
         raise CheckpointError("the model does not say how long a context it takes: --max-context")
-    return min(n for n in (wanted, trained) if n is not None)
+    if wanted is None or longest is None:
+        return wanted or longest or 0
+    if wanted > longest and not has_growing_context(config):
+        logger.warning(
+            "--max-context %d is lowered to %d, the most that the model's config.json allows",
+            wanted,
+            longest,
+        )
+        return longest
+    return wanted
