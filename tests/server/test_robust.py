@@ -18,6 +18,7 @@ import pytest
 
 from moe_infinity.errors import CheckpointError, ConfigError
 from moe_infinity.server import refusals
+from moe_infinity.server.app import PAGE
 from moe_infinity.server.config import ServeConfig
 from tests.server.serving import Serving, serving
 
@@ -334,8 +335,9 @@ def test_the_page_and_its_files_ask_only_this_server(server):
     answer = httpx.get(server.url, timeout=60)
     assert answer.headers["content-type"].startswith("text/html")
     names = re.findall(r'(?:src|href)="(page/[^"]+)"', answer.text)
-    assert len(names) == 2
-    for name in ("", *names, *(f"page/{part}.js" for part in ("chat", "draw", "markdown"))):
+    assert len(names) == 3
+    modules = [f"page/{file.name}" for file in PAGE.glob("*.js") if ".min." not in file.name]
+    for name in ("", *names, *modules, "page/highlight.min.js", "page/highlight.LICENSE"):
         answer = httpx.get(f"{server.url}/{name}", timeout=60)
         assert answer.status_code == 200
         assert "unsafe" not in answer.headers["content-security-policy"]

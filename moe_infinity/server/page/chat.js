@@ -1,154 +1,282 @@
-// The conversation: asked through /v1/chat/completions, kept in the browser's localStorage.
+// The conversation that is shown: asked through /v1/chat/completions, kept by store.js.
 
-import { markdown } from "./markdown.js";
+import { ConversationList } from "./list.js";
+import { button, drawn, part } from "./messages.js";
+import { requestWith, startSettings } from "./settings.js";
+import { conversations, keep, newConversation, remove, titleOf } from "./store.js";
+import { add, chunks } from "./stream.js";
+import { setText } from "./text.js";
 
-const KEPT_AS = "moe-infinity conversation";
+const EXAMPLES = ["What is a fever?", "How does a ship sail?"];
+const UNDO_MS = 15_000;
 const $ = (id) => document.getElementById(id);
 let headersOf = () => ({});
-let messages = []; // {role, content, reasoning, calls, note, error}
+let about = { name: "", text: "", context: Infinity }; // of the model; its context in tokens
+let list = null;
+// Its messages: {role, content} of the user; of the model {content, reasoning, calls, end, error,
+// tokens, note}, where `end` is one of done, cut, full, stopped and error.
+let conversation = newConversation();
 let running = null; // what stops the answer under way
+let edited = -1; // the index of the message that is being edited
 
 export function startChat(headers) {
   headersOf = headers;
-  messages = kept();
+  startSettings();
+  list = new ConversationList(open, removeWithUndo);
+  conversation = conversations()[0] ?? conversation;
   redraw();
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    const text = $("words").value.trim();
-    if (!text || running) return;
-    $("words").value = "";
-    messages.push({ role: "user", content: text });
-    answer();
+    if (running) running.abort();
+    else if (ask($("words").value)) $("words").value = "";
   });
   $("words").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    $("ask").requestSubmit();
+    if (!running) $("ask").requestSubmit();
   });
-  $("stop").addEventListener("click", () => running?.abort());
-  $("retry").addEventListener("click", () => {
-    if (running) return;
-    if (messages.at(-1)?.role === "assistant") messages.pop();
-    answer();
-  });
-  $("clear").addEventListener("click", () => {
-    running?.abort();
-    messages = [];
-    keep();
-    redraw();
+  $("new").addEventListener("click", () => {
+    open(newConversation());
     $("words").focus();
   });
+  addEventListener("pagehide", () => keep(conversation));
 }
 
-function kept() {
-  try {
-    const found = JSON.parse(localStorage.getItem(KEPT_AS) ?? "[]");
-    return found.filter((each) => typeof each.content === "string");
-  } catch {
-    return [];
-  }
+// What the empty conversation says of the model.
+export function describe(model) {
+  about = model;
+  const [name, text] = $("talk").querySelectorAll(".start h3, .start p");
+  if (!name) return;
+  setText(name, about.name);
+  setText(text, about.text);
 }
 
-function keep() {
-  try {
-    localStorage.setItem(KEPT_AS, JSON.stringify(messages));
-  } catch {
-    $("chat-state").textContent = "The browser has no room to keep the conversation.";
-  }
+function open(other) {
+  running?.abort();
+  running = null;
+  edited = -1;
+  conversation = other;
+  redraw();
+}
+
+function keepAll() {
+  if (!keep(conversation)) say("The browser has no room to keep the conversation.");
+}
+
+function say(text) {
+  $("chat-state").textContent = text;
+}
+
+// undo
+
+let undoing = null;
+
+// Offer to call `restore`, for a while.
+function offerUndo(text, restore) {
+  clearTimeout(undoing);
+  const [span, undo] = $("undo").children;
+  span.textContent = text;
+  $("undo").hidden = false;
+  undo.onclick = () => {
+    $("undo").hidden = true;
+    restore();
+  };
+  undoing = setTimeout(() => ($("undo").hidden = true), UNDO_MS);
+}
+
+function removeWithUndo(other) {
+  const isCurrent = other.id === conversation.id;
+  const removed = isCurrent ? conversation : other;
+  if (isCurrent) open(newConversation());
+  remove(removed);
+  list.show(conversation);
+  offerUndo(`Deleted “${titleOf(removed)}”.`, () => {
+    keep(removed);
+    open(removed);
+  });
+}
+
+// Leave out the messages from this one on.
+function cutBefore(index) {
+  const { messages } = conversation;
+  const before = messages.slice();
+  const cut = conversation;
+  conversation.messages = messages.slice(0, index);
+  if (index < before.length - 1)
+    offerUndo("The messages after it were left out.", () => {
+      open(cut);
+      cut.messages = before;
+      keepAll();
+      redraw();
+    });
+}
+
+// asking
+
+// Returns whether there was something to ask.
+function ask(words) {
+  const text = words.trim();
+  if (!text || running) return false;
+  conversation.messages.push({ role: "user", content: text });
+  answer();
+  return true;
+}
+
+function retry() {
+  conversation.messages.pop();
+  answer();
 }
 
 // What the server is told: turns whose answer is empty are left out.
 function history() {
   const told = [];
-  for (const { role, content } of messages) {
+  for (const { role, content } of conversation.messages) {
     if (role === "user" && told.at(-1)?.role === "user") told.pop();
     if (content) told.push({ role, content });
   }
   return told;
 }
 
-async function answer() {
-  const body = { messages: history(), stream: true, stream_options: { include_usage: true } };
+function answer() {
+  const body = requestWith(history());
   const message = { role: "assistant", content: "", reasoning: "", calls: [] };
+  conversation.messages.push(message);
+  return receive(body, message);
+}
+
+// Go on with the last answer.
+function goOn() {
+  const message = conversation.messages.at(-1);
+  const body = requestWith(history());
+  if (message.reasoning) body.messages.at(-1).reasoning_content = message.reasoning;
+  return receive({ ...body, add_generation_prompt: false, continue_final_message: true }, message);
+}
+
+async function receive(body, message) {
   const mine = running = new AbortController();
-  messages.push(message);
+  const of = conversation;
+  edited = -1;
+  Object.assign(message, { end: "stopped", error: undefined, note: undefined });
+  of.changed = Date.now();
+  keepAll();
   redraw();
-  $("chat-state").textContent = "The model answers.";
+  toEnd();
+  say("The model reads the prompt.");
   const began = performance.now();
   let first = null;
   try {
-    for await (const chunk of chunks(body, mine.signal)) {
-      first ??= performance.now();
-      add(message, chunk.choices[0]?.delta ?? {});
-      if (chunk.usage) message.note = noteOf(chunk.usage, began, first, performance.now());
-      drawLast();
+    for await (const chunk of chunks(body, headersOf(), mine.signal)) {
+      if (!chunk.prompt_progress && chunk.choices[0]?.delta?.content) first ??= performance.now();
+      add(message, chunk);
+      if (chunk.usage) noteUsage(message, chunk.usage, began, first ?? performance.now());
+      if (of === conversation) drawLast();
     }
+    if (message.end === "stopped") message.end = "done"; // without token counts
   } catch (error) {
-    if (mine.signal.aborted) message.note = "stopped";
-    else message.error = error.message;
+    if (!mine.signal.aborted) Object.assign(message, { end: "error", error: error.message });
   }
+  delete message.progress;
   if (running === mine) running = null;
-  if (!messages.includes(message)) { // cleared meanwhile
-    redraw();
+  if (!of.messages.includes(message)) return; // left out meanwhile
+  if (of !== conversation) {
+    if (conversations().some((each) => each.id === of.id)) keep(of);
     return;
   }
-  keep();
+  keepAll();
   redraw();
-  $("chat-state").textContent = message.error ? `Error: ${message.error}` : "The answer is complete.";
+  say(message.error ? `Error: ${message.error}` : ends[message.end]);
   if (document.activeElement === document.body) $("words").focus();
 }
 
-async function* chunks(body, signal) {
-  const response = await fetch("v1/chat/completions", {
-    method: "POST",
-    signal,
-    headers: { "Content-Type": "application/json", ...headersOf() },
-    body: JSON.stringify(body),
-  });
-  if (!response.ok) {
-    const told = await response.json().catch(() => null);
-    throw new Error(told?.error?.message ?? `error ${response.status}`);
-  }
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (let part; !(part = await reader.read()).done;) {
-    const lines = (rest + part.value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (!line.startsWith("data: {")) continue;
-      const chunk = JSON.parse(line.slice(6));
-      if (chunk.error) throw new Error(chunk.error.message);
-      yield chunk;
-    }
-  }
-}
+const ends = {
+  done: "The answer is complete.",
+  cut: "The answer was cut off.",
+  full: "The answer was cut off: the context is full.",
+  stopped: "The answer was stopped.",
+};
 
-function add(message, delta) {
-  message.content += delta.content ?? "";
-  message.reasoning += delta.reasoning_content ?? "";
-  for (const { index, function: called } of delta.tool_calls ?? []) {
-    const call = message.calls[index] ??= { name: "", arguments: "" };
-    call.name += called?.name ?? "";
-    call.arguments += called?.arguments ?? "";
-  }
-}
-
-function noteOf(usage, began, first, now) {
+function noteUsage(message, usage, began, first) {
   const tokens = usage.completion_tokens;
+  const now = performance.now();
+  const isFull = usage.prompt_tokens + tokens >= about.context;
+  message.end = message.finish !== "length" ? "done" : isFull ? "full" : "cut";
+  message.tokens = (message.tokens ?? 0) + tokens;
   const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-  const speed = tokens > 1 ? `, ${((tokens - 1) / ((now - first) / 1000)).toFixed(1)}/s` : "";
-  return `${tokens} tokens${speed} · first after ${((first - began) / 1000).toFixed(2)} s · ` +
-    `${cached} of ${usage.prompt_tokens} tokens of the prompt from the prefix cache`;
+  const speed = tokens > 1 && now > first ? ` · ${((tokens - 1) / ((now - first) / 1000)).toFixed(1)} tokens/s` : "";
+  message.note = `${message.tokens} tokens${speed} · first after ${((first - began) / 1000).toFixed(2)} s · ` +
+    `${usage.prompt_tokens} of the prompt${cached ? `, ${cached} known before` : ""}`;
 }
 
 // drawing
 
 function redraw() {
-  $("talk").replaceChildren(...messages.map(drawn));
-  $("send").disabled = running !== null;
-  $("stop").disabled = running === null;
-  $("retry").disabled = running !== null || messages.length === 0;
+  const { messages } = conversation;
+  const isAtEnd = isTalkAtEnd();
+  $("talk").replaceChildren(...messages.map((message, i) => (i === edited ? editor(i) : drawnAt(i))));
+  if (!messages.length) $("talk").append(start());
+  $("chat-title").textContent = titleOf(conversation);
+  $("send").className = running ? "stops" : "";
+  $("send").title = running ? "Stop" : "Send";
+  $("send").setAttribute("aria-label", $("send").title);
+  list.show(conversation);
+  if (isAtEnd) toEnd();
+}
+
+function toEnd() {
   $("talk").scrollTop = $("talk").scrollHeight;
+}
+
+function isTalkAtEnd() {
+  const talk = $("talk");
+  return talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
+}
+
+function drawnAt(index) {
+  const message = conversation.messages[index];
+  const isLast = index === conversation.messages.length - 1;
+  const actions = [];
+  if (!running && message.role === "user") actions.push(["Edit", () => edit(index)]);
+  if (!running && isLast) {
+    if (message.role === "user") actions.push(["Ask again", answer]);
+    else {
+      if (message.content && ["cut", "stopped", "error"].includes(message.end)) actions.push(["Continue", goOn]);
+      actions.push(["Retry", retry]);
+    }
+  }
+  return drawn(message, actions, running !== null && isLast);
+}
+
+function edit(index) {
+  edited = index;
+  redraw();
+  $("talk").querySelector("textarea")?.focus();
+}
+
+function editor(index) {
+  const form = document.createElement("form");
+  form.className = "message user";
+  const area = part(form, "textarea", "", "");
+  area.value = conversation.messages[index].content;
+  area.setAttribute("aria-label", "The message");
+  const buttons = part(form, "div", "buttons", "");
+  part(buttons, "button", "", "Send");
+  button(buttons, "Cancel", () => edit(-1));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!area.value.trim()) return;
+    cutBefore(index);
+    ask(area.value);
+  });
+  return form;
+}
+
+function start() {
+  const box = document.createElement("div");
+  box.className = "start";
+  part(box, "h3", "", about.name);
+  part(box, "p", "", about.text);
+  for (const words of EXAMPLES) button(box, words, () => ask(words));
+  return box;
 }
 
 let isWaiting = false; // for the browser to draw
@@ -158,43 +286,9 @@ function drawLast() {
   isWaiting = true;
   setTimeout(() => {
     isWaiting = false;
-    const talk = $("talk");
-    if (running === null || !messages.length) return;
-    const isAtEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
-    talk.lastElementChild?.replaceWith(drawn(messages.at(-1)));
-    if (isAtEnd) talk.scrollTop = talk.scrollHeight;
+    if (running === null || !conversation.messages.length) return;
+    const isAtEnd = isTalkAtEnd();
+    $("talk").lastElementChild?.replaceWith(drawnAt(conversation.messages.length - 1));
+    if (isAtEnd) toEnd();
   }, 50);
-}
-
-function drawn(message) {
-  const article = document.createElement("article");
-  const isMine = message.role === "user";
-  article.className = isMine ? "message user" : "message assistant";
-  part(article, "b", "who", isMine ? "You" : "Model");
-  if (message.reasoning) folded(article, "Reasoning", markdown(message.reasoning), !message.content);
-  const body = part(article, "div", "content", isMine ? message.content : "");
-  if (!isMine) body.append(markdown(message.content));
-  for (const call of message.calls ?? []) {
-    const code = document.createElement("pre");
-    code.textContent = call.arguments;
-    folded(article, `Calls the tool ${call.name}`, code, true);
-  }
-  if (message.error) part(article, "div", "error", message.error);
-  if (message.note) part(article, "div", "note", message.note);
-  return article;
-}
-
-function part(parent, tag, className, text) {
-  const element = document.createElement(tag);
-  element.className = className;
-  element.textContent = text;
-  parent.append(element);
-  return element;
-}
-
-function folded(parent, title, inner, isOpen) {
-  const details = part(parent, "details", "", "");
-  details.open = isOpen;
-  part(details, "summary", "", title);
-  details.append(inner);
 }

@@ -1,12 +1,17 @@
 // What is drawn: the map of the experts, and lines over time.
 
 const CELL = 8; // pixels of a cell and the gap behind it
-const FLASH_MS = 600;
-const NAMES = { d: "device", h: "host", l: "loading", ".": "disk" };
-const isCalm = matchMedia("(prefers-reduced-motion: reduce)");
+const NAMES = { d: "device", h: "host", l: "fresh", ".": "disk" };
 
 export function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+}
+
+// By the fastest memory that holds an expert, from the rows of /stats; "disk" is in none.
+export function countExperts(rows) {
+  const letters = [...rows.join("").toLowerCase()];
+  const count = (kinds) => letters.filter((letter) => kinds.includes(letter)).length;
+  return { device: count("d"), host: count("h"), disk: count(".l") };
 }
 
 export class ExpertMap {
@@ -14,26 +19,19 @@ export class ExpertMap {
     this.canvas = canvas;
     this.brush = canvas.getContext("2d");
     this.rows = [];
-    this.drawn = []; // the name of each cell's colour
+    this.drawn = []; // the name of each cell's color
   }
 
-  // Rows of letters, as /stats has them: a capital was just used.
-  show(rows) {
+  // Rows of letters, as /stats has them: a capital was used by the last step. `isBusy`: there was a
+  // step since the last call; otherwise what that one used or loaded is marked no more.
+  show(rows, isBusy) {
     const before = this.rows;
     this.rows = rows;
-    const names = rows.map((row, y) => [...row].map((letter, x) => {
-      const isFresh = "dh".includes(letter) && ".l".includes(before[y]?.[x] ?? "h");
-      if (isFresh) return "fresh";
-      return NAMES[letter] ?? (letter === " " ? null : "used");
-    }));
-    this.paint(names);
-    clearTimeout(this.calming);
-    if (!isCalm.matches) this.calming = setTimeout(() => this.calm(), FLASH_MS);
-  }
-
-  // Without what was just used or loaded.
-  calm() {
-    this.paint(this.rows.map((row) => [...row.toLowerCase()].map((letter) => NAMES[letter] ?? null)));
+    this.paint(rows.map((row, y) => [...row].map((letter, x) => {
+      const isUsed = isBusy && "DH".includes(letter);
+      const isFresh = isBusy && "dh".includes(letter) && ".l".includes(before[y]?.[x] ?? "h");
+      return isUsed ? "used" : isFresh ? "fresh" : NAMES[letter.toLowerCase()] ?? null;
+    })));
   }
 
   // Draw only the cells that have changed.
@@ -45,7 +43,7 @@ export class ExpertMap {
       this.canvas.height = height;
       this.drawn = [];
     }
-    const colors = Object.fromEntries(["used", "fresh", ...Object.values(NAMES)].map((n) => [n, color(n)]));
+    const colors = Object.fromEntries(["used", ...Object.values(NAMES)].map((n) => [n, color(n)]));
     names.forEach((row, y) => row.forEach((name, x) => {
       if (name === null || this.drawn[y]?.[x] === name) return;
       this.brush.fillStyle = colors[name];
@@ -54,45 +52,48 @@ export class ExpertMap {
     this.drawn = names;
   }
 
-  // With the colours of another scheme.
+  // With the colors of another scheme.
   repaint() {
+    const names = this.drawn;
     this.drawn = [];
-    this.calm();
+    this.paint(names);
   }
 
   text() {
-    const letters = this.rows.join("");
-    const count = (kind) => [...letters].filter((letter) => kind.includes(letter)).length;
+    const { device, host, disk } = countExperts(this.rows);
     const wide = Math.max(0, ...this.rows.map((row) => row.length));
-    const device = count("dD");
     return `${this.rows.length} layers (down) of ${wide} experts (across): ` +
-      `${count("DH")} just used, ${device ? `${device} in device memory, ` : ""}` +
-      `${count("hH")} in host memory, ${count("l")} loading, ${count(".")} on disk only`;
+      `${device ? `${device} in device memory, ` : ""}${host} in host memory, ${disk} on disk only`;
   }
 }
 
-// A line of up to `places` values; null leaves a gap.
-export function drawLine(canvas, values, top, places) {
+// A line through [time in ms, value], over the `seconds` before `now`; null leaves a gap.
+export function drawLine(canvas, points, { top, now, seconds }) {
   const ratio = window.devicePixelRatio || 1;
   const width = canvas.width = canvas.clientWidth * ratio;
   const height = canvas.height = canvas.clientHeight * ratio;
   const brush = canvas.getContext("2d");
   brush.strokeStyle = color("line");
-  brush.strokeRect(0, 0, width, height);
+  brush.lineWidth = ratio;
+  for (const y of [0.5, height / 2, height - 0.5]) {
+    brush.beginPath();
+    brush.moveTo(0, y);
+    brush.lineTo(width, y);
+    brush.stroke();
+  }
   brush.strokeStyle = color("accent");
   brush.lineWidth = 2 * ratio;
+  brush.lineJoin = "round";
   brush.beginPath();
   let isDown = false;
-  values.forEach((value, i) => {
-    if (value === null) {
-      isDown = false;
-      return;
+  for (const [time, value] of points) {
+    const x = width * (1 - (now - time) / 1000 / seconds);
+    if (value !== null) {
+      const y = height - ratio - value / top * (height - 2 * ratio);
+      if (isDown) brush.lineTo(x, y);
+      else brush.moveTo(x - 2 * ratio, y), brush.lineTo(x, y);
     }
-    const x = (i + places - values.length) / (places - 1) * width;
-    const y = height - 2 * ratio - value / top * (height - 4 * ratio);
-    if (isDown) brush.lineTo(x, y);
-    else brush.moveTo(x - 2 * ratio, y), brush.lineTo(x, y);
-    isDown = true;
-  });
+    isDown = value !== null;
+  }
   brush.stroke();
 }

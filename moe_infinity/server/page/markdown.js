@@ -1,6 +1,8 @@
 // Markdown as elements. Text enters the document only as text nodes, so no answer of a model can
 // bring HTML, and links go to http and https only.
 
+import { codeBlock } from "./code.js";
+
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)]) +(.*)$/;
 const HEADING = /^ {0,3}(#{1,6}) +(.*?) *#* *$/;
@@ -46,7 +48,7 @@ function blocks(lines, parent, depth) {
 function block(lines, i, parent, depth) {
   const line = lines[i];
   let found;
-  if ((found = FENCE.exec(line))) return fenced(lines, i, found[1], parent);
+  if ((found = FENCE.exec(line))) return fenced(lines, i, found, parent);
   if ((found = HEADING.exec(line))) {
     inline(found[2], make("h3", parent));
     return i + 1;
@@ -73,13 +75,11 @@ function begins(lines, i) {
   return [FENCE, HEADING, RULE, QUOTE, ITEM].some((kind) => kind.test(lines[i])) || isTable(lines, i);
 }
 
-function fenced(lines, i, fence, parent) {
+function fenced(lines, i, [, fence, info], parent) {
   const inner = [];
   const isEnd = (line) => line.trim().startsWith(fence) && !line.trim().replaceAll(fence[0], "");
   for (i++; i < lines.length && !isEnd(lines[i]); i++) inner.push(lines[i]);
-  const pre = make("pre", parent);
-  pre.tabIndex = 0; // or the keyboard could not scroll it
-  make("code", pre, inner.join("\n"));
+  parent.append(codeBlock(inner.join("\n"), info.trim().split(/\s/)[0].toLowerCase()));
   return i + 1;
 }
 
