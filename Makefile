@@ -34,19 +34,19 @@ test-gpu-code: export HF_HUB_OFFLINE = 1
 test-gpu-code: $(INSTALLED) ## fast tests of what a GPU would run, without one
 	$(BIN)/python -m pytest -n 2 -m "gpu_code and "$(FAST)
 
-# All pins hold but those of transformers and of what it chooses.
+# The tools of the tests keep their pins; a warning of a coming removal is an error here, too.
 test-newest: export HF_HUB_OFFLINE = 1
-test-newest: ## fast tests with the newest transformers that pyproject.toml allows, in .venv-newest
+test-newest: ## fast tests with the newest versions that pyproject.toml allows, but torch, in .venv-newest
 	$(PYTHON) -m venv .venv-newest
-	grep -vE '^(transformers|huggingface-hub|tokenizers)==' constraints.txt > .venv-newest/constraints.txt
-	.venv-newest/bin/pip install -c .venv-newest/constraints.txt torch==2.13.0 setuptools wheel
-	.venv-newest/bin/pip install -U -c .venv-newest/constraints.txt --no-build-isolation -e '.[dev]'
+	$(PYTHON) scripts/admitted.py newest > .venv-newest/constraints.txt
+	.venv-newest/bin/pip install torch==2.13.0 'setuptools>=77' wheel
+	.venv-newest/bin/pip install -U -c .venv-newest/constraints.txt --no-build-isolation -e '.[dev]' torch==2.13.0
 	.venv-newest/bin/python -m pytest -n 2 -m "not gpu_code and "$(FAST)
 
 test-oldest: export HF_HUB_OFFLINE = 1
 test-oldest: ## fast tests with the oldest versions that pyproject.toml allows, in .venv-oldest
 	$(PYTHON) -m venv .venv-oldest
-	$(PYTHON) scripts/oldest.py pyproject.toml constraints.txt > .venv-oldest/constraints.txt
+	$(PYTHON) scripts/admitted.py oldest > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install -c .venv-oldest/constraints.txt torch 'setuptools>=77' wheel
 	.venv-oldest/bin/pip install -c .venv-oldest/constraints.txt --no-build-isolation -e '.[dev]'
 	.venv-oldest/bin/python -m pytest -n 2 -m "not gpu_code and "$(FAST)
