@@ -51,7 +51,7 @@ def tools():
     forced = model.bind_tools([weather], tool_choice="weather")
     asked = forced.invoke(messages)
     call = asked.tool_calls[0]
-    assert call["args"] == {"city": "Graz"}
+    assert call["args"]["city"] == "Graz"  # the schema allows more
     result = ToolMessage("rain", tool_call_id=call["id"])
     assert model.bind_tools([weather]).invoke([*messages, asked, result]) is not None
     assert model.bind_tools([weather], tool_choice="any").invoke(messages).tool_calls

@@ -46,7 +46,7 @@ def tools():
         return "rain"
 
     assert agent.run_sync("What is the weather?").output
-    assert cities == ["Graz"]
+    assert set(cities) == {"Graz"}  # it may be called several times at once
 
 
 def structured():
