@@ -172,6 +172,13 @@ def test_a_model_cast_after_loading_gives_the_bits_of_stock(tiny_checkpoint, dty
         assert torch.equal(logits_of(moe.model), logits_of(stock.to(torch.bfloat16)))
 
 
+def test_a_loaded_model_has_the_buffers_of_stock(tiny_checkpoint):
+    """transformers' tests compare their names."""
+    stock = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype="auto")
+    with MoE(tiny_checkpoint, host_memory="25%") as moe:
+        assert [*dict(moe.model.named_buffers())] == [*dict(stock.named_buffers())]
+
+
 @pytest.mark.parametrize("name", ["NllbMoe", "SwitchTransformers"])
 def test_an_encoder_decoder_can_be_cast(tmp_path, name):
     encoder_decoders.make_model(name).save_pretrained(tmp_path)

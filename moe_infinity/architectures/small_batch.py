@@ -44,6 +44,7 @@ from moe_infinity.architectures.model_parts import (
 )
 from moe_infinity.architectures.module_state import is_watched, stock_forward
 from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
+from moe_infinity.architectures.without_experts import uncompiled
 from moe_infinity.kernels.cpu.attention import attend
 from moe_infinity.kernels.cpu.decoder_steps import DecoderSteps
 from moe_infinity.kernels.cpu.linear import fused_linear
@@ -83,7 +84,7 @@ class SmallBatchSteps:
             finally:  # also after Ctrl-C, for which torch calls no hook
                 give_torch_all()
 
-        vars(model)["forward"] = self._forward = forward
+        vars(model)["forward"] = self._forward = uncompiled(forward)
 
     def paths(self) -> Iterator[PathTaken]:
         """Yield which path each layer, router and block of experts takes, as of now."""

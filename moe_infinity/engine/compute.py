@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_infinity.architectures.adapters import ExpertCalls, ExpertsModule, rounds_by_place
 from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
@@ -33,10 +33,6 @@ from moe_infinity.report import PathTaken
 
 if TYPE_CHECKING:
     from moe_infinity.kernels.cpu.experts import FusedExperts
-
-
-# A buffer without elements in each experts module: what casts the model casts it, too.
-CAST_MARK = "moe_infinity_cast_mark"
 
 
 class Work(Protocol):
@@ -61,11 +57,10 @@ class LayerComputer:
     ) -> None:
         if layer.adapter.is_eager is not None:
             is_eager = layer.adapter.is_eager
-        nothing = torch.empty(0, dtype=_dtype_of(layer), device="cpu")
-        layer.module.register_buffer(CAST_MARK, nothing, persistent=False)
+        casts = Casts(layer)
 
         def of_slot(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            compute = _as_cast(layer, compute)
+            compute = casts.followed_by(compute)
             return recipes.computing(_copying(compute) if copies_experts else compute)
 
         on_cpu = not (copies_experts or isinstance(slots, DeviceSlots))
@@ -76,7 +71,7 @@ class LayerComputer:
             and is_exact
             and not is_eager
             and isinstance(mlp, PlainMlp)
-            and rounds_by_place(mlp.activate, dtype=_dtype_of(layer))
+            and rounds_by_place(mlp.activate, dtype=casts.loaded)
         ):
             in_steps = MlpInSteps(of_slot(mlp.up), mlp.activate, of_slot(mlp.down))
         self.by_torch = TorchBackend(
@@ -165,23 +160,34 @@ class CallsWork:
             self._calls.answer(expert_idx, self._backend.mlp, weights)
 
 
-def _as_cast(layer: ExpertsModule, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`compute` in the dtype that the model was cast to after loading, as by `half()`."""
-    loaded = _dtype_of(layer)
-    buffers: Mapping[str, Any] = layer.module._buffers
+class Casts:
+    """Notices the dtype that an experts module is cast to after loading, as by `half()`."""
 
-    def compute_as_cast(weights: Mapping[str, Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        dtype: torch.dtype = buffers[CAST_MARK].dtype
-        if dtype != loaded:
-            weights = {name: _cast(weight, dtype) for name, weight in weights.items()}
-        return compute(weights, x, *args, **kwargs)
+    def __init__(self, layer: ExpertsModule) -> None:
+        self.loaded: torch.dtype = getattr(torch, layer.layout.params[0].dtype)
+        self._cast = torch.empty(0, dtype=self.loaded, device="cpu")
+        self._apply: Callable[..., nn.Module] = layer.module._apply
+        vars(layer.module)["_apply"] = self._apply_here_too
 
-    return compute_as_cast
+    def _apply_here_too(self, function: Callable[[Tensor], Tensor], *args: Any) -> nn.Module:
+        """Do to a tensor of ours what torch does to every parameter and buffer of the module. It is
+        neither, so that the module has those of stock's.
+        """
+        self._cast = function(self._cast)
+        return self._apply(function, *args)
 
+    def followed_by(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `compute` in the dtype that the module has when it is called."""
 
-def _dtype_of(layer: ExpertsModule) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, layer.layout.params[0].dtype)
-    return dtype
+        def compute_as_cast(
+            weights: Mapping[str, Any], x: Tensor, *args: Any, **kwargs: Any
+        ) -> Tensor:
+            dtype = self._cast.dtype
+            if dtype != self.loaded:
+                weights = {name: _cast(weight, dtype) for name, weight in weights.items()}
+            return compute(weights, x, *args, **kwargs)
+
+        return compute_as_cast
 
 
 def _cast(weight: Tensor | list[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
