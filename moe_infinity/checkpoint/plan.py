@@ -44,6 +44,8 @@ TOP_K_NAMES = (
     "top_k_experts",
 )  # fmt: skip
 
+FLOATS = ("F64", "F32", "F16", "BF16")
+
 Weights = dict[str, StoredTensor | PackedTensor]  # by name in the checkpoint
 
 
@@ -307,7 +309,8 @@ def _make_recipe(
         )
     )
     targets = {member.group_name: specs[member.key] for member in wanted}
-    return Recipe(group.name, sources, targets, group.converter, config)
+    is_mixed = any(source.is_mixed for source in sources)
+    return Recipe(group.name, sources, targets, group.converter, config, is_mixed=is_mixed)
 
 
 def _make_sources(
@@ -316,9 +319,9 @@ def _make_sources(
     weights: list[StoredTensor | PackedTensor],
     location: ParameterLocation,
 ) -> list[Source]:
-    """Sources with a weight per expert, or with one whose first dimension is the experts; all of
-    one kind. There are several weights per expert, one list after the other, where a layer has
-    several sets of experts (ERNIE-VL).
+    """Sources with a weight per expert, or with one whose first dimension is the experts. There
+    are several weights per expert, one list after the other, where a layer has several sets of
+    experts (ERNIE-VL).
     """
     num_experts = group.layer.num_experts
     first = weights[0]
@@ -343,8 +346,19 @@ def _make_sources(
     for each in lists:
         for weight in each:
             if weight.kind != each[0].kind:
-                raise CheckpointError(f"tensor {_describe(weight)}, but {_describe(each[0])}")
+                _refuse_other_experts(weight, each[0])
     return [Source(pattern, each, 0) for each in lists]
+
+
+def _refuse_other_experts(weight: StoredTensor | PackedTensor, first: Any) -> None:
+    """Raise CheckpointError unless both become the same parameter of two experts of a layer."""
+    plain = [each for each in (weight, first) if isinstance(each, StoredTensor)]
+    if weight.shape != first.shape or not all(each.stored_dtype in FLOATS for each in plain):
+        raise CheckpointError(
+            f"tensor {_describe(weight)}, but {_describe(first)}\n"
+            "hint: experts of one layer need one shape, each in floating point or packed; download "
+            f"{weight.parts[0][1].extent.file.name} again, or convert the checkpoint anew"
+        )
 
 
 def _describe(weight: StoredTensor | PackedTensor) -> str:

@@ -8,6 +8,9 @@ weight per expert or one weight stacked over experts. Three ways lead from there
     packed        quantized: the slot holds the bytes as stored, and the expert is unpacked, and
                   converted if need be, each time it computes
 
+Where experts of one layer are stored in several ways, all of them are converted to the parameters'
+dtype on their way into a slot.
+
 `Recipe.weights` says how they lie in a slot (layout.py). A trial on a pattern of bytes, once per
 kind of recipe, shows if a conversion only concatenates: no architecture is known by name.
 """
@@ -43,6 +46,11 @@ class Source:
     pattern: str
     weights: tuple[StoredTensor | PackedTensor, ...]
     num_parts: int  # experts stacked in the one weight; 0 if each expert has a weight
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if the weights of some experts are stored in another way than those of others."""
+        return any(weight.kind != self.weights[0].kind for weight in self.weights)
 
     @property
     def packed(self) -> PackedTensor | None:
@@ -99,6 +107,7 @@ class Recipe:
     converter: Any | None  # transformers' WeightConverter; None: the checkpoint has the parameter
     config: Any  # of the model; some conversions read it
     only_concatenates: bool = False
+    is_mixed: bool = False  # some experts are stored in another way than others
     is_split: bool = False  # a slot has the sources one by one, although they are not packed
     stored: tuple[ParamSpec, ...] = ()  # all parts in a slot, in the order of `slot_shapes`
     # In a slot: of each target or, packed or split, of each source.
@@ -106,7 +115,7 @@ class Recipe:
 
     @property
     def is_packed(self) -> bool:
-        return any(source.packed is not None for source in self.sources)
+        return not self.is_mixed and any(source.packed is not None for source in self.sources)
 
     @property
     def is_in_parts(self) -> bool:
@@ -129,7 +138,7 @@ class Recipe:
             for s in self.sources
         )
         shapes = tuple((t.shape, t.dtype) for t in self.targets.values())
-        return id(self.converter) if self.converter else None, sources, shapes
+        return id(self.converter) if self.converter else None, sources, shapes, self.is_mixed
 
     def slot_shapes(self) -> Shapes:
         """The arrays that a slot holds for this recipe."""
@@ -200,11 +209,16 @@ class Recipe:
             slot[spec.offset : spec.offset + spec.num_bytes] = flat.data
 
     def _read(self, source: Source, expert_idx: int, reader: Reader) -> Tensor:
-        ((_, dtype),) = source.stored_shapes().values()
-        (extent,) = source.extents(expert_idx)
-        raw = bytearray(extent.num_bytes)
-        reader.read_into(extent, memoryview(raw))
-        return torch.frombuffer(raw, dtype=getattr(torch, dtype)).view(source.shape)
+        weight = source.weights[0 if source.num_parts else expert_idx]
+        parts = {}
+        for (role, part), extent in zip(weight.parts, source.extents(expert_idx), strict=True):
+            raw = bytearray(extent.num_bytes)
+            reader.read_into(extent, memoryview(raw))
+            parts[role] = torch.frombuffer(raw, dtype=getattr(torch, part.dtype))
+        if not isinstance(weight, PackedTensor):
+            return parts[""].view(source.shape)
+        shaped = {role: parts[role].view(part.shape) for role, part in weight.parts}
+        return weight.unpack(shaped, self._dtype)
 
     def params(self, slot: dict[str, Tensor]) -> dict[str, Any]:
         """The parameters, from the views of a slot that holds the stored parts. A split one is a
@@ -255,7 +269,7 @@ class Recipe:
                     f"{name}: the model wants {list(spec.shape)} per expert, the checkpoint gives "
                     f"{list(found[1:]) if found else 'nothing'} (from {self._describe_sources()})"
                 )
-        if len(self.targets) > 1:
+        if len(self.targets) > 1 or self.is_mixed:
             return False
         (value,) = (values[name] for name in self.targets)
         before = torch.cat([t.contiguous().view(torch.uint8).flatten() for t in patterns])
@@ -271,7 +285,7 @@ class Recipe:
     def _pattern(self, source: Source, generator: torch.Generator) -> Tensor:
         """A weight of one expert whose bytes tell where they come from: random ones."""
         dtype = self._dtype
-        if source.packed is None:
+        if source.packed is None and not self.is_mixed:
             ((_, stored_dtype),) = source.stored_shapes().values()
             dtype = getattr(torch, stored_dtype)
         num_bytes = prod(source.shape) * dtype.itemsize
