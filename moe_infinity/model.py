@@ -339,9 +339,9 @@ class MoE:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._steps.close()
             if self._small_batches is not None:
                 self._small_batches.close()
+            self._steps.close()
             self._experts.close()
             self._history.save(self.engine.predictor, self.engine.recorder.request_eams())
 

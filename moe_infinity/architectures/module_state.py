@@ -169,6 +169,23 @@ def _is_idle(hook: Callable[..., Any]) -> bool:
     return is_theirs and not output_capturing._active_collector.get()
 
 
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give a module another forward method. Returns a function that gives it the former one back,
+    unless somebody has given it a third meanwhile.
+    """
+    former = vars(module).get("forward")
+    vars(module)["forward"] = forward
+
+    def undo() -> None:
+        if vars(module).get("forward") is not forward:
+            return
+        del vars(module)["forward"]
+        if former is not None:
+            vars(module)["forward"] = former
+
+    return undo
+
+
 def stock_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward method that a module has before it gets one of ours: of its own, or else
     whatever its class has when it is called.

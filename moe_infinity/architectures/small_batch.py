@@ -42,7 +42,7 @@ from moe_infinity.architectures.model_parts import (
     router_of,
     weight_of,
 )
-from moe_infinity.architectures.module_state import is_watched, stock_forward
+from moe_infinity.architectures.module_state import is_watched, replace_forward, stock_forward
 from moe_infinity.architectures.trial import FellBack, Found, Verdict, path_taken
 from moe_infinity.architectures.without_experts import uncompiled
 from moe_infinity.kernels.cpu.attention import attend
@@ -70,7 +70,6 @@ class SmallBatchSteps:
             vars(module)[MARK] = True
         _wrap_sdpa()
         self._layers.connect()
-        self._model = model
         stock = stock_forward(model)
 
         @wraps(model.forward)
@@ -84,7 +83,7 @@ class SmallBatchSteps:
             finally:  # also after Ctrl-C, for which torch calls no hook
                 give_torch_all()
 
-        vars(model)["forward"] = self._forward = uncompiled(forward)
+        self._undo = replace_forward(model, uncompiled(forward))
 
     def paths(self) -> Iterator[PathTaken]:
         """Yield which path each layer, router and block of experts takes, as of now."""
@@ -92,8 +91,7 @@ class SmallBatchSteps:
 
     def close(self) -> None:
         """Give the model its own forward method back."""
-        if vars(self._model).get("forward") is self._forward:
-            del self._model.forward
+        self._undo()
 
 
 class KernelLayers:

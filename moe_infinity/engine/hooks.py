@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, wraps
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from moe_infinity.architectures.adapters import (
 )
 from moe_infinity.architectures.attention_inputs import cache_in, cache_parameter
 from moe_infinity.architectures.early_router import EarlyRouter, Routed
+from moe_infinity.architectures.module_state import replace_forward, stock_forward
 from moe_infinity.architectures.without_experts import AbsentWeights, refuse_graphs, uncompiled
 from moe_infinity.engine.experts import Experts
 from moe_infinity.experts import Ints, Phase, Routing, Step
@@ -54,14 +55,9 @@ class StepReader:
         reads = {model: self.read}
         if model.config.is_encoder_decoder:
             reads = {model.get_encoder(): self.read_encoder, model.get_decoder(): self.read_decoder}
-        self._hooks = [
-            module.register_forward_pre_hook(
-                uncompiled(partial(self._before_forward, read)), with_kwargs=True
-            )
-            for module, read in reads.items()
+        self._undo = [
+            replace_forward(module, self._around(module, read)) for module, read in reads.items()
         ]
-        after = uncompiled(self._after_forward)
-        self._hooks += [module.register_forward_hook(after) for module in reads]
 
     @cached_property
     def cache_parameter(self) -> str:
@@ -88,19 +84,26 @@ class StepReader:
         finally:
             self._named = None
 
-    def _before_forward(
-        self, read: Callable[..., Step | None], module: Any, args: Any, kwargs: dict[str, Any]
-    ) -> None:
-        refuse_graphs()
-        self.leave_pass()
-        step = self._named or read(args, kwargs)
-        if step is not None:
-            self._experts.begin_step(step)
-        self._is_in_pass = True
+    def _around(self, module: Any, read: Callable[..., Step | None]) -> Callable[..., Any]:
+        """Return a forward method in which each pass begins with its step. Hooks would not do: PEFT
+        calls the forward method itself.
+        """
+        stock = stock_forward(module)
 
-    def _after_forward(self, *_: object) -> None:
-        """Note that a pass ended. torch does not call this if it failed or was interrupted."""
-        self._is_in_pass = False
+        @uncompiled
+        @wraps(module.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            refuse_graphs()
+            self.leave_pass()
+            step = self._named or read(args, kwargs)
+            if step is not None:
+                self._experts.begin_step(step)
+            self._is_in_pass = True
+            out = stock(*args, **kwargs)
+            self._is_in_pass = False
+            return out
+
+        return forward
 
     def leave_pass(self) -> None:
         """Call `leave_step` if the model's last pass did not end."""
@@ -172,9 +175,9 @@ class StepReader:
         return self._finished_B
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        """Give the modules their own forward methods back."""
+        for undo in self._undo:
+            undo()
 
 
 BACKEND = "moe_infinity"  # the name of our experts implementation in transformers

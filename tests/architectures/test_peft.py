@@ -109,3 +109,11 @@ def test_adapters_on_experts_are_an_error(tmp_path):
     )
     with MoE(saved("Mixtral", tmp_path)) as moe, pytest.raises(UnsupportedModelError):
         steps(adapted(moe.model, config))
+
+
+def test_passes_that_peft_begins_are_steps(tmp_path):
+    """PEFT calls the model's forward method, and so no hook of the model."""
+    with MoE(saved("Mixtral", tmp_path)) as moe:
+        model = adapted(moe.model, peft.LoraConfig(target_modules=["v_proj"], **RANDOM))
+        steps(model)
+        assert (moe.report().prefill.steps, moe.report().decode.steps) == (1, 4)
