@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gate test test-all test-gpu-code test-newest test-oldest test-rounding test-cluster test-clients test-compiled check same-bits docs bench dist format clean
+.PHONY: help demo gate test test-all test-gpu-code test-newest test-oldest test-rounding test-cluster test-clients test-transformers test-compiled check same-bits docs bench dist format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,15 @@ test-cluster: $(INSTALLED) ## what needs Ray, which it installs into .venv
 # Not in parallel: one client after another has the machine for its prompt.
 test-clients: $(INSTALLED) ## agents and libraries of others against a server, in .clients
 	$(BIN)/python -m pytest -m clients tests/clients $(if $(CLIENT),-k $(CLIENT))
+
+# transformers' repository at the tag of the installed version.
+TRANSFORMERS_SOURCE ?= .transformers
+RELEASE = v$(shell $(BIN)/python -c "from importlib.metadata import version; print(version('transformers'))")
+
+test-transformers: $(INSTALLED) ## transformers' own tests through the backend, of all models or of MODELS="olmoe mixtral"
+	$(PIP) install -c constraints.txt datasets parameterized pillow requests
+	test -d $(TRANSFORMERS_SOURCE) || git clone --depth 1 --branch $(RELEASE) https://github.com/huggingface/transformers $(TRANSFORMERS_SOURCE)
+	$(BIN)/python -m scripts.transformers_suite $(TRANSFORMERS_SOURCE) $(MODELS)
 
 test-compiled: export TRITON_INTERPRET = 0
 test-compiled: export CAPABILITY ?= 80
