@@ -22,13 +22,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
 from moe_infinity.checkpoint.gguf_splitting import SPLITTINGS, WITHOUT_NAME, Splitting
-from moe_infinity.checkpoint.gguf_vocabulary import PREFIX, Kind, Vocabulary, logger
+from moe_infinity.checkpoint.gguf_vocabulary import PREFIX, Kind, Vocabulary, flag_of, logger
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
 SPACE = "▁"  # how SentencePiece writes it
 WHOLE = (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)  # never split
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # attributes of transformers' tokenizers
 TEMPLATE = "tokenizer.chat_template"
+ORIGINAL = "tokenizer.huggingface.json"
 KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # what follows other tokens of Phi-3 loses spaces
 Merges = list[tuple[str, str]]
 Made = tuple[Tokenizer, bool, bool]  # it, whether it adds BOS and EOS if the file does not say
@@ -42,36 +43,58 @@ def tokenizer_of(gguf: GgufModel) -> Any:
     vocabulary = gguf.vocabulary
     if not vocabulary.tokens:
         raise CheckpointError(f"{gguf.files[0]}: has no vocabulary\n{WITH_CONFIG}")
-    if vocabulary.model not in MAKERS:
+    original = _original_of(gguf)
+    if original is None and vocabulary.model not in MAKERS:
         known = ", ".join(MAKERS)
         raise UnsupportedModelError(
             f"{gguf.files[0]}: {PREFIX}model is {vocabulary.model!r}, expected one of {known}"
             f"\n{WITH_CONFIG}"
         )
     try:
-        tokenizer, adds_bos, adds_eos = MAKERS[vocabulary.model](gguf)
+        tokenizer, adds_bos, adds_eos = original or MAKERS[vocabulary.model](gguf)
     except (CheckpointError, UnsupportedModelError):
         raise
     except Exception as error:  # of the library, which has one class for all
         raise CheckpointError(
             f"{gguf.files[0]}: no tokenizer can be made of its vocabulary: {error}"
         ) from error
-    control, user_defined = _whole_tokens(gguf)
-    tokenizer.add_special_tokens(control)
-    tokenizer.add_tokens(user_defined)
+    if original is None:
+        control, user_defined = _whole_tokens(gguf)
+        tokenizer.add_special_tokens(control)
+        tokenizer.add_tokens(user_defined)
     vars(tokenizer)["__deepcopy__"] = lambda memo: tokenizer  # transformers copies it for seconds
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
         add_bos_token=adds_bos
         and vocabulary.model == "gemma4"
-        or bool(gguf.metadata.get(f"{PREFIX}add_bos_token", adds_bos)),
-        add_eos_token=bool(gguf.metadata.get(f"{PREFIX}add_eos_token", adds_eos)),
+        or flag_of(gguf.metadata.get(f"{PREFIX}add_bos_token"), adds_bos),
+        add_eos_token=flag_of(gguf.metadata.get(f"{PREFIX}add_eos_token"), adds_eos),
         chat_template=chat_template_of(gguf.metadata),
         **_named_tokens(vocabulary),
     )
     del vars(tokenizer)["__deepcopy__"]
     return made
+
+
+def _original_of(gguf: GgufModel) -> Made | None:
+    """The tokenizer.json that the file was made from, if the file has it. One with other tokens
+    than the vocabulary is left out with a warning.
+    """
+    content, tokens = gguf.metadata.get(ORIGINAL), dict(enumerate(gguf.vocabulary.tokens))
+    if content is None:
+        return None
+    try:
+        found = Tokenizer.from_str(content)
+        for text, token_id in found.get_vocab().items():
+            if tokens.get(token_id) not in (text, text.replace(SPACE, " ")):
+                raise ValueError(f"its token {token_id} is not that of the vocabulary")
+    except Exception as error:  # of the library, which has one class for all
+        logger.warning("%s: %s is ignored: %s", gguf.files[0], ORIGINAL, error)
+        return None
+    added = found.encode("a").ids
+    plain = found.encode("a", add_special_tokens=False).ids
+    return found, added[:1] != plain[:1], added[-1:] != plain[-1:]
 
 
 def chat_template_of(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
@@ -82,9 +105,9 @@ def chat_template_of(metadata: Mapping[str, Any]) -> str | dict[str, str] | None
         if key.startswith(f"{TEMPLATE}.") and isinstance(value, str)
     }
     default = metadata.get(TEMPLATE)
-    if not named or "default" in named or default is None:
-        return named or default
-    return {"default": default} | named
+    if not isinstance(default, str):
+        return named or None
+    return {"default": default} | named if named else default
 
 
 def _named_tokens(vocabulary: Vocabulary) -> dict[str, str]:
@@ -142,7 +165,7 @@ def _characters(gguf: GgufModel) -> Made:
 
 def _scored(gguf: GgufModel) -> Made:
     vocab = _vocab(gguf.vocabulary)
-    has_prefix = bool(gguf.metadata.get(f"{PREFIX}add_space_prefix", True))
+    has_prefix = flag_of(gguf.metadata.get(f"{PREFIX}add_space_prefix"), True)
     return _sentencepiece(gguf, vocab, _merges_of_scores(gguf, vocab), has_prefix=has_prefix)
 
 
@@ -181,11 +204,11 @@ def _unigram(gguf: GgufModel) -> Made:
     steps: list[Any] = []
     if charsmap:
         steps.append(normalizers.Precompiled(bytes(byte & 0xFF for byte in charsmap)))
-    if gguf.metadata.get(f"{PREFIX}remove_extra_whitespaces", False):
+    if flag_of(gguf.metadata.get(f"{PREFIX}remove_extra_whitespaces"), False):
         once = normalizers.Replace(Regex(" {2,}"), " ")
         steps += [normalizers.Strip(left=False, right=True), once]
     tokenizer.normalizer = normalizers.Sequence(steps)
-    has_prefix = gguf.metadata.get(f"{PREFIX}add_space_prefix", True)
+    has_prefix = flag_of(gguf.metadata.get(f"{PREFIX}add_space_prefix"), True)
     scheme = "always" if has_prefix else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme)
     tokenizer.decoder = decoders.Metaspace(SPACE, scheme)

@@ -36,8 +36,11 @@ NAMES_OF_ENDS = frozenset((
     "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
     "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>", "</s>",
 ))  # fmt: skip
+TAG = "</b>"  # beside this one, "</s>" is a tag of HTML, as in Gemma
 # Where a model has all of these, "<|end|>" ends a message inside its answer.
 NO_END_BESIDE = (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"))
+NO_TOKEN = (None, -1, 0xFFFFFFFF)  # how converters write that there is none
+TRUTHS = {"true": 1, "false": 0}
 
 
 class Kind(IntEnum):
@@ -58,28 +61,20 @@ class Vocabulary:
     model: str  # how text becomes tokens, e.g. "gpt2"; "none": by a file elsewhere
     tokens: list[str]  # by id
     kinds: list[int]
-    ids: dict[str, int] = field(
-        default_factory=dict
-    )  # of special tokens that there are, by ID_KEYS
+    ids: dict[str, int] = field(default_factory=dict)  # of special tokens, by ID_KEYS
+    suppressed: list[int] = field(default_factory=list)  # ids that a model never writes
 
     def ends(self) -> list[int]:
         """The ids of tokens after which an answer is over, eos first."""
         named = {
-            text: token_id
-            for token_id, text in enumerate(self.tokens)
-            if text in NAMES_OF_ENDS and not self._is_text(token_id)
+            text: token_id for token_id, text in enumerate(self.tokens) if text in NAMES_OF_ENDS
         }
+        if TAG in self.tokens and self.kinds[named.get("</s>", 0)] != Kind.CONTROL:
+            named.pop("</s>", None)
         if any(named.keys() >= {*names} for names in NO_END_BESIDE):
             named.pop("<|end|>", None)
         found = [self.ids[name] for name in ENDS if name in self.ids]
         return list(dict.fromkeys([*found, *sorted(named.values())]))
-
-    def _is_text(self, token_id: int) -> bool:
-        """Return True for a token that may be part of what a model writes, such as a tag of HTML.
-        Some converters called every token normal; one in angle brackets with bars is no text.
-        """
-        text, kind = self.tokens[token_id], self.kinds[token_id]
-        return kind != Kind.CONTROL and not text.startswith(("<|", "<｜"))
 
 
 def vocabulary_of(where: str, metadata: Mapping[str, Any], num_rows: int | None) -> Vocabulary:
@@ -94,12 +89,29 @@ def vocabulary_of(where: str, metadata: Mapping[str, Any], num_rows: int | None)
     ids = dict(DEFAULT_IDS.get(model, {}))
     limit = min(filter(None, (len(tokens), num_rows)), default=0)
     for name, key in ID_KEYS.items():
-        token_id = metadata.get(PREFIX + key)
-        if type(token_id) is int and 0 <= token_id < limit:
-            ids[name] = token_id
-        elif token_id not in (None, -1, 0xFFFFFFFF):  # how converters write that there is none
-            logger.warning("%s: %s%s is %r of %d, ignored", where, PREFIX, key, token_id, limit)
-    return Vocabulary(model, tokens, kinds, {name: i for name, i in ids.items() if i < limit})
+        token_id = number_of(metadata.get(PREFIX + key))
+        if token_id is not None and token_id.is_integer() and 0 <= token_id < limit:
+            ids[name] = int(token_id)
+        elif token_id not in NO_TOKEN or (token_id is None and PREFIX + key in metadata):
+            said = metadata[PREFIX + key]
+            logger.warning("%s: %s%s is %.60r of %d, ignored", where, PREFIX, key, said, limit)
+    suppressed = [i for i in _array(where, metadata, "suppress_tokens", int) if 0 <= i < limit]
+    ids = {name: i for name, i in ids.items() if i < limit}
+    return Vocabulary(model, tokens, kinds, ids, suppressed)
+
+
+def number_of(value: Any) -> float | None:
+    """A number of the metadata, of whatever type a program wrote: a text, too. None for others."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else None
+    except ValueError:
+        return None
+
+
+def flag_of(value: Any, default: bool) -> bool:
+    """A flag of the metadata, of whatever type. `default` if it is absent or is none."""
+    number = number_of(TRUTHS.get(value.lower(), value) if isinstance(value, str) else value)
+    return default if number is None else number != 0
 
 
 def _array(

@@ -15,6 +15,7 @@ from moe_infinity.checkpoint.file_names import find_gguf
 from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.gguf_config import config_of
 from moe_infinity.checkpoint.gguf_file import GgufModel, read_gguf
+from moe_infinity.checkpoint.gguf_generation import generation_of
 from moe_infinity.checkpoint.gguf_tokenizer import tokenizer_of
 from moe_infinity.checkpoint.packing import Format
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -32,6 +33,7 @@ class Kind:
     model_class: Any
     packing: Format | None  # None: weights are stored as they are, or in a GGUF file
     gguf: GgufModel | None = None
+    generation: transformers.GenerationConfig | None = None  # None: as transformers finds it
 
     def compute_dtype(self, dtype: str) -> str:
         """The dtype for transformers; packed weights do not name one."""
@@ -123,7 +125,16 @@ def _kind_of_gguf(file: Path, config_from: str | None, *, trust_remote_code: boo
             kind = replace(kind, config=text, model_class=text_class)
     if kind.config.dtype is None or config_from is None:
         kind.config.dtype = gguf.dtype
-    return kind
+    named = None if config_from is None else kind.generation or _generation_config(config_from)
+    return replace(kind, generation=generation_of(gguf, kind.config, named))
+
+
+def _generation_config(checkpoint: str) -> Any:
+    """The generation config of a folder or hub id, None if it has none."""
+    try:
+        return transformers.GenerationConfig.from_pretrained(checkpoint)
+    except OSError:
+        return None
 
 
 def _class_of(checkpoint: str, config: Any, *, trust_remote_code: bool) -> Any:

@@ -151,6 +151,8 @@ def load_without_experts(
         reader.close()
         raise
     model.__class__ = kind.model_class
+    if kind.generation is not None:
+        model.generation_config = kind.generation
     assert hook.plan is not None
     return LoadedModel(model, hook.plan, reader, hook.plan.header_bytes + reader.bytes_read)
 

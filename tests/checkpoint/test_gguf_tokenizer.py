@@ -29,7 +29,15 @@ from moe_infinity.checkpoint.gguf_file import GgufModel
 from moe_infinity.checkpoint.gguf_splitting import SPLITTINGS
 from moe_infinity.checkpoint.gguf_tokenizer import tokenizer_of
 from tests.hard_texts import hard_texts
-from tools.vocabulary_to_gguf import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, metadata_of
+from tools.vocabulary_to_gguf import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    metadata_of,
+)
 
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<｜User｜>"]
 ADDED_TOKENS = ["<think>", "</think>", "<tool_call>", "  \n"]
@@ -243,6 +251,32 @@ def test_an_unknown_model_and_no_vocabulary_are_refused(qwen):
             tokenizer_of(gguf_of(metadata))
 
 
+@pytest.mark.parametrize("model", ["gpt2", "rwkv"])
+def test_the_original_tokenizer_is_used_if_the_file_has_it(model, qwen, caplog):
+    """Its splitting, here one at every character, is in no other key."""
+    original = byte_level("qwen2")
+    original.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("", "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    metadata = qwen | {
+        "tokenizer.ggml.model": model, "tokenizer.huggingface.json": original.to_str(),
+        "tokenizer.ggml.add_bos_token": True,
+    }  # fmt: skip
+    found = tokenizer_of(gguf_of(metadata))
+    for text in ("the hello", "<|im_end|>the"):
+        assert found(text).input_ids == [found.bos_token_id, *original.encode(text).ids]
+    assert found.decode(found("the<|im_end|>").input_ids, skip_special_tokens=True) == "the"
+    assert caplog.records == []
+
+
+def test_an_original_of_other_tokens_is_left_out(qwen, caplog):
+    expected = tokenizer_of(gguf_of(qwen))("the hello").input_ids
+    for other in ("{}", 5, byte_level("tekken").to_str().replace('"!"', '"?!"')):
+        found = tokenizer_of(gguf_of(qwen | {"tokenizer.huggingface.json": other}))
+        assert found("the hello").input_ids == expected
+    assert caplog.text.count("ignored") == 3
+
+
 # BOS and EOS
 
 
@@ -266,6 +300,34 @@ def test_without_the_flag_it_is_as_llama_cpp_has_it(llama, qwen):
         metadata = {key: value for key, value in metadata.items() if key != flag}
         found = tokenizer_of(gguf_of(metadata | {"tokenizer.ggml.pre": pre}))
         assert (found("hi").input_ids[0] == found.bos_token_id) is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "is_on"),
+    [(1, True), (0, False), (1.0, True), ("true", True), ("False", False), ("0", False)],
+)
+def test_a_flag_may_be_a_number_or_a_text(value, is_on, qwen):
+    found = tokenizer_of(gguf_of(qwen | {"tokenizer.ggml.add_bos_token": value}))
+    assert (found("hi").input_ids[0] == found.bos_token_id) is is_on
+    found = tokenizer_of(gguf_of(qwen | {"tokenizer.ggml.add_eos_token": value}))
+    assert (found("hi").input_ids[-1] == found.eos_token_id) is is_on
+
+
+def test_an_id_may_be_of_any_type_of_number_or_a_text(qwen, caplog):
+    key = "tokenizer.ggml.eos_token_id"
+    for value in (float(qwen[key]), str(qwen[key])):
+        assert tokenizer_of(gguf_of(qwen | {key: value})).eos_token_id == qwen[key]
+    assert caplog.records == []
+    odd: list[Any] = [0.5, "none", [1], -2]
+    for none in odd:
+        assert tokenizer_of(gguf_of(qwen | {key: none})).eos_token_id is None
+    assert caplog.text.count("ignored") >= 4
+
+
+def test_a_flag_without_its_token_adds_none(qwen):
+    del (metadata := qwen | {"tokenizer.ggml.add_bos_token": True})["tokenizer.ggml.bos_token_id"]
+    plain = tokenizer_of(gguf_of(qwen))("hi").input_ids
+    assert tokenizer_of(gguf_of(metadata))("hi").input_ids == plain
 
 
 def test_a_template_and_the_text_after_it_have_one_bos(llama):
@@ -371,6 +433,9 @@ def test_named_chat_templates_are_kept_by_name(qwen):
     assert templates(chat_template="a").chat_template == "a"
     assert templates(**{"chat_template.rag": "c"}).chat_template == {"rag": "c"}
     assert tokenizer_of(gguf_of(qwen)).chat_template is None
+    for odd in (5, ["a"]):
+        other = qwen | {"tokenizer.chat_template": odd}
+        assert tokenizer_of(gguf_of(other)).chat_template is None
 
 
 # ends of an answer
@@ -388,10 +453,17 @@ def ends_of(tokens: Mapping[str, int], **ids: int) -> list[str]:
 
 
 def test_answers_end_with_the_ids_of_the_file_and_with_names_that_are_known():
-    tokens = {"a": NORMAL, "<x>": CONTROL, "<|im_end|>": CONTROL, "<y>": CONTROL, "</s>": NORMAL}
+    tokens = {"a": NORMAL, "<x>": CONTROL, "<|im_end|>": CONTROL, "<y>": CONTROL}
     assert ends_of(tokens, eos=3, eot=1) == ["<y>", "<x>", "<|im_end|>"]
-    assert ends_of(tokens | {"</s>": CONTROL}, eos=3) == ["<y>", "<|im_end|>", "</s>"]
-    assert ends_of({"<|im_end|>": NORMAL, "<EOT>": NORMAL}) == ["<|im_end|>"]
+    assert ends_of({"<|im_end|>": NORMAL, "<EOT>": USER_DEFINED}) == ["<|im_end|>", "<EOT>"]
+
+
+def test_an_end_of_sequence_is_one_whatever_its_kind_unless_it_is_a_tag_of_html():
+    for kind in (NORMAL, CONTROL, USER_DEFINED):
+        assert ends_of({"a": NORMAL, "</s>": kind}) == ["</s>"]
+        beside = {"<eos>": CONTROL, "</b>": USER_DEFINED, "</s>": kind}
+        assert ends_of(beside) == ["<eos>", *(["</s>"] if kind == CONTROL else [])]
+    assert ends_of({"</b>": NORMAL, "</s>": NORMAL}, eos=1) == ["</s>"]
 
 
 def test_a_message_inside_an_answer_does_not_end_it():
