@@ -117,7 +117,8 @@ def config_of(gguf: GgufModel) -> Any:
         )
     theta = found.pop("rope_theta", 10000.0)
     found["rope_parameters"] = rope_parameters(gguf, theta, known.yarn)
-    ids, ends = gguf.vocabulary.ids, gguf.vocabulary.ends()
+    ids = gguf.vocabulary.ids
+    ends = gguf.vocabulary.ends()
     found |= {
         "bos_token_id": ids.get("bos"),
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),

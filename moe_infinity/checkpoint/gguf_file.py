@@ -235,7 +235,9 @@ class HeaderReader:
 
     def _strings(self, count: int) -> list[str]:
         """Return what `_string` returns `count` times, quickly: vocabularies are large."""
-        read, length_of, left = self._opened.read, struct.Struct("<Q").unpack, self._left
+        read = self._opened.read
+        length_of = struct.Struct("<Q").unpack
+        left = self._left
         found = []
         for _ in range(count):
             prefix = read(8)

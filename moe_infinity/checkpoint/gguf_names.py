@@ -280,7 +280,7 @@ class Names:
         return None if number is None else self._file.tensors.get(f"blk.{number[1]}.{leaf}")
 
     def _need(self, param: str, leaf: str, called: str = "") -> StoredTensor:
-        """As `_stored`. Raises CheckpointError if it is not there."""
+        """Return what `_stored` does. Raises CheckpointError if it is not there."""
         found = self._stored(param, leaf)
         if found is None:
             layer = NUMBER.search(param)

@@ -49,7 +49,7 @@ def rope_parameters(gguf: GgufModel, theta: float, yarn: dict[str, Any]) -> dict
 
 
 def _kind_and_factor(gguf: GgufModel) -> tuple[str, float]:
-    """As llama.cpp has it: a factor alone is linear, one of 0 is none."""
+    """Return both as llama.cpp has it: a factor alone is linear, one of 0 is none."""
     factor = gguf.value("rope.scaling.factor") or gguf.value("rope.scale_linear") or 1.0
     kind = gguf.value("rope.scaling.type", "linear")
     return ("none" if kind == "linear" and factor == 1 else kind), factor
@@ -63,15 +63,16 @@ def _float32(gguf: GgufModel, name: str) -> NDArray[np.float32] | None:
 
 
 def _of_factors(factors: NDArray[np.float32] | None, theta: float) -> dict[str, Any] | None:
-    """What Llama 3 calls the scaling whose wavelengths are multiplied with these factors, {} if
-    they change nothing. None if it is another.
+    """Return what Llama 3 calls the scaling whose wavelengths are multiplied with these factors, {}
+    if they change nothing. None if it is another.
     """
     if factors is None or not np.isfinite(factors).all() or factors.min() < 1:
         return None
     if factors.max() == 1:
         return {}
     lengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
-    inverse, factor = 1 / factors.astype(np.float64), float(factors.max())
+    inverse = 1 / factors.astype(np.float64)
+    factor = float(factors.max())
     smooth = (inverse - 1 / factor) / (1 - 1 / factor)  # 1: as it was, 0: divided by the factor
     between = np.flatnonzero((smooth > 0.01) & (smooth < 0.99))
     if len(between) == 0:

@@ -27,7 +27,7 @@ def _words(digits: str, *, start: str = f"{CONTRACTION}|", letter: str = r"\p{L}
 def _cased(
     digits: str, *, end: str = f"{CONTRACTION}?", but: str = "", ends: str = r"\r\n/"
 ) -> str:
-    """As `_words`, but a capital after a small letter begins a word."""
+    """Return what `_words` does, but a capital after a small letter begins a word."""
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     start = r"[^\r\n\p{L}\p{N}]?"
@@ -55,7 +55,7 @@ ASIAN = "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """What a name in `tokenizer.ggml.pre` means."""
+    """A way of splitting that `tokenizer.ggml.pre` names."""
 
     patterns: tuple[str, ...]  # each splits what those before it left, at both ends of a match
     is_nfc: bool = False  # text is composed first

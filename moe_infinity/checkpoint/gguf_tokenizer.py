@@ -22,11 +22,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
 from moe_infinity.checkpoint.gguf_splitting import SPLITTINGS, WITHOUT_NAME, Splitting
-from moe_infinity.checkpoint.gguf_vocabulary import PREFIX, Kind, Vocabulary, flag_of, logger
+from moe_infinity.checkpoint.gguf_vocabulary import PREFIX, TokenKind, Vocabulary, flag_of, logger
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
 
 SPACE = "▁"  # how SentencePiece writes it
-WHOLE = (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)  # never split
+WHOLE = (TokenKind.CONTROL, TokenKind.USER_DEFINED, TokenKind.UNKNOWN)  # never split
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # attributes of transformers' tokenizers
 TEMPLATE = "tokenizer.chat_template"
 ORIGINAL = "tokenizer.huggingface.json"
@@ -81,7 +81,8 @@ def _original_of(gguf: GgufModel) -> Made | None:
     """The tokenizer.json that the file was made from, if the file has it. One with other tokens
     than the vocabulary is left out with a warning.
     """
-    content, tokens = gguf.metadata.get(ORIGINAL), dict(enumerate(gguf.vocabulary.tokens))
+    content = gguf.metadata.get(ORIGINAL)
+    tokens = dict(enumerate(gguf.vocabulary.tokens))
     if content is None:
         return None
     try:
@@ -132,7 +133,7 @@ def _whole_tokens(gguf: GgufModel) -> tuple[list[AddedToken], list[AddedToken]]:
             continue
         rstrip = eats_space and text not in KEEP_SPACE
         token = AddedToken(text, rstrip=rstrip, normalized=False)
-        is_read = kind == Kind.USER_DEFINED and token_id not in named
+        is_read = kind == TokenKind.USER_DEFINED and token_id not in named
         (user_defined if is_read else control).append(token)
     return control, user_defined
 
@@ -243,7 +244,7 @@ def _vocab(vocabulary: Vocabulary) -> dict[str, int]:
     """Ids by text, without ids that only fill the embedding up. The first of equal texts counts."""
     found: dict[str, int] = {}
     for token_id, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
-        if kind != Kind.UNUSED or text != f"[PAD{token_id}]":
+        if kind != TokenKind.UNUSED or text != f"[PAD{token_id}]":
             found.setdefault(text, token_id)
     return found
 
@@ -259,8 +260,9 @@ def _stored_merges(gguf: GgufModel, vocab: dict[str, int]) -> Merges:
 
 def _merges_of_scores(gguf: GgufModel, vocab: dict[str, int]) -> Merges:
     """All pairs of tokens that make a token, that of the highest score first."""
-    scores, kinds = _scores(gguf), gguf.vocabulary.kinds
-    made = [text for text, token_id in vocab.items() if kinds[token_id] == Kind.NORMAL]
+    scores = _scores(gguf)
+    kinds = gguf.vocabulary.kinds
+    made = [text for text, token_id in vocab.items() if kinds[token_id] == TokenKind.NORMAL]
     made.sort(key=lambda text: -scores[vocab[text]])
     found = []
     for text in made:

@@ -43,8 +43,8 @@ NO_TOKEN = (None, -1, 0xFFFFFFFF)  # how converters write that there is none
 TRUTHS = {"true": 1, "false": 0}
 
 
-class Kind(IntEnum):
-    """What `tokenizer.ggml.token_type` says of a token."""
+class TokenKind(IntEnum):
+    """A token's kind in `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -56,7 +56,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a file says of its tokens."""
+    """The tokens of a file, and what it says of them."""
 
     model: str  # how text becomes tokens, e.g. "gpt2"; "none": by a file elsewhere
     tokens: list[str]  # by id
@@ -69,7 +69,7 @@ class Vocabulary:
         named = {
             text: token_id for token_id, text in enumerate(self.tokens) if text in NAMES_OF_ENDS
         }
-        if TAG in self.tokens and self.kinds[named.get("</s>", 0)] != Kind.CONTROL:
+        if TAG in self.tokens and self.kinds[named.get("</s>", 0)] != TokenKind.CONTROL:
             named.pop("</s>", None)
         if any(named.keys() >= {*names} for names in NO_END_BESIDE):
             named.pop("<|end|>", None)
@@ -78,13 +78,15 @@ class Vocabulary:
 
 
 def vocabulary_of(where: str, metadata: Mapping[str, Any], num_rows: int | None) -> Vocabulary:
-    """What the metadata say of the tokens; `num_rows` are those of the embedding, which may be
-    more. Special ids that are no token are left out with a warning. Raises CheckpointError.
+    """Return what the metadata say of the tokens; `num_rows` are those of the embedding, which may
+    be more. Special ids that are no token are left out with a warning. Raises CheckpointError.
     """
     model = metadata.get(f"{PREFIX}model", "none")
     tokens = _array(where, metadata, "tokens", str)
     tokens = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(tokens)]
-    kinds = _array(where, metadata, "token_type", int, len(tokens)) or [Kind.NORMAL] * len(tokens)
+    kinds = _array(where, metadata, "token_type", int, len(tokens)) or [TokenKind.NORMAL] * len(
+        tokens
+    )
     del kinds[len(tokens) :]
     ids = dict(DEFAULT_IDS.get(model, {}))
     limit = min(filter(None, (len(tokens), num_rows)), default=0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +53,47 @@ def ended(server: Serving, expected: list[int], monkeypatch: pytest.MonkeyPatch)
     num_tokens = next(n for n in range(3, 12) if expected[n] not in expected[:n])
     monkeypatch.setattr(server.moe.model.generation_config, "eos_token_id", expected[num_tokens])
     return words(expected[:num_tokens])
+
+
+# The page in a browser, see page_driving.py
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from tests.server.page_driving import CHROMIUM, sync_api
+
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Serving]:
+    with MoE(DEMO, host_memory="50%", dtype="float32") as moe, serving(moe) as served:
+        yield served
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Pages that must not complain on their console, but of an answer the test expects."""
+    contexts = []
+    complaints = []
+
+    def open_page(url: str, *, may_say: str = "nothing", **options: Any) -> Any:
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+
+        def note(message: Any) -> None:
+            if message.type in ("error", "warning") and may_say not in message.text:
+                complaints.append(message.text)
+
+        page.on("console", note)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []

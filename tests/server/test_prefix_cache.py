@@ -138,6 +138,9 @@ def letters() -> Any:
         def decode(self, ids: list[int], **settings: Any) -> str:
             return "".join(chr(97 + token % 26) for token in ids)
 
+        def convert_ids_to_tokens(self, token_id: int) -> str:
+            return self.decode([token_id])
+
     return Letters()
 
 
