@@ -81,6 +81,30 @@ def test_a_cut_answer_says_so_and_goes_on(served, open_page):
     assert page.locator("#talk .note").inner_text().startswith("4 tokens")
 
 
+def test_the_server_goes_on_with_the_words_of_the_answer(served, open_page):
+    page = open_page(served.url)
+    wait_for_state(page, "live")
+    page.route("**/v1/chat/completions", forced_to_go_on)
+    settings = ["moe-infinity settings", json.dumps({"max_tokens": "12", "temperature": "0"})]
+    page.evaluate("([name, kept]) => localStorage.setItem(name, kept)", settings)
+    chat_by_keyboard(page, "What is a fever?")
+    begun = page.locator(ANSWERS).inner_text()
+    page.get_by_role("button", name="Continue").click()
+    sync_api.expect(page.locator("#talk .note")).to_contain_text("24 tokens", timeout=60_000)
+    whole = page.locator(ANSWERS).inner_text()
+    assert whole.startswith(begun)
+    assert len(whole) > len(begun)
+
+
+def test_a_limit_reached_while_thinking_says_what_to_do(served, open_page):
+    page = open_page(served.url)
+    wait_for_state(page, "live")
+    answered_by(page, {"reasoning_content": "Well"}, finish="length")
+    chat_by_keyboard(page, "go")
+    assert "Raise it in Settings" in page.locator("#talk .end").inner_text()
+    assert page.get_by_role("button", name="Continue").count() == 0
+
+
 def test_an_answer_that_filled_the_context_cannot_go_on(served, open_page):
     with serving(served.moe, max_context=24, max_new_tokens=64) as small:
         page = open_page(small.url)
@@ -94,7 +118,7 @@ def test_an_answer_that_filled_the_context_cannot_go_on(served, open_page):
 
 def forced_to_go_on(route: Any) -> None:
     body = json.loads(route.request.post_data)
-    route.continue_(post_data=json.dumps(body | {"logit_bias": {"0": -100}, "max_tokens": None}))
+    route.continue_(post_data=json.dumps(body | {"logit_bias": {"0": -100}}))
 
 
 def test_settings_are_kept_and_sent(served, open_page):

@@ -14,7 +14,7 @@ let headersOf = () => ({});
 let about = { name: "", text: "", context: Infinity }; // of the model; its context in tokens
 let list = null;
 // Its messages: {role, content} of the user; of the model {content, reasoning, calls, end, error,
-// tokens, note}, where `end` is one of done, cut, full, stopped and error.
+// tokens, note}, where `end` is one of done, cut, full, thinking, stopped and error.
 let conversation = newConversation();
 let running = null; // what stops the answer under way
 let edited = -1; // the index of the message that is being edited
@@ -39,7 +39,7 @@ export function startChat(headers) {
     open(newConversation());
     $("words").focus();
   });
-  addEventListener("pagehide", () => keep(conversation));
+  addEventListener("pagehide", () => running && keep(conversation));
 }
 
 // What the empty conversation says of the model.
@@ -192,6 +192,7 @@ const ends = {
   done: "The answer is complete.",
   cut: "The answer was cut off.",
   full: "The answer was cut off: the context is full.",
+  thinking: "The limit of tokens was reached before the answer.",
   stopped: "The answer was stopped.",
 };
 
@@ -199,7 +200,7 @@ function noteUsage(message, usage, began, first) {
   const tokens = usage.completion_tokens;
   const now = performance.now();
   const isFull = usage.prompt_tokens + tokens >= about.context;
-  message.end = message.finish !== "length" ? "done" : isFull ? "full" : "cut";
+  message.end = message.finish !== "length" ? "done" : isFull ? "full" : message.content ? "cut" : "thinking";
   message.tokens = (message.tokens ?? 0) + tokens;
   const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
   const speed = tokens > 1 && now > first ? ` · ${((tokens - 1) / ((now - first) / 1000)).toFixed(1)} tokens/s` : "";
@@ -218,6 +219,7 @@ function redraw() {
   $("send").className = running ? "stops" : "";
   $("send").title = running ? "Stop" : "Send";
   $("send").setAttribute("aria-label", $("send").title);
+  $("talk").setAttribute("aria-busy", String(running !== null));
   list.show(conversation);
   if (isAtEnd) toEnd();
 }

@@ -13,7 +13,9 @@ export class ConversationList {
     this.remove = remove;
     $("open-list").addEventListener("click", () => this.toggle($("list").hidden));
     $("list").addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.toggle(false);
+      if (event.key !== "Escape") return;
+      this.toggle(false);
+      $("open-list").focus();
     });
     this.toggle(isWide.matches);
   }

@@ -7,6 +7,7 @@ const FOLDED_FROM = 1500; // characters of a question
 const ENDS = {
   cut: "Cut off: the limit of tokens for an answer was reached.",
   full: "Cut off: the context is full. Begin a new chat, or edit an earlier message.",
+  thinking: "Cut off: the limit of tokens was reached before the answer. Raise it in Settings, or turn thinking off.",
   stopped: "Stopped.",
 };
 
@@ -16,7 +17,7 @@ export function drawn(message, actions, isRunning) {
   const isMine = message.role === "user";
   article.className = isMine ? "message user" : "message assistant";
   part(article, "b", "who", isMine ? "You" : "Model");
-  if (message.reasoning) folded(article, "Thoughts", markdown(message.reasoning), !message.content);
+  if (message.reasoning) thoughts(article, message);
   const body = part(article, "div", "content", "");
   body.append(markdown(message.content));
   if (isMine && message.content.length > FOLDED_FROM) clip(article, body, message);
@@ -85,9 +86,17 @@ export function part(parent, tag, className, text) {
   return element;
 }
 
+// Open until the answer itself begins, or as the reader wants them.
+function thoughts(article, message) {
+  const isOpen = message.showsThoughts ?? !message.content;
+  const details = folded(article, "Thoughts", markdown(message.reasoning), isOpen);
+  details.firstElementChild.addEventListener("click", () => (message.showsThoughts = !details.open));
+}
+
 function folded(parent, title, inner, isOpen) {
   const details = part(parent, "details", "", "");
   details.open = isOpen;
   part(details, "summary", "", title);
   details.append(inner);
+  return details;
 }

@@ -42,7 +42,7 @@ export function remove(conversation) {
 
 // The first words of its first question.
 export function titleOf(conversation) {
-  const words = (conversation.messages[0]?.content ?? "").replace(/[*_`#>\s]+/g, " ").trim();
+  const words = (conversation.messages[0]?.content ?? "").replace(/[*`#]+/g, "").replace(/\s+/g, " ").trim();
   if (!words) return "New chat";
   return words.length > TITLE_LENGTH ? `${words.slice(0, TITLE_LENGTH).trimEnd()}…` : words;
 }
