@@ -33,7 +33,7 @@ export function drawn(message, actions, isRunning) {
   if (message.error) part(article, "div", "error", message.error);
   else if (ENDS[message.end]) part(article, "div", "end", ENDS[message.end]);
   const foot = part(article, "div", "foot", "");
-  for (const [name, act] of actions) button(foot, name, act);
+  for (const [name, act] of actions) button(foot, name, act).className = name === "Continue" ? "main" : "";
   if (message.content) foot.append(copyButton(() => message.content));
   if (message.note) part(foot, "span", "note", message.note);
   return article;
