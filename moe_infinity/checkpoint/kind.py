@@ -4,6 +4,7 @@ its weights are packed, its tokenizer.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,15 @@ from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelEr
 from moe_infinity.experts import COMPUTE_DTYPES
 
 TOKENIZER_FILES = ("*token*", "tekken.json", "vocab.*")
+TOKEN_IDS = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
+    "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
+NUMBERS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "max_length",
+    "max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beams",
+    "guidance_scale", "penalty_alpha", "epsilon_cutoff", "eta_cutoff", "num_return_sequences",
+)  # fmt: skip
 PACKING_KEYS = ("quantization_config", "compression_config")
 
 
@@ -109,6 +119,17 @@ def _check_generation_config(file: Path) -> None:
         raise CheckpointError(
             f"{file}: not a JSON object that transformers understands: {error}"
         ) from error
+    for key, value in json.loads(file.read_text("utf-8")).items():
+        expected = "a number" if key in NUMBERS else "ids of tokens" if key in TOKEN_IDS else None
+        if expected is None or value is None or _is_number(value):
+            continue
+        if key in TOKEN_IDS and isinstance(value, list) and all(map(_is_number, value)):
+            continue
+        raise CheckpointError(f"{file}: {key} is {value!r}, expected {expected}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _kind_of_gguf(file: Path, config_from: str | None, *, trust_remote_code: bool) -> Kind:
@@ -183,12 +204,25 @@ def load_tokenizer(checkpoint: str, *, config_from: str | None, trust_remote_cod
     file = find_gguf(checkpoint)
     if file is not None and (config_from is None or _has_no_tokenizer(Path(config_from))):
         return tokenizer_of(read_gguf(file))
+    folder = config_from or checkpoint
     try:
         return transformers.AutoTokenizer.from_pretrained(
-            config_from or checkpoint, trust_remote_code=trust_remote_code
+            folder, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:  # broken JSON is the latter
-        raise CheckpointError(f"{checkpoint}: no usable tokenizer: {error}") from error
+    except Exception as error:  # of any kind: values of its files go wherever they are used
+        what = _odd_tokenizer_file(Path(folder)) or f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{checkpoint}: no usable tokenizer: {what}") from error
+
+
+def _odd_tokenizer_file(folder: Path) -> str | None:
+    """What is wrong with the first file that should be a JSON object and is none."""
+    for file in sorted({*folder.glob("*token*.json"), *folder.glob("chat_template.json")}):
+        try:
+            if not isinstance(json.loads(file.read_bytes()), dict):
+                return f"{file} is not a JSON object"
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{file} is not a JSON file: {error}"
+    return None
 
 
 def _has_no_tokenizer(folder: Path) -> bool:

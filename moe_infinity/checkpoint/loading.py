@@ -41,6 +41,11 @@ from moe_infinity.layout import WeightLayout
 
 CPU = torch.device("cpu")
 ALIGNMENT = 64  # bytes
+# What a model's class raises for values in its config that it cannot use.
+NO_MODEL = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
 SIGNED_VALUES = 16  # of each dense parameter: enough to tell one fine-tuning from another
 
 
@@ -147,8 +152,10 @@ def load_without_experts(
     except (SafetensorError, UnpicklingError) as error:  # it opened a broken file before we could
         reader.close()
         raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from error
-    except BaseException:
+    except BaseException as error:
         reader.close()
+        if isinstance(error, NO_MODEL) and not hook.has_begun:
+            raise _unbuildable(checkpoint, error) from error
         raise
     model.__class__ = kind.model_class
     if kind.generation is not None:
@@ -169,6 +176,7 @@ class _LoadHook:
         on_bytes: Callable[[int, int], None],
     ) -> None:
         self.plan: Plan | None = None
+        self.has_begun = False  # the model was built
         self.packed: list[PackedDense] = []  # to be loaded after the rest
         self._kind = kind
         self._reader = reader
@@ -189,6 +197,7 @@ class _LoadHook:
             model: Any, state_dict: Any, files: list[str] | None, load_config: Any, *args: Any,
             **kwargs: Any,
         ) -> Any:  # fmt: skip
+            self.has_begun = True
             paths = list(map(Path, files or []))
             contents = _contents(self._kind, paths, model, load_config.weight_mapping or [])
             load_config = replace(load_config, weight_mapping=contents.rules)
@@ -222,6 +231,13 @@ class _LoadHook:
             for name, weight in self.plan.dense.items()
             if name not in later
         }
+
+
+def _unbuildable(checkpoint: str, error: Exception) -> CheckpointError:
+    what = f"{type(error).__name__}: {error}"
+    return CheckpointError(
+        f"{checkpoint}: its config.json has a value of which no model can be built: {what}"
+    )
 
 
 def _contents(kind: Kind, files: Iterable[Path], model: Any, rules: list[Any]) -> Contents:
@@ -271,8 +287,11 @@ def plan_from_headers(
         tensors = read_headers(files).tensors.values()
         stored = (getattr(torch, tensor.dtype) for tensor in tensors)
         torch_dtype = next((found for found in stored if found.is_floating_point), torch.float32)
-    with torch.device("meta"):
-        model = kind.model_class._from_config(kind.config, dtype=torch_dtype)
+    try:
+        with torch.device("meta"):
+            model = kind.model_class._from_config(kind.config, dtype=torch_dtype)
+    except NO_MODEL as error:
+        raise _unbuildable(checkpoint, error) from error
     return plan_experts(model, _contents(kind, files, model, get_model_conversion_mapping(model)))
 
 

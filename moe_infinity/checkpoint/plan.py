@@ -148,6 +148,7 @@ def plan_experts(model: Any, contents: Contents) -> Plan:
     """
     weights = contents.weights
     layers = find_experts(model)
+    _check_top_k(model.config, layers)
     members = {
         f"{layer.name}.{path}": Member(layer, key, expert_idx)
         for layer in layers
@@ -186,6 +187,18 @@ def plan_experts(model: Any, contents: Contents) -> Plan:
         dense=dense,
         header_bytes=contents.header_bytes,
     )
+
+
+def _check_top_k(config: Any, layers: list[ExpertsModule]) -> None:
+    """Raise CheckpointError for a number of experts per token that no layer has."""
+    top_k = top_k_of(config)
+    stored = (location.num_stored for layer in layers for location in layer.locations.values())
+    most = max(*(layer.num_experts for layer in layers), *stored)
+    if top_k is not None and not 1 <= top_k <= most:
+        raise CheckpointError(
+            f"config.json wants {top_k} experts per token (num_experts_per_tok or the like), "
+            f"but a layer has {most}"
+        )
 
 
 def _refuse_unsaid_scales(headers: Headers) -> None:

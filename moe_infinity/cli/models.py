@@ -17,7 +17,10 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from moe_infinity.cli.terminal import byte_bar, count_bar, stderr, write
+from moe_infinity.cluster.config import ClusterConfig
+from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import CheckpointError, DownloadError, MoEInfinityError
+from moe_infinity.predict.predictor import check_policy
 
 if TYPE_CHECKING:
     from moe_infinity.hub import Download
@@ -127,6 +130,7 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
 
     `options` are fields of OffloadConfig. Raises what `MoE(...)` and `ensure_here` raise.
     """
+    config = config_of(options)
     checkpoint = checkpoint_for(model, yes=yes, cluster=options.get("cluster"))
     # Imported here: torch and transformers take seconds to import.
     from transformers.utils.logging import disable_progress_bar
@@ -134,10 +138,10 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
     from moe_infinity.cluster.model import ClusterMoE
     from moe_infinity.model import MoE
 
-    model_class = ClusterMoE if "expert_hosts" in options else MoE
+    model_class = ClusterMoE if isinstance(config, ClusterConfig) else MoE
     disable_progress_bar()  # of transformers
     with byte_bar("loading weights") as on_bytes:
-        moe = model_class(checkpoint, on_bytes=on_bytes, **options)
+        moe = model_class(checkpoint, config, on_bytes=on_bytes)
     with moe:
         # Else Python looks through all that was imported and loaded now and then, in 0.3 s.
         gc.freeze()
@@ -145,6 +149,14 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
             yield moe
         finally:
             gc.unfreeze()
+
+
+def config_of(options: dict[str, Any]) -> OffloadConfig:
+    """The config that has these options of a command. Raises ConfigError, before anything slow."""
+    config_class = ClusterConfig if "expert_hosts" in options else OffloadConfig
+    config = config_class.from_options(None, options)
+    check_policy(config)
+    return config
 
 
 def checkpoint_for(model: str, *, yes: bool, cluster: str | None) -> str:

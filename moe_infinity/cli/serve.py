@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_infinity.cli.models import checkpoint_for, open_model
+from moe_infinity.cli.models import checkpoint_for, config_of, open_model
 from moe_infinity.cli.options import Model, ModelOptions, Yes, taken, with_options_of
 from moe_infinity.cli.terminal import talk
 from moe_infinity.cluster.config import ClusterOptions
@@ -46,11 +46,12 @@ class ServedReplicas:
 def serve(model: Model, yes: Yes = False, **options: Any) -> None:
     """Serve a model to several users with OpenAI's and Anthropic's HTTP APIs, and a page at /."""
     require_extra()
+    config = taken(ServeConfig, options)
+    several = taken(ServedReplicas, options)
+    config_of(options)
     checkpoint_for(model, yes=yes, cluster=options["cluster"])
     from moe_infinity.server.serve import bound_sockets, serve_model
 
-    config = taken(ServeConfig, options)
-    several = taken(ServedReplicas, options)
     if config.served_name is None and not Path(model).exists():
         config = replace(config, served_name=model)  # a hub id, whatever folder it is in
     if several.replicas is not None:
