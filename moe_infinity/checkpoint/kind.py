@@ -215,7 +215,7 @@ def load_tokenizer(checkpoint: str, *, config_from: str | None, trust_remote_cod
 
 
 def _odd_tokenizer_file(folder: Path) -> str | None:
-    """What is wrong with the first file that should be a JSON object and is none."""
+    """Return what is wrong with the first file that should be a JSON object and is none."""
     for file in sorted({*folder.glob("*token*.json"), *folder.glob("chat_template.json")}):
         try:
             if not isinstance(json.loads(file.read_bytes()), dict):

@@ -104,7 +104,7 @@ def test_only_requests_that_need_a_broken_expert_fail(monkeypatch):
 
 def streamed(reply: httpx.Response) -> str:
     lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
-    chunks = [httpx.Response(200, text=line).json() for line in lines if line != "[DONE]"]
+    chunks = [httpx.Response(200, text=line).json() for line in lines if line.startswith("{")]
     return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
 
 
