@@ -151,6 +151,7 @@ class MessagesAnswer(ChatAnswer):
 class ErrorDetails(BaseModel):
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicErrorBody(BaseModel):
@@ -167,4 +168,6 @@ def error_of(refused: Refused) -> dict[str, Any]:
     if isinstance(refused, PromptTooLong):  # in the words for which clients look
         message = f"prompt is too long: {refused.num_tokens} tokens > {refused.most} maximum"
     error = ErrorDetails(type=kind, message=message)
-    return AnthropicErrorBody(error=error).model_dump()
+    if refused.error.param == "thread":  # then Anthropic's client sends the whole conversation
+        error.details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return AnthropicErrorBody(error=error).model_dump(exclude_none=True)

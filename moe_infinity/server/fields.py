@@ -33,7 +33,7 @@ HARMLESS = {
     "extra_headers", "extra_query", "id", "inference_geo", "keep_alive", "litellm_metadata",
     "metadata", "moderation", "phase", "priority", "provider", "provider_specific_fields",
     "request_id", "safety_identifier", "service_tier", "session_id", "speed", "status", "store",
-    "tags", "thread", "timeout", "timestamp", "trace_id", "transforms", "user", "user_id",
+    "tags", "timeout", "timestamp", "trace_id", "transforms", "user", "user_id",
     "user_profile_id", "workspace_id", "access_programs", "billing_policy", "background_options",
     "fallback_credit_token", "fallbacks",
     # hints for caches and speed: prefixes are kept in any case
@@ -57,6 +57,7 @@ REFUSED = {
     "images": ONLY_TEXT,
     "previous_response_id": NOT_KEPT,
     "conversation": NOT_KEPT,
+    "thread": NOT_KEPT,
     "prompt": "no prompts are stored here: send the text",
     "background": "no answer is kept for later: use stream=true",
     "suffix": "no model here fills in text",

@@ -94,7 +94,7 @@ OF_ROUTE: dict[tuple[str, str], Any] = {
 }
 REFUSED = {
     "audio", "background", "best_of", "conversation", "image", "modalities",
-    "previous_response_id", "prompt", "suffix",
+    "previous_response_id", "prompt", "suffix", "thread",
 }  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_of_all_fields_of_a_library_only_those_are_refused_that_change_what_is_a
         answer = ask(server, path, {name: value})
         is_refused = name in REFUSED and not (path == COMPLETIONS and name == "prompt")
         assert (name, answer.status_code) == (name, 400 if is_refused else 200), answer.text
-        if is_refused:
+        if is_refused and path not in (MESSAGES, COUNT):  # Anthropic's errors have no such field
             assert answer.json()["error"]["param"] == name
         if name not in BODIES[path] or name.startswith("max_"):
             is_needed = (path, name) == (MESSAGES, "max_tokens")
@@ -223,6 +223,14 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_of_its_api(server, pa
     assert answer.status_code == 400
     assert said in error["message"]
     assert path == MESSAGES or error["code"] == "context_length_exceeded"
+
+
+def test_a_thread_is_refused_so_that_the_client_sends_the_whole_conversation(server):
+    """Anthropic's client looks for these details, and then goes on without a thread."""
+    answer = ask(server, MESSAGES, {"thread": {"type": "create"}})
+    assert answer.status_code == 400
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert answer.json()["error"]["details"] == details
 
 
 def test_usage_may_come_with_each_chunk(server):
