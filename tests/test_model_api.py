@@ -340,3 +340,12 @@ def test_loading_tells_bytes_of_dense_weights_read_and_of_all(tiny_checkpoint):
     assert len(seen) > 1
     assert {total for _, total in seen} == {dense_bytes}
     assert max(seen) == (dense_bytes, dense_bytes)
+
+
+def test_a_model_made_from_our_config_computes_as_stock(moe, stock_model):
+    """The config says that experts are ours, but that model has its own."""
+    made = type(stock_model)(moe.model.config).to(stock_model.dtype).eval()
+    made.load_state_dict(stock_model.state_dict())
+    ids = torch.tensor([[5, 6, 9, 100]])
+    with torch.no_grad():
+        assert torch.equal(made(ids).logits, stock_model(ids).logits)
