@@ -186,9 +186,12 @@ BACKEND = "moe_infinity"  # the name of our experts implementation in transforme
 def experts_forward(
     self: Any, x_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor
 ) -> Tensor:
-    """Take the place of transformers' own loop over experts."""
-    layer: EngineLayer = vars(self)[CALL_ATTRIBUTE]  # from Adapter.connect, see `attach` below
-    out_TD: Tensor = layer(x_TD, top_k_index_TK, top_k_weights_TK)
+    """Take the place of transformers' own loop over experts. A model that somebody makes from the
+    config of one of ours has experts of its own, which transformers' default computes.
+    """
+    layer: EngineLayer | None = vars(self).get(CALL_ATTRIBUTE)  # see `attach` below
+    inputs = x_TD, top_k_index_TK, top_k_weights_TK
+    out_TD: Tensor = grouped_mm_experts_forward(self, *inputs) if layer is None else layer(*inputs)
     return out_TD
 
 
