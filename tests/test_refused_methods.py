@@ -119,7 +119,7 @@ def test_a_compiled_model_computes_as_it_does_uncompiled(moe, logits, level):
     with torch.no_grad():
         hidden = compiled(PROMPT)
     found = hidden.logits if level == "whole" else moe.model.lm_head(hidden.last_hidden_state)
-    assert torch.equal(found, logits)
+    torch.testing.assert_close(found, logits, rtol=0.02, atol=0.1)  # bfloat16, in other groups
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
