@@ -63,7 +63,7 @@ ROUNDINGS ?= ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 O
 test-rounding: export HF_HUB_OFFLINE = 1
 test-rounding: $(INSTALLED) ## tests of arithmetic as machines run them that round differently
 	@set -e; for rounding in $(ROUNDINGS); do echo "== $$rounding"; \
-		env $$rounding $(BIN)/python -m pytest -n 2 -m "arithmetic and not gpu_code and "$(FAST); done
+		env $$rounding $(BIN)/python -m pytest -n 2 -m "arithmetic and "$(FAST); done
 
 test-cluster: $(INSTALLED) ## what needs Ray, which it installs into .venv
 	$(PIP) install -e '.[cluster]' -c constraints.txt

@@ -9,7 +9,7 @@ anything differs, the module's own code runs.
     of a parameter       which tensor it is, where its memory is, and the contents of vectors, since
                          kernels copy those; they read matrices where they are
     of its class         the methods, and the functions that `forward` names
-    of its config        every value, such as which attention function is used
+    of its config        the values that its methods read, such as which attention function is used
     of the process       hooks on all modules, modes of torch that see every function, autocast
 """
 
@@ -42,6 +42,7 @@ def _functions() -> tuple[Any, ...]:
 
 
 FUNCTIONS = _functions()
+Names = tuple[Callable[[Any], Any], Any]  # reads the values of some names; whose they are
 
 
 class ModuleState:
@@ -70,6 +71,7 @@ class ModuleState:
         self._views = [mapping.values() for mapping in self._mappings]
         self._values = tuple(chain.from_iterable(self._views))
         self._names = [names for kind in classes if (names := _names_in(kind.forward))]
+        self._names += _config_values_of(modules)
         self._named = [read(namespace) for read, namespace in self._names]
         tensors = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values())]
         self._tensors = [x for x in tensors if x is not None]
@@ -119,22 +121,51 @@ class ModuleState:
 
 
 def _mappings_of_modules(modules: Sequence[nn.Module]) -> list[Mapping[str, Any]]:
-    """Return the attributes, children, parameters, buffers, and those of the config."""
-    mappings = [d for m in modules for d in (vars(m), m._modules, m._parameters, m._buffers)]
-    values = [value for m in modules for value in vars(m).values()]
-    configs = {id(value): vars(value) for value in values if isinstance(value, PreTrainedConfig)}
-    return [*mappings, *configs.values()]
+    """Return the attributes, children, parameters and buffers."""
+    return [d for m in modules for d in (vars(m), m._modules, m._parameters, m._buffers)]
 
 
 def _mappings_of_classes(classes: Iterable[type]) -> list[Mapping[str, Any]]:
     """Return all that the classes define."""
-    bases = {base for kind in classes for base in kind.__mro__[: kind.__mro__.index(nn.Module)]}
+    bases = {base for kind in classes for base in _bases_of(kind)}
     for base in bases:
         inspect.get_annotations(base)  # kept in the class when they are asked for first
     return [vars(base) for base in bases]
 
 
-def _names_in(forward: Callable[..., Any]) -> tuple[Callable[[Any], Any], Any] | None:
+def _bases_of(kind: type) -> tuple[type, ...]:
+    """Return the class and those that it is derived from, up to torch's."""
+    return kind.__mro__[: kind.__mro__.index(nn.Module)]
+
+
+def _config_values_of(modules: Sequence[nn.Module]) -> list[Names]:
+    """Return how to read what the methods of modules read of their configs after they are made."""
+    keys: dict[int, set[str]] = {}
+    configs: dict[int, PreTrainedConfig] = {}
+    read_by = {kind: _read_later(kind) for kind in {*map(type, modules)}}
+    for module in modules:
+        for config in vars(module).values():
+            if isinstance(config, PreTrainedConfig):
+                configs[id(config)] = config
+                # A property such as `_attn_implementation` is kept under a name like this one.
+                names = read_by[type(module)]
+                read = names | {f"{name}_internal" for name in names}
+                keys.setdefault(id(config), set()).update(read & vars(config).keys())
+    return [(itemgetter(*keys[i]), vars(configs[i])) for i in configs if keys[i]]
+
+
+def _read_later(kind: type) -> frozenset[str]:
+    """Return the attributes that methods of a class name which read a config."""
+    methods = {n: m for base in reversed(_bases_of(kind)) for n, m in vars(base).items()}
+    found: set[str] = set()
+    for name, method in methods.items():
+        code = getattr(inspect.unwrap(method) if callable(method) else None, "__code__", None)
+        if name != "__init__" and code is not None and "config" in code.co_names:
+            found.update(code.co_names)
+    return frozenset(found - {"config"})
+
+
+def _names_in(forward: Callable[..., Any]) -> Names | None:
     """Return how to read what the global names in a method stand for, and their namespace."""
     function = inspect.unwrap(forward)
     names = [name for name in function.__code__.co_names if name in function.__globals__]

@@ -352,6 +352,27 @@ def test_autocast_reaches_every_step(tmp_path):
     assert torch.equal(found[0], found[2])
 
 
+def test_another_attention_function_leaves_experts_to_kernels(tmp_path):
+    folder = saved("Mixtral", tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+    def own_code(moe: MoE) -> set[str]:
+        paths = (count.taken for count in moe.report().paths)
+        return {path.kind for path in paths if path.reason is not None}
+
+    def without_attention(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return query.transpose(1, 2), None
+
+    transformers.AttentionInterface.register("without", without_attention)
+    with MoE(folder, host_memory="50%") as moe:
+        assert own_code(moe) == set()
+        for model in (stock, moe.model):
+            model.config._attn_implementation = "without"
+        expected = steps(stock)
+        assert (steps(moe.model) - expected).abs().max() <= 1e-4 * expected.abs().max()
+        assert own_code(moe) == {"layer"}
+
+
 def test_changed_experts_are_an_error_and_their_activation_is_followed(tmp_path):
     folder = saved("Mixtral", tmp_path)
     stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
