@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError
 
-from moe_infinity.server.chat import ChatBody, Effort, Message
+from moe_infinity.server.chat import ChatBody, Effort, MediaPart, Message, TextPart, Thinking
 from moe_infinity.server.fields import (
     KEEPS_EMPTY,
-    ONLY_TEXT,
     Body,
     RequestBody,
     ToolOfType,
     refused_field,
     short,
 )
-from moe_infinity.server.protocol import MAX_STOPS, Stop
+from moe_infinity.server.protocol import MAX_STOPS, SampledBody, Stop
 from moe_infinity.server.refusals import BadRequest
 
 # What this API calls fields of a chat request.
@@ -114,12 +113,6 @@ class OtherBlock(Body):
     def left_out(self) -> str | None:
         return f"a block of type {short(self.type)}"
 
-    @model_validator(mode="after")
-    def _refuse_what_is_no_text(self) -> OtherBlock:
-        if self.type in ("image", "container_upload"):
-            raise BadRequest(f"{ONLY_TEXT}, not a block of type {self.type!r}", param="messages")
-        return self
-
 
 class ToolResultBlock(Cacheable):
     type: Literal["tool_result"]
@@ -133,7 +126,15 @@ class ToolResultBlock(Cacheable):
 
 def kind_of(block: Any) -> str:
     """The tag of a block in Block."""
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    if not isinstance(block, dict):
+        return "other"
+    kind = block.get("type")
+    source = block.get("source")
+    if kind == "document" and isinstance(source, dict):
+        is_text = source.get("type") in ("text", "content")
+        return "document" if is_text else "media"
+    if kind in ("image", "container_upload"):
+        return "media"
     return kind if kind in KINDS else "other"
 
 
@@ -150,6 +151,7 @@ Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[MediaPart, Tag("media")]
     | Annotated[OtherBlock, Tag("other")],
     Discriminator(kind_of),
 ]
@@ -160,7 +162,18 @@ def text_of(content: Sequence[Any] | str) -> str:
     """The text of a content."""
     if isinstance(content, str):
         return content
-    return "\n".join(block.text for block in content if isinstance(block, TEXTS))
+    return "\n".join(block.text for block in content if isinstance(block, (*TEXTS, MediaPart)))
+
+
+def parts_of(content: Sequence[Any] | str) -> list[Any]:
+    """The content of a chat message."""
+    if isinstance(content, str):
+        return [TextPart(type="text", text=content)]
+    return [
+        TextPart(type="text", text=block.text) if isinstance(block, TEXTS) else block
+        for block in content
+        if isinstance(block, (*TEXTS, MediaPart))
+    ]
 
 
 class ConversationTurn(Body):
@@ -177,8 +190,8 @@ class ConversationTurn(Body):
         if any(isinstance(each, ToolUseBlock) for each in blocks):
             raise BadRequest("only an assistant uses tools", param="messages")
         results = [each.for_chat() for each in blocks if isinstance(each, ToolResultBlock)]
-        if not results or any(isinstance(each, TEXTS) for each in blocks):
-            results.append(Message(role=self.role, content=text_of(self.content)))
+        if (parts := parts_of(self.content)) or not results:
+            results.append(Message(role=self.role, content=parts))
         return results
 
     def _answer(self) -> Message:
@@ -222,16 +235,6 @@ class NamedToolChoice(Body):
 
     def for_chat(self) -> Any:
         return {"type": "function", "function": {"name": self.name}}
-
-
-class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"]
-    # Without effect: no model here knows budgets, and reasoning is always shown.
-    budget_tokens: Any = None
-    display: Any = None
-
-    def effort(self) -> str | None:
-        return {"enabled": "medium", "disabled": "none", "adaptive": None}[self.type]
 
 
 class SchemaFormat(Body):
@@ -304,18 +307,15 @@ class CountTokensBody(RequestBody, Cacheable):
         return functions
 
 
-class MessagesBody(CountTokensBody):
+class MessagesBody(CountTokensBody, SampledBody):
     """The body of /v1/messages."""
 
     max_tokens: int = Field(ge=1)
     temperature: float | None = Field(None, ge=0, le=1)
-    top_p: float | None = Field(None, ge=0, le=1)  # 0: the likeliest token
     top_k: int | None = Field(None, ge=0)  # 0: all
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stream: bool | None = None
-    metadata: Any = None  # for the client's own use, as is the next: they have no effect
-    service_tier: Any = None
+    metadata: Any = None  # for the client's own use: it has no effect
 
     def _chat_fields(self) -> dict[str, Any]:
-        same = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"})
-        return super()._chat_fields() | same | {"stop": self.stop_sequences}
+        fields = super()._chat_fields() | self.sampling_fields() | {"max_tokens": self.max_tokens}
+        return fields | ({"stop": self.stop_sequences} if self.stop_sequences else {})

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from moe_infinity.server.fields import KEEPS_EMPTY, Body, RequestBody, ToolOfType, refused_field
+from moe_infinity.server.fields import (
+    KEEPS_EMPTY,
+    ONLY_TEXT,
+    Body,
+    RequestBody,
+    ToolOfType,
+    refused_field,
+)
 from moe_infinity.server.grammars import Structure
 from moe_infinity.server.protocol import MAX_LOGPROBS, GenerationBody
 from moe_infinity.server.refusals import BadRequest
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of reasoning
+# Of reasoning; the first two leave it to the model.
+Effort = Literal["auto", "default", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS = {True: "medium", False: "none", None: None}  # for who says only whether to reason
+# Variables of chat templates for how much a model reasons: gpt-oss has the first, Qwen and GLM the
+# second, DeepSeek the third.
+HINTS = ("reasoning_effort", "enable_thinking", "thinking")
 TemplateVariables = dict[str, str | int | float | bool | None]
 
 
@@ -35,7 +48,24 @@ class ThinkingPart(Body):
     thinking: str | list[TextPart]
 
 
-Part = Annotated[TextPart | RefusalPart | ThinkingPart, Field(discriminator="type")]
+class MediaPart(Body):
+    """An image, a file or speech, in the words of several APIs. No model here can read it."""
+
+    type: Literal[
+        "image", "image_url", "input_image", "computer_screenshot", "input_audio", "audio_url",
+        "video_url", "file", "input_file", "document", "container_upload",
+    ]  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        """What the model is told in its place."""
+        return f"[{self.type}: left out, because this model reads text only]"
+
+    def left_out(self) -> str | None:
+        return f"a part of type {self.type!r}"
+
+
+Part = Annotated[TextPart | RefusalPart | ThinkingPart | MediaPart, Field(discriminator="type")]
 
 
 class CalledFunction(Body):
@@ -198,6 +228,19 @@ class StatedEffort(Body):
     """How much to reason, as OpenRouter and the Responses API say it."""
 
     effort: Effort | None = None
+    enabled: bool | None = None
+
+
+class Thinking(Body):
+    """Whether to reason, as Anthropic, DeepSeek and Z.ai say it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    # Without effect: no model here knows budgets, and reasoning is always shown.
+    budget_tokens: Any = None
+    display: Any = None
+
+    def effort(self) -> str | None:
+        return {"enabled": "medium", "disabled": "none"}.get(self.type)
 
 
 class ChatBody(GenerationBody):
@@ -215,6 +258,8 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     reasoning: StatedEffort | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
     # For the server's own use, without effect: prefixes are kept in any case.
     prompt_cache_key: Any = None
     safety_identifier: Any = None
@@ -244,6 +289,7 @@ class ChatBody(GenerationBody):
         if self.must_call and not self.template_tools:
             raise BadRequest("there are no tools", param="tool_choice")
         self._require_messages()
+        require_text(self.messages, "messages", is_continued=self.is_continued)
         return self
 
     def _require_messages(self) -> None:
@@ -329,18 +375,36 @@ class ChatBody(GenerationBody):
 
     @property
     def template_hints(self) -> dict[str, Any]:
-        """Variables of chat templates for how much a model reasons: gpt-oss has the first, Qwen and
-        GLM the second, DeepSeek the third.
-        """
-        effort = self.reasoning_effort
-        if effort is None and self.reasoning is not None:
-            effort = self.reasoning.effort
-        if effort is None:
+        """Variables of chat templates for how much a model reasons, by their HINTS."""
+        reasoning = self.reasoning or StatedEffort()
+        stated = (
+            self.reasoning_effort,
+            reasoning.effort,
+            EFFORTS[reasoning.enabled],
+            self.thinking and self.thinking.effort(),
+            EFFORTS[self.enable_thinking],
+        )
+        said = [effort for effort in stated if effort not in (None, "auto", "default")]
+        if not said:
             return {}
+        effort = "none" if "none" in said else said[0]
         known = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
         thinks = effort != "none"
         hint = known.get(effort, effort)
-        return {"reasoning_effort": hint, "enable_thinking": thinks, "thinking": thinks}
+        return dict(zip(HINTS, (hint, thinks, thinks), strict=True))
+
+
+def require_text(messages: Sequence[Message], param: str, *, is_continued: bool = False) -> None:
+    """Raise BadRequest if what a user asks last has parts that are no text. What was said before
+    is over: a conversation in which another model saw an image can go on.
+    """
+    for message in reversed(messages[:-1] if is_continued else messages):
+        if message.role == "assistant":
+            return
+        parts = message.content if message.role == "user" else None
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, MediaPart):
+                raise BadRequest(f"{ONLY_TEXT}, not a part of type {part.type!r}", param=param)
 
 
 class TokenizeBody(RequestBody):

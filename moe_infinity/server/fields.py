@@ -5,7 +5,8 @@ null, or an optional one that is empty, is as absent. Any other field falls into
 classes, of which this file has the tables:
 
     HARMLESS   cannot change the text of an answer: left out
-    REFUSED    would change what is asked for, and cannot be done: a 400 that names the field
+    REFUSED    would change what is asked for, and cannot be done: a 400 that names the field,
+    SAMPLERS   unless its value is one without effect
     the rest   left out, with a line in the log for the first request that has such a field
 
 With `--strict-fields` every field that is not declared is a 400.
@@ -46,7 +47,7 @@ HARMLESS = {
     # how tools are sent, and who may call them
     "allowed_callers", "defer_loading", "eager_input_streaming", "input_examples",
     # what a stream or an answer has beside the text
-    "betas", "display", "include_obfuscation", "timings_per_token",
+    "betas", "display", "exclude", "include_obfuscation", "include_reasoning", "timings_per_token",
 }  # fmt: skip
 NOT_KEPT = "nothing is kept between requests: send the whole conversation"
 ONLY_TEXT = "this server reads and writes text only"
@@ -71,6 +72,27 @@ REFUSED = {
     "structural_tag": "structured_outputs has json, regex, choice and grammar",
     "include_stop_str_in_output": "a stop string is never part of the answer",
 }
+# Samplers that this server has not, and the values with which each has no effect.
+SAMPLERS: dict[str, tuple[float, ...]] = {
+    "adaptive_target": (-1,),
+    "diversity_penalty": (0,),
+    "dry_multiplier": (0,),
+    "dynamic_temperature": (0,),
+    "dynatemp_range": (0,),
+    "encoder_repetition_penalty": (1,),
+    "guidance_scale": (1,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "smoothing_factor": (0,),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1, 0),
+    "xtc_probability": (0,),
+}
+NO_SAMPLER = "this sampler is not supported: leave it out"
 
 
 class Body(BaseModel):
@@ -149,8 +171,8 @@ class FieldCheck:
         name = path[-1]
         if self._is_strict:
             raise refused_field(path, "this field is not supported")
-        if len(path) == 1 and name in REFUSED and value not in (False, 0, *EMPTY):
-            raise refused_field(path, REFUSED[name])
+        if len(path) == 1 and (problem := problem_of(name, value)) is not None:
+            raise refused_field(path, problem)
         if name not in HARMLESS:
             self._leave_out(path, f"the field {short(name)}")
 
@@ -160,6 +182,15 @@ class FieldCheck:
         if what not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(what)
             logger.warning("requests have %s, which has no effect here", what)
+
+
+def problem_of(name: str, value: Any) -> str | None:
+    """Return why a field cannot be left out; None if it can."""
+    if value in (False, *EMPTY):
+        return None
+    if name in SAMPLERS:
+        return None if value in SAMPLERS[name] else NO_SAMPLER
+    return None if value == 0 else REFUSED.get(name)
 
 
 def short(name: str) -> str:

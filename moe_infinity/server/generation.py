@@ -26,6 +26,10 @@ FILLED: dict[str, Any] = {
     "top_k": 0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
 }
 HINT = "\nhint: take it out of generation_config.json, or use generate()"
 

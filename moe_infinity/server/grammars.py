@@ -60,6 +60,18 @@ def part_of(structure: Structure, param: str) -> GrammarPart:
         raise BadRequest(str(error), param=param) from error
 
 
+def require_begun(matcher: LLMatcher, text: str, ids: Sequence[int], param: str) -> None:
+    """Let a grammar take the beginning of an answer. Raises BadRequest if it does not."""
+    if matcher.validate_tokens(list(ids)) < len(ids) or not matcher.consume_tokens(list(ids)):
+        message = f"the answer's beginning does not fit the structure that is asked for: {text!r}"
+        raise BadRequest(message, param=param)
+
+
+def tight(text: str) -> str:
+    """JSON, or its beginning, with the spaces that the grammars here allow."""
+    return re.sub(r'("(?:[^"\\]|\\.)*"?)|\s+', lambda found: found[1] or " ", text, flags=re.DOTALL)
+
+
 def json_part(schema: Any, param: str) -> GrammarPart:
     """JSON that a schema allows. Raises BadRequest for a schema that is no object."""
     if not isinstance(schema, dict):

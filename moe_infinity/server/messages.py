@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -128,6 +129,8 @@ class MessageFormat:
         known = json.dumps(fields, ensure_ascii=False).replace("\\", "")  # also in expressions
         added = added_tokens_of(tokenizer)
         self._marks = [each.content for each in added.values() if each.content in known]
+        # JSON is seen to be complete, where the token that ends it ends the answer.
+        self._needs_close = fields.get("tool_calls", {}).get("content") != "json"
         # Special tokens that are no part of the format, and so of no answer.
         self.hidden_ids = frozenset(
             token_id
@@ -176,7 +179,7 @@ class MessageFormat:
                 parser = ResponseParser(self._template, prefix=prompt, tools=tools)
             except (ValueError, KeyError, TypeError) as error:
                 logger.info("a prompt could not be parsed: %s", error)
-        return MessageReader(parser, max_calls, self._marks)
+        return MessageReader(parser, max_calls, self._marks, needs_close=self._needs_close)
 
 
 def added_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
@@ -190,16 +193,25 @@ def added_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
 
 
 class MessageReader:
-    """One answer, as its text comes. What cannot be parsed is content, but a call that was cut is
-    nothing.
+    """One answer, as its text comes. A call that is not complete is nothing. One that cannot be
+    parsed is content, as is all behind it, without marks.
     """
 
     def __init__(
-        self, parser: ResponseParser | None, max_calls: int | None, marks: Sequence[str]
+        self,
+        parser: ResponseParser | None,
+        max_calls: int | None,
+        marks: Sequence[str],
+        *,
+        needs_close: bool = False,
     ) -> None:
-        """`marks`: tokens that begin or end the fields of a message."""
+        """`marks`: tokens that begin or end the fields of a message. `needs_close`: a call is not
+        complete without the last of them.
+        """
         self._parser = parser
         self._marks = marks
+        self._needs_close = needs_close
+        self._is_broken = False  # there was a parser
         self._max_calls = max_calls
         self._unsure = ""  # text of a call that is not complete
         self.message = Parts()  # so far
@@ -208,7 +220,7 @@ class MessageReader:
         """Return what this text adds. `is_cut`: the model would have written more."""
         new = Parts()
         if self._parser is None:
-            new.content = text
+            new.content = self._without_marks(text) if self._is_broken else text
         else:
             self._unsure += text
             try:
@@ -219,27 +231,33 @@ class MessageReader:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 logger.info("a message could not be parsed: %s", error)
                 self._parser = None
-                new.content += self._unsure
+                self._is_broken = True
+                new.content += self._without_marks(self._unsure)
         self.message.content += new.content
         self.message.reasoning += new.reasoning
         self.message.calls += new.calls
         return new
 
     def _last_events(self, *, is_cut: bool) -> list[dict[str, Any]]:
-        """The events of the end, without those of a call that was cut."""
+        """The events of the end, without those of a call that is not complete."""
         assert self._parser is not None
         try:
             events: list[dict[str, Any]] = self._parser.finalize()[1]
-        except ValueError:
-            if is_cut:
-                return []
-            raise
-        return [each for each in events if not (is_cut and self._is_of_call(each))]
+        except ValueError as error:
+            logger.info("a call is not complete: %s", error)
+            return []
+        if is_cut or self._needs_close:
+            events = [event for event in events if event["field"] != "tool_calls"]
+        return [self._before_marks(event) for event in events]
 
-    def _is_of_call(self, event: dict[str, Any]) -> bool:
-        """Return True for an event of the end that gives a call, or the beginning of one."""
-        text = event.get("text", "")
-        return event["field"] == "tool_calls" or any(mark in text for mark in self._marks)
+    def _before_marks(self, event: dict[str, Any]) -> dict[str, Any]:
+        """An event of the end without the beginning of a call in its text."""
+        begins = [event["text"].find(mark) for mark in self._marks] if "text" in event else []
+        begin = min((each for each in begins if each >= 0), default=None)
+        return event if begin is None else event | {"text": event["text"][:begin]}
+
+    def _without_marks(self, text: str) -> str:
+        return re.sub("|".join(map(re.escape, self._marks)) or r"(?!)", "", text)
 
     def _apply(self, events: list[dict[str, Any]], new: Parts) -> None:
         for event in events:

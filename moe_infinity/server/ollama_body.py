@@ -8,12 +8,11 @@ from typing import Any, Literal, TypeVar
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from moe_infinity.server.chat import ChatBody
+from moe_infinity.server.chat import EFFORTS, ChatBody
 from moe_infinity.server.llama_options import options_of
 from moe_infinity.server.protocol import CompletionBody
 from moe_infinity.server.refusals import BadRequest
 
-EFFORTS = {True: "medium", False: "none", None: None}
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
@@ -80,9 +79,10 @@ class OllamaChatBody(OllamaGenerationBody):
         open_ids: list[str] = []  # of calls without a result
         messages = []
         for each in self.messages or ():
-            if each.images:
-                raise BadRequest("this model takes no images", param="messages")
             message: dict[str, Any] = {"role": each.role, "content": each.content or ""}
+            if each.images:
+                text = {"type": "text", "text": each.content or ""}
+                message["content"] = [text, *[{"type": "image"}] * len(each.images)]
             if each.thinking:
                 message["reasoning_content"] = each.thinking
             if each.tool_calls:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
-from moe_infinity.server.chat import ChatBody
+from moe_infinity.server.chat import HINTS, ChatBody
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.generation import Generation
 from moe_infinity.server.grammars import (
@@ -25,6 +25,8 @@ from moe_infinity.server.grammars import (
     calls_in,
     message_in,
     part_of,
+    require_begun,
+    tight,
     tools_of,
 )
 from moe_infinity.server.lengths import has_growing_context, longest_context
@@ -145,11 +147,15 @@ class PromptReader:
         return ids
 
     def _template_variables(self, body: ChatBody) -> dict[str, Any]:
-        """Hints are for templates that have such a variable. Raises BadRequest for a variable that
-        was asked for by name and is not there.
+        """Hints are for templates that have such a variable. Raises BadRequest for another variable
+        that was asked for by name and is not there.
         """
-        asked = body.chat_template_kwargs or {}
         has = self._template.has_variable
+        asked = {
+            name: value
+            for name, value in (body.chat_template_kwargs or {}).items()
+            if name not in HINTS or has(name)
+        }
         for name in asked:
             if name in TEMPLATE_ARGUMENTS or not has(name):
                 message = "the chat template has no such variable"
@@ -201,14 +207,16 @@ class PromptReader:
         structure = body.structure
         if structure is None and not body.must_call:
             return None
+        messages_param = names.get("messages", "messages")
         param = "tool_choice"
         if structure is not None:
             param = names.get(structure.param, structure.param)
         lark = self._grammars.lark(param)
         form = self.format.answer_form if self.format.is_known else None
         options = []
+        begun = str(body.messages[-1].for_template()["content"]) if body.is_continued else ""
         if structure is not None:
-            begin = "" if form is None else lark.literal(form.answer)
+            begin = "" if form is None or begun else lark.literal(form.answer)
             options.append(f"{begin} {lark.add(part_of(structure, param))}")
         parameters = names.get("function.parameters", "function.parameters")
         tools = tools_of(body.template_tools or [], parameters)
@@ -221,8 +229,14 @@ class PromptReader:
             message = "it is not known how this model writes calls, so it cannot be made to"
             raise BadRequest(message, param=param)
         is_thinking = self.format.has_begun_reasoning(ids)
-        start = message_in(lark, form, options, is_thinking=is_thinking)
-        return self._grammars.compiled(lark, start, param)
+        if structure is None or not begun:
+            start = message_in(lark, form, options, is_thinking=is_thinking)
+            return self._grammars.compiled(lark, start, param)
+        if structure.kind == "json":
+            begun = tight(begun)
+        grammar = self._grammars.compiled(lark, " | ".join(options), param)
+        require_begun(grammar, begun, self.text_ids(begun, has_special=False), messages_param)
+        return grammar
 
     def _requests(
         self,
@@ -269,6 +283,10 @@ class PromptReader:
             top_k=body.top_k,
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
+            typical_p=body.typical_p,
+            epsilon_cutoff=body.epsilon_cutoff,
+            eta_cutoff=body.eta_cutoff,
+            no_repeat_ngram_size=body.no_repeat_ngram_size,
             min_tokens=body.min_tokens,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),

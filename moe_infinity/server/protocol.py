@@ -35,15 +35,38 @@ class StreamOptions(Body):
 
 
 class SampledBody(RequestBody):
-    """The fields that all three kinds of generation share."""
+    """The fields that all kinds of generation share."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)  # 0: the likeliest token
+    top_k: int | None = Field(None, ge=-1)  # 0 or -1: all
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(
+        None, gt=0, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
+    # Samplers of transformers. Those that it has not are in `fields`.
+    typical_p: float | None = Field(None, gt=0, le=1)
+    epsilon_cutoff: float | None = Field(None, ge=0, lt=1)
+    eta_cutoff: float | None = Field(None, ge=0, lt=1)
+    no_repeat_ngram_size: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[TokenIdText, Bias] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
     stream: bool | None = None
     # Without effect: for the client's own use, and about a server that serves many.
     user: Any = None
     service_tier: Any = None
     store: Any = None
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Those of them that shape an answer, as a chat request has them."""
+        others = {*RequestBody.model_fields, "user", "service_tier", "store"}
+        return self.model_dump(include=SampledBody.model_fields.keys() - others, exclude_none=True)
 
 
 class StructuredOutputs(Body):
@@ -98,21 +121,8 @@ class GenerationBody(SampledBody):
     max_tokens: int | None = Field(
         None, ge=1, validation_alias=AliasChoices("max_tokens", "n_predict")
     )
-    top_k: int | None = Field(None, ge=-1)  # 0 or -1: all
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(
-        None, gt=0, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
-    )
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0)
     stream_options: StreamOptions | None = None
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenIdText, Bias] | None = None
     structured_outputs: StructuredOutputs | None = None
     return_progress: bool | None = None  # a field of llama.cpp: chunks for how far a prompt is
 

@@ -17,6 +17,7 @@ from moe_infinity.server.chat import (
     Message,
     Part,
     TextFormat,
+    require_text,
 )
 from moe_infinity.server.fields import NOT_KEPT, Body, ToolOfType, refused_field, short
 from moe_infinity.server.protocol import MAX_LOGPROBS, SampledBody
@@ -262,14 +263,13 @@ class ResponsesBody(SampledBody):
             messages += messages_of(self.input)
         if not messages:
             raise BadRequest("this has no messages", param="input")
+        require_text(messages, "input")
         choice = self.tool_choice
         wants_logprobs = "message.output_text.logprobs" in (self.include or ())
         has_logprobs = wants_logprobs or bool(self.top_logprobs)
         chat = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "logprobs": has_logprobs,
             "top_logprobs": self.top_logprobs if has_logprobs else None,
             "tools": [tool.for_chat() for tool in self._functions] or None,
@@ -277,10 +277,9 @@ class ResponsesBody(SampledBody):
             "response_format": None if self.text is None else self.text.for_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
-            "stream": self.stream,
             "add_generation_prompt": True,  # an answer at the end is complete
         }
-        return ChatBody.model_validate(chat)
+        return ChatBody.model_validate(self.sampling_fields() | chat)
 
     @property
     def _functions(self) -> list[ResponseTool]:

@@ -93,6 +93,10 @@ class Sampling:
     top_k: int | None = None  # 0: all
     min_p: float | None = None
     repetition_penalty: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+    no_repeat_ngram_size: int | None = None  # 0: any may come again
     min_tokens: int | None = None  # before a token may end the answer
     stop_token_ids: tuple[int, ...] = ()  # end the answer, as the checkpoint's end tokens do
     ignore_eos: bool = False  # the checkpoint's end tokens do not

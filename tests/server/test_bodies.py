@@ -21,7 +21,7 @@ SAID = {"role": "user", "content": "w5"}
         (
             "v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.0.content.0: not supported with this value",
+            "messages: this server reads and writes text only",
         ),
         ("tokenize", {"prompt": "w5", "messages": [SAID]}, "prompt: give either this or messages"),
         ("tokenize", {}, "prompt: give either this or messages"),

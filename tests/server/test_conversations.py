@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from moe_infinity.server.anthropic_body import MessagesBody
 from moe_infinity.server.chat import ChatBody
+from moe_infinity.server.ollama_body import OllamaChatBody
+from moe_infinity.server.refusals import BadRequest
 from moe_infinity.server.responses_body import ResponsesBody
 
 SAID: list[Any] = [{"role": "user", "content": "hi"}]
@@ -67,6 +69,56 @@ def test_blocks_of_text_are_read_and_others_left_out():
         ("assistant", "A"),
         ("user", "more"),
     ]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+INPUT_IMAGE = {"type": "input_image", "image_url": "data:,", "detail": "auto"}
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+PDF = {"type": "document", "source": BLOCK["source"]}
+
+
+def of_user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+ANSWER = {"role": "assistant", "content": "A"}
+NEXT = {"role": "user", "content": "more"}
+BODIES_WITH_IMAGES: list[tuple[Any, Any, Any]] = [
+    (ChatBody, "messages", of_user(IMAGE)),
+    (ResponsesBody, "input", of_user(INPUT_IMAGE)),
+    (MessagesBody, "messages", of_user(BLOCK)),
+    (MessagesBody, "messages", of_user(PDF)),
+    (OllamaChatBody, "messages", {"role": "user", "content": "look", "images": ["aGk="]}),
+]
+
+
+def chat_of(kind: Any, fields: dict[str, Any]) -> ChatBody:
+    body = kind.model_validate(fields | ({"max_tokens": 1} if kind is MessagesBody else {}))
+    return body if kind is ChatBody else body.for_chat()
+
+
+@pytest.mark.parametrize(("kind", "name", "seen"), BODIES_WITH_IMAGES)
+def test_a_conversation_that_had_an_image_goes_on_and_a_new_one_is_refused(kind, name, seen):
+    first, *_ = chat_of(kind, {name: [seen, ANSWER, NEXT]}).messages
+    assert "left out" in first.for_template()["content"]
+    for turns in ([seen], [NEXT, ANSWER, seen]):
+        with pytest.raises(BadRequest, match="text only"):
+            chat_of(kind, {name: turns})
+
+
+def test_a_tool_may_give_an_image():
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [BLOCK]}
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    turns = [NEXT, {"role": "assistant", "content": [use]}, of_user(result)]
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": [INPUT_IMAGE]}
+    for body in (
+        chat_of(MessagesBody, {"messages": turns}),
+        chat_of(ResponsesBody, {"input": [NEXT, called, output]}),
+    ):
+        last = body.messages[-1].for_template()
+        assert last["role"] == "tool"
+        assert "left out" in last["content"]
 
 
 def test_output_config_is_a_schema_and_an_effort():

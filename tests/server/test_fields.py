@@ -16,6 +16,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from moe_infinity import MoE
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.fields import SAMPLERS, problem_of
 from moe_infinity.server.prompts import PromptReader
 from moe_infinity.server.protocol import CompletionBody
 from tests.server.conftest import TEMPLATE
@@ -338,6 +339,10 @@ def test_claude_codes_attribution_is_no_part_of_the_prompt(server):
         ({"min_p": 1.0}, "min_p"),
         ({"repeat_penalty": 1000.0}, "repetition_penalty"),
         ({"repetition_penalty": 1000.0}, "repetition_penalty"),
+        ({"typical_p": 0.5}, "typical_p"),
+        ({"epsilon_cutoff": 0.01}, "epsilon_cutoff"),
+        ({"eta_cutoff": 0.01}, "eta_cutoff"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
     ],
 )
 def test_settings_of_sampling_are_honoured(moe, change, name):
@@ -345,6 +350,32 @@ def test_settings_of_sampling_are_honoured(moe, change, name):
     body = CompletionBody.model_validate({"prompt": "w5"} | change)
     (request,) = reader.completion(body)
     assert getattr(request.sampling, name) == next(iter(change.values()))
+
+
+def test_a_sampler_that_is_missing_is_refused_unless_it_is_off(server):
+    """By the same rule on all routes."""
+    bodies = BODIES | {"completion": {"prompt": "w5", "n_predict": 2}}
+    off = {name: values[0] for name, values in SAMPLERS.items()}
+    assert [problem_of(name, value) for name in off for value in (*SAMPLERS[name], None)].count(
+        None
+    ) == sum(map(len, SAMPLERS.values())) + len(off)
+    assert None not in [problem_of(name, 0.25) for name in off]
+    for path, body in bodies.items():
+        answers = [
+            httpx.post(f"{server.url}/{path}", json=body | change, timeout=60)
+            for change in (off, {"mirostat": 2})
+        ]
+        assert [answer.status_code for answer in answers] == [200, 400], path
+        assert "mirostat: this sampler" in answers[1].text
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+def test_samplers_are_honoured_by_all_routes(server, path):
+    """The bias alone would write token 9 for ever."""
+    limit = {name: 8 for name in BODIES[path] if name.startswith("max_")}
+    change = limit | {"temperature": 0, "logit_bias": {"9": 100}}
+    assert "w9 w9 w9 w9" in ask(server, path, change).text
+    assert "w9 w9 w9" not in ask(server, path, change | {"no_repeat_ngram_size": 2}).text
 
 
 def test_the_end_of_an_answer_may_be_set(server):

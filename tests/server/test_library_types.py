@@ -144,7 +144,7 @@ CASES: dict[str, tuple[Any, type[Any], Callable[[Any], dict[str, Any]], set[str]
         BetaContentBlockParam,
         MessagesBody,
         in_turns("assistant"),
-        {"image", "document", "container_upload"},
+        set(),
     ),
     "tools of messages": (
         BetaToolUnionParam,

@@ -143,35 +143,42 @@ def test_answers_are_taken_apart_however_they_are_cut(name, size):
     assert len({call.id for call in reader.message.calls}) == len(expected[2])
 
 
-@pytest.mark.parametrize("size", [1, 4, 1000])
+def pieces_of(text: str) -> list[str]:
+    """A mark is one token, all other tokens are letters."""
+    pieces = re.findall("|".join([*map(re.escape, MARKS), "."]), text, re.DOTALL)
+    assert "".join(pieces) == text
+    return pieces
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
 @pytest.mark.parametrize(
     "text",
     [
-        '<tool_call>\n{"name": broken\n</tool_call> and more',
-        '<tool_call>\n{"name": "weather", "argum',
+        '<tool_call>\n{"name": broken\n</tool_call> and <tool_call>\nmore',
         "<tool_call>\n[1, 2]\n</tool_call>",
         '<tool_call>\n{"arguments": {}}\n</tool_call>',
     ],
 )
-def test_what_is_no_call_is_content(text, size):
+def test_what_is_no_call_is_content_without_marks(text, is_whole):
     reader = reader_of("qwen3_moe", "<|im_start|>assistant\n")
-    for start in range(0, len(text), size):
-        reader.add(text[start : start + size], is_last=start + size >= len(text))
-    assert shown(reader.message) == (text, "", [])
+    for piece in [text] if is_whole else pieces_of(text):
+        reader.add(piece, is_last=False)
+    reader.add("", is_last=True)
+    assert shown(reader.message) == (re.sub("</?tool_call>", "", text), "", [])
 
 
+@pytest.mark.parametrize("is_cut", [True, False])
 @pytest.mark.parametrize("name", [*CASES, "qwen3_5_moe"])
-def test_a_call_that_is_cut_is_neither_text_nor_a_call(name):
-    """Wherever `max_tokens` or a stop string cuts it. What was complete before stays."""
+def test_a_call_that_is_not_complete_is_neither_text_nor_a_call(name, is_cut):
+    """Wherever `max_tokens`, a stop string or the model ends it. What was complete before stays."""
     prompt, text, (content, reasoning, calls) = CASES.get(name, QWEN35)
-    pieces = re.findall("|".join([*map(re.escape, MARKS), "."]), text, re.DOTALL)
-    assert "".join(pieces) == text
+    pieces = pieces_of(text)
     for end in range(len(pieces)):
         reader = reader_of(name, prompt)
         reader.add("".join(pieces[:end]), is_last=False)
-        reader.add("", is_last=True, is_cut=True)
+        reader.add("", is_last=True, is_cut=is_cut)
         got = shown(reader.message)
-        assert content.startswith(got[0].rstrip())
+        assert content.startswith(got[0].rstrip()), "".join(pieces[:end])
         assert reasoning.startswith(got[1])
         assert got[2] == calls[: len(got[2])]
 

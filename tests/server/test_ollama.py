@@ -179,7 +179,7 @@ def test_vectors_are_those_of_embeddings(server):
         ("chat", {"messages": [{"role": "x"}]}, 400, "messages"),
         ("chat", CHAT | {"options": {"temperature": -1}}, 400, "temperature"),
         ("chat", CHAT | {"options": {"mirostat": 2}}, 400, "options.mirostat"),
-        ("chat", {"messages": [{"role": "user", "images": ["aGk="]}]}, 400, "images"),
+        ("chat", {"messages": [{"role": "user", "images": ["aGk="]}]}, 400, "text only"),
         ("generate", {"prompt": "w5", "suffix": "w6"}, 400, "suffix"),
         ("generate", {"prompt": "w5", "context": [5]}, 400, "context"),
         ("generate", {"prompt": "w5 " * 600, "raw": True}, 400, "prompt"),
@@ -205,8 +205,9 @@ def test_an_error_in_a_stream_is_a_line(server, monkeypatch):
 
 def test_options_mean_what_they_mean_in_llama_cpp():
     assert options_of({"num_predict": -1, "seed": -1, "top_k": -5, "stop": []}) == {"top_k": 0}
-    assert options_of({"num_ctx": 99, "num_gpu": 1, "typical_p": 1.0, "mirostat": 0}) == {}
+    assert options_of({"num_ctx": 99, "num_gpu": 1, "tfs_z": 1.0, "mirostat": 0}) == {}
     given = options_of({"n_predict": 3, "repeat_penalty": 1.1, "stop": ["a"], "temperature": 0})
     assert given == {"max_tokens": 3, "repetition_penalty": 1.1, "stop": ["a"], "temperature": 0}
-    with pytest.raises(BadRequest, match="options.typical_p"):
-        options_of({"typical_p": 0.5}, "options.")
+    assert options_of({"typical_p": 0.5}) == {"typical_p": 0.5}
+    with pytest.raises(BadRequest, match="options.xtc_probability"):
+        options_of({"xtc_probability": 0.5}, "options.")

@@ -18,6 +18,16 @@ THINKS = (
         ({"reasoning_effort": "high"}, 0),
         ({"chat_template_kwargs": {"enable_thinking": False}}, 2),
         ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, 0),
+        ({"chat_template_kwargs": {"thinking": False}}, 0),  # a hint for other templates
+        ({"reasoning_effort": "default"}, 0),
+        ({"thinking": {"type": "disabled"}}, 2),
+        ({"thinking": {"type": "enabled", "clear_thinking": True}}, 0),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, 2),
+        ({"enable_thinking": False}, 2),
+        ({"enable_thinking": True, "thinking_budget": 50}, 0),
+        ({"reasoning": {"effort": "none"}}, 2),
+        ({"reasoning": {"enabled": False}}, 2),
+        ({"reasoning": {"enabled": True, "exclude": True, "max_tokens": 9}}, 0),
     ],
     ids=str,
 )
