@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import Discriminator, Field, Tag, ValidationError
 
-from moe_infinity.server.chat import ChatBody, Effort, MediaPart, Message, TextPart, Thinking
+from moe_infinity.server.chat import ChatBody, Effort, Message, Thinking
 from moe_infinity.server.fields import (
     KEEPS_EMPTY,
     Body,
@@ -17,6 +17,7 @@ from moe_infinity.server.fields import (
     refused_field,
     short,
 )
+from moe_infinity.server.parts import MediaPart, TextPart
 from moe_infinity.server.protocol import MAX_STOPS, SampledBody, Stop
 from moe_infinity.server.refusals import BadRequest
 

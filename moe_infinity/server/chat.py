@@ -17,6 +17,7 @@ from moe_infinity.server.fields import (
     refused_field,
 )
 from moe_infinity.server.grammars import Structure
+from moe_infinity.server.parts import MediaPart, Part, ThinkingPart
 from moe_infinity.server.protocol import MAX_LOGPROBS, GenerationBody
 from moe_infinity.server.refusals import BadRequest
 
@@ -27,45 +28,6 @@ EFFORTS = {True: "medium", False: "none", None: None}  # for who says only wheth
 # second, DeepSeek the third.
 HINTS = ("reasoning_effort", "enable_thinking", "thinking")
 TemplateVariables = dict[str, str | int | float | bool | None]
-
-
-class TextPart(Body):
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-class RefusalPart(Body):
-    """A refusal of a model, which is read as its text."""
-
-    type: Literal["refusal"]
-    text: str = Field(alias="refusal")
-
-
-class ThinkingPart(Body):
-    """Reasoning, in Mistral's or Anthropic's form."""
-
-    type: Literal["thinking"]
-    thinking: str | list[TextPart]
-
-
-class MediaPart(Body):
-    """An image, a file or speech, in the words of several APIs. No model here can read it."""
-
-    type: Literal[
-        "image", "image_url", "input_image", "computer_screenshot", "input_audio", "audio_url",
-        "video_url", "file", "input_file", "document", "container_upload",
-    ]  # fmt: skip
-
-    @property
-    def text(self) -> str:
-        """What the model is told in its place."""
-        return f"[{self.type}: left out, because this model reads text only]"
-
-    def left_out(self) -> str | None:
-        return f"a part of type {self.type!r}"
-
-
-Part = Annotated[TextPart | RefusalPart | ThinkingPart | MediaPart, Field(discriminator="type")]
 
 
 class CalledFunction(Body):
@@ -232,7 +194,7 @@ class StatedEffort(Body):
 
 
 class Thinking(Body):
-    """Whether to reason, as Anthropic, DeepSeek and Z.ai say it."""
+    """The choice to reason or not, as Anthropic, DeepSeek and Z.ai say it."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     # Without effect: no model here knows budgets, and reasoning is always shown.
@@ -381,7 +343,7 @@ class ChatBody(GenerationBody):
             self.reasoning_effort,
             reasoning.effort,
             EFFORTS[reasoning.enabled],
-            self.thinking and self.thinking.effort(),
+            None if self.thinking is None else self.thinking.effort(),
             EFFORTS[self.enable_thinking],
         )
         said = [effort for effort in stated if effort not in (None, "auto", "default")]

@@ -15,11 +15,11 @@ from moe_infinity.server.chat import (
     JsonObjectFormat,
     JsonSchema,
     Message,
-    Part,
     TextFormat,
     require_text,
 )
 from moe_infinity.server.fields import NOT_KEPT, Body, ToolOfType, refused_field, short
+from moe_infinity.server.parts import Part
 from moe_infinity.server.protocol import MAX_LOGPROBS, SampledBody
 from moe_infinity.server.refusals import BadRequest
 
