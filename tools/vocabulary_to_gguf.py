@@ -66,7 +66,9 @@ def _kind(token_id: int, texts: dict[int, str], added: dict[int, Any], *, is_pie
     return BYTE if is_pieces and re.fullmatch("<0x[0-9A-F]{2}>", text) else NORMAL
 
 
-def _special(content: dict[str, Any], config: dict[str, Any], ids: dict[str, int]) -> Any:
+def _special(
+    content: dict[str, Any], config: dict[str, Any], ids: dict[str, int]
+) -> dict[str, Any]:
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
     found: dict[str, Any] = {}
     for name, key in keys.items():

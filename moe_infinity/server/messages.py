@@ -129,8 +129,6 @@ class MessageFormat:
         known = json.dumps(fields, ensure_ascii=False).replace("\\", "")  # also in expressions
         added = added_tokens_of(tokenizer)
         self._marks = [each.content for each in added.values() if each.content in known]
-        # JSON is seen to be complete, where the token that ends it ends the answer.
-        self._needs_close = fields.get("tool_calls", {}).get("content") != "json"
         # Special tokens that are no part of the format, and so of no answer.
         self.hidden_ids = frozenset(
             token_id
@@ -140,6 +138,9 @@ class MessageFormat:
         self.answer_form = answer_form_of(
             model.config.model_type, str(getattr(tokenizer, "chat_template", ""))
         )
+        # JSON is seen to be complete, where the token that ends it ends the answer.
+        is_json = fields.get("tool_calls", {}).get("content") == "json"
+        self._close = "" if is_json or self.answer_form is None else self.answer_form.calls.close
 
     @property
     def is_known(self) -> bool:
@@ -179,7 +180,7 @@ class MessageFormat:
                 parser = ResponseParser(self._template, prefix=prompt, tools=tools)
             except (ValueError, KeyError, TypeError) as error:
                 logger.info("a prompt could not be parsed: %s", error)
-        return MessageReader(parser, max_calls, self._marks, needs_close=self._needs_close)
+        return MessageReader(parser, max_calls, self._marks, close=self._close.strip())
 
 
 def added_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
@@ -203,14 +204,14 @@ class MessageReader:
         max_calls: int | None,
         marks: Sequence[str],
         *,
-        needs_close: bool = False,
+        close: str = "",
     ) -> None:
-        """`marks`: tokens that begin or end the fields of a message. `needs_close`: a call is not
-        complete without the last of them.
+        """`marks`: tokens that begin or end the fields of a message. `close`: what a call that is
+        complete ends with.
         """
         self._parser = parser
         self._marks = marks
-        self._needs_close = needs_close
+        self._close = close
         self._is_broken = False  # there was a parser
         self._max_calls = max_calls
         self._unsure = ""  # text of a call that is not complete
@@ -246,7 +247,7 @@ class MessageReader:
         except ValueError as error:
             logger.info("a call is not complete: %s", error)
             return []
-        if is_cut or self._needs_close:
+        if is_cut or not self._unsure.rstrip().endswith(self._close):
             events = [event for event in events if event["field"] != "tool_calls"]
         return [self._before_marks(event) for event in events]
 
