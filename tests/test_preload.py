@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from moe_infinity import MoE
+from moe_infinity.engine.preloader import Preloader
 from moe_infinity.errors import ConfigError
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.memory.mover import Mover
@@ -262,6 +263,26 @@ def test_it_ends_with_whatever_a_read_raises(tiny_checkpoint, expected, disk, ca
         assert tokens_of(moe) == expected
         assert caplog.text.count("preloading of experts ends") == 1
         moe.check_invariants()
+
+
+def test_it_goes_on_at_the_next_step_after_an_error_of_its_own(
+    tiny_checkpoint, expected, monkeypatch, caplog
+):
+    def fail(preloader: Preloader) -> bool:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Preloader, "advance", fail)
+        moe = MoE(tiny_checkpoint, host_memory="100%", preload="wait")
+    with moe:
+        assert tokens_of(moe) == expected
+        give_up_at = time.monotonic() + 20
+        while moe.report().tiers[0].experts < NUM_EXPERTS:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.05)
+        assert tokens_of(moe) == expected
+        moe.check_invariants()
+    assert "preloading of experts goes on after MemoryError: no room" in caplog.text
 
 
 def test_a_step_that_is_cut_short_meanwhile_does_not_hold_it_up(tiny_checkpoint, expected, disk):

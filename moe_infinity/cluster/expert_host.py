@@ -30,6 +30,7 @@ from moe_infinity.errors import HostLost, MoEInfinityError
 from moe_infinity.experts import Routing
 from moe_infinity.local import local_folder
 from moe_infinity.system.machine import keep_to_cores
+from moe_infinity.system.threads import keep_running
 
 READ_S = 600.0  # for the head, which computes its own share first, to read an answer
 SIGN_S = 0.5  # between two signs of life while a request takes long
@@ -128,8 +129,8 @@ class SignsOfLife:
         self._sending = Lock()
         self._is_working = Event()
         self._is_closed = Event()
-        thread = Thread(target=self._give, name="moe-infinity-signs", daemon=True)
-        thread.start()
+        turns = (self._give, "signs of life")
+        Thread(target=keep_running, args=turns, name="moe-infinity-signs", daemon=True).start()
 
     @contextmanager
     def given(self) -> Iterator[None]:
@@ -149,14 +150,16 @@ class SignsOfLife:
         self._is_closed.set()
         self._is_working.set()
 
-    def _give(self) -> None:
-        while self._is_working.wait() and not self._is_closed.wait(SIGN_S):
-            if not self._is_working.is_set():
-                continue
+    def _give(self) -> bool:
+        self._is_working.wait()
+        if self._is_closed.wait(SIGN_S):
+            return False
+        if self._is_working.is_set():
             try:
                 self.send(WireMessage({"works": True}, {}))
             except HostLost:
-                return  # who receives finds out as well
+                return False  # who receives finds out as well
+        return True
 
 
 def main() -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_infinity.cluster import steps
+from moe_infinity.cluster.port import GLANCE_S, Port
 from moe_infinity.cluster.share import Share, put_share, share_of
 from moe_infinity.cluster.steps import HEAD, LayerRouting, RowsRequest
 from moe_infinity.cluster.wire import Wire, WireMessage
@@ -31,13 +32,16 @@ from moe_infinity.engine.fused import FusedWork
 from moe_infinity.engine.torch_backend import TorchWork
 from moe_infinity.errors import ConfigError, HostLost
 from moe_infinity.experts import Routing, Step
+from moe_infinity.printable import printable
+from moe_infinity.system.threads import keep_running
 
 OPEN_S = 300.0  # for all hosts to open the checkpoint
 SIGNS_S = 10.0  # between two signs of life while one does
 FIRST_PAUSE_S = 1.0  # before a host that was lost is started again; twice as long each time
 LONGEST_PAUSE_S = 60.0
 MOST_EVENTS = 4096  # that wait for a host which no layer needs
-GLANCE_S = 0.5
+ANSWER_S = 120.0  # for rows, as for an expert to arrive from a disk
+MOST_HEAD_BYTES = 64 << 10  # of what a host sends
 PINGS = 8
 
 logger = logging.getLogger(__name__)
@@ -66,6 +70,8 @@ class Host:
         self.wire = wire
         self._events: deque[steps.Event] = deque(maxlen=MOST_EVENTS)
         self._num_asked = 0
+        self._outputs: Tensor | None = None  # as what was asked for last will be
+        self._most_bytes = 0  # of the tensors that any answer under way may have
         self.exchange_s = float("inf")  # the shortest, of a message without rows
 
     def note(self, event: steps.Event) -> None:
@@ -77,32 +83,59 @@ class Host:
         events = list(self._events)
         self._events.clear()
         self._num_asked += 1
+        self._outputs = outputs = share.outputs()
+        self._most_bytes = max(self._most_bytes, outputs.nbytes)
         self.wire.send(RowsRequest(self._num_asked, events, share).message())
 
     def answer(self) -> Tensor:
-        """To what was asked last: a step that was cut short has left others. Raises HostLost."""
-        while (message := self._receive()).fields.get("number") != self._num_asked:
+        """Return what the host made of the rows that were asked for last, after answers to a step
+        that was cut short. Raises HostLost for anything else.
+        """
+        give_up_at = time.monotonic() + ANSWER_S
+        while (message := self._receive(give_up_at)).fields.get("number") != self._num_asked:
             pass
+        self._most_bytes = 0
         if "error" in message.fields:
-            raise HostLost(message.fields["error"])
-        return message.tensors["out"]
+            raise HostLost(printable(message.fields["error"]))
+        out = message.tensors.get("out")
+        like = self._outputs
+        assert like is not None, "ask() comes first"
+        if out is None or (out.shape, out.dtype) != (like.shape, like.dtype):
+            sent = "no rows" if out is None else f"{list(out.shape)} of {out.dtype}"
+            raise HostLost(f"it sent {sent}, not {list(like.shape)} of {like.dtype}")
+        if not out.isfinite().all():
+            raise HostLost("it sent numbers that are not finite")
+        return out
 
-    def opened(self) -> dict[str, Any]:
-        """Return what the host says once it has opened the checkpoint. Raises HostLost."""
-        return self._receive().fields
+    def share_idx(self, num_hosts: int) -> int:
+        """The share that the host says it has. Raises HostLost if there is none such."""
+        told = self._receive(time.monotonic() + SIGNS_S).fields.get("share_idx")
+        if type(told) is not int or not 1 <= told <= num_hosts:
+            raise HostLost(f"there is no share {printable(told)}")
+        return told
+
+    def check_digest(self, digest: str) -> None:
+        """Wait until the host has opened the checkpoint. Raises HostLost if it is another."""
+        told = self._receive(time.monotonic() + OPEN_S).fields
+        if told.get("digest") != digest:
+            raise HostLost(printable(told.get("error") or "it has another checkpoint"))
 
     def measure(self) -> None:
         """How long an exchange takes. Raises HostLost."""
         for _ in range(PINGS):
             started = time.perf_counter()
             self.wire.send(WireMessage({"ping": True}, {}))
-            self._receive()
+            self._receive(time.monotonic() + SIGNS_S)
             self.exchange_s = min(self.exchange_s, time.perf_counter() - started)
 
-    def _receive(self) -> WireMessage:
-        while (message := self.wire.receive()).fields.get("works"):
-            pass
-        return message
+    def _receive(self, give_up_at: float) -> WireMessage:
+        """The next message that is no sign of life."""
+        while True:
+            message = self.wire.receive(MOST_HEAD_BYTES, self._most_bytes)
+            if time.monotonic() > give_up_at:
+                raise HostLost("it takes too long")
+            if not message.fields.get("works"):
+                return message
 
 
 class Asked:
@@ -165,16 +198,16 @@ class ExpertHosts:
         self.running: dict[int, Host] = {}  # those that take part, by share
         self._ready: dict[int, Host] = {}  # those that may from the next step on
         self._pause_s = dict.fromkeys(range(1, self.num_hosts + 1), FIRST_PAUSE_S)
-        self._restarting: set[int] = set()  # each by one thread
+        self._lost = {share_idx: Event() for share_idx in self._pause_s}  # set until it is back
         self._changing = Lock()  # of the three above and the one below
         self._errors: dict[int, str] = {}  # why a host cannot be used, by share
         self._starting = Lock()  # held while a host is started again: none is after `close`
         self._is_closed = Event()
-        self._listener = socket.create_server((placement.listen_on, 0), backlog=self.num_hosts)
-        self._listener.settimeout(GLANCE_S)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        Thread(target=self._listen, name="moe-infinity-hosts", daemon=True).start()
-        for share_idx in range(1, self.num_hosts + 1):
+        self._port = Port(placement.listen_on, self._key, self._admit)
+        self.address = self._port.address
+        for share_idx in self._lost:
+            turns = (partial(self._restart, share_idx), f"the restart of expert host {share_idx}")
+            Thread(target=keep_running, args=turns, daemon=True).start()
             placement.start(share_idx, self.address, self._key)
 
     # Steps
@@ -182,10 +215,8 @@ class ExpertHosts:
     def begin_step(self, step: Step) -> None:
         """A forward pass begins; hosts that are back take part from now on."""
         with self._changing:
-            for share_idx, host in self._ready.items():
-                if share_idx in self.running:
-                    self.running[share_idx].wire.close()
-                self.running[share_idx] = host
+            self.running |= self._ready
+            for share_idx in self._ready:
                 self.local_LE &= self._owners_LE != share_idx
             self._ready.clear()
         for host in self.running.values():
@@ -215,31 +246,33 @@ class ExpertHosts:
         self.local_LE |= self._owners_LE == share_idx
         with self._changing:
             self.running.pop(share_idx).wire.close()
-            if share_idx in self._restarting:  # it was lost again before that was seen
-                return
-            self._restarting.add(share_idx)
-        Thread(target=self._restart, args=(share_idx,), daemon=True).start()
+            self._lost[share_idx].set()
 
-    def _restart(self, share_idx: int) -> None:
-        """Until it is back."""
-        while not self._is_closed.wait(self._pause_s[share_idx]):
-            self._pause_s[share_idx] = min(2 * self._pause_s[share_idx], LONGEST_PAUSE_S)
+    def _restart(self, share_idx: int) -> bool:
+        """Wait until a host is lost, start it again, and see whether it is back. Returns False at
+        the end of all.
+        """
+        self._lost[share_idx].wait()
+        if self._is_closed.wait(self._pause_s[share_idx]):
+            return False
+        self._pause_s[share_idx] = min(2 * self._pause_s[share_idx], LONGEST_PAUSE_S)
+        with self._changing:
+            self._errors.pop(share_idx, None)
+        with self._starting:
+            if self._is_closed.is_set():
+                return False
+            self.placement.start(share_idx, self.address, self._key)
+        give_up_at = time.monotonic() + OPEN_S
+        while time.monotonic() < give_up_at and not self._is_closed.wait(GLANCE_S):
             with self._changing:
-                self._errors.pop(share_idx, None)
-            with self._starting:
-                if self._is_closed.is_set():
-                    return
-                self.placement.start(share_idx, self.address, self._key)
-            give_up_at = time.monotonic() + OPEN_S
-            while time.monotonic() < give_up_at and not self._is_closed.wait(GLANCE_S):
-                with self._changing:
-                    if share_idx in self._ready or share_idx in self.running:
-                        self._restarting.discard(share_idx)
-                        return
-                    if share_idx in self._errors:
-                        break
-                if self.placement.has_ended(share_idx):
+                if share_idx in self._ready or share_idx in self.running:
+                    self._lost[share_idx].clear()
                     break
+                if share_idx in self._errors:
+                    break
+            if self.placement.has_ended(share_idx):
+                break
+        return True
 
     # Hosts that call
 
@@ -263,54 +296,43 @@ class ExpertHosts:
                 return max(host.exchange_s for host in ready.values())
             time.sleep(0.01)
 
-    def _listen(self) -> None:
-        while not self._is_closed.is_set():
-            try:
-                connected, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return  # closed
-            Thread(target=self._greet, args=(connected,), daemon=True).start()
-
-    def _greet(self, connected: socket.socket) -> None:
-        """Somebody calls."""
-        try:
-            wire = Wire(connected, self._key, is_caller=False)
-        except HostLost as error:
-            logger.warning("a caller at the port of expert hosts was refused: %s", error)
-            return
+    def _admit(self, wire: Wire) -> None:
+        """Let somebody who knows the key take part from the next step on, if it has the same
+        checkpoint and a share that no other has.
+        """
         share_idx = HEAD
         try:
             wire.limit(SIGNS_S, SIGNS_S)
-            share_idx = int(wire.receive().fields["share_idx"])
-            if not 1 <= share_idx <= self.num_hosts:
-                raise ValueError(f"there is no share {share_idx}")
-            wire.send(WireMessage(self._setup, {}))
             host = Host(wire)
-            told = host.opened()
-            if told.get("digest") != self._digest:
-                raise HostLost(told.get("error") or "it has another checkpoint")
+            share_idx = host.share_idx(self.num_hosts)
+            wire.send(WireMessage(self._setup, {}))
+            host.check_digest(self._digest)
             host.measure()
             wire.limit(self._timeout_s, self._timeout_s)
-        except (HostLost, KeyError, ValueError) as error:
-            wire.close()
-            logger.warning("expert host %d cannot be used: %s", share_idx, error)
+        except HostLost as error:
+            self._refuse(wire, share_idx, str(error))
             with self._changing:
                 self._errors[share_idx] = f"one cannot be used: {error}"
             return
         with self._changing:
-            self._ready[share_idx] = host
-            is_closed = self._is_closed.is_set()
-        if is_closed:
-            wire.close()
+            is_free = not (share_idx in self.running or share_idx in self._ready)
+            if is_free and not self._is_closed.is_set():
+                self._ready[share_idx] = host
+                return
+        self._refuse(wire, share_idx, "all end" if is_free else "another has its share")
+
+    def _refuse(self, wire: Wire, share_idx: int, why: str) -> None:
+        wire.close()
+        logger.warning("expert host %d cannot be used: %s", share_idx, why)
 
     def close(self) -> None:
         """End all hosts."""
-        self._listener.close()
+        self._port.close()
         with self._changing:
             self._is_closed.set()
             hosts = [*self.running.values(), *self._ready.values()]
+        for lost in self._lost.values():
+            lost.set()  # ends the thread that waits for it
         for host in hosts:
             host.wire.close()
         with self._starting:

@@ -56,6 +56,12 @@ class Share(NamedTuple):
         """Return the rows of each expert."""
         return dict(zip(self.expert_idxs, map(slice, [0, *self.stops], self.stops), strict=False))
 
+    def outputs(self) -> Tensor:
+        """Return [P, D] without data: the shape and dtype of what the experts make of the rows."""
+        dtype = torch.float32 if self.by_kernels else self.x_ID.dtype
+        size = (len(self.input_P), self.x_ID.shape[1])
+        return torch.empty(size, dtype=dtype, device="meta")
+
 
 def share_of(work: FusedWork | TorchWork, expert_idxs: list[int]) -> Share:
     """The rows that these experts have in a layer's work, for another host."""

@@ -13,7 +13,6 @@ layers, the one that fills free slots (engine/preloader.py).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, RLock, Thread
@@ -34,8 +33,6 @@ from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
 from moe_infinity.predict.predictor import Predictor
 from moe_infinity.predict.recorder import Recorder
-
-logger = logging.getLogger(__name__)
 
 
 class LocalExperts:
@@ -240,9 +237,10 @@ class LocalExperts:
                 self._ongoing = self._ongoing._replace(is_unfinished=True)
                 try:
                     goes_on = self._preloader.advance()
-                    self._ongoing = self._ongoing._replace(is_unfinished=False)
-                except Exception as error:  # is_unfinished stays set: the next step recovers
-                    logger.warning("preloading of experts ends: %s", error)
+                except Exception:  # is_unfinished stays set: the next step recovers
+                    self.is_preloaded = True  # nobody waits for what may come later
+                    raise
+                self._ongoing = self._ongoing._replace(is_unfinished=False)
             self.is_preloaded = not goes_on
             return goes_on
 

@@ -17,6 +17,7 @@ from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.experts import ExpertKey, Phase
 from moe_infinity.memory.mover import Mover
 from moe_infinity.predict.planner import LOADING_SHARE
+from moe_infinity.system.threads import keep_running
 
 # Under way at once: two for each of four read threads. Their slots cannot be evicted meanwhile.
 MOST_LOADING = 8
@@ -96,7 +97,13 @@ def start_turns(turn: weakref.WeakMethod[Callable[[], bool]], load_ended: Event)
 
 
 def _take_turns(turn: weakref.WeakMethod[Callable[[], bool]], load_ended: Event) -> None:
-    while (take := turn()) is not None and take():
-        del take  # the engine may be collected while this thread waits
+    def take() -> bool:
+        method = turn()
+        if method is None or not method():
+            return False
+        del method  # the engine may be collected while this thread waits
         load_ended.wait(PAUSE_S)
         load_ended.clear()
+        return True
+
+    keep_running(take, "preloading of experts")

@@ -38,6 +38,7 @@ from moe_infinity.server.sequences import (
     Request,
     Running,
 )
+from moe_infinity.system.threads import keep_running
 
 logger = logging.getLogger(__name__)
 PRELOAD_GLANCE_S = 0.1  # between looks at whether experts are preloaded
@@ -134,7 +135,10 @@ class Engine:
 
     def start(self) -> None:
         """Begin the thread that steps."""
-        self._thread = threading.Thread(target=self._run, name="moe-infinity-engine", daemon=True)
+        turns = (self._turn, "the engine")
+        self._thread = threading.Thread(
+            target=keep_running, args=turns, name="moe-infinity-engine", daemon=True
+        )
         self._thread.start()
 
     def drain(self) -> None:
@@ -183,14 +187,34 @@ class Engine:
 
     # the engine's thread
 
-    def _run(self) -> None:
+    def _turn(self) -> bool:
+        """Wait for work and take a step. Returns False when the engine closes or has died.
+
+        An error that belongs to no sequence ends all of them. The engine dies of it if what is left
+        contradicts itself.
+        """
         try:
-            while self._wait_for_work():
-                self.step()
+            if not self._wait_for_work():
+                return False
+            self.step()
+            return True
         except BaseException as error:
+            self._fail_all(EngineStopped(f"the engine failed: {error!r}"))
+            if isinstance(error, Exception) and self._is_consistent():
+                raise
             logger.exception("the engine died")
             self.death = error
-            self._fail_all(EngineStopped(f"the engine died: {error!r}"))
+            self._fail_all(
+                EngineStopped(f"the engine died: {error!r}")
+            )  # those that came meanwhile
+            return False
+
+    def _is_consistent(self) -> bool:
+        try:
+            self.check_invariants()
+        except AssertionError:
+            return False
+        return True
 
     def _wait_for_work(self) -> bool:
         """Return True when there is work, False when the engine closes."""
@@ -329,6 +353,7 @@ class Engine:
         with self._changed:
             everyone = [*self._waiting, *self._prefilling, *self._decoding]
             self._waiting.clear()
+            self.counts.failed += len(everyone)
         self._prefilling.clear()
         self._decoding.clear()
         self._free_seats = list(range(self.config.max_batch))[::-1]

@@ -224,7 +224,7 @@ def test_ctrl_c_while_an_answer_comes_leaves_no_wrong_one(
             return num_read
 
         socket_of = SimpleNamespace(
-            recv_into=interrupted, sendall=wire._socket.sendall,
+            recv_into=interrupted, send=wire._socket.send,
             shutdown=wire._socket.shutdown, close=wire._socket.close,
         )  # fmt: skip
         monkeypatch.setattr(wire, "_socket", socket_of)

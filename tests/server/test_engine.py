@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,13 @@ pytestmark = pytest.mark.arithmetic
 
 PROMPTS = [[5, 6, 9, 100, 31], [77], [40, 41, 42, 43, 44, 45, 46, 47, 48], [12, 13], [90, 3, 90]]
 ROUTING_MARGIN = 1e-4  # of router logits, float32: their sums are off by 1e-6
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
 
 
 # alone
@@ -325,9 +334,31 @@ def test_a_disk_that_is_gone_fails_all_and_the_next_request_works(tiny_checkpoin
         assert again.token_ids == expected
 
 
-def test_the_death_of_the_thread_is_told_to_all_and_remembered(moe):
+def test_the_thread_goes_on_after_an_error_of_no_sequence(moe, monkeypatch, caplog):
     engine = make_engine(moe)
-    engine._admit = lambda: 1 / 0  # type: ignore[method-assign,assignment]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_admit", lambda: 1 / 0)
+        client = Client(engine, PROMPTS[0])
+        engine.start()
+        until(lambda: client.is_done)
+        assert isinstance(client.error, EngineStopped)
+    again = Client(engine, PROMPTS[0])
+    until(lambda: again.is_done)
+    assert caplog.text.count("the engine goes on after ZeroDivisionError") == 1
+    assert engine.is_alive
+    assert again.token_ids == generated(moe, PROMPTS[0])
+    engine.close()
+
+
+def test_the_death_of_the_thread_is_told_to_all_and_remembered(moe, monkeypatch):
+    """It dies of an error after which the slots of experts contradict each other."""
+
+    def contradict() -> None:
+        raise AssertionError
+
+    engine = make_engine(moe)
+    monkeypatch.setattr(engine, "_admit", lambda: 1 / 0)
+    monkeypatch.setattr(moe, "check_invariants", contradict)
     client = Client(engine, PROMPTS[0])
     engine.start()
     assert engine._thread is not None
