@@ -27,6 +27,7 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.act: Callable[[Read], object] = lambda read: None
+        self.after: Callable[[], object] = lambda: None  # called after every read
         self.failed: list[Read] = []
         self._preadv = os.preadv
         self._count_anew()
@@ -54,4 +55,6 @@ class Disk:
         thread = threading.current_thread().name
         kind = next((kind for kind in KINDS if f"moe-infinity-{kind}" in thread), "demand")
         self.act(Read(kind, next(self._numbers[kind]), offset))
-        return self._preadv(descriptor, buffers, offset)
+        count = self._preadv(descriptor, buffers, offset)
+        self.after()
+        return count

@@ -110,10 +110,58 @@ def test_a_file_truncated_after_loading_is_named_and_works_again_once_restored(m
     file, whole = weights(moe), weights(moe).read_bytes()
     os.truncate(file, 20_000)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=rf"{re.escape(str(file))}: ends before byte \d+"):
+        with pytest.raises(CheckpointError, match=rf"{re.escape(str(file))}: was changed .* 20000"):
             tokens_of(moe)
         moe.check_invariants()
     file.write_bytes(whole)
+    assert tokens_of(moe) == expected
+
+
+@pytest.mark.parametrize("way", ["past the page cache"], indirect=True)
+def test_bytes_that_were_read_while_the_file_was_written_are_not_accepted(moe, disk, expected):
+    """One read begins before the file is truncated. It ends after the request that it was for, when
+    the file has its size again but not yet its bytes.
+    """
+    file, whole = weights(moe), weights(moe).read_bytes()
+    late: list[Read] = []
+    truncated, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def act(read: Read) -> None:
+        if read.kind != "demand" or read.offset < 20_000:
+            return
+        if late:
+            assert truncated.wait(20)
+            return
+        late.append(read)
+        os.truncate(file, 20_000)
+        truncated.set()
+        assert goes_on.wait(20)
+
+    disk.act = act
+    disk.after = lambda: ended.set() if goes_on.is_set() else None
+    with pytest.raises(CheckpointError):
+        tokens_of(moe)
+    os.truncate(file, len(whole))  # zeros
+    goes_on.set()
+    assert ended.wait(20)
+    file.write_bytes(whole)
+    assert late
+    assert tokens_of(moe) == expected
+
+
+def test_a_file_of_other_bytes_is_refused_until_it_is_what_it_was(moe, expected):
+    file, whole = weights(moe), weights(moe).read_bytes()
+    file.write_bytes(bytes(len(whole)))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="was changed while in use: it holds other bytes"):
+            tokens_of(moe)
+    file.write_bytes(whole)
+    assert tokens_of(moe) == expected
+
+
+def test_a_file_that_was_written_anew_with_the_same_bytes_is_read_on(moe, expected):
+    file = weights(moe)
+    file.write_bytes(file.read_bytes())
     assert tokens_of(moe) == expected
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_infinity import MoE
 from moe_infinity.checkpoint import layer_recipes
-from moe_infinity.checkpoint.files import MappedFile
+from moe_infinity.checkpoint.files import MappedFile, OpenFile
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.checkpoint.reader import Reader
 from moe_infinity.errors import CheckpointError
@@ -40,7 +40,7 @@ def can_map(tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("probe") / "file"
     file.write_bytes(b"1")
     try:
-        MappedFile(file).populate(0, 1)
+        MappedFile(OpenFile(file)).populate(0, 1)
     except OSError as error:
         pytest.skip(f"this system cannot map files: {error}")
 
@@ -151,11 +151,39 @@ def test_a_file_that_was_shortened_is_an_error_and_a_whole_one_is_used_again(
     with MoE(folder, **ON_DEMAND) as moe, torch.no_grad():
         assert isinstance(slots_of(moe), MappedSlots)
         file.write_bytes(whole[: len(whole) // 8])
-        with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read at byte"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors: was changed"):
             moe.model(IDS)
         file.write_bytes(whole)
         found = moe.model(IDS).logits
     with MoE(tiny_checkpoint) as moe, torch.no_grad():
+        assert torch.equal(found, moe.model(IDS).logits)
+
+
+@pytest.mark.usefixtures("can_map")
+def test_a_file_that_is_changed_between_two_passes_is_read_anew(tiny_checkpoint, copy_of):
+    """Nothing looks at bytes that are not there any more: that would be a bus error."""
+    file = copy_of(tiny_checkpoint) / "model.safetensors"
+    whole = file.read_bytes()
+    with MoE(file.parent) as moe, torch.no_grad():
+        found = moe.model(IDS).logits
+        for changed in (whole[:-1000], whole[:1000], bytes(len(whole))):
+            file.write_bytes(changed)
+            with pytest.raises(CheckpointError, match=r"model.safetensors: was changed"):
+                moe.model(IDS)
+            moe.check_invariants()
+            file.write_bytes(whole)
+            assert torch.equal(found, moe.model(IDS).logits)
+
+
+@pytest.mark.usefixtures("can_map")
+def test_what_was_computed_while_a_file_changed_is_no_answer(tiny_checkpoint, copy_of):
+    file = copy_of(tiny_checkpoint) / "model.safetensors"
+    with MoE(file.parent) as moe, torch.no_grad():
+        found = moe.model(IDS).logits
+        hook = moe.model.lm_head.register_forward_hook(lambda *args: file.touch())
+        with pytest.raises(CheckpointError, match="was changed while its experts computed"):
+            moe.model(IDS)
+        hook.remove()
         assert torch.equal(found, moe.model(IDS).logits)
 
 
@@ -184,7 +212,7 @@ def test_a_failing_disk_is_an_error(tmp_path, monkeypatch):
 def test_an_interrupted_call_is_made_again(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_bytes(b"12345")
-    mapped = MappedFile(file)
+    mapped = MappedFile(OpenFile(file))
     codes = [errno.EINTR, errno.EAGAIN]
 
     def interrupted(*args: Any) -> int:

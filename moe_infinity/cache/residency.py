@@ -274,6 +274,10 @@ class ResidencyTable:
         self._free_slots(victims)
         self.evictions += len(victims)
 
+    def evict_all(self) -> None:
+        """Evict every expert that is neither loading nor held."""
+        self._evict(np.flatnonzero(self._evictable()).tolist())
+
     def lowest_scores(self, num_slots: int) -> NDArray[np.float64]:
         """The scores of the experts that `num_slots` loads would evict, lowest first: -inf for a
         free or transient slot, inf where nothing can leave.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_infinity.checkpoint.file_state import FileState, state_of
 from moe_infinity.checkpoint.headers import Extent
 from moe_infinity.system import linux
 from moe_infinity.system.files import REFUSALS, PositionalFile, open_past_cache, open_to_read
@@ -36,6 +37,7 @@ class OpenFile:
         weakref.finalize(self, opened.close)
         self._cached = open_to_read(path)
         opened.callback(self._cached.close)
+        self.state: FileState = state_of(self._cached.descriptor)  # what it was when it was opened
         self._is_small = self._cached.num_bytes < SMALL_FILE_BYTES
         self._direct: PositionalFile | None = None
         self._is_refused = False
@@ -44,6 +46,14 @@ class OpenFile:
             self._direct = open_past_cache(path)
         if self._direct is not None:
             opened.callback(self._direct.close)
+
+    def is_unchanged(self) -> bool:
+        """Return True if nobody has written to the file since it was opened."""
+        return state_of(self._cached.descriptor) == self.state
+
+    def map(self) -> memoryview:
+        """Return the file as memory."""
+        return memoryview(map_file(self._cached.descriptor))
 
     def read_if_cached(self, chunk: Chunk) -> bool:
         """Copy the chunk from the page cache if all of it is there. Reads nothing from the disk.
@@ -84,11 +94,11 @@ class OpenFile:
             return 0
         return buffer.copy_to(chunk, skip, count - skip)
 
-    def read_cached(self, chunk: Chunk, done: int) -> int:
-        """Read some of what follows the first `done` bytes and return how many; 0 at the end of the
-        file.
+    def read_cached(self, chunk: Chunk) -> int:
+        """Read some of what follows the bytes that are there, and return how many; 0 at the end of
+        the file.
         """
-        count = self._cached.read([next(chunk.parts_from(done))], chunk.offset + done)
+        count = self._cached.read([next(chunk.missing_parts())], chunk.offset + chunk.num_done)
         if not self._is_small:  # leave the cache to other programs
             self.forget(chunk)
         return count
@@ -99,14 +109,14 @@ class OpenFile:
 
 
 class MappedFile:
-    """All bytes of a file. What `populate` has made present may be read like any memory; if the
-    system needs the memory, it drops the bytes and reads them again at the next look at them. The
-    mapping goes with the last reference to a part of `bytes`. Raises OSError.
+    """All bytes of an open file. What `populate` has made present may be read like any memory; if
+    the system needs the memory, it drops the bytes and reads them again at the next look at them.
+    The mapping goes with the last reference to a part of `bytes`. Raises OSError.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.bytes = memoryview(map_file(path))
+    def __init__(self, file: OpenFile) -> None:
+        self.file = file
+        self.bytes = file.map()
         self._address = address_of(self.bytes)
 
     def has(self, chunk: Chunk) -> bool:
@@ -114,16 +124,15 @@ class MappedFile:
         return address_of(chunk.parts[0]) == self._address + chunk.offset
 
     def populate(self, offset: int, num_bytes: int) -> None:
-        """Make these bytes present, for any thread. Raises OSError, ENODATA if the file has become
-        shorter.
+        """Make these bytes present, for any thread. Raises OSError, ENODATA if the file was
+        changed.
         """
         try:
             make_present(self._address + offset, num_bytes)
         except OSError as error:
             code = error.errno or errno.EIO
             if code == errno.EFAULT:  # a look at them would be a bus error
-                is_short = os.stat(self._path).st_size < offset + num_bytes
-                code = errno.ENODATA if is_short else errno.EIO
+                code = errno.EIO if self.file.is_unchanged() else errno.ENODATA
             raise OSError(code, os.strerror(code)) from error
 
 
@@ -143,13 +152,15 @@ class Chunk:
     offset: int
     parts: list[memoryview] = field(default_factory=list)
     num_bytes: int = 0
+    num_done: int = 0  # read so far
 
     def append(self, part: memoryview) -> None:
         self.parts.append(part)
         self.num_bytes += part.nbytes
 
-    def parts_from(self, done: int) -> Iterator[memoryview]:
-        """The parts without their first `done` bytes."""
+    def missing_parts(self) -> Iterator[memoryview]:
+        """The parts without the bytes that were read."""
+        done = self.num_done
         for part in self.parts:
             if done < part.nbytes:
                 yield part[done:]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -214,6 +215,10 @@ class ExpertLoader:
             logger.info("experts are copied, as files cannot be mapped: %s", error)
             return False
         return True
+
+    def changed_file(self) -> Path | None:
+        """Return a file that was changed whose experts are used in the page cache, or None."""
+        return self._reader.changed_file()
 
     def map_apart(self) -> None:
         """Use experts in the page cache even where their parts lie apart."""

@@ -9,18 +9,19 @@ where the file system allows it, many at a time.
 Reads past the page cache neither push out other programs' memory nor, inside a memory limit, our
 own code. Safe to call from several threads: no file position is shared. A short read, an I/O error
 or a file that vanished is a CheckpointError that names file and offset; the reader stays usable.
+So is a file that was changed while in use, until it is again what it was (file_state.py).
 """
 
 from __future__ import annotations
 
-import errno
-import os
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
+from moe_infinity.checkpoint.file_state import Fingerprint, fingerprint_of
 from moe_infinity.checkpoint.files import (
     BounceBuffer,
     Chunk,
@@ -37,7 +38,10 @@ from moe_infinity.memory.threads import ReadThreads
 # In random reads of 9.4 MB experts through bounce buffers, 1, 2, 4 and 8 threads reached 0.5, 0.8,
 # 0.9 and 1.0 GB/s, of 2.5 MB ones 0.7, 0.8, 0.9 and 0.9 (2 cores, a virtual disk of 1.0-1.7 GB/s).
 NUM_READ_THREADS = 4
+MOST_TRIES = 3  # reads of a chunk, if each time somebody has written to its file meanwhile
 GLANCE_S = 0.02  # between two looks of a read that gives way whether a layer waits for it by now
+
+logger = logging.getLogger(__name__)
 
 
 class Reader:
@@ -50,6 +54,7 @@ class Reader:
         self._threads: ReadThreads | None = None
         self._files: dict[Path, OpenFile] = {}
         self._mapped: dict[Path, MappedFile] = {}
+        self._first: dict[Path, Fingerprint] = {}  # of files when they were first opened
         self._lock = threading.Lock()
         self._thread = threading.local()  # a bounce buffer, and whether its reads give way
         self._num_urgent = 0  # reads going on that do not give way
@@ -77,16 +82,22 @@ class Reader:
 
     def mapped(self, extent: Extent) -> memoryview:
         """An extent where the page cache has it. It is present once it was read into these bytes.
-        Raises OSError where files cannot be mapped, ENODATA for a file that has become shorter.
+        Raises OSError where files cannot be mapped, CheckpointError for a file that was changed.
         """
-        end = extent.offset + extent.num_bytes
         with self._lock:
             file = self._mapped.get(extent.file)
-            if file is None or len(file.bytes) < end:  # it may have become whole again
-                file = self._mapped[extent.file] = MappedFile(extent.file)
-        if len(file.bytes) < end:
-            raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
-        return file.bytes[extent.offset : end]
+            if file is None or not file.file.is_unchanged():
+                file = self._mapped[extent.file] = MappedFile(self._opened(extent.file))
+        return file.bytes[extent.offset : extent.offset + extent.num_bytes]
+
+    def changed_file(self) -> Path | None:
+        """Return a file that was changed whose bytes are used where the page cache has them: they
+        have to be mapped anew, and what was computed with them meanwhile may be wrong.
+        """
+        for path, mapped in list(self._mapped.items()):
+            if not mapped.file.is_unchanged():
+                return path
+        return None
 
     @contextmanager
     def giving_way(self, until: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -156,32 +167,40 @@ class Reader:
             return self._threads
 
     def _read_chunk(self, chunk: Chunk) -> None:
-        done = 0
         try:
-            mapped = self._mapped.get(chunk.file)
-            if mapped is not None and mapped.has(chunk):
-                mapped.populate(chunk.offset, chunk.num_bytes)
-                return
-            file = self._opened(chunk.file)
-            if file.read_if_cached(chunk):
-                return
-            done = file.read_direct(chunk, self._bounce_buffer())
-            while done < chunk.num_bytes:  # the rest of a short read, or all of it
-                count = file.read_cached(chunk, done)
-                if count == 0:
-                    raise CheckpointError(
-                        f"{chunk.file}: ends before byte {chunk.offset + done}, "
-                        f"{chunk.num_bytes - done} more expected: was it changed while in use?"
-                    )
-                done += count
+            for _ in range(MOST_TRIES):
+                with self._lock:
+                    file = self._opened(chunk.file)
+                    mapped = self._mapped.get(chunk.file)
+                if mapped is not None and mapped.has(chunk):
+                    mapped.populate(chunk.offset, chunk.num_bytes)
+                else:
+                    self._fill(chunk, file)
+                if file.is_unchanged():
+                    return
+            raise CheckpointError(f"{chunk.file}: is being written while it is in use")
         except OSError as error:
             with self._lock:  # the next read opens it anew: it may be replaced by a whole one
                 self._files.pop(chunk.file, None)
                 self._mapped.pop(chunk.file, None)
             if isinstance(error, CheckpointError):
                 raise
-            where = f"{chunk.file}: cannot be read at byte {chunk.offset + done}"
+            where = f"{chunk.file}: cannot be read at byte {chunk.offset + chunk.num_done}"
             raise CheckpointError(f"{where}: {error.strerror or error}") from error
+
+    def _fill(self, chunk: Chunk, file: OpenFile) -> None:
+        """Copy the bytes of a chunk to where they go. Raises CheckpointError, OSError."""
+        if file.read_if_cached(chunk):
+            return
+        chunk.num_done = file.read_direct(chunk, self._bounce_buffer())
+        while chunk.num_done < chunk.num_bytes:  # the rest of a short read, or all of it
+            count = file.read_cached(chunk)
+            if count == 0:
+                raise CheckpointError(
+                    f"{chunk.file}: ends before byte {chunk.offset + chunk.num_done}, "
+                    f"{chunk.num_bytes - chunk.num_done} more expected"
+                )
+            chunk.num_done += count
 
     def _bounce_buffer(self) -> BounceBuffer:
         """The bounce buffer of this thread."""
@@ -191,10 +210,27 @@ class Reader:
         return buffer
 
     def _opened(self, path: Path) -> OpenFile:
-        with self._lock:
-            if path not in self._files:
-                self._files[path] = OpenFile(path)
-            return self._files[path]
+        """Return the file, opened anew if it was changed. The caller has the lock. Raises OSError,
+        CheckpointError for one that is not what it was at first.
+        """
+        file = self._files.get(path)
+        if file is None or not file.is_unchanged():
+            file = self._files[path] = self._recognized(path)
+        return file
+
+    def _recognized(self, path: Path) -> OpenFile:
+        file = OpenFile(path)
+        found = fingerprint_of(
+            file.state.num_bytes,
+            lambda offset, to: self._fill(Chunk(path, offset, [to], to.nbytes), file),
+        )
+        difference = found.difference_from(self._first.setdefault(path, found))
+        if difference is not None:
+            raise CheckpointError(
+                f"{path}: was changed while in use: {difference}\n"
+                "hint: it is read again once it holds what it held; another model needs a new start"
+            )
+        return file
 
     def close(self) -> None:
         """Wait a limited time for reads to end, and close all files; those still being read are

@@ -27,7 +27,7 @@ from moe_infinity.engine.bookkeeping import Bookkeeping
 from moe_infinity.engine.compute import Work
 from moe_infinity.engine.layer import BEFORE_THE_FIRST, LayerPath, OngoingStep
 from moe_infinity.engine.preloader import Preloader, start_turns
-from moe_infinity.errors import Cancelled, ClosedError
+from moe_infinity.errors import Cancelled, CheckpointError, ClosedError
 from moe_infinity.experts import Ints, Phase, Routing, Step
 from moe_infinity.kernels.residents import Residents
 from moe_infinity.memory.tiers import SlotTier
@@ -198,6 +198,27 @@ class LocalExperts:
     def leave_step(self) -> None:
         """End a pass that did not reach its last layer; it is not recorded."""
         self.recorder.drop_incomplete_step()
+
+    @contextmanager
+    def unchanged_files(self) -> Iterator[None]:
+        """Around a forward pass. Files whose bytes are computed with where the page cache has them
+        are looked at before, and read anew if they were changed. Raises CheckpointError if one was
+        changed meanwhile: what was computed may be wrong.
+        """
+        if self.loader.changed_file() is not None:
+            self.drop_experts()
+        yield
+        file = self.loader.changed_file()
+        if file is not None:
+            self.drop_experts()
+            raise CheckpointError(f"{file}: was changed while its experts computed")
+
+    def drop_experts(self) -> None:
+        """Read all experts anew from now on: what is in memory may be wrong."""
+        with self.deciding:
+            self.path.recover()
+            for tier in self.tiers:
+                tier.table.evict_all()
 
     def synchronize(self) -> None:
         """Return at once: each layer is recorded before it is computed."""

@@ -99,7 +99,8 @@ class StepReader:
             if step is not None:
                 self._experts.begin_step(step)
             self._is_in_pass = True
-            out = stock(*args, **kwargs)
+            with self._experts.local.unchanged_files():
+                out = stock(*args, **kwargs)
             self._is_in_pass = False
             return out
 

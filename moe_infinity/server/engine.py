@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_infinity.errors import Cancelled, ConfigError
+from moe_infinity.errors import Cancelled, CheckpointError, ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.decoding import Decoding
@@ -323,7 +323,8 @@ class Engine:
         self._leave(sequence, None)
 
     def _fail(self, sequence: Running, error: Exception) -> None:
-        logger.warning("a request failed: %s", type(error).__name__)
+        what = f": {error}" if isinstance(error, CheckpointError) else ""  # has no user's text
+        logger.warning("a request failed: %s%s", type(error).__name__, what)
         self.counts.failed += 1
         self._leave(sequence, error)
 

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 
-from moe_infinity.errors import Cancelled
+from moe_infinity.errors import Cancelled, CheckpointError
 from moe_infinity.server.sampling import ConstraintFailed
 from moe_infinity.server.sequences import (
     DeadlineExceeded,
@@ -100,6 +100,8 @@ def refused_by(error: BaseException) -> Refused:
     if isinstance(error, Cancelled):
         return Refused(499, str(error), type="server_error", code="cancelled")
     what = f"generation failed: {type(error).__name__}"
+    if isinstance(error, CheckpointError):
+        what += ": a file of the model cannot be read, or was changed (the server's log names it)"
     return Refused(500, what, type="server_error", code="internal_error")
 
 

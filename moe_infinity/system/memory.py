@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 from contextlib import suppress
-from pathlib import Path
 
 from moe_infinity.system import linux
 
@@ -40,8 +39,8 @@ def zeroed_memory(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """All bytes of a file; `make_present` comes before a look at them. What is written there does
+def map_file(descriptor: int) -> mmap.mmap:
+    """All bytes of an open file; `make_present` comes before a look at them. What is written there does
     not reach the file.
     """
     if not linux.is_linux():
@@ -49,8 +48,7 @@ def map_file(path: Path) -> mmap.mmap:
     # Nothing is written: the system need not set memory aside. Writable for torch, which has no
     # read-only tensors.
     flags = mmap.MAP_PRIVATE | linux.MAP_NORESERVE
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(descriptor, 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def make_present(address: int, num_bytes: int) -> None:

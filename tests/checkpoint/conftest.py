@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from moe_infinity.checkpoint import reader as reader_module
+from moe_infinity.checkpoint.file_state import Fingerprint
 from moe_infinity.checkpoint.reader import Reader
 from tests.checkpoint.gguf_originals import byte_level, sentencepiece, written
 
@@ -13,6 +15,14 @@ def reader():
     reader = Reader(num_threads=2)
     yield reader
     reader.close()
+
+
+@pytest.fixture
+def without_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read only where a test asks: none of their bytes are kept in mind."""
+    monkeypatch.setattr(
+        reader_module, "fingerprint_of", lambda num_bytes, read: Fingerprint(num_bytes, "")
+    )
 
 
 @pytest.fixture(scope="session")

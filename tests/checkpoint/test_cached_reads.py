@@ -20,6 +20,7 @@ from tests.checkpoint.test_page_cache import cached_bytes
 
 pytestmark = [
     pytest.mark.timeout(30),
+    pytest.mark.usefixtures("without_samples"),
     pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what it keeps"),
 ]
 FILE_BYTES = (4 << 20) + 1234

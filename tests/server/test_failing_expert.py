@@ -87,7 +87,7 @@ def test_only_requests_that_need_a_broken_expert_fail(monkeypatch):
                 replies = list(threads.map(ask, range(len(TEXTS))))
                 assert [reply.status_code for reply in replies] == [500, 200, 200, 200, 200]
                 error = replies[0].json()["error"]
-                assert error["message"] == "generation failed: CheckpointError"
+                assert error["message"].startswith("generation failed: CheckpointError: a file ")
                 assert error["type"] == "server_error"
                 for reply, text in zip(replies[1:3], texts[1:3], strict=True):
                     assert reply.json()["choices"][0]["text"] == text

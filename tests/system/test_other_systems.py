@@ -110,8 +110,8 @@ def test_threads_do_not_move_each_others_position(file, monkeypatch):
 
 @pytest.mark.usefixtures("plain")
 def test_a_file_is_not_mapped_where_a_failing_disk_would_be_a_bus_error(file):
-    with pytest.raises(OSError, match="does not map files"):
-        map_file(file)
+    with file.open("rb") as opened, pytest.raises(OSError, match="does not map files"):
+        map_file(opened.fileno())
 
 
 # Models
