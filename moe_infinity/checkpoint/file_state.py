@@ -1,4 +1,4 @@
-"""What tells that a file was changed while it is in use.
+"""Changes of a file while it is in use: how they are noticed.
 
 FileState      what the file system says of a file. Asked around every read: no bytes are accepted
                that may have been read while the file was written

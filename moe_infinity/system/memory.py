@@ -40,8 +40,8 @@ def zeroed_memory(num_bytes: int) -> mmap.mmap:
 
 
 def map_file(descriptor: int) -> mmap.mmap:
-    """All bytes of an open file; `make_present` comes before a look at them. What is written there does
-    not reach the file.
+    """All bytes of an open file; `make_present` comes before a look at them. What is written there
+    does not reach the file.
     """
     if not linux.is_linux():
         raise OSError(errno.EOPNOTSUPP, "this system does not map files safely")

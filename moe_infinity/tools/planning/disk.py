@@ -140,7 +140,7 @@ class RandomReads:
             count = file.read_direct(chunk, buffer)
             if count == 0:  # no O_DIRECT here: what the page cache has of it would be no reading
                 file.forget(chunk)
-                count = file.read_cached(chunk, 0)
+                count = file.read_cached(chunk)
             if count == 0:
                 raise CheckpointError(f"{chunk.file}: became shorter while it was read")
             with self._lock:
