@@ -33,7 +33,7 @@ def answer(engine: Engine, moe: MoE, prompt_ids: list[int]) -> dict[str, Any]:
     request = Request(prompt_ids=prompt_ids, max_new_tokens=NUM_ANSWER, sampling=CHOSEN)
     before = moe.report().prefill.bytes_read
     began = time.perf_counter()
-    engine.submit([request], [outputs.append])
+    engine.submit([engine.running(request, outputs.append)])
     first_s = read = None
     while not (outputs and outputs[-1].is_last):
         engine.step()

@@ -269,7 +269,7 @@ def measure_server(
                 for ids in token_ids(shape.config.vocab_size, batch, PROMPT, seed=seed).tolist():
                     most = check.num_tokens + batch  # they begin one after the other
                     request = Request(prompt_ids=ids, max_new_tokens=most, sampling=greedy)
-                    engine.submit([request], [lambda _: None])
+                    engine.submit([engine.running(request, lambda _: None)])
                 before, steps_s = moe.report(), list[float]()
                 while any(engine.state()[kind] for kind in ("waiting", "prefilling", "decoding")):
                     is_full = engine.state()["decoding"] == batch

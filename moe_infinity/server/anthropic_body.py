@@ -12,13 +12,14 @@ from moe_infinity.server.chat import ChatBody, Effort, Message, Thinking
 from moe_infinity.server.fields import (
     KEEPS_EMPTY,
     Body,
+    Items,
     RequestBody,
     ToolOfType,
     refused_field,
     short,
 )
 from moe_infinity.server.parts import MediaPart, TextPart
-from moe_infinity.server.protocol import MAX_STOPS, SampledBody, Stop
+from moe_infinity.server.protocol import SampledBody, Stop
 from moe_infinity.server.refusals import BadRequest
 
 # What this API calls fields of a chat request.
@@ -46,7 +47,7 @@ class TextSource(Body):
 
     type: Literal["text", "content"]
     data: str = ""
-    content: list[TextBlock] | str = ""
+    content: Items[TextBlock] | str = ""
 
 
 class DocumentBlock(Cacheable):
@@ -65,7 +66,7 @@ class SearchResultBlock(Cacheable):
     type: Literal["search_result"]
     source: str
     title: str
-    content: list[TextBlock]
+    content: Items[TextBlock]
 
     @property
     def text(self) -> str:
@@ -118,7 +119,7 @@ class OtherBlock(Body):
 class ToolResultBlock(Cacheable):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: list[Block] | str = ""
+    content: Items[Block] | str = ""
     is_error: bool | None = None  # without effect: chat templates have no place for it
 
     def for_chat(self) -> Message:
@@ -181,7 +182,7 @@ class ConversationTurn(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: list[Block] | str
+    content: Items[Block] | str
 
     def for_chat(self) -> list[Message]:
         """For a user: a message for each result of a tool, then one for the text."""
@@ -254,9 +255,9 @@ class OutputConfig(Body):
 class CountTokensBody(RequestBody, Cacheable):
     """The body of /v1/messages/count_tokens: what makes a prompt."""
 
-    messages: Annotated[list[ConversationTurn], Field(min_length=1)]
-    system: list[TextBlock] | str | None = None
-    tools: list[ClientTool] | None = None
+    messages: Annotated[Items[ConversationTurn], Field(min_length=1)]
+    system: Items[TextBlock] | str | None = None
+    tools: Items[ClientTool] | None = None
     tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -314,7 +315,7 @@ class MessagesBody(CountTokensBody, SampledBody):
     max_tokens: int = Field(ge=1)
     temperature: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0)  # 0: all
-    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Items[Stop] | None = None
     metadata: Any = None  # for the client's own use: it has no effect
 
     def _chat_fields(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Security
 from fastapi.security import HTTPBearer
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
@@ -33,6 +32,7 @@ from moe_infinity.server.engine import Engine
 from moe_infinity.server.llama_cpp import LlamaApi
 from moe_infinity.server.metrics import Metrics, stats_of
 from moe_infinity.server.ollama import OllamaApi
+from moe_infinity.server.preparation import Preparation
 from moe_infinity.server.prompts import FieldNames
 from moe_infinity.server.protocol import (
     CompletionBody,
@@ -93,6 +93,7 @@ def create_app(
         api_keys=config.keys(),
         max_body=config.max_body,
         metrics=Metrics(moe, engine),
+        preparation=Preparation(),
     )
     backend = Backend(moe, engine, config, guard, is_forwarded=is_forwarded)
     api = Api(backend, guard.metrics)
@@ -270,61 +271,79 @@ class Api:
 
     async def chat_completions(self, request: HttpRequest, body: ChatBody) -> Response:
         """Answer a conversation."""
-        self._backend.accept(body)
         answer_to = partial(ChatAnswer, calls_one_function=body.calls_one_function)
-        return await self._backend.chat(request, body, answer_to)
+        return await self._backend.chat(request, lambda: self._backend.accepted(body), answer_to)
 
     async def responses(self, request: HttpRequest, body: ResponsesBody) -> Response:
         """Answer a conversation; nothing is kept."""
-        self._backend.accept(body)
         answer_to = partial(ResponseAnswer, asked=body)
-        return await self._backend.chat(request, body.for_chat(), answer_to, responses_body.NAMES)
+        return await self._backend.chat(
+            request,
+            lambda: self._backend.accepted(body).for_chat(),
+            answer_to,
+            responses_body.NAMES,
+        )
 
-    async def input_tokens(self, body: ResponsesBody) -> Response:
+    async def input_tokens(self, request: HttpRequest, body: ResponsesBody) -> Response:
         """How many tokens the conversation of a response has."""
-        self._backend.accept(body)
-        num_tokens = await self._num_tokens(body.for_chat(), responses_body.NAMES)
+        num_tokens = await self._num_tokens(request, body, responses_body.NAMES)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def messages(self, request: HttpRequest, body: MessagesBody) -> Response:
         """Answer a conversation in Anthropic's form."""
-        self._backend.accept(body)
         return await self._backend.chat(
-            request, body.for_chat(), MessagesAnswer, anthropic_body.NAMES
+            request,
+            lambda: self._backend.accepted(body).for_chat(),
+            MessagesAnswer,
+            anthropic_body.NAMES,
         )
 
-    async def count_tokens(self, body: CountTokensBody) -> Response:
+    async def count_tokens(self, request: HttpRequest, body: CountTokensBody) -> Response:
         """How many tokens a conversation of Anthropic's form has."""
-        self._backend.accept(body)
-        num_tokens = await self._num_tokens(body.for_chat(), anthropic_body.NAMES)
+        num_tokens = await self._num_tokens(request, body, anthropic_body.NAMES)
         return JSONResponse({"input_tokens": num_tokens})
 
-    async def _num_tokens(self, body: ChatBody, names: FieldNames) -> int:
-        return len(await run_in_threadpool(self._backend.reader.conversation_ids, body, names))
+    async def _num_tokens(
+        self, request: HttpRequest, body: ResponsesBody | CountTokensBody, names: FieldNames
+    ) -> int:
+        def counted() -> int:
+            chat = self._backend.accepted(body).for_chat()
+            return len(self._backend.reader.conversation_ids(chat, names))
+
+        return await self._backend.prepared(request, counted)
 
     async def embeddings(self, request: HttpRequest, body: EmbeddingsBody) -> Response:
         """Vectors of texts."""
         backend = self._backend
-        backend.accept(body)
-        requests = await run_in_threadpool(backend.reader.embeddings, body)
+        requests = await backend.prepared(
+            request, lambda: backend.reader.embeddings(backend.accepted(body))
+        )
         answer = EmbeddingsAnswer(requests, model=backend.name, encoding=body.encoding_format)
-        return await backend.exchange(request, answer, requests, "input").body(request)
+        exchange = await backend.exchange(request, answer, requests, "input")
+        return await exchange.body()
 
-    async def tokenize(self, body: TokenizeBody) -> Response:
+    async def tokenize(self, request: HttpRequest, body: TokenizeBody) -> Response:
         """Token ids of a text or of a conversation."""
-        self._backend.accept(body)
         reader = self._backend.reader
-        if body.messages is not None:
-            ids = await run_in_threadpool(reader.conversation_ids, body.for_chat())
-        else:
-            has_special = body.add_special_tokens is not False
-            read = partial(reader.text_ids, body.prompt or "", has_special=has_special)
-            ids = await run_in_threadpool(read)
-        max_context = reader.max_context
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": max_context})
 
-    async def detokenize(self, body: DetokenizeBody) -> Response:
+        def answered() -> Response:
+            self._backend.accepted(body)
+            if body.messages is not None:
+                ids = reader.conversation_ids(body.for_chat())
+            else:
+                has_special = body.add_special_tokens is not False
+                ids = reader.text_ids(body.prompt or "", "prompt", has_special=has_special)
+            counts = {"count": len(ids), "max_model_len": reader.max_context}
+            return JSONResponse({"tokens": ids, **counts})
+
+        return await self._backend.prepared(request, answered)
+
+    async def detokenize(self, request: HttpRequest, body: DetokenizeBody) -> Response:
         """The text of token ids."""
-        self._backend.accept(body)
-        text = await run_in_threadpool(self._backend.reader.text_of, body.tokens)
-        return JSONResponse({"prompt": text, "content": text})  # in vLLM's words, and llama.cpp's
+
+        def answered() -> Response:
+            text = self._backend.reader.text_of(self._backend.accepted(body).tokens)
+            # In vLLM's words, and llama.cpp's.
+            return JSONResponse({"prompt": text, "content": text})
+
+        return await self._backend.prepared(request, answered)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -26,6 +26,9 @@ from moe_infinity.server.protocol import CompletionBody, GenerationBody
 from moe_infinity.server.refusals import BadRequest, Refused
 from moe_infinity.server.routes import Guard
 from moe_infinity.server.sequences import Request
+
+Accepted = TypeVar("Accepted", bound=RequestBody)
+Made = TypeVar("Made")
 
 
 class Backend:
@@ -52,12 +55,17 @@ class Backend:
         """The name that answers have."""
         return self.names[0]
 
-    def accept(self, body: RequestBody) -> None:
-        """Remove fields of a body that have no effect. Raises Refused for a field that changes what
-        is asked for, or for another model. Call this first.
+    def accepted(self, body: Accepted) -> Accepted:
+        """Return a body without the fields that have no effect. Raises Refused for a field that
+        changes what is asked for, or for another model. Call this first.
         """
-        self._fields.apply(body)
         self.require_model(body.model)
+        self._fields.apply(body)
+        return body
+
+    async def prepared(self, request: HttpRequest, work: Callable[[], Made]) -> Made:
+        """Return what `work` makes of a request, which may take a while. Raises what it raises."""
+        return await self._guard.preparation.run(request, work)
 
     def require_model(self, name: str | None) -> None:
         """Raises Refused (404) if a request names another model."""
@@ -71,8 +79,7 @@ class Backend:
 
     async def completions(self, request: HttpRequest, body: CompletionBody) -> Response:
         """Continue prompts."""
-        self.accept(body)
-        requests = await run_in_threadpool(self.reader.completion, body)
+        requests = await self.prepared(request, lambda: self.reader.completion(self.accepted(body)))
         return await self.generate(request, body, requests, CompletionAnswer)
 
     def with_room(self, requests: Sequence[Request], limit: int | None) -> list[Request]:
@@ -86,17 +93,25 @@ class Backend:
     async def chat(
         self,
         request: HttpRequest,
-        body: ChatBody,
+        asked: Callable[[], ChatBody],
         answer_to: Callable[..., Answer],
         names: FieldNames = SAME_NAMES,
     ) -> Response:
-        """Answer a conversation. `names`: what the API calls fields of `body`."""
-        requests = await run_in_threadpool(self.reader.chat, body, names)
-        tools = body.template_tools
-        readers: list[MessageReader] = [
-            self.reader.format.reader(each.prompt_ids, tools, max_calls=body.max_calls)
-            for each in requests
-        ]
+        """Answer a conversation. `asked` makes a chat body of the request's; `names`: what the API
+        calls its fields.
+        """
+
+        def read() -> tuple[ChatBody, list[Request], list[MessageReader]]:
+            body = asked()
+            requests = self.reader.chat(body, names)
+            form = self.reader.format
+            tools = body.template_tools
+            readers = [
+                form.reader(each.prompt_ids, tools, max_calls=body.max_calls) for each in requests
+            ]
+            return body, requests, readers
+
+        body, requests, readers = await self.prepared(request, read)
         return await self.generate(request, body, requests, partial(answer_to, messages=readers))
 
     async def generate(
@@ -116,21 +131,24 @@ class Backend:
         )
         num_prompts = len(requests) // body.num_choices
         many = "prompt" if num_prompts > self._config.max_queue else "n"
-        exchange = self.exchange(request, answer, requests, many)
+        exchange = await self.exchange(request, answer, requests, many)
         if not body.stream:
-            return await exchange.body(request)
+            return await exchange.body()
         return ExchangeStream(exchange, at_once=not self._is_forwarded)
 
-    def exchange(
+    async def exchange(
         self, request: HttpRequest, answer: Answer, requests: Sequence[Request], many: str
     ) -> Exchange:
         """Submit requests. `many` names the field that may ask for more than the queue can hold."""
-        requests = [replace(each, owner=request.state.owner) for each in requests]
-        note = partial(self._guard.note, request)
+        state = request.state
+        requests = [replace(each, owner=state.owner, client=state.client) for each in requests]
+        exchange = Exchange(self.engine, self._guard, answer, request)
+        running = await self.prepared(request, lambda: exchange.running(requests))
         try:
-            return Exchange(self.engine, self._guard.metrics, answer, requests, note)
+            exchange.submit(running)
         except ConfigError as error:
             raise BadRequest(str(error), param=many) from error
+        return exchange
 
 
 def name_of(checkpoint: str) -> str:

@@ -12,13 +12,15 @@ from moe_infinity.server.fields import (
     KEEPS_EMPTY,
     ONLY_TEXT,
     Body,
+    Items,
     RequestBody,
     ToolOfType,
     refused_field,
 )
 from moe_infinity.server.grammars import Structure
+from moe_infinity.server.limits import LOGPROBS
 from moe_infinity.server.parts import MediaPart, Part, ThinkingPart
-from moe_infinity.server.protocol import MAX_LOGPROBS, GenerationBody
+from moe_infinity.server.protocol import GenerationBody
 from moe_infinity.server.refusals import BadRequest
 
 # Of reasoning; the first two leave it to the model.
@@ -72,9 +74,9 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str | list[Part] | None, KEEPS_EMPTY] = None
+    content: Annotated[str | Items[Part] | None, KEEPS_EMPTY] = None
     name: str | None = None
-    tool_calls: list[EarlierCall] | None = None
+    tool_calls: Items[EarlierCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: Annotated[
         str | None,
@@ -158,7 +160,7 @@ class AllowedTool(Body):
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: list[AllowedTool]
+    tools: Items[AllowedTool]
 
     @property
     def names(self) -> set[str | None]:
@@ -206,16 +208,16 @@ class Thinking(Body):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[OfferedTool] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=LOGPROBS.most)
+    tools: Items[OfferedTool] | None = None
     tool_choice: (
         Literal["none", "auto", "required", "any"] | FunctionChoice | AllowedToolsChoice | None
     ) = None
     # What tools and tool_choice were before.
-    functions: list[Function] | None = None
+    functions: Items[Function] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
@@ -233,7 +235,7 @@ class ChatBody(GenerationBody):
         TextFormat | JsonObjectFormat | JsonSchemaFormat | GrammarFormat | None,
         Field(discriminator="type"),
     ] = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatBody:
@@ -378,8 +380,8 @@ class TokenizeBody(RequestBody):
     add_special_tokens: bool | None = Field(
         None, validation_alias=AliasChoices("add_special_tokens", "add_special")
     )
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[OfferedTool] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
+    tools: Items[OfferedTool] | None = None
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

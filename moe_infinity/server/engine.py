@@ -89,17 +89,13 @@ class Engine:
 
     # called by any thread
 
-    def submit(self, requests: Sequence[Request], delivers: Sequence[Deliver]) -> list[Running]:
-        """Queue requests, all of them or none; `delivers` receive their outputs.
+    def submit(self, running: Sequence[Running]) -> None:
+        """Queue sequences, all of them or none.
 
-        Raises QueueFull, EngineStopped, and ConfigError for more requests than the queue can hold.
+        Raises QueueFull, EngineStopped, and ConfigError for more than the queue can hold.
         """
-        if len(requests) > self.config.max_queue:
-            raise ConfigError(
-                f"{len(requests)} sequences, at most {self.config.max_queue} may wait"
-            )
-        pairs = zip(requests, delivers, strict=True)
-        running = [self._running(request, deliver) for request, deliver in pairs]
+        if len(running) > self.config.max_queue:
+            raise ConfigError(f"{len(running)} sequences, at most {self.config.max_queue} may wait")
         with self._changed:
             if self._is_draining or self.death is not None:
                 raise EngineStopped("the server takes no more requests")
@@ -108,9 +104,11 @@ class Engine:
                 raise QueueFull(f"{len(self._waiting)} sequences are waiting")
             self._waiting += running
             self._changed.notify()
-        return running
 
-    def _running(self, request: Request, deliver: Deliver) -> Running:
+    def running(self, request: Request, deliver: Deliver) -> Running:
+        """Return a sequence to be submitted, whose outputs go to `deliver`. Raises ValueError for
+        settings that transformers does not take.
+        """
         settings = self._generation.settings(
             request.sampling,
             request.prompt_ids,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -18,10 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 from moe_infinity.server.answers import Answer
 from moe_infinity.server.engine import Engine
-from moe_infinity.server.metrics import Metrics
 from moe_infinity.server.pauses import LIFE_PERIOD_S, with_pauses
+from moe_infinity.server.preparation import GONE, gone
 from moe_infinity.server.refusals import Refused
-from moe_infinity.server.sequences import Output, Request
+from moe_infinity.server.routes import Guard
+from moe_infinity.server.sequences import Output, Request, Running
 
 logger = logging.getLogger(__name__)
 PROGRESS_PERIOD_S = 0.25  # between two looks at how far a prompt is
@@ -30,29 +31,31 @@ PROGRESS_PERIOD_S = 0.25  # between two looks at how far a prompt is
 class Exchange:
     """One request from submission to the last byte of its answer.
 
-    The sequences are cancelled when the answer ends, however it ends. Raises what `Engine.submit`
-    raises.
+    The sequences are cancelled when the answer ends, however it ends.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        metrics: Metrics,
-        answer: Answer,
-        requests: Sequence[Request],
-        note: Callable[[BaseException], Refused],
-    ) -> None:
-        """`note`: notes the error that ends a stream, and says what the client gets."""
-        self._note = note
+    def __init__(self, engine: Engine, guard: Guard, answer: Answer, request: HttpRequest) -> None:
         self._engine = engine
-        self._metrics = metrics
+        self._guard = guard
         self._answer = answer
+        self._request = request
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
-        delivers = [partial(self._deliver, choice) for choice in range(len(requests))]
         self._began = time.monotonic()
         self._said: dict[int, int] = {}  # tokens of each prompt that were read
-        self._running = engine.submit(requests, delivers)
+        self._running: list[Running] = []
+
+    def running(self, requests: Sequence[Request]) -> list[Running]:
+        """Return sequences that are to be submitted, from any thread."""
+        return [
+            self._engine.running(each, partial(self._deliver, choice))
+            for choice, each in enumerate(requests)
+        ]
+
+    def submit(self, running: list[Running]) -> None:
+        """Queue the sequences. Raises what `Engine.submit` raises."""
+        self._engine.submit(running)
+        self._running = running
 
     def _deliver(self, choice: int, output: Output) -> None:
         """Put an output into the queue, from any thread."""
@@ -67,24 +70,26 @@ class Exchange:
     def cancel(self) -> None:
         self._engine.cancel(self._running)
 
-    async def body(self, request: HttpRequest) -> Response:
+    async def body(self) -> Response:
         """The whole answer in one body.
 
         Raises the error of a choice that failed, and Refused with status 499 if the client leaves.
         """
         work = asyncio.create_task(self._exhaust())
-        watch = asyncio.create_task(_gone(request))
+        watch = asyncio.create_task(gone(self._request))
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise Refused(499, "the client has gone", code="cancelled")
+                raise Refused(GONE, "the client has gone", code="cancelled")
             work.result()
         finally:
             for task in (work, watch):
                 task.cancel()
             await asyncio.gather(work, watch, return_exceptions=True)
             self.cancel()
-        return JSONResponse(self._answer.body())
+        return await self._guard.preparation.run(
+            self._request, lambda: JSONResponse(self._answer.body())
+        )
 
     async def chunks(self, *, at_once: bool = True) -> AsyncGenerator[str, None]:
         """Events of a stream, the last of which may be an error.
@@ -115,7 +120,7 @@ class Exchange:
                         said_s = time.monotonic()
                         yield chunk
         except Exception as error:
-            refused = self._note(error)
+            refused = self._guard.note(self._request, error)
             for chunk in (*first, self._answer.error_chunk(refused)):
                 yield chunk
             return
@@ -152,14 +157,14 @@ class Exchange:
                     raise output.error
                 if is_first:
                     is_first = False
-                    self._metrics.ttft_s.observe(time.monotonic() - self._began)
+                    self._guard.metrics.ttft_s.observe(time.monotonic() - self._began)
                 num_open -= output.is_last
                 self._answer.add(choice, output)
                 yield choice, output
             outcome = "done"
         finally:
             seconds = time.monotonic() - self._began
-            self._metrics.request_s.observe(seconds)
+            self._guard.metrics.request_s.observe(seconds)
             usage = self._answer.usage()
             sizes = usage["prompt_tokens"], usage["completion_tokens"]
             logger.info("%s: %d + %d tokens in %.2f s", outcome, *sizes, seconds)
@@ -183,9 +188,3 @@ class ExchangeStream(StreamingResponse):
         finally:
             self._exchange.cancel()
             await self._chunks.aclose()
-
-
-async def _gone(request: HttpRequest) -> None:
-    """Return when the client has closed the connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from moe_infinity.server.refusals import Refused
+from moe_infinity.server.limits import LENGTHS, NAME_CHARACTERS
+from moe_infinity.server.refusals import Refused, require_within
 
 logger = logging.getLogger(__name__)
 MAX_LOGGED = 1000  # names come from clients, and each is kept to be logged once
 KEEPS_EMPTY = "an empty value of this field means something"  # to be put into an annotation
 EMPTY: tuple[Any, ...] = (None, "", [], {})
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]  # the first wrong one ends the check of all
 
 # At any level of a body.
 HARMLESS = {
@@ -95,7 +99,20 @@ SAMPLERS: dict[str, tuple[float, ...]] = {
 NO_SAMPLER = "this sampler is not supported: leave it out"
 
 
-class Body(BaseModel):
+class BoundedBody(BaseModel):
+    """A JSON object whose lists and objects have limits."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_lengths(cls, fields: Any) -> Any:
+        """Raises Refused, before any of the fields is looked into."""
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            if name in LENGTHS and isinstance(value, list | dict):
+                require_within(LENGTHS[name], len(value), name)
+        return fields
+
+
+class Body(BoundedBody):
     """A JSON object, without conversions, without NaN or infinity. FieldCheck decides on fields
     that it does not declare.
     """
@@ -129,7 +146,7 @@ class Body(BaseModel):
 class RequestBody(Body):
     """The body of a request for a model."""
 
-    model: str | None = None
+    model: Annotated[str | None, Field(max_length=NAME_CHARACTERS.most)] = None
 
 
 class ToolOfType(Body):

@@ -17,7 +17,8 @@ from typing import Any
 import llguidance.hf
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from moe_infinity.server.refusals import BadRequest
+from moe_infinity.server import limits
+from moe_infinity.server.refusals import BadRequest, require_within
 
 # Without `verbose_errors` a message has no state of the parser.
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
@@ -46,8 +47,16 @@ class GrammarPart:
 def part_of(structure: Structure, param: str) -> GrammarPart:
     """The grammar of a structure. Raises BadRequest for what is neither JSON nor a grammar."""
     value = structure.value
+    if structure.kind == "choice":
+        require_within(limits.CHOICE, len(value), param)
+        require_within(limits.CHOICE_CHARACTERS, sum(map(len, value)), param)
+    elif structure.kind != "json":
+        most = limits.REGEX if structure.kind == "regex" else limits.GRAMMAR
+        require_within(most, len(value), param)
     try:
         if structure.kind == "json":
+            if isinstance(value, str):
+                require_within(limits.SCHEMA, len(value), param)
             schema = json.loads(value) if isinstance(value, str) else value
             return json_part(schema, param)
         if structure.kind == "regex":
@@ -175,6 +184,7 @@ class GrammarCompiler:
             source = lark.source(start)
         except RecursionError as error:
             raise BadRequest("this is nested too deeply", param=param) from error
+        require_within(limits.SCHEMA, len(source), param)
         matcher = LLMatcher(self._vocabulary, source, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # here rather than in the engine's thread, in which all wait

@@ -4,14 +4,13 @@ clients ask about the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Security
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field
-from starlette.concurrency import run_in_threadpool
+from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -19,6 +18,7 @@ from moe_infinity import __version__
 from moe_infinity.server.answers import CompletionAnswer, progress_of, sse
 from moe_infinity.server.backend import Backend
 from moe_infinity.server.chat import ChatBody
+from moe_infinity.server.fields import BoundedBody, Items
 from moe_infinity.server.llama_options import options_of
 from moe_infinity.server.ollama_body import parsed
 from moe_infinity.server.protocol import CompletionBody
@@ -29,11 +29,11 @@ from moe_infinity.server.sequences import Output, Progress, Request, TokenText
 NO_SLOT = -1
 
 
-class LlamaBody(BaseModel):
+class LlamaBody(BoundedBody):
     """The body of /completion. All other fields are options."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-    prompt: str | list[str | int]
+    prompt: str | Items[str | int]
     model: str | None = None
     stream: bool | None = None
     n_probs: int | None = Field(None, ge=0)
@@ -41,7 +41,7 @@ class LlamaBody(BaseModel):
     return_progress: bool | None = None
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
-    logit_bias: dict[str, float | bool] | list[tuple[int, float | bool]] | None = None
+    logit_bias: dict[str, Any] | Items[Items[Any]] | None = None  # by id, or pairs
 
     def for_completion(self) -> CompletionBody:
         """Raises BadRequest and RequestValidationError."""
@@ -60,7 +60,10 @@ class LlamaBody(BaseModel):
         elif self.grammar:
             fields["structured_outputs"] = {"grammar": self.grammar}
         biases = self.logit_bias or {}
-        pairs = biases.items() if isinstance(biases, dict) else biases
+        pairs: Iterable[Sequence[Any]]
+        pairs = list(biases.items()) if isinstance(biases, dict) else biases
+        if not all(len(pair) == 2 for pair in pairs):
+            raise BadRequest("give pairs of a token id and a bias", param="logit_bias")
         # False forbids a token.
         fields["logit_bias"] = {str(id_): -100 if bias is False else bias for id_, bias in pairs}
         return parsed(CompletionBody, fields)
@@ -165,8 +168,12 @@ class LlamaApi:
         """Continue a prompt."""
         backend = self._backend
         backend.require_model(body.model)
-        asked = body.for_completion()
-        requests = await run_in_threadpool(backend.reader.completion, asked)
+
+        def read() -> tuple[CompletionBody, list[Request]]:
+            asked = body.for_completion()
+            return asked, backend.reader.completion(asked)
+
+        asked, requests = await backend.prepared(request, read)
         requests = backend.with_room(requests, asked.max_tokens)
         return await backend.generate(request, asked, requests, partial(LlamaAnswer, asked=body))
 
@@ -174,16 +181,26 @@ class LlamaApi:
         """Continue a prompt of llama.cpp's API, which has `n_predict`, or of OpenAI's, for a client
         whose address lacks its /v1.
         """
-        if "n_predict" in fields:
-            return await self.completion(request, parsed(LlamaBody, fields))
-        return await self._backend.completions(request, parsed(CompletionBody, fields))
 
-    async def apply_template(self, body: ChatBody) -> Response:
+        def read() -> LlamaBody | CompletionBody:
+            if "n_predict" in fields:
+                return parsed(LlamaBody, fields)
+            return parsed(CompletionBody, fields)
+
+        body = await self._backend.prepared(request, read)
+        if isinstance(body, LlamaBody):
+            return await self.completion(request, body)
+        return await self._backend.completions(request, body)
+
+    async def apply_template(self, request: HttpRequest, body: ChatBody) -> Response:
         """The prompt of a conversation, as text."""
-        self._backend.accept(body)
         reader = self._backend.reader
-        ids = await run_in_threadpool(reader.conversation_ids, body)
-        return JSONResponse({"prompt": await run_in_threadpool(reader.text_of, ids)})
+
+        def answered() -> Response:
+            ids = reader.conversation_ids(self._backend.accepted(body))
+            return JSONResponse({"prompt": reader.text_of(ids)})
+
+        return await self._backend.prepared(request, answered)
 
     async def props(self) -> Response:
         """The model's template, context and number of places."""

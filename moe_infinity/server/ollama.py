@@ -14,7 +14,6 @@ from typing import Any
 
 from fastapi import APIRouter, Security
 from fastapi.security import HTTPBearer
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -187,7 +186,7 @@ class OllamaApi:
         if not body.messages:
             return self._loaded({"message": {"role": "assistant", "content": ""}})
         answer_to = partial(OllamaAnswer, is_chat=True)
-        return await self._backend.chat(request, body.for_chat(), answer_to)
+        return await self._backend.chat(request, body.for_chat, answer_to)
 
     async def generate(self, request: HttpRequest, body: OllamaGenerateBody) -> Response:
         """Answer or continue one prompt."""
@@ -198,9 +197,9 @@ class OllamaApi:
             return self._loaded({"response": ""})
         answer_to = partial(OllamaAnswer, is_chat=False)
         if not body.raw and backend.reader.tokenizer.chat_template is not None:
-            return await backend.chat(request, body.for_chat(), answer_to)
+            return await backend.chat(request, body.for_chat, answer_to)
         asked = body.for_completion()
-        requests = await run_in_threadpool(backend.reader.completion, asked)
+        requests = await backend.prepared(request, lambda: backend.reader.completion(asked))
         requests = backend.with_room(requests, asked.max_tokens)
         reader = MessageReader(None, None, ())
         return await backend.generate(
@@ -225,10 +224,13 @@ class OllamaApi:
     ) -> dict[str, Any]:
         backend = self._backend
         backend.require_model(body.model)
-        asked = parsed(EmbeddingsBody, {"input": texts, "dimensions": body.dimensions})
-        requests = await run_in_threadpool(backend.reader.embeddings, asked)
+        fields = {"input": texts, "dimensions": body.dimensions}
+        requests = await backend.prepared(
+            request, lambda: backend.reader.embeddings(parsed(EmbeddingsBody, fields))
+        )
         answer = EmbeddingsAnswer(requests, model=backend.name, encoding="float")
-        await backend.exchange(request, answer, requests, "input").body(request)
+        exchange = await backend.exchange(request, answer, requests, "input")
+        await exchange.body()
         return answer.body()
 
     @property

@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moe_infinity.server.chat import EFFORTS, ChatBody
+from moe_infinity.server.fields import BoundedBody, Items
 from moe_infinity.server.llama_options import options_of
 from moe_infinity.server.protocol import CompletionBody
 from moe_infinity.server.refusals import BadRequest
@@ -16,7 +17,7 @@ from moe_infinity.server.refusals import BadRequest
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
-class OllamaBody(BaseModel):
+class OllamaBody(BoundedBody):
     """A body of which unknown fields are ignored, as Ollama does."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
@@ -27,8 +28,8 @@ class OllamaMessage(OllamaBody):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    images: Items[Any] | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
@@ -70,8 +71,8 @@ class OllamaGenerationBody(OllamaBody):
 class OllamaChatBody(OllamaGenerationBody):
     """The body of /api/chat."""
 
-    messages: list[OllamaMessage] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Items[OllamaMessage] | None = None
+    tools: Items[dict[str, Any]] | None = None
 
     def for_chat(self) -> ChatBody:
         """Raises BadRequest and RequestValidationError."""
@@ -103,9 +104,9 @@ class OllamaGenerateBody(OllamaGenerationBody):
     system: str | None = None
     raw: bool | None = None
     suffix: str | None = None
-    images: list[Any] | None = None
+    images: Items[Any] | None = None
     template: str | None = None
-    context: list[int] | None = None
+    context: Items[int] | None = None
 
     def require_possible(self) -> None:
         """Raises BadRequest for a field that this server has nothing for."""
@@ -132,7 +133,7 @@ class OllamaGenerateBody(OllamaGenerationBody):
 class OllamaEmbedBody(OllamaBody):
     """The body of /api/embed, and with `prompt` of the older /api/embeddings."""
 
-    input: str | list[str] | None = None
+    input: str | Items[str] | None = None
     prompt: str | None = None
     dimensions: int | None = None
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moe_infinity.server.fields import Body
+from moe_infinity.server.fields import Body, Items
 
 
 class TextPart(Body):
@@ -25,7 +25,7 @@ class ThinkingPart(Body):
     """Reasoning, in Mistral's or Anthropic's form."""
 
     type: Literal["thinking"]
-    thinking: str | list[TextPart]
+    thinking: str | Items[TextPart]
 
 
 class MediaPart(Body):

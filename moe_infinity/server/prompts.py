@@ -30,6 +30,7 @@ from moe_infinity.server.grammars import (
     tools_of,
 )
 from moe_infinity.server.lengths import has_growing_context, longest_context
+from moe_infinity.server.limits import LISTED
 from moe_infinity.server.messages import MessageFormat
 from moe_infinity.server.protocol import (
     CompletionBody,
@@ -39,10 +40,12 @@ from moe_infinity.server.protocol import (
     Prompts,
     each_of,
 )
-from moe_infinity.server.refusals import BadRequest, PromptTooLong
+from moe_infinity.server.refusals import BadRequest, PromptTooLong, require_within
+from moe_infinity.server.rendering import TemplateRaised
 from moe_infinity.server.sampling import Constraint, Sampling
 from moe_infinity.server.sequences import Request
-from moe_infinity.server.templates import ChatTemplate, TemplateRaised
+from moe_infinity.server.templates import ChatTemplate
+from moe_infinity.server.tokens import TextTokens
 
 logger = logging.getLogger(__name__)
 COMPLETION_TOKENS = 16  # when /v1/completions does not say, as in OpenAI's
@@ -59,9 +62,8 @@ SAME_NAMES: FieldNames = {}
 
 
 class PromptReader:
-    """Reads request bodies with the model's tokenizer and chat template.
-
-    Safe to call from several threads; one at a time tokenizes.
+    """Reads request bodies with the model's tokenizer and chat template. Safe to call from several
+    threads.
     """
 
     def __init__(self, moe: MoE, config: ServeConfig) -> None:
@@ -69,12 +71,16 @@ class PromptReader:
         self._template = ChatTemplate(moe.tokenizer)
         self.format = MessageFormat(moe.tokenizer, moe.model)
         self.max_context = context_of(moe, config.max_context)  # tokens of prompt and answer
+        self._max_prompts = config.max_queue
         self._max_new_tokens = config.max_new_tokens
         self._generation = Generation(moe.model)
         self._text_config = moe.model.config.get_text_config()
         self._vocab_size = self._text_config.vocab_size
         self._grammars = GrammarCompiler(moe.tokenizer, self._vocab_size, self._generation.end_ids)
-        self._lock = threading.Lock()
+        self._tokens = TextTokens(moe.tokenizer, self.max_context)
+        if self._template.is_there:
+            # It takes a second, which the first conversation need not wait for.
+            threading.Thread(target=self._template.forms, daemon=True).start()
 
     def completion(self, body: CompletionBody) -> list[Request]:
         """A request per prompt and choice; the choices of a prompt are neighbours.
@@ -88,6 +94,9 @@ class PromptReader:
             if max_tokens is None:
                 max_tokens = self._generation.max_new_tokens(len(ids)) or COMPLETION_TOKENS
             requests += self._requests(ids, body, max_tokens, "prompt", grammar)
+        if body.echo and body.num_logprobs is not None:
+            num_listed = sum(len(each.prompt_ids) for each in requests) * (1 + body.num_logprobs)
+            require_within(LISTED, num_listed, "logprobs")
         if body.echo:  # as the model gets it, special tokens included
             requests = [replace(each, echo=True, has_special=True) for each in requests]
         return requests
@@ -116,11 +125,11 @@ class PromptReader:
         hidden_ids = self.format.hidden_ids
         return [replace(each, has_special=is_known, hidden_ids=hidden_ids) for each in requests]
 
-    def text_ids(self, text: str, *, has_special: bool = True) -> list[int]:
-        """The token ids of a text, with those that the tokenizer puts around a text."""
-        with self._lock:
-            ids: list[int] = self.tokenizer(text, add_special_tokens=has_special)["input_ids"]
-        return ids
+    def text_ids(self, text: str, param: str, *, has_special: bool = True) -> list[int]:
+        """The token ids of a text, with those that the tokenizer puts around a text. Raises
+        PromptTooLong, which names `param`.
+        """
+        return self._tokens.ids(text, param, has_special=has_special)
 
     def conversation_ids(self, body: ChatBody, names: FieldNames = SAME_NAMES) -> list[int]:
         """The token ids of a conversation, up to where the model answers.
@@ -131,20 +140,19 @@ class PromptReader:
             raise BadRequest("this model has no chat template: use /v1/completions", code="no_chat")
         variables = self._template_variables(body)
         messages = [message.for_template() for message in body.messages]
+        param = names.get("messages", "messages")
         try:
-            with self._lock:
-                prompt = self._template.text(
-                    messages,
-                    body.template_tools,
-                    variables,
-                    is_continued=body.is_continued,
-                    begins_answer=body.add_generation_prompt is not False,
-                )
-                ids: list[int] = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            prompt = self._template.text(
+                messages,
+                body.template_tools,
+                variables,
+                is_continued=body.is_continued,
+                begins_answer=body.add_generation_prompt is not False,
+            )
         except TemplateRaised as error:
             message = f"the chat template does not take these messages: {error}"
-            raise BadRequest(message, param=names.get("messages", "messages")) from error
-        return ids
+            raise BadRequest(message, param=param) from error
+        return self.text_ids(prompt, param, has_special=False)
 
     def _template_variables(self, body: ChatBody) -> dict[str, Any]:
         """Hints are for templates that have such a variable. Raises BadRequest for another variable
@@ -171,16 +179,20 @@ class PromptReader:
     def _all_ids(self, prompts: Prompts, param: str) -> list[list[int]]:
         if not prompts:
             raise BadRequest(f"there is no {param}", param=param)
-        return [self._ids_of(prompt, param) for prompt in each_of(prompts)]
+        each = each_of(prompts)
+        if len(each) > self._max_prompts:
+            message = f"{len(each)} sequences, at most {self._max_prompts} may wait"
+            raise BadRequest(message, param=param)
+        return [self._ids_of(prompt, param) for prompt in each]
 
     def _ids_of(self, prompt: str | MixedPrompt, param: str) -> list[int]:
         """Texts between token ids get no special tokens, unless the first."""
         if isinstance(prompt, str):
-            return self.text_ids(prompt)
+            return self.text_ids(prompt, param)
         ids: list[int] = []
         for at, piece in enumerate(prompt):
             if isinstance(piece, str):
-                ids += self.text_ids(piece, has_special=at == 0)
+                ids += self.text_ids(piece, param, has_special=at == 0)
             else:
                 self._require_known([piece], param)
                 ids.append(piece)
@@ -235,7 +247,8 @@ class PromptReader:
         if structure.kind == "json":
             begun = tight(begun)
         grammar = self._grammars.compiled(lark, " | ".join(options), param)
-        require_begun(grammar, begun, self.text_ids(begun, has_special=False), messages_param)
+        begun_ids = self.text_ids(begun, messages_param, has_special=False)
+        require_begun(grammar, begun, begun_ids, messages_param)
         return grammar
 
     def _requests(

@@ -5,28 +5,41 @@ A conflict of two fields raises BadRequest, because pydantic's own error would n
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, field_validator, model_validator
 
-from moe_infinity.server.fields import KEEPS_EMPTY, Body, RequestBody
+from moe_infinity.server.fields import KEEPS_EMPTY, Body, Items, RequestBody
 from moe_infinity.server.grammars import Structure
+from moe_infinity.server.limits import CHOICES, LOGPROBS, STOP_CHARACTERS
 from moe_infinity.server.refusals import BadRequest
 from moe_infinity.server.sequences import Pooling
 
-MAX_STOPS = 16
-MAX_CHOICES = 16
-MAX_LOGPROBS = 20
-
 TokenId = Annotated[int, Field(ge=0)]
-Stop = Annotated[str, Field(max_length=1000)]
+Stop = Annotated[str, Field(max_length=STOP_CHARACTERS.most)]
 # Nine digits are enough for any vocabulary. int() raises for thousands of digits: status 500.
-TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-Bias = Annotated[float, Field(ge=-100, le=100)]
+TOKEN_ID = re.compile("[0-9]{1,9}")
+MOST_BIAS = 100
+
+
+def checked_biases(biases: Any) -> Any:
+    """Return biases by token id as they are. Raises BadRequest for the first that is wrong."""
+    for token_id, bias in biases.items() if isinstance(biases, dict) else ():
+        if not TOKEN_ID.fullmatch(token_id):
+            raise BadRequest("the names are token ids", param="logit_bias")
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not is_number or not -MOST_BIAS <= bias <= MOST_BIAS:
+            message = f"the bias of token {token_id} is no number from {-MOST_BIAS} to {MOST_BIAS}"
+            raise BadRequest(message, param="logit_bias")
+    return biases
+
+
+Biases = Annotated[dict[str, float], BeforeValidator(checked_biases)]
 Encoding = Literal["float", "base64"]  # of a vector
-MixedPrompt = list[TokenId | str]
-Prompts = str | list[TokenId | str | MixedPrompt]
+MixedPrompt = Items[TokenId | str]
+Prompts = str | Items[TokenId | str | MixedPrompt]
 
 
 class StreamOptions(Body):
@@ -52,9 +65,9 @@ class SampledBody(RequestBody):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenIdText, Bias] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    logit_bias: Biases | None = None
+    stop: Stop | Items[Stop] | None = None
+    stop_token_ids: Items[TokenId] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
     stream: bool | None = None
@@ -74,7 +87,7 @@ class StructuredOutputs(Body):
 
     json_: Annotated[dict[str, Any] | str | None, KEEPS_EMPTY] = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None  # in Lark or GBNF
     json_object: bool | None = None
 
@@ -121,7 +134,7 @@ class GenerationBody(SampledBody):
     max_tokens: int | None = Field(
         None, ge=1, validation_alias=AliasChoices("max_tokens", "n_predict")
     )
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    n: int | None = Field(None, ge=1, le=CHOICES.most)
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     return_progress: bool | None = None  # a field of llama.cpp: chunks for how far a prompt is
@@ -195,7 +208,7 @@ class CompletionBody(GenerationBody):
     max_tokens: int | None = Field(
         None, ge=0, validation_alias=AliasChoices("max_tokens", "n_predict")
     )
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=LOGPROBS.most)
     echo: bool | None = None
     best_of: Literal[1] | None = None
 
@@ -211,7 +224,7 @@ class CompletionBody(GenerationBody):
 
 
 class DetokenizeBody(RequestBody):
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
 
 
 class EmbeddingsBody(RequestBody):

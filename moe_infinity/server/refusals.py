@@ -1,24 +1,23 @@
-"""Refusals: the checks that every request passes first (origin, API key, size and time of the
-body), and the status and the error object of OpenAI's that answer each error.
+"""Refusals: the checks that every request passes first (origin and API key), and the status and the
+error object of OpenAI's that answer each error.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from ipaddress import ip_address
+from collections.abc import Mapping, Sequence
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
-from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 
 from moe_infinity.errors import Cancelled, CheckpointError
+from moe_infinity.server.limits import Limit, amount
 from moe_infinity.server.sampling import ConstraintFailed
 from moe_infinity.server.sequences import (
     DeadlineExceeded,
@@ -29,7 +28,7 @@ from moe_infinity.server.sequences import (
 
 # In the location of an error, pydantic also names which of several types it tried.
 TRIED_TYPE = re.compile(r"(constrained-)?(str|int)|.*\[.*")
-UPLOAD_TIMEOUT_S = 30.0  # for a whole body: the largest one allowed by default at 140 kB/s
+MOST_SHOWN = 1_000  # characters of a message, which may quote what a client sent
 RETRY_AFTER_S = 2  # about the time until a sequence of a batch ends; any number would do
 
 
@@ -52,6 +51,8 @@ class Refused(HTTPException):
     def __init__(
         self, status: int, message: str, headers: Mapping[str, str] | None = None, **fields: Any
     ) -> None:
+        if len(message) > MOST_SHOWN:
+            message = f"{message[:MOST_SHOWN]} ..."
         super().__init__(status, message, headers)
         self.error = ErrorObject(message=message, **fields)
 
@@ -68,13 +69,21 @@ class BadRequest(Refused):
         super().__init__(400, message, param=param, code=code)
 
 
+def require_within(limit: Limit, number: float, param: str | None = None) -> None:
+    """Raise Refused, which names `param`, for more than a limit allows."""
+    if number > limit.most:
+        message = f"{limit.what}: at most {amount(limit)}"
+        message = f"{param}: {message}" if param else message
+        raise Refused(limit.status, message, param=param, code="too_large")
+
+
 class PromptTooLong(BadRequest):
     """A prompt leaves no room for an answer."""
 
-    def __init__(self, num_tokens: int, most: int, *, param: str) -> None:
-        message = (
-            f"this model's maximum context length is {most} tokens, the prompt has {num_tokens}"
-        )
+    def __init__(self, num_tokens: int, most: int, *, param: str, is_counted: bool = True) -> None:
+        """`is_counted`: otherwise the prompt has this many tokens or more."""
+        has = f"{num_tokens}" if is_counted else f"{num_tokens} or more"
+        message = f"this model's maximum context length is {most} tokens, the prompt has {has}"
         super().__init__(message, param=param, code="context_length_exceeded")
         self.num_tokens = num_tokens
         self.most = most
@@ -183,46 +192,14 @@ def owner_of(request: HttpRequest, api_keys: Sequence[str]) -> str:
     return right[0]
 
 
-class JsonRequest(HttpRequest):
-    """A request whose body is JSON, whatever its Content-Type: `curl -d` names a form."""
-
-    def __init__(self, request: HttpRequest, max_body_bytes: int) -> None:
-        headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
-        headers.append((b"content-type", b"application/json"))
-        super().__init__({**request.scope, "headers": headers}, request.receive)
-        self._max_body_bytes = max_body_bytes
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The body in parts.
-
-        Raises Refused (413) as soon as it is too large. Received bytes count, so a wrong
-        Content-Length does not help a client.
-        """
-        num_bytes = 0
-        async for part in super().stream():
-            num_bytes += len(part)
-            if num_bytes > self._max_body_bytes:
-                message = f"the body is larger than {self._max_body_bytes} bytes"
-                raise Refused(413, message, code="body_too_large")
-            yield part
-
-    async def body(self) -> bytes:
-        """The whole body. Raises Refused (408) if it takes too long."""
-        try:
-            return await asyncio.wait_for(super().body(), UPLOAD_TIMEOUT_S)
-        except asyncio.TimeoutError as error:
-            message = f"the body did not arrive within {UPLOAD_TIMEOUT_S:g} s"
-            # Else uvicorn goes on receiving the body.
-            headers = {"Connection": "close"}
-            raise Refused(408, message, headers, code="upload_timeout") from error
-
-    async def json(self) -> Any:
-        """The body, by the parser of pydantic.
-
-        It refuses lone surrogates and deep nesting, which the standard library lets through.
-        Raises BadRequest.
-        """
-        try:
-            return from_json(await self.body())
-        except ValueError as error:
-            raise BadRequest(f"the body is not JSON: {error}") from error
+def address_of(request: HttpRequest) -> str:
+    """The address of a client without a key, whose requests share turns. Of IPv6, the network that
+    one client has.
+    """
+    host = request.client.host if request.client is not None else ""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    address = getattr(address, "ipv4_mapped", None) or address
+    return str(address) if address.version == 4 else str(ip_network(f"{host}/64", strict=False))

@@ -18,9 +18,10 @@ from moe_infinity.server.chat import (
     TextFormat,
     require_text,
 )
-from moe_infinity.server.fields import NOT_KEPT, Body, ToolOfType, refused_field, short
+from moe_infinity.server.fields import NOT_KEPT, Body, Items, ToolOfType, refused_field, short
+from moe_infinity.server.limits import LOGPROBS, MESSAGES, METADATA
 from moe_infinity.server.parts import Part
-from moe_infinity.server.protocol import MAX_LOGPROBS, SampledBody
+from moe_infinity.server.protocol import SampledBody
 from moe_infinity.server.refusals import BadRequest
 
 # What this API calls fields of a chat request.
@@ -39,7 +40,7 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: list[Part] | str
+    content: Items[Part] | str
 
     def for_chat(self) -> Message:
         return Message(role=self.role, content=self.content)
@@ -76,7 +77,7 @@ class CustomToolCall(Body):
 class CallOutput(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = ""
-    output: list[Part] | str
+    output: Items[Part] | str
 
     def for_chat(self) -> Message:
         return Message(role="tool", content=self.output, tool_call_id=self.call_id)
@@ -90,7 +91,7 @@ class ReasoningItem(Body):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
+    content: Items[ReasoningText] | None = None
 
     def for_chat(self) -> Message:
         text = "".join(each.text for each in self.content or ())
@@ -236,15 +237,17 @@ class ResponsesBody(SampledBody):
     """The body of /v1/responses."""
 
     # The list is first: an error in a message then names the message.
-    input: Annotated[list[InputItem], Field(min_length=1)] | str
+    input: Annotated[Items[InputItem], Field(min_length=1, max_length=MESSAGES.most)] | str
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: list[str] | None = None  # only message.output_text.logprobs has an effect
-    tools: list[ResponseTool] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=LOGPROBS.most)
+    include: Items[str] | None = None  # only message.output_text.logprobs has an effect
+    tools: Items[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
     stream_options: EventOptions | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    metadata: (
+        Annotated[dict[MetadataKey, MetadataValue], Field(max_length=METADATA.most)] | None
+    ) = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     # For the server's own use, without effect: prefixes are kept in any case.

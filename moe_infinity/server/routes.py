@@ -7,24 +7,26 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_infinity.server import refusals
 from moe_infinity.server.anthropic import error_of
+from moe_infinity.server.bodies import BodyRoom, JsonRequest
 from moe_infinity.server.metrics import Metrics
+from moe_infinity.server.preparation import GONE, Preparation
 from moe_infinity.server.refusals import Refused, refused_by
 from moe_infinity.server.sampling import ConstraintFailed
 
 logger = logging.getLogger(__name__)
 MOST_LOGGED = 300  # characters of a refusal
-GONE = 499  # the status of a request whose client has left: nobody is refused
 
 
 class Paths:
@@ -63,16 +65,25 @@ class Guard:
     api_keys: tuple[str, ...]
     max_body: int  # bytes
     metrics: Metrics
+    preparation: Preparation
+    room: BodyRoom = field(default_factory=BodyRoom)
 
-    def admit(self, request: HttpRequest) -> HttpRequest:
-        """The request with its owner. Raises Refused."""
+    def admit(self, request: HttpRequest, kind: type[BaseModel] | None) -> JsonRequest:
+        """The request with its owner and its client, for a body of this kind. Raises Refused."""
         origin = request.headers.get("origin")
         if origin is None or not {origin, "*"} & set(self.allowed_origins):
             refusals.refuse_other_sites(request)
         if self.is_on_loopback:
             refusals.refuse_other_names(request, self.allowed_hosts)
         request.state.owner = refusals.owner_of(request, self.api_keys)
-        return refusals.JsonRequest(request, self.max_body)
+        request.state.client = request.state.owner or refusals.address_of(request)
+        return JsonRequest(
+            request,
+            max_bytes=self.max_body,
+            kind=kind,
+            room=self.room,
+            preparation=self.preparation,
+        )
 
     def note(self, request: HttpRequest, error: BaseException) -> Refused:
         """Log and count a refusal or failure. Returns what the client gets."""
@@ -124,13 +135,21 @@ class GuardedRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        declared: Any = None if self.body_field is None else self.body_field.field_info.annotation
+        is_model = isinstance(declared, type) and issubclass(declared, BaseModel)
+        kind: type[BaseModel] | None = declared if is_model else None
 
         async def guarded(request: HttpRequest) -> Response:
             guard: Guard = request.app.state.guard
+            admitted = None
             try:
-                response = await handle(guard.admit(request))
+                admitted = guard.admit(request, kind)
+                response = await handle(admitted)
             except Exception as error:
                 response = refusal_for(request, guard.note(request, error))
+            finally:
+                if admitted is not None:
+                    admitted.end()
             guard.metrics.responses.labels(self.path, response.status_code).inc()
             return response
 

@@ -94,6 +94,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     owner: str = ""  # requests of one owner share prefixes
+    client: str = ""  # clients take turns
     has_special: bool = False  # the text of special tokens is part of the answer's
     hidden_ids: frozenset[int] = frozenset()  # of tokens whose text is never part of it
     echo: bool = False  # the answer begins with the prompt

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import combinations, product
 from types import MappingProxyType
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from moe_infinity.server.limits import RENDERING_S
+from moe_infinity.server.rendering import TemplateRaised, TemplateTooSlow, shared_renderer
 from moe_infinity.server.shapes import REASONING, REPAIRS, Forms, Messages, shaped
 
 logger = logging.getLogger(__name__)
@@ -56,16 +60,56 @@ def call_of(idx: int) -> dict[str, Any]:
     return {"id": f"abcdefgh{idx}", "type": "function", "function": function}
 
 
-class TemplateRaised(Exception):
-    """A chat template does not take a conversation."""
+class Rendering:
+    """Renders the chat template of a tokenizer, within a time of its own for each conversation.
 
-
-class ChatTemplate:
-    """The chat template of a tokenizer. Not safe to call from several threads at once."""
+    A template of the checkpoint runs in a process of its own. Mistral's tokenizers have none: they
+    bring code of a library.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._tried: dict[str, TemplateTrial] = {}  # template -> its trial
+        self._is_jinja = (
+            getattr(type(tokenizer), "apply_chat_template", None)
+            is PreTrainedTokenizerBase.apply_chat_template
+        )
+        self._deadline = 0.0
+        if self._is_jinja:
+            shared_renderer().start()
+            self._deadline = time.monotonic() + RENDERING_S.most
+
+    def text(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> str:
+        """Return the text. Raises TemplateRaised; TemplateTooSlow if the time is over."""
+        if self._is_jinja:
+            arguments = {
+                **self._tokenizer.special_tokens_map,
+                **options,
+                "conversations": [messages],
+                "tools": tools,
+                "chat_template": self._tokenizer.get_chat_template(None, tools),
+            }
+            return shared_renderer().render(arguments, self._deadline)
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, tools=tools, **options
+            )
+        except Exception as error:  # it may raise anything
+            raise TemplateRaised(str(error)) from error
+        return text
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer. Safe to call from several threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tried: dict[str, Forms] = {}  # template -> what was found by trying it
 
     @property
     def is_there(self) -> bool:
@@ -90,40 +134,46 @@ class ChatTemplate:
         `is_continued`: the last message is the beginning of the answer. `begins_answer`: otherwise
         the prompt ends with what begins one. Raises TemplateRaised with the template's words.
         """
-        template = str(self._tokenizer.chat_template)
-        if template not in self._tried:
-            self._tried = {template: TemplateTrial(self._tokenizer)}
-        forms = self._tried[template].forms
+        forms = self.forms()
         options = {"tools": tools, "add_generation_prompt": begins_answer, **variables}
+        rendering = Rendering(self._tokenizer)
         if is_continued:
             options |= {"add_generation_prompt": False, "continue_final_message": True}
         try:
-            text = self._repaired(messages, forms, options)
-        except TemplateRaised:
-            if not is_continued:
+            text = self._repaired(rendering, messages, forms, options)
+        except TemplateRaised as error:
+            if not is_continued or isinstance(error, TemplateTooSlow):
                 raise
             # The template changes the text, so that its end is not found in the prompt.
             options |= {"add_generation_prompt": True, "continue_final_message": False}
-            return self._repaired(messages[:-1], forms, options) + str(messages[-1]["content"])
+            text = self._repaired(rendering, messages[:-1], forms, options)
+            return text + str(messages[-1]["content"])
         if not is_continued:
             return text
         said: str = messages[-1]["content"]
         return text if text.endswith(said) else text + said[len(said.rstrip()) :]
 
-    def _repaired(self, messages: Messages, forms: Forms, options: dict[str, Any]) -> str:
+    def forms(self) -> Forms:
+        """The forms that the template takes, which are found once."""
+        template = str(self._tokenizer.chat_template)
+        if template not in self._tried:
+            self._tried = {template: TemplateTrial(self._tokenizer).forms}
+        return self._tried[template]
+
+    def _repaired(
+        self, rendering: Rendering, messages: Messages, forms: Forms, options: dict[str, Any]
+    ) -> str:
         first: Exception | None = None
         for repairs in SUBSETS:
             try:
                 taken = shaped(messages, forms)
                 for repair in repairs:
                     taken = repair(taken)
-                rendered: str = self._tokenizer.apply_chat_template(
-                    taken, tokenize=False, **options
-                )
-            except Exception as error:  # a template may raise anything
+                return rendering.text(taken, **options)
+            except TemplateTooSlow:
+                raise
+            except Exception as error:  # also of a repair that does not fit
                 first = first or error
-            else:
-                return rendered
         raise TemplateRaised(str(first)) from first
 
 
@@ -131,9 +181,9 @@ class TemplateTrial:
     """Finds the forms that a template takes, by rendering."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._rendering = Rendering(tokenizer)
 
-    @cached_property
+    @property
     def forms(self) -> Forms:
         forms = Forms(has_parts=self._wants_parts())
         if self._render([USER], forms) is None:
@@ -154,12 +204,11 @@ class TemplateTrial:
     def _render(self, messages: Messages, forms: Forms, **options: Any) -> str | None:
         """Return the text; None if the template raises."""
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                shaped(messages, forms), tokenize=False, add_generation_prompt=True, **options
+            return self._rendering.text(
+                shaped(messages, forms), add_generation_prompt=True, **options
             )
-        except Exception:  # a template may raise anything
+        except TemplateRaised:
             return None
-        return text
 
     def _keeps(self, messages: Messages, forms: Forms, *words: str) -> bool:
         text = self._render(messages, forms)

@@ -28,7 +28,8 @@ class Client:
         self.prompt_ids = prompt_ids
         settings: dict[str, Any] = {"max_new_tokens": 12, "sampling": IDS} | wishes
         request = Request(prompt_ids=prompt_ids, **settings)
-        self.running: Running = engine.submit([request], [self.outputs.append])[0]
+        self.running: Running = engine.running(request, self.outputs.append)
+        engine.submit([self.running])
 
     @property
     def token_ids(self) -> list[int]:

@@ -263,7 +263,7 @@ def test_a_full_queue_refuses_and_takes_again_later(moe):
 def test_more_sequences_than_could_ever_wait_are_the_users_mistake(moe):
     engine = make_engine(moe, max_queue=1)
     with pytest.raises(ConfigError, match="at most 1 may wait"):
-        engine.submit([None, None], [print, print])  # type: ignore[list-item]
+        engine.submit([None, None])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])

@@ -10,6 +10,7 @@ import select
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ import openai
 import pytest
 
 from moe_infinity.errors import CheckpointError, ConfigError
-from moe_infinity.server import refusals
+from moe_infinity.server import limits
 from moe_infinity.server.app import PAGE
 from moe_infinity.server.config import ServeConfig
 from tests.server.serving import Serving, serving
@@ -125,7 +126,7 @@ def test_a_body_too_large_answers_413_whatever_it_declares(moe):
 def test_a_body_that_does_not_arrive_answers_408_and_disturbs_nobody(
     server, monkeypatch, path, drips
 ):
-    monkeypatch.setattr(refusals, "UPLOAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(limits, "UPLOAD_S", replace(limits.UPLOAD_S, most=0.5))
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"

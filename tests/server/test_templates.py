@@ -13,7 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from moe_infinity.server.templates import ChatTemplate, TemplateRaised
+from moe_infinity.server.rendering import TemplateRaised
+from moe_infinity.server.templates import ChatTemplate
 
 EACH = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 BEGIN = "{% if add_generation_prompt %}assistant:{% endif %}"

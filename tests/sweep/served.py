@@ -190,7 +190,8 @@ def _compared(engine: Engine, wanted: list[Answer]) -> Iterator[str]:
         running: list[tuple[int, Running, Forced, Tensor]] = []
         for prompt, (tokens, logits) in order:
             request = Request(prompt_ids=prompt, max_new_tokens=NUM_NEW)
-            (sequence,) = engine.submit([request], [lambda output: None])
+            sequence = engine.running(request, lambda output: None)
+            engine.submit([sequence])
             forced: Any = Forced(tokens)
             sequence._sampler = forced
             running.append((len(prompt), sequence, forced, logits))

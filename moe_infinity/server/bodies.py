@@ -1,0 +1,133 @@
+"""The body of a request, on its way from the connection to fields that are checked.
+
+parts --> bytes, within limits of size and time --> JSON, few items --> fields, or the first error
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.requests import Request as HttpRequest
+
+from moe_infinity.server import limits
+from moe_infinity.server.preparation import Preparation
+from moe_infinity.server.refusals import BadRequest, Refused, refused_by, require_within
+
+SMALL = 16 << 10  # bytes of a body that is read at once, which takes a few milliseconds at most
+STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+class BodyRoom:
+    """The memory that bodies have, together and of each client."""
+
+    def __init__(self) -> None:
+        self._used: Counter[str] = Counter()
+
+    def take(self, client: str, num_bytes: int) -> None:
+        """Raises Refused (429) where there is no room."""
+        self._used[client] += num_bytes
+        require_within(limits.BODIES_OF_ONE, self._used[client])
+        require_within(limits.BODIES, self._used.total())
+
+    def give_back(self, client: str, num_bytes: int) -> None:
+        self._used[client] -= num_bytes
+        if self._used[client] <= 0:
+            del self._used[client]
+
+
+class JsonRequest(HttpRequest):
+    """A request whose body is JSON, whatever its Content-Type: `curl -d` names a form."""
+
+    def __init__(
+        self,
+        request: HttpRequest,
+        *,
+        max_bytes: int,
+        kind: type[BaseModel] | None,
+        room: BodyRoom,
+        preparation: Preparation,
+    ) -> None:
+        """`kind`: of the body; None: any JSON."""
+        headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+        headers.append((b"content-type", b"application/json"))
+        super().__init__({**request.scope, "headers": headers}, request.receive)
+        self._max_bytes = max_bytes
+        self._kind = kind
+        self._room = room
+        self._preparation = preparation
+        self._num_bytes = 0
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The body in parts.
+
+        Raises Refused (413) as soon as it is too large, and (429) where there is no room for it.
+        Received bytes count, so a wrong Content-Length does not help a client.
+        """
+        async for part in super().stream():
+            self._num_bytes += len(part)
+            self._room.take(self.state.client, len(part))
+            if self._num_bytes > self._max_bytes:
+                message = f"the body is larger than {self._max_bytes} bytes"
+                raise Refused(limits.BODY.status, message, code="body_too_large")
+            yield part
+
+    async def body(self) -> bytes:
+        """The whole body. Raises Refused (408) if it takes too long."""
+        try:
+            return await asyncio.wait_for(super().body(), limits.UPLOAD_S.most)
+        except asyncio.TimeoutError as error:
+            message = f"the body did not arrive within {limits.UPLOAD_S.most:g} s"
+            # Else uvicorn goes on receiving the body.
+            headers = {"Connection": "close"}
+            raise Refused(
+                limits.UPLOAD_S.status, message, headers, code="upload_timeout"
+            ) from error
+
+    async def json(self) -> Any:
+        """The body, as its kind. Raises Refused."""
+        data = await self.body()
+        read = partial(read_json, data, self._kind)
+        return read() if len(data) <= SMALL else await self._preparation.run(self, read)
+
+    def end(self) -> None:
+        """Give back the room of the body."""
+        self._room.give_back(self.state.client, self._num_bytes)
+        self._num_bytes = 0
+
+
+def read_json(data: bytes, kind: type[BaseModel] | None) -> Any:
+    """Return a body by the parser of pydantic, as a value of its kind.
+
+    That parser refuses lone surrogates and deep nesting, which the standard library lets through.
+    Raises Refused.
+    """
+    require_within(limits.ITEMS, num_items(data))
+    try:
+        value = from_json(data)
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    if kind is None:
+        return value
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise refused_by(RequestValidationError(errors)) from error
+
+
+def num_items(data: bytes) -> int:
+    """Return how many objects, arrays, names and values a JSON text has at most."""
+    marks = (b",", b"{", b"[", b":")
+    found = sum(map(data.count, marks))
+    if found <= limits.ITEMS.most:
+        return found  # also where some of them are in strings
+    outside = STRING.sub(b"", data)
+    return sum(map(outside.count, marks))

@@ -1,0 +1,122 @@
+"""What is done for a request before the model computes: JSON, fields, templates, tokens, grammars.
+
+It is done in threads of its own, so that neither the event loop nor the engine waits for it.
+Clients take turns, and none has more than its share of the threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from moe_infinity.server.limits import PREPARING_S
+from moe_infinity.server.refusals import Refused
+
+NUM_THREADS = 4
+SHARE = 2  # threads of one client at a time
+GONE = 499  # the status of a request whose client has left: nobody is refused
+
+Made = TypeVar("Made")
+
+
+class Preparation:
+    """Threads, and whose turn it is. All methods are for the event loop."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="moe-infinity-prepare")
+        self._running: Counter[str] = Counter()  # threads by client
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # whose turn it is comes first
+
+    async def run(self, request: HttpRequest, work: Callable[[], Made]) -> Made:
+        """Return what `work` returns, or raise what it raises.
+
+        Raises Refused: with status 499 if the client goes, and 503 if it takes too long. A thread
+        that has begun goes on to its end, which counts against the client's share.
+        """
+        client: str = request.state.client
+        prepared = asyncio.create_task(self._prepared(client, work))
+        left = asyncio.create_task(gone(request))
+        try:
+            await asyncio.wait(
+                {prepared, left}, timeout=PREPARING_S.most, return_when=asyncio.FIRST_COMPLETED
+            )
+            if prepared.done():
+                return prepared.result()
+            if left.done():
+                raise Refused(GONE, "the client has gone", code="cancelled")
+            message = f"preparing the request takes more than {PREPARING_S.most:g} s"
+            raise Refused(PREPARING_S.status, message, type="server_error", code="too_slow")
+        finally:
+            for task in (prepared, left):
+                task.cancel()
+            await asyncio.gather(prepared, left, return_exceptions=True)
+
+    async def _prepared(self, client: str, work: Callable[[], Made]) -> Made:
+        await self._turn(client)
+        loop = asyncio.get_running_loop()
+        try:
+            future = self._threads.submit(work)
+        except RuntimeError:
+            self._end(client)
+            raise
+
+        def ended(_: Future[Made]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._end, client)
+
+        future.add_done_callback(ended)
+        return await asyncio.wrap_future(future)
+
+    async def _turn(self, client: str) -> None:
+        """Wait for a thread, which `_end` gives back."""
+        if self._has_room(client) and not self._waiting:
+            self._running[client] += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._give_turns()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._end(client)
+            raise
+
+    def _has_room(self, client: str) -> bool:
+        return self._running[client] < SHARE and self._running.total() < NUM_THREADS
+
+    def _end(self, client: str) -> None:
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
+        self._give_turns()
+
+    def _give_turns(self) -> None:
+        """Give threads that are free to clients that wait, one after another."""
+        for client in list(self._waiting):
+            turns = self._waiting.pop(client)
+            while turns and turns[0].done():  # cancelled
+                turns.popleft()
+            if turns and self._has_room(client):
+                self._running[client] += 1
+                turns.popleft().set_result(None)
+            elif turns and self._running.total() >= NUM_THREADS:
+                self._waiting = {client: turns, **self._waiting}
+                return
+            if turns:
+                self._waiting[client] = turns  # behind the others
+
+    def close(self) -> None:
+        """Take no more work. Threads that run go on to their end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def gone(request: HttpRequest) -> None:
+    """Return when the client has closed the connection. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

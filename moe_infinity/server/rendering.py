@@ -1,0 +1,210 @@
+"""Renders chat templates in a process of its own, with limits of time and memory.
+
+A template is a program that comes with a checkpoint: it may loop, or make gigabytes of text. The
+process runs this file. It answers messages over a socket, one after another, and is ended when one
+takes too long. It keeps nothing from one to the next.
+
+    message   8 bytes of its length, little-endian, then JSON in UTF-8
+    asked     the arguments of transformers' `render_jinja_template`
+    answered  {"text": ...}, or {"error": ...} with the template's words
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from moe_infinity.server.limits import MIB, RENDERED, RENDERING_S
+
+MEMORY = 256 * MIB  # of address space, beyond what the process begins with
+START_S = 60.0  # imports, on a busy machine
+TOO_SLOW = f"the chat template takes more than {RENDERING_S.most} s, or ends its process"
+ROOT = Path(__file__).parents[2]  # of the package
+
+
+class TemplateRaised(Exception):
+    """A chat template does not take a conversation."""
+
+
+class TemplateTooSlow(TemplateRaised):
+    """A chat template needs more time than it may have."""
+
+
+class Renderer:
+    """The process. It is started when it is first needed, and anew after it was ended.
+
+    Safe to call from several threads; one template is rendered at a time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, unless it runs, and wait until it takes templates. Raises
+        TemplateTooSlow.
+        """
+        with self._lock:
+            if self._socket is None:
+                self._start()
+
+    def render(self, arguments: dict[str, Any], deadline: float) -> str:
+        """Return the text for the arguments of `render_jinja_template`, as JSON can say them.
+
+        Raises TemplateRaised with the template's words, and TemplateTooSlow at `deadline`, of
+        `time.monotonic`.
+        """
+        message = json.dumps(arguments, default=str).encode()
+        if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            raise TemplateTooSlow("the chat template is busy with other conversations")
+        try:
+            if time.monotonic() >= deadline:
+                raise TemplateTooSlow(TOO_SLOW)
+            if self._socket is None:
+                self._start()
+            assert self._socket is not None
+            send(self._socket, message, deadline)
+            answer = json.loads(receive(self._socket, deadline))
+        except OSError as error:  # also at the deadline
+            self._end()
+            raise TemplateTooSlow(TOO_SLOW) from error
+        finally:
+            self._lock.release()
+        if "error" in answer:
+            raise TemplateRaised(answer["error"])
+        return str(answer["text"])
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C is for the server
+            )
+        self._socket = ours
+        try:
+            receive(ours, time.monotonic() + START_S)
+        except OSError as error:
+            self._end()
+            raise TemplateTooSlow("the process for chat templates does not start") from error
+
+    def _end(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@cache
+def shared_renderer() -> Renderer:
+    """Return the one of this process: any number of tokenizers may share it."""
+    renderer = Renderer()
+    atexit.register(renderer.close)
+    return renderer
+
+
+def send(to: socket.socket, message: bytes, deadline: float | None) -> None:
+    """Raises OSError, at the deadline too."""
+    to.settimeout(left(deadline))
+    to.sendall(len(message).to_bytes(8, "little") + message)
+
+
+def receive(from_: socket.socket, deadline: float | None) -> bytes:
+    """Raises OSError, at the deadline too, and where the other side has ended."""
+    num_bytes = int.from_bytes(_exactly(from_, 8, deadline), "little")
+    return _exactly(from_, num_bytes, deadline)
+
+
+def _exactly(from_: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
+    received = bytearray()
+    while len(received) < num_bytes:
+        from_.settimeout(left(deadline))
+        part = from_.recv(min(num_bytes - len(received), MIB))
+        if not part:
+            raise ConnectionResetError("the other side has ended")
+        received += part
+    return bytes(received)
+
+
+def left(deadline: float | None) -> float | None:
+    """Return seconds until a deadline. Raises TimeoutError at its end."""
+    if deadline is None:
+        return None
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("the time is over")
+    return seconds
+
+
+# In the process
+
+
+def main() -> None:
+    """Answer until the server has ended."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    with contextlib.suppress(OSError), socket.socket(fileno=0) as server:
+        _limit_memory()
+        send(server, b"", None)
+        while True:
+            arguments = json.loads(receive(server, None))
+            _limit_time()
+            answer: dict[str, str] = {}
+            try:
+                text = render_jinja_template(**arguments)[0][0]
+                if len(text) > RENDERED.most:
+                    answer["error"] = f"its text is longer than {RENDERED.most} characters"
+                else:
+                    answer["text"] = text
+            except MemoryError:
+                answer["error"] = "it needs too much memory"
+            except Exception as error:  # a template may raise anything
+                answer["error"] = str(error)
+            send(server, json.dumps(answer).encode(), None)
+
+
+def _limit_memory() -> None:
+    """Where the system can."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        begun = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (begun + MEMORY, resource.RLIM_INFINITY))
+
+
+def _limit_time() -> None:
+    """End the process if a template loops for long after the server has ended."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = int(usage.ru_utime + usage.ru_stime + 2 * RENDERING_S.most) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    main()
