@@ -65,6 +65,12 @@ class Decoding:
         if not group.sequences:
             self._groups.remove(group)
 
+    def set_aside(self, sequence: Running) -> None:
+        """Remove a sequence that gets its cache back, to be added again later."""
+        group = next(group for group in self._groups if sequence in group.sequences)
+        sequence.cache = group.batch.copy_of(group.sequences.index(sequence)).cache
+        self.remove(sequence)
+
     def clear(self) -> None:
         """Remove all."""
         self._groups.clear()
@@ -86,9 +92,7 @@ class Decoding:
                 group.key = keys.pop()
             for sequence in list(group.sequences):
                 if self._key_of(sequence) != group.key:
-                    row = group.sequences.index(sequence)
-                    sequence.cache = group.batch.copy_of(row).cache
-                    self.remove(sequence)
+                    self.set_aside(sequence)
                     self.add(sequence)
 
     def _key_of(self, sequence: Running) -> Hashable:

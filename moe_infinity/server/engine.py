@@ -2,10 +2,11 @@
 
     submit --> waiting --admit--> prefilling --prompt done--> decoding --last token--> gone
                (bounded)  a seat   one chunk of one prompt     all of them, one token each
-                                   a step, in order of arrival a step
+                                   a step                      a step
 
-A step computes one chunk of the oldest prompt, then one token of every decoding sequence. So a
-decoding sequence waits for one chunk at most between two tokens, and prompts keep their order.
+A step computes one chunk of one prompt, then one token of every decoding sequence. So a decoding
+sequence waits for one chunk at most between two tokens. Prompts of a client keep their order, and
+clients take turns: for seats, and with chunks.
 
 A sequence has a seat from its first chunk to its last token, while its row in the batch changes.
 The recorder and the predictor know sequences by their seats: each sequence has its own EAM, and the
@@ -17,9 +18,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from secrets import token_bytes
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +41,7 @@ from moe_infinity.server.sequences import (
     Request,
     Running,
 )
+from moe_infinity.server.turns import Turns, to_yield
 from moe_infinity.system.threads import keep_running
 
 logger = logging.getLogger(__name__)
@@ -79,13 +83,14 @@ class Engine:
         self._passes = Passes(moe, self.config)
         self._generation = Generation(moe.model)
         self._changed = threading.Condition()
-        self._waiting: deque[Running] = deque()  # guarded by _changed, as the next two
+        self._waiting = Turns(self.config.max_queue)  # guarded by _changed, as the next two
         self._is_draining = False
         self._is_closing = False
         self._free_seats = list(range(self.config.max_batch))[::-1]
         self._prefilling: deque[Running] = deque()
         self._decoding = Decoding(self._passes)
         self._thread: threading.Thread | None = None
+        self._salt = token_bytes()
 
     # called by any thread
 
@@ -99,10 +104,11 @@ class Engine:
         with self._changed:
             if self._is_draining or self.death is not None:
                 raise EngineStopped("the server takes no more requests")
-            if len(self._waiting) + len(running) > self.config.max_queue:
+            try:
+                self._waiting.add(running)
+            except QueueFull:
                 self.counts.refused += len(running)
-                raise QueueFull(f"{len(self._waiting)} sequences are waiting")
-            self._waiting += running
+                raise
             self._changed.notify()
 
     def running(self, request: Request, deliver: Deliver) -> Running:
@@ -175,6 +181,9 @@ class Engine:
         return {
             "prompts": prompts,
             "waiting": len(self._waiting),
+            "waiting_by_client": {
+                self._hashed(client): num for client, num in self._waiting.by_client().items()
+            },
             "prefilling": len(self._prefilling),
             "decoding": len(self._decoding),
             "kv_bytes": self._decoding.num_bytes,
@@ -182,6 +191,10 @@ class Engine:
             "prefix_capacity_bytes": self._passes.prefixes.num_bytes,
             **asdict(self.counts),
         }
+
+    def _hashed(self, client: str) -> str:
+        """A name for a client that tells neither its key nor its address."""
+        return blake2b(client.encode(), key=self._salt, digest_size=4).hexdigest()
 
     # the engine's thread
 
@@ -250,15 +263,47 @@ class Engine:
                 self._leave(sequence, DeadlineExceeded(f"the request took more than {allowed}"))
 
     def _admit(self) -> None:
-        with self._changed:
-            while self._waiting and self._free_seats:
-                sequence = self._waiting.popleft()
-                sequence.seat = self._free_seats.pop()
-                sequence.began = time.monotonic()
+        while True:
+            with self._changed:  # not longer: requests come meanwhile
+                client = self._waiting.next_client(self._seats())
+            if client is None or not (self._free_seats or self._free_a_seat(client)):
+                return
+            with self._changed:
+                sequence = self._waiting.pop(client)
+            sequence.seat = self._free_seats.pop()
+            sequence.began = min(sequence.began, time.monotonic())
+            if sequence.is_set_aside:
+                sequence.is_set_aside = False
+                self._decoding.add(sequence)
+            else:
                 self._prefilling.append(sequence)
 
+    def _seats(self) -> Counter[str]:
+        """How many seats each client has."""
+        return Counter(each.request.client for each in (*self._prefilling, *self._decoding))
+
+    def _free_a_seat(self, client: str) -> bool:
+        """Let a sequence of a client that has more than its share wait. False if there is none."""
+        seated = sorted((*self._decoding, *self._prefilling), key=lambda each: each.began)
+        sequence = to_yield(seated, client)
+        if sequence is None or sequence.seat is None:
+            return False
+        if sequence in self._decoding:
+            self._decoding.set_aside(sequence)
+            sequence.is_set_aside = True
+        else:
+            self._prefilling.remove(sequence)
+        self._free_seats.append(sequence.seat)
+        sequence.seat = None
+        sequence.is_known = False
+        with self._changed:
+            self._waiting.put_back(sequence)
+        return True
+
     def _prefill(self) -> None:
-        """Compute a chunk of the oldest prompt. An error ends that sequence only."""
+        """Compute a chunk of the oldest prompt of the client whose turn it is. An error ends that
+        sequence only.
+        """
         if not self._prefilling:
             return
         sequence = self._prefilling[0]
@@ -273,6 +318,7 @@ class Engine:
             self._fail(sequence, error)
             return
         if not is_read:
+            self._let_others_read(sequence.request.client)
             return
         if is_last:
             self._finish(sequence)
@@ -280,6 +326,12 @@ class Engine:
         self._prefilling.popleft()
         if not self._begins_anew(sequence):
             self._decoding.add(sequence)
+
+    def _let_others_read(self, client: str) -> None:
+        """Put the prompts of a client behind those of others."""
+        own = [each for each in self._prefilling if each.request.client == client]
+        others = [each for each in self._prefilling if each.request.client != client]
+        self._prefilling = deque([*others, *own])
 
     def _begins_anew(self, sequence: Running) -> bool:
         """Queue a sequence whose next token the model computes without its cache."""
@@ -335,8 +387,7 @@ class Engine:
             mean_us = constraint.masking_s / constraint.num_masks * 1e6
             logger.info("%d masks of a grammar, %.0f us each", constraint.num_masks, mean_us)
         with self._changed:
-            if sequence in self._waiting:
-                self._waiting.remove(sequence)
+            self._waiting.remove(sequence)
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         if sequence in self._decoding:

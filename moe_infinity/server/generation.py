@@ -12,10 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+)
 
 from moe_infinity.errors import ConfigError
-from moe_infinity.server.sampling import Constraint, Penalties, Sampling
+from moe_infinity.server.sampling import Constraint, NoRepeatedNgrams, Penalties, Sampling
 from moe_infinity.streaming import unstreamed
 
 COLDEST = 1e-28  # dividing logits by less overflows; one token has probability 1 long before
@@ -113,13 +117,17 @@ class Generation:
         self, config: GenerationConfig, prompt_ids: Sequence[int], own: list[Any]
     ) -> LogitsProcessorList:
         """Return transformers' processors, with our own before those that only sampling has."""
-        return self._model._get_logits_processor(
+        found = self._model._get_logits_processor(
             config,
             input_ids_seq_length=len(prompt_ids),
             encoder_input_ids=_ids_tensor(prompt_ids)[None],
             logits_processor=LogitsProcessorList(own),
             device="cpu",
         )
+        for at, each in enumerate(found):
+            if type(each) is NoRepeatNGramLogitsProcessor:
+                found[at] = NoRepeatedNgrams(each.ngram_size, prompt_ids)
+        return found
 
     def _require_possible(self) -> None:
         config = self._model.generation_config

@@ -80,6 +80,12 @@ def engine_metrics(state: dict[str, Any]) -> Iterator[Metric]:
     for name in ("waiting", "prefilling", "decoding"):
         gauge.add_metric([name], state[name])
     yield gauge
+    waiting = GaugeMetricFamily(
+        f"{PREFIX}_client_waiting", "Sequences that wait, by hash of client", labels=["client"]
+    )
+    for client, num in state["waiting_by_client"].items():
+        waiting.add_metric([client], num)
+    yield waiting
     yield GaugeMetricFamily(f"{PREFIX}_kv_bytes", "KV cache of decoding", value=state["kv_bytes"])
     yield GaugeMetricFamily(f"{PREFIX}_prefix_bytes", "Prefix cache", value=state["prefix_bytes"])
     room = GaugeMetricFamily(f"{PREFIX}_prefix_capacity_bytes", "Prefix cache, at most")

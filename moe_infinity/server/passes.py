@@ -225,7 +225,7 @@ class Passes:
         """The step for the recorder. `owners` has the sequence of each token."""
         sequence_T = np.array([owner.seat for owner in owners])
         begins_B = np.zeros(self._num_seats, dtype=bool)
-        begins_B[sequence_T] = not owners[0].is_known
+        begins_B[sequence_T] = [not owner.is_known for owner in owners]
         for owner in owners:
             owner.is_known = True
         return Step(

@@ -113,16 +113,45 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, sampling: Sampling, num_prompt: int) -> None:
         self._sampling = sampling
         self._num_prompt = num_prompt
+        biases = sampling.logit_bias
+        self._biased = torch.tensor(list(biases), dtype=torch.long, device="cpu")
+        self._biases = torch.tensor(list(biases.values()), dtype=torch.float32, device="cpu")
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Change scores [1, V] of the token behind ids [1, T]."""
         sampling = self._sampling
-        for token_id, bias in sampling.logit_bias.items():
-            scores[0, token_id] += bias
+        scores[0, self._biased] += self._biases
         if sampling.frequency_penalty or sampling.presence_penalty:
             ids, times = input_ids[0, self._num_prompt :].unique(return_counts=True)
             scores[0, ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
         return scores
+
+
+class NoRepeatedNgrams(LogitsProcessor):  # type: ignore[misc]
+    """What transformers' NoRepeatNGramLogitsProcessor gives, without reading all ids again for each
+    token.
+    """
+
+    def __init__(self, size: int, prompt_ids: Sequence[int]) -> None:
+        self._size = size
+        self._followers: dict[tuple[int, ...], list[int]] = {}  # by the size - 1 tokens before
+        self._ids: list[int] = []
+        self._add(prompt_ids)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Forbid, in scores [1, V], what would end an n-gram that ids [1, T] have."""
+        self._add(input_ids[0, len(self._ids) :].tolist())
+        begun = tuple(self._ids[len(self._ids) - self._size + 1 :])
+        scores = scores.clone()
+        scores[0, self._followers.get(begun, [])] = -math.inf
+        return scores
+
+    def _add(self, ids: Sequence[int]) -> None:
+        for token_id in ids:
+            if len(self._ids) >= self._size - 1:
+                before = tuple(self._ids[len(self._ids) - self._size + 1 :])
+                self._followers.setdefault(before, []).append(token_id)
+            self._ids.append(token_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,44 +25,63 @@ from moe_infinity.server.prefix_cache import Branch
 from moe_infinity.server.sampling import ChosenToken, Constraint, Sampler, Sampling
 
 
+class PartlySeen:
+    """How much of a stop string a text ends with, as the text comes (Knuth, Morris and Pratt,
+    SIAM J. Comput. 6(2), 1977): looking at each end of the text would take long for long stops.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self._num = 0
+        self._shorter = [0]  # by characters seen - 1: the next shorter beginning that may be it
+        for character in stop[1:]:
+            self._shorter.append(self._longer(self._shorter[-1], character))
+
+    def add(self, text: str) -> int:
+        """Return how many characters of the stop string the text so far ends with. It must not have
+        the whole of it.
+        """
+        for character in text:
+            self._num = self._longer(self._num, character)
+        return self._num
+
+    def _longer(self, num: int, character: str) -> int:
+        while num and self.stop[num] != character:
+            num = self._shorter[num - 1]
+        return num + (self.stop[num] == character)
+
+
 class StopStrings:
     """Passes text on up to the first stop string. Keeps back what may be the start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+        self._stops = list(map(PartlySeen, stops))
         self._kept = ""
         self.stop: str | None = None  # the stop string that ended the text
 
     def add(self, text: str) -> str:
         """Add text. Returns the text that may be shown."""
-        text = self._kept + text
-        places = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        new = text
+        text = self._kept + new
+        places = [(text.find(each.stop), each.stop) for each in self._stops if each.stop in text]
         if places:
             at, self.stop = min(places)
             self._kept = ""
             return text[:at]
-        end = len(text) - self._num_suspicious(text)
+        end = len(text) - max((each.add(new) for each in self._stops), default=0)
         self._kept = text[end:]
         return text[:end]
 
     def is_in(self, text: str) -> bool:
         """Return True if a stop string ends in this text, which is not added."""
         text = self._kept + text
-        return any(stop in text for stop in self._stops)
+        return any(each.stop in text for each in self._stops)
 
     def finish(self) -> str:
         """The text kept back, when no more text comes."""
         kept = self._kept
         self._kept = ""
         return kept
-
-    def _num_suspicious(self, text: str) -> int:
-        """The length of the longest end of `text` that a stop string begins with."""
-        longest = max(map(len, self._stops), default=1) - 1
-        for num in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-num:]) for stop in self._stops):
-                return num
-        return 0
 
 
 FinishReason = Literal["stop", "length"]
@@ -201,6 +220,7 @@ class Running:
         self.began = math.inf  # when it got its seat
         self.is_cancelled = False  # set by any thread
         self.seat: int | None = None
+        self.is_set_aside = False  # it decoded, and waits for a seat with its cache
         self.cache: DynamicCache | None = None  # its own, until it joins the batch
         self.branch: Branch | None = None  # None: no prefixes are kept
         self.is_known = False  # to the recorder, by an earlier step

@@ -1,0 +1,98 @@
+"""Sequences that wait for a seat, and whose turn it is: clients share the seats and the queue.
+
+one client   may fill the queue and all seats while nobody else asks
+another      gets a seat before the first gets one more, and one of the first's if it has two
+             more: the first's newest sequence then waits, with what it has computed
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+from moe_infinity.server import limits
+from moe_infinity.server.sequences import QueueFull, Running
+
+FAIR = 1  # seats that a client may have more than another that waits
+
+
+class Turns:
+    """The queue. Not safe to use from several threads at once."""
+
+    def __init__(self, max_queue: int) -> None:
+        """`max_queue`: sequences of one client."""
+        self._max_queue = max_queue
+        self._queues: dict[str, deque[Running]] = {}  # by client; who got a seat last is last
+
+    def __iter__(self) -> Iterator[Running]:
+        return iter([sequence for queue in self._queues.values() for sequence in queue])
+
+    def __len__(self) -> int:
+        return sum(map(len, list(self._queues.values())))
+
+    def by_client(self) -> dict[str, int]:
+        """How many sequences of each client wait."""
+        return {client: len(queue) for client, queue in list(self._queues.items())}
+
+    def add(self, sequences: Sequence[Running]) -> None:
+        """Queue sequences of one client, all of them or none. Raises QueueFull."""
+        if not sequences:
+            return
+        client = sequences[0].request.client
+        own = self._queues.get(client, ())
+        if len(own) + len(sequences) > self._max_queue:
+            raise QueueFull(f"{len(own)} sequences are waiting")
+        if len(self) + len(sequences) > self._max_queue * limits.CLIENTS.most:
+            raise QueueFull(f"{len(self)} sequences of all clients are waiting")
+        # Any request alone is taken, however long it is.
+        new = num_tokens(sequences)
+        if own and num_tokens(own) + new > limits.QUEUED_TOKENS_OF_ONE.most:
+            raise QueueFull("long prompts are waiting")
+        if len(self) and num_tokens(self) + new > limits.QUEUED_TOKENS.most:
+            raise QueueFull("long prompts of other clients are waiting")
+        self._queues.setdefault(client, deque()).extend(sequences)
+
+    def put_back(self, sequence: Running) -> None:
+        """Queue a sequence that had a seat, before the others of its client."""
+        self._queues.setdefault(sequence.request.client, deque()).appendleft(sequence)
+
+    def next_client(self, seats: Counter[str]) -> str | None:
+        """Return the client that waits and has the fewest seats; None if nobody waits."""
+        return min(self._queues, key=lambda client: seats[client], default=None)
+
+    def pop(self, client: str) -> Running:
+        """Take a client's first sequence out of the queue, for a seat."""
+        queue = self._queues.pop(client)
+        sequence = queue.popleft()
+        if queue:
+            self._queues[client] = queue  # behind the others
+        return sequence
+
+    def remove(self, sequence: Running) -> None:
+        """Take a sequence out of the queue, if it is there."""
+        client = sequence.request.client
+        queue = self._queues.get(client, deque())
+        if sequence in queue:
+            queue.remove(sequence)
+        if not queue:
+            self._queues.pop(client, None)
+
+    def clear(self) -> None:
+        self._queues.clear()
+
+
+def num_tokens(sequences: Iterator[Running] | Sequence[Running] | Turns) -> int:
+    """Return the tokens of their prompts, together."""
+    return sum(len(sequence.ids) for sequence in sequences)
+
+
+def to_yield(seated: Sequence[Running], client: str) -> Running | None:
+    """Return the sequence whose seat a client gets that has to wait else; None if it has to.
+
+    `seated`: in the order in which they got their seats.
+    """
+    seats = Counter(sequence.request.client for sequence in seated)
+    greediest = max(seats, key=lambda each: seats[each], default=client)
+    if seats[greediest] - seats[client] <= FAIR:
+        return None
+    return next(each for each in reversed(seated) if each.request.client == greediest)
