@@ -15,10 +15,11 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from moe_infinity.server import limits
-from moe_infinity.server.preparation import Preparation
+from moe_infinity.server.preparation import GONE, Preparation
 from moe_infinity.server.refusals import BadRequest, Refused, refused_by, require_within
 
 SMALL = 16 << 10  # bytes of a body that is read at once, which takes a few milliseconds at most
@@ -83,6 +84,8 @@ class JsonRequest(HttpRequest):
         """The whole body. Raises Refused (408) if it takes too long."""
         try:
             return await asyncio.wait_for(super().body(), limits.UPLOAD_S.most)
+        except ClientDisconnect as error:
+            raise Refused(GONE, "the client has gone", code="cancelled") from error
         except asyncio.TimeoutError as error:
             message = f"the body did not arrive within {limits.UPLOAD_S.most:g} s"
             # Else uvicorn goes on receiving the body.

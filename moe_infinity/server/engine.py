@@ -41,7 +41,7 @@ from moe_infinity.server.sequences import (
     Request,
     Running,
 )
-from moe_infinity.server.turns import Turns, to_yield
+from moe_infinity.server.turns import SeatQueue, to_yield
 from moe_infinity.system.threads import keep_running
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Engine:
         self._passes = Passes(moe, self.config)
         self._generation = Generation(moe.model)
         self._changed = threading.Condition()
-        self._waiting = Turns(self.config.max_queue)  # guarded by _changed, as the next two
+        self._waiting = SeatQueue(self.config.max_queue)  # guarded by _changed, as the next two
         self._is_draining = False
         self._is_closing = False
         self._free_seats = list(range(self.config.max_batch))[::-1]

@@ -1,4 +1,4 @@
-"""What is done for a request before the model computes: JSON, fields, templates, tokens, grammars.
+"""Preparation of requests before the model computes: JSON, fields, templates, tokens, grammars.
 
 It is done in threads of its own, so that neither the event loop nor the engine waits for it.
 Clients take turns, and none has more than its share of the threads.

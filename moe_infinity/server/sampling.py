@@ -128,8 +128,8 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
 
 
 class NoRepeatedNgrams(LogitsProcessor):  # type: ignore[misc]
-    """What transformers' NoRepeatNGramLogitsProcessor gives, without reading all ids again for each
-    token.
+    """Forbids what transformers' NoRepeatNGramLogitsProcessor does, without reading all ids again
+    for each token.
     """
 
     def __init__(self, size: int, prompt_ids: Sequence[int]) -> None:

@@ -16,12 +16,16 @@ from socket import socket
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.model import MoE
+from moe_infinity.server import limits
 from moe_infinity.server.app import create_app
 from moe_infinity.server.config import LOOPBACK, ServeConfig
+from moe_infinity.server.connections import BACKLOG, Connections, most_connections
 from moe_infinity.server.engine import Engine
+from moe_infinity.server.seldom import log_seldom
 
 # The engine's thread runs Python between torch's calls. With Python's 5 ms the event loop waited
 # several times per request and answered /health late.
@@ -85,6 +89,24 @@ def _explaining(config: ServeConfig) -> Iterator[None]:
         raise ConfigError(f"cannot listen on {address}: {error}{hint}") from error
 
 
+def http_settings(app: FastAPI, config: ServeConfig) -> uvicorn.Config:
+    """How HTTP is spoken."""
+    return uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        loop="asyncio",
+        http=Connections(most_connections()),  # type: ignore[arg-type]
+        ws="none",
+        log_level="info",
+        access_log=False,
+        lifespan="off",
+        backlog=BACKLOG,
+        timeout_keep_alive=limits.IDLE_S.most,
+        h11_max_incomplete_event_size=limits.HEADER_BYTES.most,
+    )
+
+
 def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
     """Serve on bound sockets until a signal stops the server.
 
@@ -96,18 +118,12 @@ def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
     if config.host not in LOOPBACK and not config.keys():
         logger.warning("anyone who reaches %s can use this model: no API key", config.host)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    settings = uvicorn.Config(
-        app,
-        host=config.host,
-        port=config.port,
-        log_level="info",
-        access_log=False,
-        lifespan="off",
-    )
+    log_seldom()
+    settings = http_settings(app, config)
     server = Server(settings, on_exit=engine.drain)
     with _explaining(config):
         for listener in sockets:
-            listener.listen()
+            listener.listen(BACKLOG)
     # uvicorn logs only addresses that it bound itself.
     address = address_of(config.host, sockets[0].getsockname()[1])
     uvicorn_logger.info("Uvicorn running on http://%s (Press CTRL+C to quit)", address)

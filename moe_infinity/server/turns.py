@@ -16,7 +16,7 @@ from moe_infinity.server.sequences import QueueFull, Running
 FAIR = 1  # seats that a client may have more than another that waits
 
 
-class Turns:
+class SeatQueue:
     """The queue. Not safe to use from several threads at once."""
 
     def __init__(self, max_queue: int) -> None:
@@ -81,7 +81,7 @@ class Turns:
         self._queues.clear()
 
 
-def num_tokens(sequences: Iterator[Running] | Sequence[Running] | Turns) -> int:
+def num_tokens(sequences: Iterator[Running] | Sequence[Running] | SeatQueue) -> int:
     """Return the tokens of their prompts, together."""
     return sum(len(sequence.ids) for sequence in sequences)
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import anthropic
 import openai
-import uvicorn
 
 from moe_infinity import MoE
 from moe_infinity.server.app import create_app
 from moe_infinity.server.config import ServeConfig
 from moe_infinity.server.engine import Engine
-from moe_infinity.server.serve import Server
+from moe_infinity.server.serve import Server, http_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +51,11 @@ class Serving:
 @contextmanager
 def serving(moe: MoE, **options: Any) -> Iterator[Serving]:
     """A server with these fields of ServeConfig."""
-    defaults: dict[str, Any] = {"served_name": "tiny", "max_new_tokens": 64}
+    defaults: dict[str, Any] = {"served_name": "tiny", "max_new_tokens": 64, "port": 0}
     config = ServeConfig(**(defaults | options))
     engine = Engine(moe, config)
     app = create_app(moe, engine, config)
-    settings = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+    settings = http_settings(app, config)
     server = Server(settings, on_exit=engine.drain)
     thread = threading.Thread(target=server.run)
     engine.start()

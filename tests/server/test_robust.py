@@ -143,7 +143,7 @@ def test_a_body_that_does_not_arrive_answers_408_and_disturbs_nobody(
     status, _, text = reply.partition(b"\r\n\r\n")
     assert status.startswith(b"HTTP/1.1 408 ")
     answer = json.loads(text)
-    assert answer["error"]["message"] == "the body did not arrive within 0.5 s"
+    assert answer["error"]["message"] == "the body did not arrive within 1 s"
     assert ("code" in answer["error"]) == (path == "/v1/completions")
     assert answer.get("type") == ("error" if path == "/v1/messages" else None)
     assert server.num_sequences == 0

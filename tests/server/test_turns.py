@@ -9,7 +9,7 @@ import pytest
 
 from moe_infinity.server import limits
 from moe_infinity.server.sequences import QueueFull
-from moe_infinity.server.turns import Turns, to_yield
+from moe_infinity.server.turns import SeatQueue, to_yield
 from tests.server.driving import Client, assert_same_answer, make_engine, run_all
 
 GREEDY_ONE = [[1, 2, 3, 4 + each] for each in range(20)]
@@ -97,7 +97,7 @@ def test_a_client_that_fills_its_queue_leaves_room_for_another(moe):
 
 
 def test_the_queues_of_all_clients_have_a_limit():
-    turns = Turns(2)
+    turns = SeatQueue(2)
     for client in range(limits.CLIENTS.most):
         turns.add([waiting(str(client)), waiting(str(client))])
     with pytest.raises(QueueFull, match="all clients"):
@@ -105,7 +105,7 @@ def test_the_queues_of_all_clients_have_a_limit():
 
 
 def test_long_prompts_that_wait_have_a_limit():
-    turns = Turns(64)
+    turns = SeatQueue(64)
     turns.add([waiting("a", limits.QUEUED_TOKENS_OF_ONE.most + 1)])  # alone it is taken
     with pytest.raises(QueueFull, match="long prompts are waiting"):
         turns.add([waiting("a")])

@@ -1,0 +1,140 @@
+"""Connections have limits of number and time.
+
+uvicorn waits without end for the first request of a connection, and for a client that reads nothing
+of its answer; where no file can be opened, asyncio's loop tries on and on to accept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from moe_infinity.server import limits
+
+RESERVED = 32  # descriptors for files of the model, expert hosts and the log
+FEWEST = 4
+BACKLOG = 128  # connections that are accepted at once, before the first of them can be closed
+CHUNK_END = b"\r\n"
+logger = logging.getLogger(__name__)
+
+
+class Connections:
+    """All connections of a server. Calling it makes one, as uvicorn wants it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open = 0
+        self._idle: dict[Connection, None] = {}  # the one that is idle longest is first
+
+    def __call__(self, **settings: Any) -> Connection:
+        return Connection(self, **settings)
+
+    def opened(self, connection: Connection) -> None:
+        """Count a connection, and close one that is idle if there are too many."""
+        self._open += 1
+        self._idle[connection] = None
+        if self._open > self._most:
+            logger.warning("there are %d connections: idle ones are closed", self._open)
+            next(iter(self._idle)).end()
+
+    def closed(self, connection: Connection) -> None:
+        self._open -= 1
+        self._idle.pop(connection, None)
+
+    def note(self, connection: Connection) -> None:
+        """Take note of whether a request is under way."""
+        if not connection.is_idle:
+            self._idle.pop(connection, None)
+        elif connection not in self._idle:
+            self._idle[connection] = None
+
+
+class Connection(H11Protocol):
+    """One connection, whose client has a limited time for each thing that it has to do."""
+
+    def __init__(self, connections: Connections, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._connections = connections
+        self._timer: asyncio.TimerHandle | None = None  # of what the client has to do next
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_client(limits.HEADER_S.most)
+        self._connections.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self._connections.closed(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_in_crumbs(data):
+            self.end()
+            return
+        super().data_received(data)
+        if not self.is_idle:
+            self._stop_waiting()
+        elif self._timer is None:  # the beginning of a request behind an answer
+            self._wait_for_client(limits.HEADER_S.most)
+        self._connections.note(self)
+
+    def on_response_complete(self) -> None:
+        self._stop_waiting()
+        super().on_response_complete()
+        self._connections.note(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_client(limits.UNREAD_S.most)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting()
+
+    @property
+    def is_idle(self) -> bool:
+        """True between requests, and before the first is whole."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def end(self) -> None:
+        """Close the connection at once."""
+        self._stop_waiting()
+        if not self.transport.is_closing():
+            self.transport.abort()
+
+    def _wait_for_client(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(seconds, self.end)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _is_in_crumbs(self, data: bytes) -> bool:
+        """True for a body in chunks of a few bytes, each of which costs as much as a large one."""
+        return (
+            self.conn.their_state is h11.SEND_BODY
+            and len(data) >= limits.KIB
+            and data.count(CHUNK_END) * limits.CHUNK_BYTES.most > 2 * len(data)
+            and (b"transfer-encoding", b"chunked") in self.headers
+        )
+
+
+def most_connections() -> int:
+    """How many there may be: the limit, or what the process may open beside what it has open."""
+    most = limits.CONNECTIONS.most
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY:
+            num_open = len(list(Path("/proc/self/fd").iterdir()))
+            most = min(most, files - num_open - RESERVED - BACKLOG)
+    return max(most, FEWEST)
