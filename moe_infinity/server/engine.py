@@ -20,9 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from hashlib import blake2b
-from secrets import token_bytes
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +28,7 @@ from torch import Tensor
 from moe_infinity.errors import Cancelled, CheckpointError, ConfigError
 from moe_infinity.model import MoE
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.counts import EngineCounts
 from moe_infinity.server.decoding import Decoding
 from moe_infinity.server.generation import Generation
 from moe_infinity.server.passes import Passes
@@ -47,24 +46,6 @@ from moe_infinity.system.threads import keep_running
 logger = logging.getLogger(__name__)
 PRELOAD_GLANCE_S = 0.1  # between looks at whether experts are preloaded
 JOIN_TIMEOUT_S = 120.0  # a step may have to wait for a slow disk
-
-
-@dataclass(slots=True)
-class EngineCounts:
-    """How sequences ended, and how much was computed, since the engine was made."""
-
-    finished: int = 0
-    cancelled: int = 0
-    expired: int = 0  # at their deadline
-    failed: int = 0
-    refused: int = 0  # because the queue was full
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # of these, not computed, because the prefix cache had them
-    generated_tokens: int = 0
-    masks: int = 0  # of tokens that a grammar allows
-    masking_s: float = 0.0  # for all of these masks
-    steps: int = 0
-    stepping_s: float = 0.0  # in all of these steps
 
 
 class Engine:
@@ -90,7 +71,6 @@ class Engine:
         self._prefilling: deque[Running] = deque()
         self._decoding = Decoding(self._passes)
         self._thread: threading.Thread | None = None
-        self._salt = token_bytes()
 
     # called by any thread
 
@@ -181,9 +161,7 @@ class Engine:
         return {
             "prompts": prompts,
             "waiting": len(self._waiting),
-            "waiting_by_client": {
-                self._hashed(client): num for client, num in self._waiting.by_client().items()
-            },
+            "waiting_by_client": self._waiting.by_client(),
             "prefilling": len(self._prefilling),
             "decoding": len(self._decoding),
             "kv_bytes": self._decoding.num_bytes,
@@ -191,10 +169,6 @@ class Engine:
             "prefix_capacity_bytes": self._passes.prefixes.num_bytes,
             **asdict(self.counts),
         }
-
-    def _hashed(self, client: str) -> str:
-        """A name for a client that tells neither its key nor its address."""
-        return blake2b(client.encode(), key=self._salt, digest_size=4).hexdigest()
 
     # the engine's thread
 

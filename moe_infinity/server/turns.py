@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from secrets import token_bytes
 
 from moe_infinity.server import limits
 from moe_infinity.server.sequences import QueueFull, Running
@@ -23,6 +25,7 @@ class SeatQueue:
         """`max_queue`: sequences of one client."""
         self._max_queue = max_queue
         self._queues: dict[str, deque[Running]] = {}  # by client; who got a seat last is last
+        self._salt = token_bytes()
 
     def __iter__(self) -> Iterator[Running]:
         return iter([sequence for queue in self._queues.values() for sequence in queue])
@@ -31,8 +34,13 @@ class SeatQueue:
         return sum(map(len, list(self._queues.values())))
 
     def by_client(self) -> dict[str, int]:
-        """How many sequences of each client wait."""
-        return {client: len(queue) for client, queue in list(self._queues.items())}
+        """How many sequences of each client wait, by a name that tells neither its key nor its
+        address.
+        """
+        return {self._hash(client): len(queue) for client, queue in list(self._queues.items())}
+
+    def _hash(self, client: str) -> str:
+        return blake2b(client.encode(), key=self._salt, digest_size=4).hexdigest()
 
     def add(self, sequences: Sequence[Running]) -> None:
         """Queue sequences of one client, all of them or none. Raises QueueFull."""
