@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import Discriminator, Field, Tag, ValidationError
 
-from moe_infinity.server.chat import ChatBody, Effort, Message, Thinking
+from moe_infinity.server.chat import ChatBody, Message
+from moe_infinity.server.efforts import Effort, Thinking
 from moe_infinity.server.fields import (
     KEEPS_EMPTY,
     Body,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
+from moe_infinity.server.efforts import EFFORTS, HINTS, Effort, StatedEffort, Thinking
 from moe_infinity.server.fields import (
     KEEPS_EMPTY,
     ONLY_TEXT,
@@ -23,12 +24,6 @@ from moe_infinity.server.parts import MediaPart, Part, ThinkingPart
 from moe_infinity.server.protocol import GenerationBody
 from moe_infinity.server.refusals import BadRequest
 
-# Of reasoning; the first two leave it to the model.
-Effort = Literal["auto", "default", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
-EFFORTS = {True: "medium", False: "none", None: None}  # for who says only whether to reason
-# Variables of chat templates for how much a model reasons: gpt-oss has the first, Qwen and GLM the
-# second, DeepSeek the third.
-HINTS = ("reasoning_effort", "enable_thinking", "thinking")
 TemplateVariables = dict[str, str | int | float | bool | None]
 
 
@@ -186,25 +181,6 @@ class Function(Body):
 class OfferedTool(ToolOfType):
     known_type = "function"
     function: Function | None = None
-
-
-class StatedEffort(Body):
-    """How much to reason, as OpenRouter and the Responses API say it."""
-
-    effort: Effort | None = None
-    enabled: bool | None = None
-
-
-class Thinking(Body):
-    """The choice to reason or not, as Anthropic, DeepSeek and Z.ai say it."""
-
-    type: Literal["enabled", "disabled", "adaptive", "auto"]
-    # Without effect: no model here knows budgets, and reasoning is always shown.
-    budget_tokens: Any = None
-    display: Any = None
-
-    def effort(self) -> str | None:
-        return {"enabled": "medium", "disabled": "none"}.get(self.type)
 
 
 class ChatBody(GenerationBody):

@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeVar
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from moe_infinity.server.chat import EFFORTS, ChatBody
+from moe_infinity.server.chat import ChatBody
+from moe_infinity.server.efforts import EFFORTS
 from moe_infinity.server.fields import BoundedBody, Items
 from moe_infinity.server.llama_options import options_of
 from moe_infinity.server.protocol import CompletionBody

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from moe_infinity.errors import CheckpointError
 from moe_infinity.model import MoE
-from moe_infinity.server.chat import HINTS, ChatBody
+from moe_infinity.server.chat import ChatBody
 from moe_infinity.server.config import ServeConfig
+from moe_infinity.server.efforts import HINTS
 from moe_infinity.server.generation import Generation
 from moe_infinity.server.grammars import (
     GrammarCompiler,

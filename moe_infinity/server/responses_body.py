@@ -10,7 +10,6 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from moe_infinity.server.chat import (
     AllowedTools,
     ChatBody,
-    Effort,
     GrammarFormat,
     JsonObjectFormat,
     JsonSchema,
@@ -18,6 +17,7 @@ from moe_infinity.server.chat import (
     TextFormat,
     require_text,
 )
+from moe_infinity.server.efforts import Effort
 from moe_infinity.server.fields import NOT_KEPT, Body, Items, ToolOfType, refused_field, short
 from moe_infinity.server.limits import LOGPROBS, MESSAGES, METADATA
 from moe_infinity.server.parts import Part

@@ -25,7 +25,7 @@ from moe_infinity.server.app import create_app
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 from moe_infinity.server.connections import BACKLOG, Connections, most_connections
 from moe_infinity.server.engine import Engine
-from moe_infinity.server.seldom import log_seldom
+from moe_infinity.server.few_lines import log_few_lines
 
 # The engine's thread runs Python between torch's calls. With Python's 5 ms the event loop waited
 # several times per request and answered /health late.
@@ -118,7 +118,7 @@ def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
     if config.host not in LOOPBACK and not config.keys():
         logger.warning("anyone who reaches %s can use this model: no API key", config.host)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    log_seldom()
+    log_few_lines()
     settings = http_settings(app, config)
     server = Server(settings, on_exit=engine.drain)
     with _explaining(config):

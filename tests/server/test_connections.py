@@ -15,7 +15,7 @@ import pytest
 
 from moe_infinity.server import limits
 from moe_infinity.server.connections import FEWEST, most_connections
-from moe_infinity.server.seldom import BURST, Seldom
+from moe_infinity.server.few_lines import BURST, FewLines
 from tests.server.serving import Serving, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -129,15 +129,15 @@ def test_connections_leave_descriptors_for_the_rest(monkeypatch):
 
 
 def test_a_log_has_few_lines_of_a_kind():
-    seldom = Seldom()
+    few_lines = FewLines()
     shown = []
     for at in range(1000):
         record = logging.LogRecord("x", logging.WARNING, "", 0, "refused %s", (at,), None)
         record.created = at / 100
-        if seldom.filter(record):
+        if few_lines.filter(record):
             shown.append(record.getMessage())
     assert BURST + 8 <= len(shown) <= BURST + 10
     assert shown[0] == "refused 0"
     assert "more lines of this kind" in shown[-1]
     other = logging.LogRecord("x", logging.WARNING, "", 0, "another kind", (), None)
-    assert seldom.filter(other)
+    assert few_lines.filter(other)

@@ -18,7 +18,7 @@ LOGGERS = (
 )
 
 
-class Seldom(logging.Filter):
+class FewLines(logging.Filter):
     """Lets one line of a kind through in a second. It says how many it left out before."""
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class Seldom(logging.Filter):
         return is_shown
 
 
-def log_seldom() -> None:
+def log_few_lines() -> None:
     """Let loggers write few lines of a kind."""
-    seldom = Seldom()
+    few_lines = FewLines()
     for name in LOGGERS:
-        logging.getLogger(name).addFilter(seldom)
+        logging.getLogger(name).addFilter(few_lines)
