@@ -273,7 +273,8 @@ def test_it_goes_on_at_the_next_step_after_an_error_of_its_own(
 
     with monkeypatch.context() as patch:
         patch.setattr(Preloader, "advance", fail)
-        moe = MoE(tiny_checkpoint, host_memory="100%", preload="wait")
+        moe = MoE(tiny_checkpoint, host_memory="100%")
+        moe.preload()
     with moe:
         assert tokens_of(moe) == expected
         give_up_at = time.monotonic() + 20
