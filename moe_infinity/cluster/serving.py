@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ def joined(cluster: str | None) -> Iterator[None]:
     ConfigError.
     """
     if cluster is None:
+        keep_others_out()
         options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         join("local", **options)
     else:
@@ -38,6 +40,16 @@ def joined(cluster: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def keep_others_out() -> None:
+    """Give the Ray of this process a token of its own. Ray listens on all addresses of the machine,
+    runs the code of whoever has its token, and would keep one where other users may read it.
+    """
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        logger.warning("RAY_AUTH_MODE=disabled: whoever reaches this machine can run code on it")
+        return
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def serve_replicas(

@@ -35,6 +35,22 @@ NUM_CLIENTS = 16
 NUM_TOKENS = 48
 
 
+STRANGER = "import ray, sys; ray.init(address=sys.argv[1]); print('is in')"
+# Prints who can join a Ray of our own: with its token, with another one, with none.
+HOST_OF_STRANGERS = """
+import json, os, subprocess, sys
+import ray
+from moe_infinity.cluster.serving import joined
+with joined(None):
+    command = [sys.executable, "-c", sys.argv[1], ray.get_runtime_context().gcs_address]
+    told = []
+    for more in ({}, {"RAY_AUTH_TOKEN": "x" * 64}, {"RAY_AUTH_MODE": "disabled"}):
+        done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True)
+        told.append("is in" in done.stdout)
+print(json.dumps(told))
+"""
+
+
 def children() -> set[str]:
     """Processes of ours or Ray's that are running."""
     found = subprocess.run(
@@ -153,3 +169,24 @@ def test_what_a_killed_replica_computed_is_lost_only_after_a_token(served, capsy
     took_s = time.monotonic() - started
     with capsys.disabled():
         sys.stdout.write(f"\n{lost} of {NUM_CLIENTS} lost; two replicas after {took_s:.1f} s\n")
+
+
+def test_a_ray_of_our_own_refuses_who_has_not_its_token_and_writes_it_nowhere(tmp_path):
+    """It listens on all addresses of the machine."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+    environment["HOME"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", HOST_OF_STRANGERS, STRANGER],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, False, False], done.stderr
+    assert not list(tmp_path.glob("**/auth_token"))
+
+
+def test_a_ray_without_tokens_is_warned_of():
+    code = "from moe_infinity.cluster.serving import keep_others_out as keep; keep()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"}, cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "whoever reaches this machine can run code on it" in done.stderr
