@@ -29,6 +29,8 @@ EVENTS = b"text/event-stream"
 LINES = b"application/x-ndjson"  # Ollama's streams
 MOST_ATTEMPTS = 4  # for one request, each by another replica
 PAUSE_S = 0.5  # between two of them
+BODY_S = 60.0  # for the body of a request
+MOST_HELD_BYTES = 256 << 20  # of all bodies
 LOST = "the replica that computed this answer was lost"
 
 logger = logging.getLogger(__name__)
@@ -53,18 +55,62 @@ class AnswerPart:
     headers: Headers | None = None
 
 
-async def call_of(request: Request, most_bytes: int) -> HttpCall:
-    """Read a request. A body above `most_bytes` is cut behind them: the replica refuses it."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most_bytes:
-            break
-    names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path")
-    more = ("query_string", "root_path", "headers", "client", "server")
-    scope = {name: request.scope[name] for name in (*names, *more) if name in request.scope}
-    scope["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-    return HttpCall(scope, bytes(body[: most_bytes + 1]))
+class BodyRefused(Exception):
+    """A body that is not read to its end."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class Intake:
+    """Reads requests. Their bodies take a bounded time to read, and bounded memory together until
+    they are answered: nobody has shown a key yet.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.held_bytes = 0
+        self._most_bytes = most_bytes
+
+    async def read(self, request: Request) -> HttpCall:
+        """Raises BodyRefused. A body above `most_bytes` is cut behind them: the replica refuses
+        it. Who has the call gives it back with `forget`.
+        """
+        names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path")
+        more = ("query_string", "root_path", "headers", "client", "server")
+        scope = {name: request.scope[name] for name in (*names, *more) if name in request.scope}
+        scope["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+        body = bytearray()
+        try:
+            await asyncio.wait_for(self._fill(body, request), BODY_S)
+        except BaseException as error:
+            self.held_bytes -= len(body)
+            if isinstance(error, asyncio.TimeoutError):
+                raise BodyRefused(408, f"the body took more than {BODY_S:.0f} s") from error
+            raise
+        return HttpCall(scope, bytes(body))
+
+    def forget(self, call: HttpCall) -> None:
+        """The call was answered."""
+        self.held_bytes -= len(call.body)
+
+    async def _fill(self, body: bytearray, request: Request) -> None:
+        async for piece in request.stream():
+            piece = piece[: self._most_bytes + 1 - len(body)]
+            if self.held_bytes + len(piece) > MOST_HELD_BYTES:
+                raise BodyRefused(503, "the bodies of other requests take all memory for them")
+            body += piece
+            self.held_bytes += len(piece)
+            if len(body) > self._most_bytes:
+                return
+
+
+def refused(refusal: BodyRefused) -> Response:
+    """The answer to a request whose body is not read. The connection ends with it."""
+    error = {"message": refusal.message, "type": "invalid_request_error", "param": None}
+    body = {"error": error | {"code": "body_refused"}}
+    return JSONResponse(body, refusal.status, headers={"Connection": "close"})
 
 
 async def answered(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
@@ -110,7 +156,7 @@ async def answered(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPart, N
 
 class Forwarded(Response):
     """The answer of whichever replica gives one. `ask` begins a call of some replica, and raises
-    one of `losses` if it dies.
+    one of `losses` if it dies. `on_end` is called once the answer has ended.
     """
 
     def __init__(
@@ -118,8 +164,10 @@ class Forwarded(Response):
         call: HttpCall,
         ask: Callable[[HttpCall], AsyncGenerator[AnswerPart, None]],
         losses: tuple[type[BaseException], ...],
+        on_end: Callable[[HttpCall], None],
     ) -> None:
         super().__init__()
+        self._on_end = on_end
         self._call = call
         self._ask = ask
         self._losses = losses
@@ -135,6 +183,7 @@ class Forwarded(Response):
             for task in (work, watch):
                 task.cancel()
             await asyncio.gather(work, watch, return_exceptions=True)
+            self._on_end(self._call)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind: bytes | None = None  # of content, once the client has status and headers

@@ -21,7 +21,15 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
 from moe_infinity.cluster.config import ClusterConfig
-from moe_infinity.cluster.forwarding import AnswerPart, Forwarded, HttpCall, answered, call_of
+from moe_infinity.cluster.forwarding import (
+    AnswerPart,
+    BodyRefused,
+    Forwarded,
+    HttpCall,
+    Intake,
+    answered,
+    refused,
+)
 from moe_infinity.errors import ConfigError
 from moe_infinity.server.config import ServeConfig
 
@@ -78,12 +86,15 @@ class Ingress:
 
     def __init__(self, replicas: DeploymentHandle, most_bytes: int) -> None:
         self._replicas = replicas.options(stream=True)
-        self._most_bytes = most_bytes
+        self._intake = Intake(most_bytes)
 
     @ingress_app.api_route("/{path:path}", methods=METHODS)
     async def forward(self, request: Request, path: str) -> Response:
-        call = await call_of(request, self._most_bytes)
-        return Forwarded(call, self._ask, LOSSES)
+        try:
+            call = await self._intake.read(request)
+        except BodyRefused as refusal:
+            return refused(refusal)
+        return Forwarded(call, self._ask, LOSSES, self._intake.forget)
 
     async def _ask(self, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
         session = dict(call.scope["headers"]).get(b"x-session-id", b"").decode("latin-1")

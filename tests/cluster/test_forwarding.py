@@ -12,7 +12,15 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from moe_infinity.cluster import forwarding
-from moe_infinity.cluster.forwarding import AnswerPart, Forwarded, HttpCall, answered, call_of
+from moe_infinity.cluster.forwarding import (
+    AnswerPart,
+    BodyRefused,
+    Forwarded,
+    HttpCall,
+    Intake,
+    answered,
+    refused,
+)
 
 
 class Died(Exception):
@@ -43,12 +51,17 @@ async def stream() -> Response:
 Ask = Callable[[HttpCall], AsyncGenerator[AnswerPart, None]]
 
 
-def ingress(ask: Ask) -> httpx.AsyncClient:
+def ingress(ask: Ask, intake: Intake | None = None) -> httpx.AsyncClient:
     app = FastAPI()
+    taken = intake or Intake(100)
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def forward(request: Request, path: str) -> Response:
-        return Forwarded(await call_of(request, 100), ask, (Died,))
+        try:
+            call = await taken.read(request)
+        except BodyRefused as refusal:
+            return refused(refusal)
+        return Forwarded(call, ask, (Died,), taken.forget)
 
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x")
 
@@ -101,6 +114,52 @@ def test_a_body_that_is_too_long_arrives_as_too_long():
     assert len(answer.json()["body"]) == 101
 
 
+def slowly(num_bytes: int, pause_s: float) -> AsyncGenerator[bytes, None]:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        for _ in range(num_bytes):
+            await asyncio.sleep(pause_s)
+            yield b"x"
+
+    return pieces()
+
+
+def test_bodies_under_way_share_a_bounded_memory_and_give_it_back(monkeypatch):
+    monkeypatch.setattr(forwarding, "MOST_HELD_BYTES", 250)
+    intake = Intake(100)
+    may_answer = asyncio.Event()
+
+    async def waiting(call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+        await may_answer.wait()
+        async for part in answered(replica_app, call):
+            yield part
+
+    async def fetch() -> list[httpx.Response]:
+        async with ingress(waiting, intake) as client:
+            asked = [client.post("/echo", content=b"x" * 10**6) for _ in range(5)]
+            tasks = [asyncio.ensure_future(each) for each in asked]
+            refused_first = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            assert refused_first[0]
+            assert intake.held_bytes <= 250
+            may_answer.set()
+            return [await task for task in tasks]
+
+    answers = asyncio.run(fetch())
+    assert sorted(answer.status_code for answer in answers) == [201, 201, 503, 503, 503]
+    assert intake.held_bytes == 0
+
+
+def test_a_body_that_comes_too_slowly_is_refused_and_forgotten(monkeypatch):
+    monkeypatch.setattr(forwarding, "BODY_S", 0.2)
+    intake = Intake(100)
+
+    async def fetch() -> httpx.Response:
+        async with ingress(alive, intake) as client:
+            return await client.post("/echo", content=slowly(50, 0.05))
+
+    answer = asyncio.run(fetch())
+    assert (answer.status_code, intake.held_bytes) == (408, 0)
+
+
 @pytest.mark.parametrize("path", ["/stream", "/echo"])
 def test_a_replica_that_dies_before_its_first_token_is_as_if_it_was_not_asked(path):
     method = "GET" if path == "/stream" else "POST"
@@ -151,7 +210,8 @@ def test_a_client_that_leaves_ends_the_work_of_the_replica():
 
         scope = {"type": "http", "path": "/", "headers": []}
         await asyncio.wait_for(
-            Forwarded(HttpCall(scope, b""), ask, (Died,))(scope, receive, send), 20
+            Forwarded(HttpCall(scope, b""), ask, (Died,), lambda call: None)(scope, receive, send),
+            20,
         )
         assert ended.is_set()
 
