@@ -16,7 +16,6 @@ from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
-from rich.markup import escape
 
 from moe_infinity.cli.models import ensure_here, open_model, pull, show_preload
 from moe_infinity.cli.options import (
@@ -38,7 +37,7 @@ from moe_infinity.cli.options import (
     with_options_of,
 )
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
-from moe_infinity.cli.terminal import byte_bar, prepare_streams, stderr, talk, write
+from moe_infinity.cli.terminal import byte_bar, prepare_streams, shown, stderr, talk, write
 from moe_infinity.cluster.config import ClusterOptions
 from moe_infinity.errors import ConfigError, MoEInfinityError
 
@@ -76,7 +75,7 @@ def run_app(app: typer.Typer) -> None:
         prepare_streams()
         app()
     except MoEInfinityError as error:
-        stderr.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+        stderr.print(f"[bold red]error:[/bold red] {shown(error)}", soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -153,7 +152,7 @@ def run_watched_by(watcher: type[RunWatcher]) -> Command:
                 return
             write("\n")
             if report:
-                stderr.print(escape(str(moe.report())), soft_wrap=True)
+                stderr.print(shown(moe.report()), soft_wrap=True)
 
     return run
 

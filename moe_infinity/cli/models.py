@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
-from rich.markup import escape
 
-from moe_infinity.cli.terminal import byte_bar, count_bar, stderr, write
+from moe_infinity.cli.terminal import byte_bar, count_bar, shown, stderr, write
 from moe_infinity.cluster.config import ClusterConfig
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import CheckpointError, DownloadError, MoEInfinityError
@@ -50,8 +49,8 @@ def pull(
     download = find_download(model, include=include or (), revision=revision)
     here = download.bytes_here()
     stderr.print(
-        f"{escape(model)}: {len(download.files)} files, {decimal(download.num_bytes)}, "
-        f"of which {decimal(here)} are here, in {escape(str(download.cache))}",
+        f"{shown(model)}: {len(download.files)} files, {decimal(download.num_bytes)}, "
+        f"of which {decimal(here)} are here, in {shown(download.cache)}",
         soft_wrap=True,
     )
     _say_what_came(download, bring(download))
@@ -80,7 +79,7 @@ def _say_what_came(download: Download, folder: Path) -> None:
         if path is not None:
             inspect_checkpoint(path)
     except MoEInfinityError as error:
-        stderr.print(f"[yellow]warning:[/yellow] {escape(str(error))}", soft_wrap=True)
+        stderr.print(f"[yellow]warning:[/yellow] {shown(error)}", soft_wrap=True)
         return
     if path is None:  # as --include wanted it
         write(f"{folder}\n")

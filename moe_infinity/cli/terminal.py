@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from io import TextIOWrapper
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -21,6 +22,7 @@ from rich.progress import (
 )
 
 from moe_infinity.errors import OutputError
+from moe_infinity.printable import printable_lines
 
 OnProgress = Callable[[int, int], None]  # done, of how many
 Bar = AbstractContextManager[OnProgress]
@@ -29,7 +31,9 @@ stderr = Console(stderr=True, highlight=False, emoji=False)
 
 
 def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]]) -> None:
-    """Hold a conversation. `answer` generates pieces of text from the messages so far."""
+    """Hold a conversation. `answer` generates pieces of text from the messages so far. What is not
+    printable in them is escaped.
+    """
     messages: list[dict[str, str]] = []
     if stderr.is_terminal:
         stderr.print("An empty line or Ctrl-D ends the chat, Ctrl-C an answer.")
@@ -38,7 +42,7 @@ def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]]) -> None:
         text = ""
         try:
             for piece in answer(messages):
-                write(piece)
+                write(printable_lines(piece))
                 text += piece
         except KeyboardInterrupt:
             stderr.print("(stopped)")
@@ -59,8 +63,12 @@ def user_lines() -> Iterator[str]:
 
 
 def write(text: str) -> None:
-    """Print text to stdout at once. Raises OutputError if stdout takes no more of it."""
+    """Print text to stdout at once, escaped where a terminal would obey it. Raises OutputError if
+    stdout takes no more of it.
+    """
     try:
+        if sys.stdout.isatty():
+            text = printable_lines(text)
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has left: click ends the command without a word
@@ -68,6 +76,13 @@ def write(text: str) -> None:
     except OSError as error:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, Python flushes stdout at its end
         raise OutputError(f"stdout cannot be written: {error.strerror}") from error
+
+
+def shown(text: object) -> str:
+    """A text of others for `stderr.print`, where neither its markup nor its control characters have
+    an effect.
+    """
+    return escape(printable_lines(str(text)))
 
 
 def prepare_streams() -> None:
