@@ -101,6 +101,16 @@ def test_what_comes_from_outside_is_text():
     assert sum(HOSTILE in text for text in page.texts) >= 5  # the title and the heading, too
 
 
+def test_no_text_of_a_report_is_markup():
+    """Names of formats, dtypes and paths come from a checkpoint, too."""
+    report = a_run().report
+    tiers = tuple(replace(tier, tier=HOSTILE) for tier in report.tiers)
+    report = replace(report, policy=HOSTILE, experts=HOSTILE, tiers=tiers)
+    page = Page(page_of(a_run(report=report, version=HOSTILE, seconds={HOSTILE: 0.1})))
+    assert (len(page.all("script")), len(page.all("img"))) == (2, 0)
+    assert sum(HOSTILE in text for text in page.texts) >= 4
+
+
 def test_text_that_is_no_unicode_is_written(tmp_path):
     write_page(a_run(text="half a character: \ud83d"), tmp_path / "out.html")
     assert "half a character: ?" in (tmp_path / "out.html").read_text("utf-8")
