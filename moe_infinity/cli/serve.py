@@ -16,6 +16,7 @@ from moe_infinity.cli.options import Model, ModelOptions, Yes, taken, with_optio
 from moe_infinity.cli.terminal import talk
 from moe_infinity.cluster.config import ClusterOptions
 from moe_infinity.errors import ConfigError
+from moe_infinity.server import limits
 from moe_infinity.server.config import ServeConfig
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -42,8 +43,32 @@ class ServedReplicas:
     ] = "least-loaded"
 
 
+def show_limits(is_asked: bool) -> None:
+    """Print the most of everything that a client chooses the size of."""
+    if not is_asked:
+        return
+    print("Limits of requests: what, the most, the status beyond it, the field or option.\n")
+    rows = limits.table()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+    raise typer.Exit
+
+
+HelpLimits = Annotated[
+    bool,
+    typer.Option(
+        "--help-limits",
+        is_eager=True,
+        callback=show_limits,
+        help="Show the most of everything that a client chooses the size of, and exit.",
+    ),
+]
+
+
 @with_options_of(ServeConfig, ServedReplicas, ModelOptions, ClusterOptions)
-def serve(model: Model, yes: Yes = False, **options: Any) -> None:
+def serve(model: Model, yes: Yes = False, help_limits: HelpLimits = False, **options: Any) -> None:
     """Serve a model to several users with OpenAI's and Anthropic's HTTP APIs, and a page at /."""
     require_extra()
     config = taken(ServeConfig, options)

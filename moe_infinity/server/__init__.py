@@ -3,6 +3,7 @@
 Generation, without HTTP:
 
 engine.py     the step loop: which sequences wait, which run, what a step computes
+turns.py      whose turn it is: clients share the seats and the queue
 sequences.py  a sequence, from a request to its last output: token ids become text
 passes.py     the forward passes
 decoding.py   the sequences that decode, in batches of those that a model computes alike
@@ -15,6 +16,11 @@ sampling.py   the next token of one sequence, and log-probabilities
 HTTP:
 
 app.py        the routes
+connections.py  how long a connection may do nothing, and how many there may be
+limits.py     the most of everything that a client chooses the size of
+bodies.py     the body of a request, from bytes to fields
+preparation.py  threads in which requests are prepared, with a share for each client
+rendering.py  the process in which chat templates run
 protocol.py   request bodies of OpenAI's API
 prompts.py    from a request body to requests for the engine
 grammars.py   grammars of answers and of calls, from schemas and expressions

@@ -68,7 +68,10 @@ class ServeConfig:
         int, Option(min=1, help="Sequences that decode together. 1 gives the bits of generate().")
     ] = 8
     max_queue: Annotated[
-        int, Option(min=1, help="Sequences that may wait. More are refused with status 429.")
+        int,
+        Option(
+            min=1, help="Sequences of a client that may wait. More are refused with status 429."
+        ),
     ] = 64
     max_context: Annotated[
         int | None,

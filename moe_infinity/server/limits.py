@@ -29,9 +29,9 @@ class Limit:
 ITEMS = Limit("objects, arrays, names and values of JSON, together", 500_000, "items", 413)
 DEPTH = Limit("arrays and objects inside each other", 200, "levels", 400)
 UPLOAD_S = Limit("time for a whole body", 30, "s", 408)
-CHUNK_BYTES = Limit("bytes of a chunk on average, at least", 16, "bytes", 400)
+CHUNK_BYTES = Limit("bytes of a chunk of a body on average, at least", 16, "bytes", 0)
 BODIES = Limit("bodies of all clients that are read or prepared", 64 * MIB, "bytes", 429)
-BODIES_OF_ONE = Limit("those of one client", 32 * MIB, "bytes", 429)
+BODIES_OF_ONE = Limit("those bodies of one client", 32 * MIB, "bytes", 429)
 # Of its lists and objects, by field.
 MESSAGES = Limit("messages", 10_000, "items", 400, "messages, input")
 PARTS = Limit("parts of a message", 10_000, "items", 400, "content")
@@ -40,9 +40,9 @@ CALLS = Limit("calls in a message", 1_024, "items", 400, "tool_calls")
 STOPS = Limit("stop strings", 16, "items", 400, "stop, stop_sequences")
 STOP_CHARACTERS = Limit("a stop string", 1_000, "characters", 400, "stop, stop_sequences")
 STOP_IDS = Limit("tokens that end an answer", 1_024, "items", 400, "stop_token_ids")
-BIASES = Limit("biases", 300_000, "items", 400, "logit_bias")
+BIASES = Limit("biases", 200_000, "items", 400, "logit_bias")
 VARIABLES = Limit("variables of the template", 64, "items", 400, "chat_template_kwargs")
-METADATA = Limit("entries", 16, "items", 400, "metadata")
+METADATA = Limit("entries of metadata", 16, "items", 400, "metadata")
 NAME_CHARACTERS = Limit("a model's name", 1_000, "characters", 400, "model")
 CHOICES = Limit("choices", 16, "items", 400, "n")
 LOGPROBS = Limit("alternatives of a token", 20, "items", 400, "logprobs, top_logprobs")
@@ -59,15 +59,13 @@ RENDERING_S = Limit("time of the chat template", 5, "s", 400, "messages")
 RENDERED = Limit("text that the chat template makes", 16 * MIB, "characters", 400, "messages")
 # Of the queue.
 QUEUED_TOKENS = Limit("prompt tokens of all clients that wait", 2_000_000, "tokens", 429)
-QUEUED_TOKENS_OF_ONE = Limit("those of one client", 1_000_000, "tokens", 429)
+QUEUED_TOKENS_OF_ONE = Limit("prompt tokens of one client that wait", 1_000_000, "tokens", 429)
 CLIENTS = Limit("clients that may fill a queue each", 8, "clients", 429)
 # Of connections.
-CONNECTIONS = Limit(
-    "connections; fewer where the process may have fewer open files: the one that is idle longest "
-    "is closed for a new one", 1_000, "connections", 503,
-)  # fmt: skip
+# Fewer where the process may have fewer open files. A new one closes the one that is idle longest.
+CONNECTIONS = Limit("connections", 1_000, "connections", 0)
 HEADER_BYTES = Limit("a request's line and headers", 32 * KIB, "bytes", 400)
-HEADER_S = Limit("time from a connection to the end of its first headers", 20, "s", 408)
+HEADER_S = Limit("time from a connection to the end of its first headers", 20, "s", 0)
 IDLE_S = Limit("time between two requests of a connection", 60, "s", 0)
 UNREAD_S = Limit("time in which a client reads nothing of its answer", 60, "s", 0)
 # Those with an option.
