@@ -47,12 +47,12 @@ def show_limits(is_asked: bool) -> None:
     """Print the most of everything that a client chooses the size of."""
     if not is_asked:
         return
-    print("Limits of requests: what, the most, the status beyond it, the field or option.\n")
+    typer.echo("Limits of requests: what, the most, the status beyond it, the field or option.\n")
     rows = limits.table()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+        typer.echo("  ".join(cells).rstrip())
     raise typer.Exit
 
 

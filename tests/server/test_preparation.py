@@ -1,0 +1,319 @@
+"""Requests are prepared beside the event loop, with a share for each client and limits of time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoTokenizer, NoRepeatNGramLogitsProcessor
+
+from moe_infinity.server import preparation, rendering, tokens
+from moe_infinity.server.preparation import NUM_THREADS, SHARE, Preparation
+from moe_infinity.server.refusals import PromptTooLong, Refused
+from moe_infinity.server.rendering import Renderer, TemplateRaised, TemplateTooSlow
+from moe_infinity.server.sampling import NoRepeatedNgrams, Penalties, Sampling
+from moe_infinity.server.tokens import TextTokens
+from tests.server.serving import serving
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "temperature": 0}
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HUGE = "{{ 'x' * 4000000000 }}"
+MUCH = "{% for a in range(99999) %}{{ 'x' * 4000 }}{% endfor %}"
+LONG = "{% for a in range(9000) %}{{ 'x' * 4000 }}{% endfor %}"
+
+
+def request_of(client: str, *, leaves: asyncio.Event | None = None) -> Any:
+    async def receive() -> dict[str, str]:
+        await (leaves or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    return SimpleNamespace(state=SimpleNamespace(client=client), receive=receive)
+
+
+def run(main: Callable[[Preparation], Coroutine[Any, Any, None]]) -> None:
+    async def with_one() -> None:
+        made = Preparation()
+        try:
+            await asyncio.wait_for(main(made), 60)
+        finally:
+            made.close()
+
+    asyncio.run(with_one())
+
+
+def test_a_client_has_its_share_of_the_threads_and_others_have_theirs():
+    """However much one client asks, another's work begins at once; later its own goes on."""
+    release = threading.Event()
+    running: list[str] = []
+
+    def work(client: str) -> str:
+        running.append(client)
+        assert release.wait(30)
+        return client
+
+    async def main(prepared: Preparation) -> None:
+        greedy = [
+            asyncio.create_task(prepared.run(request_of("a"), lambda: work("a"))) for _ in range(10)
+        ]
+        await asyncio.sleep(0.1)
+        assert running == ["a"] * SHARE
+        other = asyncio.create_task(prepared.run(request_of("b"), lambda: work("b")))
+        await asyncio.sleep(0.1)
+        assert running == [*["a"] * SHARE, "b"]
+        release.set()
+        assert await other == "b"
+        assert await asyncio.gather(*greedy) == ["a"] * 10
+
+    run(main)
+
+
+def test_clients_that_wait_take_turns():
+    order: list[str] = []
+    release = threading.Event()
+
+    async def main(prepared: Preparation) -> None:
+        first = [
+            asyncio.create_task(
+                prepared.run(request_of(str(each)), lambda: release.wait(30) and None)
+            )
+            for each in range(NUM_THREADS)
+        ]
+        await asyncio.sleep(0.1)
+        rest = [
+            asyncio.create_task(prepared.run(request_of(name), partial(order.append, name)))
+            for name in "aaabbc"
+        ]
+        await asyncio.sleep(0.1)
+        release.set()
+        await asyncio.gather(*first, *rest)
+
+    run(main)
+    assert sorted(order[:3]) == ["a", "b", "c"]
+    assert sorted(order) == list("aaabbc")
+
+
+def test_work_of_a_client_that_has_gone_is_never_begun():
+    release = threading.Event()
+    begun: list[int] = []
+
+    async def main(prepared: Preparation) -> None:
+        busy = [
+            asyncio.create_task(prepared.run(request_of("a"), lambda: release.wait(30)))
+            for _ in range(SHARE)
+        ]
+        await asyncio.sleep(0.1)
+        leaves = asyncio.Event()
+        late = asyncio.create_task(
+            prepared.run(request_of("a", leaves=leaves), lambda: begun.append(1))
+        )
+        await asyncio.sleep(0.1)
+        leaves.set()
+        with pytest.raises(Refused) as caught:
+            await late
+        assert caught.value.status_code == 499
+        release.set()
+        await asyncio.gather(*busy)
+
+    run(main)
+    assert not begun
+
+
+def test_work_has_a_limit_of_time_and_a_thread_that_goes_on_counts(monkeypatch):
+    monkeypatch.setattr(
+        preparation,
+        "PREPARING_S",
+        replace(preparation.PREPARING_S, most=0.2),  # type: ignore[arg-type]
+    )
+    release = threading.Event()
+
+    async def main(prepared: Preparation) -> None:
+        for _ in range(SHARE + 1):
+            with pytest.raises(Refused, match="more than"):
+                await prepared.run(request_of("a"), lambda: release.wait(30))
+        assert await prepared.run(request_of("b"), lambda: 1) == 1
+        release.set()
+        await asyncio.sleep(0.2)
+        assert await prepared.run(request_of("a"), lambda: 2) == 2
+
+    run(main)
+
+
+def test_an_error_is_that_of_the_work():
+    def fail() -> None:
+        raise KeyError("what")
+
+    async def main(prepared: Preparation) -> None:
+        with pytest.raises(KeyError, match="what"):
+            await prepared.run(request_of("a"), fail)
+        assert await prepared.run(request_of("a"), lambda: 1) == 1
+
+    run(main)
+
+
+# templates
+
+
+def arguments(template: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Hi"}]
+    return {"conversations": [messages], "chat_template": template, "bos_token": "<s>"}
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    made = Renderer()
+    yield made
+    made.close()
+
+
+def soon(seconds: float = 30.0) -> float:
+    return time.monotonic() + seconds
+
+
+def test_a_template_is_rendered_as_transformers_does(renderer):
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    assert renderer.render(arguments(template), soon()) == "<s>[user] Hi"
+
+
+def test_a_template_may_raise_and_the_next_is_rendered(renderer):
+    with pytest.raises(TemplateRaised, match="no such role"):
+        renderer.render(arguments("{{ raise_exception('no such role') }}"), soon())
+    assert renderer.render(arguments("a"), soon()) == "a"
+
+
+def test_a_template_that_loops_is_ended(renderer):
+    renderer.start()
+    began = time.monotonic()
+    with pytest.raises(TemplateTooSlow):
+        renderer.render(arguments(LOOP), soon(1))
+    assert time.monotonic() - began < 5
+    assert renderer.render(arguments("a"), soon()) == "a"
+
+
+@pytest.mark.parametrize("template", [HUGE, MUCH, LONG], ids=["huge", "much", "long"])
+def test_a_template_that_makes_too_much_is_refused(renderer, template):
+    with pytest.raises(TemplateRaised, match="memory|longer|process ended|ends its process"):
+        renderer.render(arguments(template), soon())
+    assert renderer.render(arguments("a"), soon()) == "a"
+
+
+def test_a_process_that_was_killed_is_started_anew(renderer):
+    renderer.start()
+    renderer._process.kill()
+    with pytest.raises(TemplateTooSlow):
+        renderer.render(arguments("a"), soon())
+    assert renderer.render(arguments("a"), soon()) == "a"
+
+
+def test_a_looping_template_keeps_no_completion_waiting(moe, monkeypatch):
+    monkeypatch.setattr(
+        "moe_infinity.server.templates.RENDERING_S", replace(rendering.RENDERING_S, most=2)
+    )
+    monkeypatch.setattr(moe.tokenizer, "chat_template", LOOP, raising=False)
+    with serving(moe) as server, ThreadPoolExecutor() as threads:
+        url = f"{server.url}/v1"
+        chat = threads.submit(httpx.post, f"{url}/chat/completions", json=CHAT, timeout=60)
+        body = {"prompt": "a", "max_tokens": 1}
+        assert httpx.post(f"{url}/completions", json=body, timeout=10).status_code == 200
+        answer = chat.result(60)
+    assert answer.status_code == 400
+    assert "the chat template" in answer.json()["error"]["message"]
+
+
+# tokens
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained("models/demo")
+
+
+def test_texts_have_the_ids_that_the_tokenizer_gives(tokenizer):
+    found = TextTokens(tokenizer, 1024)
+    texts = ("", "a", "The old house.\n\n  stood", "é漢👍🏽", "<|endoftext|> and <s>", "x" * 300)
+    for text in texts:
+        for has_special in (True, False):
+            expected = tokenizer(text, add_special_tokens=has_special)["input_ids"]
+            assert found.ids(text, "prompt", has_special=has_special) == expected
+
+
+def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(tokenizer, monkeypatch):
+    found = TextTokens(tokenizer, 1024)
+    seen: list[int] = []
+    ids = found._ids
+    monkeypatch.setattr(
+        found, "_ids", lambda text, **own: seen.append(len(text)) or ids(text, **own)
+    )
+    with pytest.raises(PromptTooLong, match="or more"):
+        found.ids("The old house stood by the river. " * 100_000, "prompt")
+    assert sum(seen) < 100_000
+
+
+def test_a_text_of_long_tokens_is_tokenized_whole(tokenizer):
+    """Many characters need not be many tokens."""
+    word = max(tokenizer.get_vocab(), key=lambda each: len(each) * each.isascii())
+    text = f" {word.strip('Ġ▁')}" * 300
+    expected = tokenizer(text)["input_ids"]
+    assert len(text) > tokens.CHARACTERS * len(expected)
+    assert TextTokens(tokenizer, len(expected)).ids(text, "prompt") == expected
+
+
+def test_other_tokenizers_take_one_text_at_a_time():
+    class Slow:
+        num_running = 0
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            self.num_running += 1
+            assert self.num_running == 1
+            time.sleep(0.001)
+            self.num_running -= 1
+            return {"input_ids": [len(text)]}
+
+    found = TextTokens(Slow(), 1024)
+    with ThreadPoolExecutor(8) as threads:
+        ids = list(threads.map(lambda num: found.ids("a" * num, "prompt"), range(1, 50)))
+    assert ids == [[num] for num in range(1, 50)]
+
+
+def test_a_tokenizer_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr(tokens, "TRIAL_S", 0.2)
+    release = threading.Event()
+
+    class Endless:
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            release.wait(30)
+            return {"input_ids": []}
+
+    with pytest.raises(Exception, match="tokenizer takes more than"):
+        TextTokens(Endless(), 1024)
+    release.set()
+
+
+# settings of sampling
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_ngrams_are_forbidden_as_transformers_does(size):
+    ids = torch.randint(0, 4, (1, 60), generator=torch.Generator().manual_seed(size))
+    theirs = NoRepeatNGramLogitsProcessor(size)
+    for start in (1, 2, 20):
+        ours = NoRepeatedNgrams(size, ids[0, :start].tolist())
+        for end in range(start, 60):
+            scores = torch.zeros((1, 4))
+            expected = theirs(ids[:, :end], scores.clone())
+            assert torch.equal(ours(ids[:, :end], scores.clone()), expected), (start, end)
+
+
+def test_biases_are_added_to_their_tokens():
+    penalties = Penalties(Sampling(logit_bias={3: 1.5, 0: -100.0}), num_prompt=0)
+    scores = penalties(torch.zeros((1, 0), dtype=torch.long), torch.zeros((1, 5)))
+    assert scores.tolist() == [[-100.0, 0.0, 0.0, 1.5, 0.0]]
