@@ -33,6 +33,7 @@ CHUNK_BYTES = Limit("bytes of a chunk of a body on average, at least", 16, "byte
 BODIES = Limit("bodies of all clients that are read or prepared", 64 * MIB, "bytes", 429)
 BODIES_OF_ONE = Limit("those bodies of one client", 32 * MIB, "bytes", 429)
 # Of its lists and objects, by field.
+PROMPTS = Limit("prompts", 2_048, "items", 400, "prompt, input")
 MESSAGES = Limit("messages", 10_000, "items", 400, "messages, input")
 PARTS = Limit("parts of a message", 10_000, "items", 400, "content")
 TOOLS = Limit("tools", 1_024, "items", 400, "tools, functions")

@@ -13,8 +13,8 @@ from pydantic import AliasChoices, BeforeValidator, Field, field_validator, mode
 
 from moe_infinity.server.fields import KEEPS_EMPTY, Body, Items, RequestBody
 from moe_infinity.server.grammars import Structure
-from moe_infinity.server.limits import CHOICES, LOGPROBS, STOP_CHARACTERS
-from moe_infinity.server.refusals import BadRequest
+from moe_infinity.server.limits import CHOICES, LOGPROBS, PROMPTS, STOP_CHARACTERS
+from moe_infinity.server.refusals import BadRequest, require_within
 from moe_infinity.server.sequences import Pooling
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -39,7 +39,16 @@ def checked_biases(biases: Any) -> Any:
 Biases = Annotated[dict[str, float], BeforeValidator(checked_biases)]
 Encoding = Literal["float", "base64"]  # of a vector
 MixedPrompt = Items[TokenId | str]
-Prompts = str | Items[TokenId | str | MixedPrompt]
+
+
+def few_prompts(prompts: Any) -> Any:
+    """Return prompts as they are. Raises Refused for too many; token ids of one are no prompts."""
+    if isinstance(prompts, list):
+        require_within(PROMPTS, sum(not isinstance(each, int) for each in prompts), "prompt")
+    return prompts
+
+
+Prompts = Annotated[str | Items[TokenId | str | MixedPrompt], BeforeValidator(few_prompts)]
 
 
 class StreamOptions(Body):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -127,6 +128,8 @@ def serve_model(moe: MoE, config: ServeConfig, sockets: list[socket]) -> None:
     # uvicorn logs only addresses that it bound itself.
     address = address_of(config.host, sockets[0].getsockname()[1])
     uvicorn_logger.info("Uvicorn running on http://%s (Press CTRL+C to quit)", address)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: looking through it again holds up everything for a moment
     engine.start()
     try:
         server.run(sockets)

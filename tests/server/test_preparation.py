@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, NoRepeatNGramLogitsProcessor
 
-from moe_infinity.server import preparation, rendering, tokens
+from moe_infinity.server import limits, preparation, tokens
 from moe_infinity.server.preparation import NUM_THREADS, SHARE, Preparation
 from moe_infinity.server.refusals import PromptTooLong, Refused
 from moe_infinity.server.rendering import Renderer, TemplateRaised, TemplateTooSlow
@@ -129,11 +129,8 @@ def test_work_of_a_client_that_has_gone_is_never_begun():
 
 
 def test_work_has_a_limit_of_time_and_a_thread_that_goes_on_counts(monkeypatch):
-    monkeypatch.setattr(
-        preparation,
-        "PREPARING_S",
-        replace(preparation.PREPARING_S, most=0.2),  # type: ignore[arg-type]
-    )
+    limit = replace(limits.PREPARING_S, most=0.2)  # type: ignore[arg-type]
+    monkeypatch.setattr(preparation, "PREPARING_S", limit)
     release = threading.Event()
 
     async def main(prepared: Preparation) -> None:
@@ -216,7 +213,7 @@ def test_a_process_that_was_killed_is_started_anew(renderer):
 
 def test_a_looping_template_keeps_no_completion_waiting(moe, monkeypatch):
     monkeypatch.setattr(
-        "moe_infinity.server.templates.RENDERING_S", replace(rendering.RENDERING_S, most=2)
+        "moe_infinity.server.templates.RENDERING_S", replace(limits.RENDERING_S, most=2)
     )
     monkeypatch.setattr(moe.tokenizer, "chat_template", LOOP, raising=False)
     with serving(moe) as server, ThreadPoolExecutor() as threads:
@@ -250,9 +247,12 @@ def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(tokenizer, mo
     found = TextTokens(tokenizer, 1024)
     seen: list[int] = []
     ids = found._ids
-    monkeypatch.setattr(
-        found, "_ids", lambda text, **own: seen.append(len(text)) or ids(text, **own)
-    )
+
+    def watched(text: str, *, has_special: bool) -> list[int]:
+        seen.append(len(text))
+        return ids(text, has_special=has_special)
+
+    monkeypatch.setattr(found, "_ids", watched)
     with pytest.raises(PromptTooLong, match="or more"):
         found.ids("The old house stood by the river. " * 100_000, "prompt")
     assert sum(seen) < 100_000
