@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
+from moe_infinity.checkpoint.config_limits import check_config
 from moe_infinity.checkpoint.gguf_file import WITH_CONFIG, GgufModel
 from moe_infinity.checkpoint.gguf_rope import rope_parameters
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
@@ -124,6 +125,7 @@ def config_of(gguf: GgufModel) -> Any:
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "pad_token_id": ids.get("pad"),
     }
+    check_config(where, found, trust_remote_code=False)
     try:
         return transformers.AutoConfig.for_model(known.model_type, **found)
     except Exception as error:  # each config class checks in its own way

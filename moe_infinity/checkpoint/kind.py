@@ -4,14 +4,20 @@ its weights are packed, its tokenizer.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import cached_file
 
+from moe_infinity.checkpoint.config_limits import (
+    PACKING,
+    check_config,
+    check_generation_config,
+    read_object,
+)
 from moe_infinity.checkpoint.file_names import find_gguf
 from moe_infinity.checkpoint.formats import find_format
 from moe_infinity.checkpoint.gguf_config import config_of
@@ -19,20 +25,13 @@ from moe_infinity.checkpoint.gguf_file import GgufModel, read_gguf
 from moe_infinity.checkpoint.gguf_generation import generation_of
 from moe_infinity.checkpoint.gguf_tokenizer import tokenizer_of
 from moe_infinity.checkpoint.packing import Format
+from moe_infinity.checkpoint.tokenizer_limits import check_tokenizer
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES
+from moe_infinity.texts import printable
 
+CHECKED_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 TOKENIZER_FILES = ("*token*", "tekken.json", "vocab.*")
-TOKEN_IDS = (
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
-    "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
-)  # fmt: skip
-NUMBERS = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "max_length",
-    "max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beams",
-    "guidance_scale", "penalty_alpha", "epsilon_cutoff", "eta_cutoff", "num_return_sequences",
-)  # fmt: skip
-PACKING_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,7 @@ def _kind_of_folder(checkpoint: str, *, trust_remote_code: bool) -> Kind:
             f"{checkpoint}: no usable config.json: the folder has none\n"
             "hint: name the folder that has it beside the weights"
         )
-    if path.is_dir():
-        _check_generation_config(path / "generation_config.json")
+    _check_configs(checkpoint, trust_remote_code=trust_remote_code)
     try:
         config = transformers.AutoConfig.from_pretrained(
             checkpoint, trust_remote_code=trust_remote_code
@@ -109,27 +107,33 @@ def _kind_of_folder(checkpoint: str, *, trust_remote_code: bool) -> Kind:
     return Kind(config, model_class, _packing_of(checkpoint, config))
 
 
-def _check_generation_config(file: Path) -> None:
-    """Raise CheckpointError if transformers cannot read the file; not if there is none."""
-    if not file.exists():
+def _check_configs(checkpoint: str, *, trust_remote_code: bool) -> None:
+    """Raise CheckpointError or UnsupportedModelError for what no config of a folder or hub id may
+    say. Nothing is made of them before.
+    """
+    file = _file_of(checkpoint, "config.json")
+    if file is not None:
+        check_config(file, read_object(file), trust_remote_code=trust_remote_code)
+    file = _file_of(checkpoint, "generation_config.json")
+    if file is None:
         return
+    check_generation_config(file, read_object(file))
     try:
         transformers.GenerationConfig.from_pretrained(file.parent)
     except Exception as error:  # of any kind: its values go wherever they are used
-        raise CheckpointError(
-            f"{file}: not a JSON object that transformers understands: {error}"
-        ) from error
-    for key, value in json.loads(file.read_text("utf-8")).items():
-        expected = "a number" if key in NUMBERS else "ids of tokens" if key in TOKEN_IDS else None
-        if expected is None or value is None or _is_number(value):
-            continue
-        if key in TOKEN_IDS and isinstance(value, list) and all(map(_is_number, value)):
-            continue
-        raise CheckpointError(f"{file}: {key} is {value!r}, expected {expected}")
+        raise CheckpointError(f"{file}: transformers does not understand it: {error}") from error
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _file_of(checkpoint: str, name: str) -> Path | None:
+    """Return a file of a folder or hub id; None if there is none, or the hub does not give it."""
+    path = Path(checkpoint)
+    if path.is_dir():
+        return path / name if (path / name).exists() else None
+    try:
+        found = cached_file(checkpoint, name)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
 
 
 def _kind_of_gguf(file: Path, config_from: str | None, *, trust_remote_code: bool) -> Kind:
@@ -185,7 +189,7 @@ def _packing_of(checkpoint: str, config: Any) -> Format | None:
     """How its weights are packed; the config does not say it any more afterwards."""
     found = None
     for part in (config, config.get_text_config()):
-        for key in PACKING_KEYS:
+        for key in PACKING:
             if getattr(part, key, None) is not None:
                 found = found or dict(getattr(part, key))
                 delattr(part, key)
@@ -205,24 +209,16 @@ def load_tokenizer(checkpoint: str, *, config_from: str | None, trust_remote_cod
     if file is not None and (config_from is None or _has_no_tokenizer(Path(config_from))):
         return tokenizer_of(read_gguf(file))
     folder = config_from or checkpoint
+    named = (_file_of(folder, name) for name in CHECKED_TOKENIZER_FILES)
     try:
+        check_tokenizer(file for file in named if file is not None)
         return transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # of any kind: values of its files go wherever they are used
-        what = _odd_tokenizer_file(Path(folder)) or f"{type(error).__name__}: {error}"
+        is_ours = isinstance(error, CheckpointError)
+        what = printable(error if is_ours else f"{type(error).__name__}: {error}", 2000)
         raise CheckpointError(f"{checkpoint}: no usable tokenizer: {what}") from error
-
-
-def _odd_tokenizer_file(folder: Path) -> str | None:
-    """Return what is wrong with the first file that should be a JSON object and is none."""
-    for file in sorted({*folder.glob("*token*.json"), *folder.glob("chat_template.json")}):
-        try:
-            if not isinstance(json.loads(file.read_bytes()), dict):
-                return f"{file} is not a JSON object"
-        except (OSError, ValueError, RecursionError) as error:
-            return f"{file} is not a JSON file: {error}"
-    return None
 
 
 def _has_no_tokenizer(folder: Path) -> bool:

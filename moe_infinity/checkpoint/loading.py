@@ -13,7 +13,9 @@ Private names of transformers used here: `_load_pretrained_model`, `_from_config
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -24,6 +26,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_infinity.architectures.adapters import ExpertsModule
@@ -46,6 +49,7 @@ NO_MODEL = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
+MAX_MODULES = 400_000  # 10 s and 1 GB; a Switch of 2048 experts has half as many
 SIGNED_VALUES = 16  # of each dense parameter: enough to tell one fine-tuning from another
 
 
@@ -133,16 +137,17 @@ def load_without_experts(
     reader = Reader(num_threads=num_read_threads)
     hook = _LoadHook(kind, reader, prepare, reads_packed, on_bytes)
     try:
-        model, info = hook.offloading_class().from_pretrained(
-            checkpoint if kind.gguf is None else None,
-            state_dict=None if kind.gguf is None else {},  # the hook finds the weights
-            config=kind.config,
-            dtype=kind.compute_dtype(dtype),
-            experts_implementation=experts_implementation,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with names
-            trust_remote_code=trust_remote_code,
-        )
+        with few_modules(checkpoint):
+            model, info = hook.offloading_class().from_pretrained(
+                checkpoint if kind.gguf is None else None,
+                state_dict=None if kind.gguf is None else {},  # the hook finds the weights
+                config=kind.config,
+                dtype=kind.compute_dtype(dtype),
+                experts_implementation=experts_implementation,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with names
+                trust_remote_code=trust_remote_code,
+            )
         _refuse_made_up_weights(checkpoint, info)
         for dense in hook.packed:
             dense.put_into(model, reader)
@@ -233,6 +238,26 @@ class _LoadHook:
         }
 
 
+@contextmanager
+def few_modules(checkpoint: str) -> Iterator[None]:
+    """Inside, a model is built. Raises CheckpointError once it has more modules than any: its
+    config has a number that no limit of config_limits.py knows.
+    """
+    numbers = itertools.count(1)
+
+    def count(module: nn.Module, name: str, part: nn.Module | None) -> None:
+        if next(numbers) > MAX_MODULES:
+            raise CheckpointError(
+                f"{checkpoint}: its config.json asks for more than {MAX_MODULES} modules"
+            )
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def _unbuildable(checkpoint: str, error: Exception) -> CheckpointError:
     what = f"{type(error).__name__}: {error}"
     return CheckpointError(
@@ -288,7 +313,7 @@ def plan_from_headers(
         stored = (getattr(torch, tensor.dtype) for tensor in tensors)
         torch_dtype = next((found for found in stored if found.is_floating_point), torch.float32)
     try:
-        with torch.device("meta"):
+        with few_modules(checkpoint), torch.device("meta"):
             model = kind.model_class._from_config(kind.config, dtype=torch_dtype)
     except NO_MODEL as error:
         raise _unbuildable(checkpoint, error) from error

@@ -109,7 +109,7 @@ def test_where_reads_past_the_cache_are_refused_the_cache_is_emptied_before_each
 ):
     order = []
 
-    def read(self, chunk, done):
+    def read(self, chunk):
         order.append("read")
         return chunk.num_bytes
 
