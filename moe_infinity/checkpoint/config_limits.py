@@ -32,7 +32,7 @@ def _plain(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
-class Range(NamedTuple):
+class NumberRange(NamedTuple):
     """The numbers that a key may have."""
 
     low: float
@@ -51,8 +51,8 @@ class Range(NamedTuple):
         return not self.is_whole or isinstance(value, int) or value.is_integer()
 
 
-class Names(NamedTuple):
-    """Names of a table of transformers'."""
+class KnownNames(NamedTuple):
+    """KnownNames of a table of transformers'."""
 
     kind: str
     names: frozenset[str]
@@ -74,7 +74,7 @@ class Flag:
         return isinstance(value, bool)
 
 
-class AnyNumber(Range):
+class AnyNumber(NumberRange):
     """The numbers that a key without a limit may have; what is no number is not looked at."""
 
     def has(self, value: Any) -> bool:
@@ -83,11 +83,11 @@ class AnyNumber(Range):
         return not is_finite or super().has(value)
 
 
-Limit = Range | Names | Flag
+Limit = NumberRange | KnownNames | Flag
 
 
 class Rule(NamedTuple):
-    """What the keys of a pattern may have: a value, or lists of values so many deep."""
+    """The values that the keys of a pattern may have, alone or in lists that are so many deep."""
 
     keys: re.Pattern[str]
     limit: Limit
@@ -106,26 +106,26 @@ def setting(keys: str, limit: Limit, depths: range = range(1)) -> Rule:
 
 LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(\w+_)?num_(hidden_)?layers|(en|de)coder_layers")
 EXPERTS = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")
-POSITIVE = Range(1, 1 << 24)
-SIZE = Range(0, 1 << 27)
-TOKEN = Range(-10_000, 1 << 27)
-SHARE = Range(0, 1, is_whole=False)
-ACTIVATION = Names("activation", frozenset(ACT2FN))
-FACTOR = Range(-1e9, 1e9, is_whole=False)
+POSITIVE = NumberRange(1, 1 << 24)
+SIZE = NumberRange(0, 1 << 27)
+TOKEN = NumberRange(-10_000, 1 << 27)
+SHARE = NumberRange(0, 1, is_whole=False)
+ACTIVATION = KnownNames("activation", frozenset(ACT2FN))
+FACTOR = NumberRange(-1e9, 1e9, is_whole=False)
 # The first rule whose pattern the whole key matches decides.
 MODEL = (
-    Rule(re.compile(r"(num_)?hidden_layers|n_layers?|num_layers"), Range(1, 1024)),
-    Rule(LAYERS, Range(0, 1024)),
-    Rule(EXPERTS, Range(0, 1 << 16)),
-    Rule(re.compile(r"(num_)?experts_per_tok(en)?|moe_top_?k"), Range(1, 1 << 12)),
-    Rule(re.compile(r"num_attention_heads|n_heads?|num_heads"), Range(1, 1 << 16)),
-    Rule(re.compile(r"\w*(num|n)_(\w+_)?heads"), Range(0, 1 << 16)),
-    Rule(re.compile(r"hidden_size|vocab_size|d_model|n_embd"), Range(1, 1 << 24)),
+    Rule(re.compile(r"(num_)?hidden_layers|n_layers?|num_layers"), NumberRange(1, 1024)),
+    Rule(LAYERS, NumberRange(0, 1024)),
+    Rule(EXPERTS, NumberRange(0, 1 << 16)),
+    Rule(re.compile(r"(num_)?experts_per_tok(en)?|moe_top_?k"), NumberRange(1, 1 << 12)),
+    Rule(re.compile(r"num_attention_heads|n_heads?|num_heads"), NumberRange(1, 1 << 16)),
+    Rule(re.compile(r"\w*(num|n)_(\w+_)?heads"), NumberRange(0, 1 << 16)),
+    Rule(re.compile(r"hidden_size|vocab_size|d_model|n_embd"), NumberRange(1, 1 << 24)),
     Rule(re.compile(r"(\w+_)?(hidden|intermediate|vocab|embedding|ffn)_(size|dim)"), SIZE),
     Rule(re.compile(r"(\w+_)?(head_dim|lora_rank)|d_(ff|kv|inner)|ffn_dim"), SIZE),
-    Rule(re.compile(r"(original_)?max_position_embeddings|n_positions"), Range(-1, 1 << 30)),
-    Rule(re.compile(r"sliding_window"), Range(-1, 1 << 30)),
-    Rule(re.compile(r"(\w+_)?rope_theta"), Range(0, 1e15, is_whole=False)),
+    Rule(re.compile(r"(original_)?max_position_embeddings|n_positions"), NumberRange(-1, 1 << 30)),
+    Rule(re.compile(r"sliding_window"), NumberRange(-1, 1 << 30)),
+    Rule(re.compile(r"(\w+_)?rope_theta"), NumberRange(0, 1e15, is_whole=False)),
     Rule(re.compile(r"(\w+_)?eps(ilon)?"), SHARE),
     Rule(re.compile(r"dropout|(attention|attn|hidden|resid|embd)_(dropout|pdrop)"), SHARE),
     Rule(re.compile(r"(\w+_)?factor|initializer_range"), FACTOR),
@@ -135,14 +135,14 @@ MODEL = (
 GENERATION = (
     setting(r"\w+_token_ids?|(begin_)?suppress_tokens", TOKEN, range(2)),
     setting(r"bad_words_ids|force_words_ids", TOKEN, range(2, 3)),
-    setting(r"temperature", Range(0, 1e4, is_whole=False)),
-    setting(r"top_k", Range(-1, 1 << 30)),
+    setting(r"temperature", NumberRange(0, 1e4, is_whole=False)),
+    setting(r"top_k", NumberRange(-1, 1 << 30)),
     setting(r"top_p|min_p|typical_p|epsilon_cutoff|eta_cutoff", SHARE),
-    setting(r"(encoder_)?repetition_penalty", Range(1e-3, 1e3, is_whole=False)),
+    setting(r"(encoder_)?repetition_penalty", NumberRange(1e-3, 1e3, is_whole=False)),
     setting(r"length_penalty|diversity_penalty|penalty_alpha|guidance_scale", FACTOR),
-    setting(r"(max|min)_(new_tokens|length)", Range(-1, 1 << 40)),
-    setting(r"(encoder_)?no_repeat_ngram_size", Range(0, 1 << 30)),
-    setting(r"num_beams|num_beam_groups|num_return_sequences", Range(1, 1 << 12)),
+    setting(r"(max|min)_(new_tokens|length)", NumberRange(-1, 1 << 40)),
+    setting(r"(encoder_)?no_repeat_ngram_size", NumberRange(0, 1 << 30)),
+    setting(r"num_beams|num_beam_groups|num_return_sequences", NumberRange(1, 1 << 12)),
     setting(r"do_sample|renormalize_logits|remove_invalid_values", Flag()),
 )
 RULES = MODEL + GENERATION
@@ -152,7 +152,7 @@ PACKING = ("quantization_config", "compression_config")  # checkpoint/formats.py
 HUB_KERNEL = re.compile(r"_*(attn|experts)_implementation\w*|kernel_config|use_kernels?")
 
 
-class Entry(NamedTuple):
+class ConfigEntry(NamedTuple):
     """A value that is no object, and where it stands."""
 
     path: str
@@ -212,7 +212,7 @@ def check_config(file: Path, content: dict[str, Any], *, trust_remote_code: bool
                 f"{file}: {path} names a kernel of the hub, {_shown(value)}: code that would be "
                 "downloaded and run\nhint: --trust-remote-code allows it"
             )
-        _check(file, Entry(path, key, value), RULES)
+        _check(file, ConfigEntry(path, key, value), RULES)
         for pattern in largest:
             if pattern.fullmatch(key):
                 largest[pattern] = max(largest[pattern], *_numbers(value), 0)
@@ -230,17 +230,17 @@ def check_generation_config(file: Path, content: dict[str, Any]) -> None:
         _check(file, entry, GENERATION)
 
 
-def _entries(content: dict[str, Any], prefix: str = "") -> Iterator[Entry]:
+def _entries(content: dict[str, Any], prefix: str = "") -> Iterator[ConfigEntry]:
     """Every key with its value, and those of the objects in it."""
     for key, value in content.items():
         path = prefix + printable(key, MAX_SHOWN)
-        yield Entry(path, key, value)
+        yield ConfigEntry(path, key, value)
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, dict) and key not in PACKING:
                 yield from _entries(part, f"{path}.")
 
 
-def _check(file: Path, entry: Entry, rules: tuple[Rule, ...]) -> None:
+def _check(file: Path, entry: ConfigEntry, rules: tuple[Rule, ...]) -> None:
     """Raise CheckpointError if a value, or one of a list, is not what its key may have."""
     path, key, value = entry
     rule = next((rule for rule in rules if rule.keys.fullmatch(key)), ANYTHING)

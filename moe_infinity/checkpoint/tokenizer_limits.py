@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moe_infinity.checkpoint.config_limits import MAX_SHOWN, Range, read_object
+from moe_infinity.checkpoint.config_limits import MAX_SHOWN, NumberRange, read_object
 from moe_infinity.errors import CheckpointError
 from moe_infinity.texts import printable
 
 MAX_FILE_BYTES = 256 << 20  # ten times that of Gemma 3
 MAX_DEPTH = 32
 MAX_VALUES = 20_000_000
-ID = Range(0, (1 << 24) - 1)
+ID = NumberRange(0, (1 << 24) - 1)
 
 
 def check_tokenizer(files: Iterable[Path]) -> None:

@@ -21,7 +21,7 @@ from moe_infinity.checkpoint import loading
 from moe_infinity.checkpoint.config_limits import (
     GENERATION,
     MODEL,
-    Range,
+    NumberRange,
     check_config,
     check_generation_config,
     read_object,
@@ -110,7 +110,7 @@ def test_every_rule_allows_its_bounds_and_nothing_beyond():
         check_config(FILE, {key: most}, trust_remote_code=False)
         with pytest.raises(CheckpointError, match=key):
             check_config(FILE, {key: most * 2}, trust_remote_code=False)
-    limited = [rule for rule in MODEL + GENERATION if isinstance(rule.limit, Range)]
+    limited = [rule for rule in MODEL + GENERATION if isinstance(rule.limit, NumberRange)]
     untried = [r for r in limited if not any(r.keys.fullmatch(name) for name in names)]
     assert [rule.keys.pattern for rule in untried] == ["bad_words_ids|force_words_ids"]
 
