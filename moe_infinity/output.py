@@ -16,6 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
+from moe_infinity.system.files import create_new, name_beside
+from moe_infinity.texts import printable
+
+MOST_ARRAYS = 64  # a history has 20
+MOST_SHOWN = 400  # characters of names in an error
 
 # What numpy and zipfile raise at files that are no archive of arrays; RuntimeError when encrypted,
 # MemoryError when an array claims to be larger than anything.
@@ -35,13 +40,13 @@ def why_unwritable(path: Path) -> str | None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, is_private: bool = False) -> Iterator[BinaryIO]:
     """A file to write. It gets its name at the end of the block; after an error there is neither a
-    partial file nor a changed old one. Raises OSError.
+    partial file nor a changed old one. A private one is for its owner alone. Raises OSError.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = name_beside(path)
     try:
-        with partial.open("wb") as file:
+        with os.fdopen(create_new(partial, 0o600 if is_private else 0o666), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -52,11 +57,11 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any], *, what: str) -> None:
-    """Write `arrays` to one .npz file; `what` names them in a message. Raises TraceError, and
-    leaves neither a partial file nor a changed old one.
+    """Write `arrays` to one .npz file for its owner; `what` names them in a message. Raises
+    TraceError, and leaves neither a partial file nor a changed old one.
     """
     try:
-        with whole_file(path) as file:
+        with whole_file(path, is_private=True) as file:
             np.savez_compressed(file, **arrays)
     except OSError as error:
         raise TraceError(
@@ -65,16 +70,34 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], *, what: str) -> None:
 
 
 def read_arrays(path: Path, *, expected: set[str]) -> dict[str, NDArray[Any]]:
-    """All arrays of a file that has at least the expected ones. Raises one of DAMAGED."""
+    """All arrays of a file that has at least the expected ones. Names and sizes are looked at
+    before contents. Raises one of DAMAGED.
+    """
     with path.open("rb") as stream:
+        names = _names_in(stream)
+        if not expected <= names:
+            found = printable(sorted(names), MOST_SHOWN)
+            wanted = " and ".join(sorted(expected))
+            raise ValueError(f"arrays {found}, expected at least {wanted}")
+        stream.seek(0)
         file = np.load(stream, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ValueError("one array, not an archive of arrays")
         arrays = {name: file[name] for name in file.files}
-    if not expected <= arrays.keys():
-        raise ValueError(
-            f"arrays {sorted(arrays)}, expected at least {' and '.join(sorted(expected))}"
-        )
     if not all(isinstance(array, np.ndarray) for array in arrays.values()):
         raise ValueError("an archive of other files than arrays")
     return arrays
+
+
+def _names_in(stream: BinaryIO) -> set[str]:
+    """The names of the arrays in an archive. Raises ValueError for what is not one of ours."""
+    from moe_infinity.system.machine import available_memory_bytes  # needs psutil
+
+    with zipfile.ZipFile(stream) as archive:
+        entries = archive.infolist()
+    names = [entry.filename.removesuffix(".npy") for entry in entries]
+    if len(names) > MOST_ARRAYS or len(set(names)) < len(names):
+        raise ValueError(f"{len(names)} arrays, expected at most {MOST_ARRAYS} of different names")
+    num_bytes = sum(entry.file_size for entry in entries)
+    most = available_memory_bytes() // 2
+    if num_bytes > most:
+        raise ValueError(f"arrays of {num_bytes} bytes, and there is memory for {most}")
+    return set(names)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
+import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
@@ -97,6 +99,59 @@ def open_past_cache(path: Path) -> PositionalFile | None:
 def create(path: Path) -> PositionalFile:
     """A new file to write, in place of what had this name."""
     return PositionalFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o644))
+
+
+def create_new(path: Path, mode: int) -> int:
+    """A descriptor of a new file to write. Raises OSError for a name that exists or leads
+    elsewhere.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | BINARY
+    return os.open(path, flags, mode)
+
+
+def name_beside(path: Path) -> Path:
+    """A name in the same folder that nobody can guess, for a file that gets its own at the end."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+
+
+def make_private_folder(folder: Path, num_own: int) -> None:
+    """Make a folder that only its owner may enter. The last `num_own` names of its path are ours.
+
+    Raises PermissionError if somebody else owns one of these, or could have changed what is in it.
+    """
+    own = [folder, *folder.parents][:num_own][::-1]
+    own[0].parent.mkdir(parents=True, exist_ok=True)
+    _refuse_shared(own[0].parent, os.stat(own[0].parent), sticky_is_safe=True)
+    for each in own:
+        with suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+        found = os.lstat(each)
+        if not stat.S_ISDIR(found.st_mode):
+            raise PermissionError(errno.EPERM, "is no folder", str(each))
+        if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "belongs to another user", str(each))
+        _refuse_shared(each, found, sticky_is_safe=False)
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            each.chmod(0o700)
+
+
+def _refuse_shared(folder: Path, found: os.stat_result, *, sticky_is_safe: bool) -> None:
+    """Raise PermissionError for a folder that other users may write to. In a sticky one, such as
+    /tmp, they cannot replace what is ours.
+    """
+    is_sticky = bool(found.st_mode & stat.S_ISVTX)
+    if found.st_mode & 0o022 and not (sticky_is_safe and is_sticky):
+        raise PermissionError(errno.EPERM, "others may write to it", str(folder))
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Inside, files and folders that this process makes are its user's alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def nearest_folder(path: Path) -> Path:

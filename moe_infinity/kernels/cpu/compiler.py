@@ -2,8 +2,10 @@
 
 A folder in the user's cache has the kernels of one state of this package, one version of numba and
 one kind of processor. numba writes each file under another name first and then renames it, and a
-file holds one kernel: so several processes may compile at once. A damaged file is replaced. Where
-nothing can be written, kernels are compiled at each start, and a warning says so once.
+file holds one kernel: so several processes may compile at once. A damaged file is replaced. numba's
+files are pickles, which run code when they are read: a folder is used only if nobody else can
+have written to it. Otherwise, and where nothing can be written, kernels are compiled at each start,
+and a warning says so once.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from moe_infinity.system.files import make_private_folder, private_files
 
 PACKAGE = Path(__file__).resolve().parents[2]
 UNUSED_S = 30 * 24 * 3600  # a folder of another version that was not used for so long is deleted
@@ -93,7 +97,8 @@ def _kept(folder: Path, compile_: Any, function: Any, signature: Any, **options:
     numba.config.CACHE_DIR = str(folder)
     keeping = compile_(signature, cache=True, **options)
     try:
-        return keeping(function)
+        with private_files():
+            return keeping(function)
     except OSError:
         raise
     except Exception as error:  # whatever pickle makes of a damaged file
@@ -101,7 +106,8 @@ def _kept(folder: Path, compile_: Any, function: Any, signature: Any, **options:
         name = function.__qualname__.replace("<", "").replace(">", "")  # as in numba's file names
         for file in folder.glob(f"*/*.{name}-*"):
             file.unlink(missing_ok=True)
-        return keeping(function)
+        with private_files():
+            return keeping(function)
     finally:
         numba.config.CACHE_DIR = stock_folder
 
@@ -111,8 +117,8 @@ def cache_folder() -> Path | None:
     """The folder of compiled kernels; None if nothing can be written there."""
     folder = place_of_kernels()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "last-use").touch()
+        make_private_folder(folder, num_own=3)
+        (folder / "last-use").touch(mode=0o600)
         _delete_unused(folder.parent)
     except OSError as error:
         _warn(folder, error)
@@ -154,13 +160,12 @@ def _delete_unused(folder: Path) -> None:
 
 
 @cache
-def _warn_once(folder: Path) -> None:
+def _warn_once(folder: Path, reason: str) -> None:
     logger.warning(
-        "%s: compiled kernels cannot be kept, so each start compiles them; XDG_CACHE_HOME may "
-        "name a folder that can be written", folder,
+        "%s: compiled kernels cannot be kept, so each start compiles them: %s\n"
+        "hint: XDG_CACHE_HOME may name a folder of yours", folder, reason,
     )  # fmt: skip
 
 
 def _warn(folder: Path, error: Exception) -> None:
-    _warn_once(folder)
-    logger.info("%s: %s", folder, error)
+    _warn_once(folder, str(error))

@@ -105,6 +105,49 @@ def test_without_a_folder_kernels_work_and_a_warning_says_so_once(home, monkeypa
     assert str(home / "file") in caplog.text
 
 
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_what_is_kept_is_its_users_alone_whatever_the_umask(home, mask):
+    before = os.umask(mask)
+    try:
+        add_two()
+    finally:
+        os.umask(before)
+    made = sorted((home / "moe-infinity").rglob("*"))
+    assert len(made) > 4
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (home / "moe-infinity", *made))
+
+
+@pytest.mark.parametrize("name", [".", "moe-infinity", "moe-infinity/kernels", "*"])
+def test_a_folder_that_others_can_write_to_is_not_read(home, name, caplog, monkeypatch):
+    """Files in it are pickles: to read them is to run what they say."""
+    add_two()
+    kernels = home / "moe-infinity" / "kernels"
+    folder = next(iter(kernels.iterdir())) if name == "*" else home / name
+    folder.chmod(0o770)
+    forget()
+    monkeypatch.setattr(IndexDataCacheFile, "load", None)
+    for _ in range(2):
+        assert num_loaded(add_two()) == 0
+    assert caplog.text.count(WARNING) == 1
+    assert f"others may write to it: '{folder}'" in caplog.text
+    folder.chmod(0o700)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_folder_of_another_user_is_not_read(home, caplog):
+    add_two()
+    os.chown(home / "moe-infinity", 65534, 65534)
+    forget()
+    assert num_loaded(add_two()) == 0
+    assert "belongs to another user" in caplog.text
+
+
+def test_a_link_in_the_place_of_the_folder_is_not_followed(home, tmp_path_factory, caplog):
+    (home / "moe-infinity").symlink_to(tmp_path_factory.mktemp("elsewhere"))
+    assert num_loaded(add_two()) == 0
+    assert "is no folder" in caplog.text
+
+
 def test_on_a_full_disk_kernels_work_and_a_warning_says_so_once(home, monkeypatch, caplog):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
