@@ -16,9 +16,14 @@ what to change.
     └── ClosedError            the model was used after close()
 """
 
+from moe_infinity.printable import printable_lines
+
 
 class MoEInfinityError(Exception):
-    """Base of all errors of this library."""
+    """Base of all errors of this library. Messages name what is in files, which may be anything."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class ConfigError(MoEInfinityError, ValueError):

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
+from moe_infinity.printable import printable
 from moe_infinity.system.files import create_new, name_beside
-from moe_infinity.texts import printable
 
 MOST_ARRAYS = 64  # a history has 20
 MOST_SHOWN = 400  # characters of names in an error

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from transformers.activations import ACT2FN
 
 from moe_infinity.errors import CheckpointError, UnsupportedModelError
-from moe_infinity.texts import printable
+from moe_infinity.printable import printable
 
 MAX_FILE_BYTES = 16 << 20
 MAX_DEPTH = 16

@@ -28,7 +28,7 @@ from moe_infinity.checkpoint.packing import Format
 from moe_infinity.checkpoint.tokenizer_limits import check_tokenizer
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.experts import COMPUTE_DTYPES
-from moe_infinity.texts import printable
+from moe_infinity.printable import printable
 
 CHECKED_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 TOKENIZER_FILES = ("*token*", "tekken.json", "vocab.*")

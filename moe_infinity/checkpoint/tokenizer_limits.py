@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_infinity.checkpoint.config_limits import MAX_SHOWN, NumberRange, read_object
 from moe_infinity.errors import CheckpointError
-from moe_infinity.texts import printable
+from moe_infinity.printable import printable
 
 MAX_FILE_BYTES = 256 << 20  # ten times that of Gemma 3
 MAX_DEPTH = 32

@@ -7,6 +7,7 @@ usage, 130 Ctrl-C.
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +38,15 @@ from moe_infinity.cli.options import (
     with_options_of,
 )
 from moe_infinity.cli.serve import chat_with_server, refuse_model_options, serve
-from moe_infinity.cli.terminal import byte_bar, prepare_streams, shown, stderr, talk, write
+from moe_infinity.cli.terminal import (
+    PrintableRecord,
+    byte_bar,
+    prepare_streams,
+    shown,
+    stderr,
+    talk,
+    write,
+)
 from moe_infinity.cluster.config import ClusterOptions
 from moe_infinity.errors import ConfigError, MoEInfinityError
 
@@ -71,6 +80,7 @@ def build_app(tools: Iterable[Command], run_watcher: type[RunWatcher]) -> typer.
 def run_app(app: typer.Typer) -> None:
     """Run the command line. An error of ours becomes a message on stderr, without a traceback."""
     sys.unraisablehook = _press_again
+    logging.setLogRecordFactory(PrintableRecord)
     try:
         prepare_streams()
         app()

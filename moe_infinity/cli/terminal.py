@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -83,6 +84,13 @@ def shown(text: object) -> str:
     an effect.
     """
     return escape(printable_lines(str(text)))
+
+
+class PrintableRecord(logging.LogRecord):
+    """A line of a log, of this package or another, whose message a terminal cannot obey."""
+
+    def getMessage(self) -> str:
+        return printable_lines(super().getMessage())
 
 
 def prepare_streams() -> None:

@@ -179,7 +179,7 @@ class MessageFormat:
             try:
                 parser = ResponseParser(self._template, prefix=prompt, tools=tools)
             except (ValueError, KeyError, TypeError) as error:
-                logger.info("a prompt could not be parsed: %s", error)
+                logger.info("a prompt could not be parsed: %s", type(error).__name__)
         return MessageReader(parser, max_calls, self._marks, close=self._close.strip())
 
 
@@ -230,7 +230,7 @@ class MessageReader:
                 if is_last:
                     self._apply(self._last_events(is_cut=is_cut), new)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                logger.info("a message could not be parsed: %s", error)
+                logger.info("a message could not be parsed: %s", type(error).__name__)
                 self._parser = None
                 self._is_broken = True
                 new.content += self._without_marks(self._unsure)
@@ -245,7 +245,7 @@ class MessageReader:
         try:
             events: list[dict[str, Any]] = self._parser.finalize()[1]
         except ValueError as error:
-            logger.info("a call is not complete: %s", error)
+            logger.info("a call is not complete: %s", type(error).__name__)
             return []
         if is_cut or not self._unsure.rstrip().endswith(self._close):
             events = [event for event in events if event["field"] != "tool_calls"]
