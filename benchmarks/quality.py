@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from transformers.utils import logging
 
 from moe_infinity import MoE
-from moe_infinity.quantize import pack_checkpoint
+from moe_infinity.quantize.pack import pack_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "demo"

@@ -16,7 +16,7 @@ from moe_infinity import ConfigError, MoE, UnsupportedModelError
 from moe_infinity.checkpoint.recipe import Recipe
 from moe_infinity.engine.fused import FusedWork
 from moe_infinity.kernels.cpu import experts as experts_cpu
-from moe_infinity.quantize import pack_checkpoint
+from moe_infinity.quantize.pack import pack_checkpoint
 from tests import conftest
 from tests.architectures.test_architectures import SMALL
 from tests.closeness import distance, logits_of_steps

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from moe_infinity.cli.models import ensure_here, open_model, pull, show_preload
+from moe_infinity.cli.models import config_of, ensure_here, open_model, pull, show_preload
 from moe_infinity.cli.options import (
     MODEL_HELP,
     AsJson,
@@ -49,6 +49,7 @@ from moe_infinity.cli.terminal import (
 )
 from moe_infinity.cluster.config import ClusterOptions
 from moe_infinity.errors import ConfigError, MoEInfinityError
+from moe_infinity.quantize.options import check_options
 
 if TYPE_CHECKING:
     from moe_infinity.model import MoE
@@ -268,6 +269,7 @@ def inspect(
 
     Reads headers only.
     """
+    config_of({"config_from": config_from, "dtype": dtype})
     ensure_here(model, yes=yes)
     from moe_infinity.inspection import inspect_checkpoint
 
@@ -294,8 +296,9 @@ def pack(
 
     After an interruption, the same command goes on.
     """
+    check_options(experts, group_size, rounding)
     here = ensure_here(model, yes=yes)
-    from moe_infinity.quantize import pack_checkpoint
+    from moe_infinity.quantize.pack import pack_checkpoint
 
     with byte_bar("packing") as on_bytes:
         report = pack_checkpoint(

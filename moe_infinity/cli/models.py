@@ -19,6 +19,7 @@ from moe_infinity.cli.terminal import byte_bar, count_bar, shown, stderr, write
 from moe_infinity.cluster.config import ClusterConfig
 from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import CheckpointError, DownloadError, MoEInfinityError
+from moe_infinity.predict.history import check_place
 from moe_infinity.predict.predictor import check_policy
 
 if TYPE_CHECKING:
@@ -151,10 +152,13 @@ def open_model(model: str, *, yes: bool, **options: Any) -> Iterator[MoE]:
 
 
 def config_of(options: dict[str, Any]) -> OffloadConfig:
-    """The config that has these options of a command. Raises ConfigError, before anything slow."""
+    """The config that has these options of a command. Raises ConfigError, and
+    TraceError if its history could not be written, before anything slow."""
     config_class = ClusterConfig if "expert_hosts" in options else OffloadConfig
     config = config_class.from_options(None, options)
     check_policy(config)
+    if config.history is not None:
+        check_place(Path(config.history))
     return config
 
 

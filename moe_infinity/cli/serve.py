@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,33 +14,13 @@ import typer
 from moe_infinity.cli.models import checkpoint_for, config_of, open_model
 from moe_infinity.cli.options import Model, ModelOptions, Yes, taken, with_options_of
 from moe_infinity.cli.terminal import talk
-from moe_infinity.cluster.config import ClusterOptions
+from moe_infinity.cluster.config import ClusterOptions, ReplicaOptions
 from moe_infinity.errors import ConfigError
 from moe_infinity.server import limits
 from moe_infinity.server.config import ServeConfig
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 OF_CHAT_WITH_SERVER = ("url", "api_key", "max_new_tokens", "temperature", "top_p", "seed")
-
-
-@dataclass(kw_only=True)
-class ServedReplicas:
-    """Several processes that serve one model, on Ray."""
-
-    replicas: Annotated[
-        str | None,
-        typer.Option(
-            help="How many, each with the whole model and its own memory: '2', or '1-4' for as "
-            "many as the queue needs. Needs the extra cluster.",
-            metavar="N|MIN-MAX",
-        ),
-    ] = None
-    router: Annotated[
-        str,
-        typer.Option(
-            help="Which of them gets a request: least-loaded, or hash, by the header x-session-id."
-        ),
-    ] = "least-loaded"
 
 
 def show_limits(is_asked: bool) -> None:
@@ -67,20 +47,22 @@ HelpLimits = Annotated[
 ]
 
 
-@with_options_of(ServeConfig, ServedReplicas, ModelOptions, ClusterOptions)
+@with_options_of(ServeConfig, ReplicaOptions, ModelOptions, ClusterOptions)
 def serve(model: Model, yes: Yes = False, help_limits: HelpLimits = False, **options: Any) -> None:
     """Serve a model to several users with OpenAI's and Anthropic's HTTP APIs, and a page at /."""
     require_extra()
     config = taken(ServeConfig, options)
-    several = taken(ServedReplicas, options)
+    several = taken(ReplicaOptions, options)
+    if several.replicas is not None:
+        require_extra(["ray"], "cluster")
     config_of(options)
+    config.keys()  # a file that cannot be read is an error before anything slow
     checkpoint_for(model, yes=yes, cluster=options["cluster"])
     from moe_infinity.server.serve import bound_sockets, serve_model
 
     if config.served_name is None and not Path(model).exists():
         config = replace(config, served_name=model)  # a hub id, whatever folder it is in
     if several.replicas is not None:
-        require_extra(["ray"], "cluster")
         from moe_infinity.cluster.serving import serve_replicas
 
         here = checkpoint_for(model, yes=yes, cluster=options["cluster"])

@@ -1,4 +1,4 @@
-"""The options of a model whose experts are spread over several hosts."""
+"""The options of a model that several processes or hosts share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from moe_infinity.errors import ConfigError
 
 MOST_HOSTS = 64
 MOST_SILENCE_S = 3600
+ROUTERS = {
+    "least-loaded": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+    "hash": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +71,42 @@ class ClusterOptions:
         float,
         typer.Option(min=0.001, help="Seconds of silence after which one of them is given up."),
     ] = 2.0
+
+
+@dataclass(kw_only=True)
+class ReplicaOptions:
+    """Several processes that serve one model, on Ray. Raises ConfigError."""
+
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            help="How many, each with the whole model and its own memory: '2', or '1-4' for as "
+            "many as the queue needs. Needs the extra cluster.",
+            metavar="N|MIN-MAX",
+        ),
+    ] = None
+    router: Annotated[
+        str,
+        typer.Option(
+            help="Which of them gets a request: least-loaded, or hash, by the header x-session-id."
+        ),
+    ] = "least-loaded"
+
+    def __post_init__(self) -> None:
+        if self.replicas is not None:
+            numbers_of(self.replicas)
+        if self.router not in ROUTERS:
+            names = ", ".join(ROUTERS)
+            raise ConfigError(f"unknown router {self.router!r}, expected one of: {names}")
+
+
+def numbers_of(replicas: int | str) -> range:
+    """From the least to the most replicas, of "2" or "1-4". Raises ConfigError."""
+    first, _, last = str(replicas).partition("-")
+    try:
+        numbers = range(int(first), int(last or first) + 1)
+    except ValueError:
+        numbers = range(0)
+    if not numbers or numbers[0] < 1:
+        raise ConfigError(f"{replicas!r} is not a number of replicas, as '2' or '1-4'")
+    return numbers

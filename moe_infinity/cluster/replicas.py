@@ -20,7 +20,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
-from moe_infinity.cluster.config import ClusterConfig
+from moe_infinity.cluster.config import ROUTERS, ClusterConfig, ReplicaOptions, numbers_of
 from moe_infinity.cluster.forwarding import (
     AnswerPart,
     BodyRefused,
@@ -30,16 +30,11 @@ from moe_infinity.cluster.forwarding import (
     answered,
     refused,
 )
-from moe_infinity.errors import ConfigError
 from moe_infinity.server.config import ServeConfig
 
 LOSSES = (RayActorError, ActorUnavailableError)
 HEALTH_PERIOD_S = 2.0
 DRAIN_S = 60.0  # for the answers under way when a replica is to end
-ROUTERS = {
-    "least-loaded": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-    "hash": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
-}
 METHODS = ["GET", "HEAD", "POST", "OPTIONS"]
 
 ingress_app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -121,8 +116,7 @@ def build_app(
     `replicas`: how many, or "1-4": as many as the queue needs. `model` are options of `MoE`,
     `server` those of `ServeConfig`, `cores` what Ray reserves for each replica. Raises ConfigError.
     """
-    if router not in ROUTERS:
-        raise ConfigError(f"unknown router {router!r}, expected one of: {', '.join(ROUTERS)}")
+    ReplicaOptions(replicas=str(replicas), router=router)
     model = model or {}
     ClusterConfig.from_options(None, model)
     config = ServeConfig(**(server or {}))
@@ -155,15 +149,3 @@ def build_app(
     return ingress.bind(
         deployed.bind(checkpoint, model, dataclasses.asdict(config)), config.max_body
     )
-
-
-def numbers_of(replicas: int | str) -> range:
-    """From the least to the most replicas, of "2" or "1-4". Raises ConfigError."""
-    first, _, last = str(replicas).partition("-")
-    try:
-        numbers = range(int(first), int(last or first) + 1)
-    except ValueError:
-        numbers = range(0)
-    if not numbers or numbers[0] < 1:
-        raise ConfigError(f"{replicas!r} is not a number of replicas, as '2' or '1-4'")
-    return numbers

@@ -16,8 +16,9 @@ from typing import Any
 import ray
 from ray import serve
 
+from moe_infinity.cluster.config import numbers_of
 from moe_infinity.cluster.placement import join
-from moe_infinity.cluster.replicas import build_app, numbers_of
+from moe_infinity.cluster.replicas import build_app
 from moe_infinity.server.config import LOOPBACK, ServeConfig
 
 OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; answers are small
@@ -61,7 +62,6 @@ def serve_replicas(
     router: str,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, and then finish the answers under way. Raises ConfigError."""
-    config.keys()  # a file that cannot be read is an error here, not in each replica
     if Path(checkpoint).exists():
         checkpoint = str(Path(checkpoint).absolute())  # replicas have another working folder
     if config.host not in LOOPBACK and not config.keys():

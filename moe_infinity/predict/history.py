@@ -8,7 +8,6 @@ wrote.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_infinity.errors import TraceError
-from moe_infinity.output import DAMAGED, read_arrays, write_arrays
+from moe_infinity.output import DAMAGED, read_arrays, why_unwritable, write_arrays
 from moe_infinity.predict.eamc import RequestEam
 from moe_infinity.predict.predictor import Predictor
 
@@ -38,11 +37,7 @@ class History:
         """
         if self._path is None or predictor is None:
             return
-        folder = self._path.absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise TraceError(
-                f"{self._path}: the history could not be written: no such writable folder"
-            )
+        check_place(self._path)
         if self._path.exists():
             load_history(self._path, predictor, signature=self._signature)
 
@@ -51,6 +46,12 @@ class History:
         if self._path is not None and predictor is not None:
             predictor.finish(last_eams)
             save_history(self._path, predictor, signature=self._signature)
+
+
+def check_place(path: Path) -> None:
+    """Raises TraceError if no history can be written there."""
+    if reason := why_unwritable(path):
+        raise TraceError(f"{path}: the history could not be written: {reason}")
 
 
 def save_history(path: Path, predictor: Predictor, *, signature: str) -> None:

@@ -28,10 +28,10 @@ from moe_infinity.checkpoint.formats import PACKED_BY_US
 from moe_infinity.checkpoint.headers import Extent, StoredTensor, read_headers
 from moe_infinity.checkpoint.loading import plan_from_headers
 from moe_infinity.checkpoint.reader import Reader
-from moe_infinity.config import EXPERT_DTYPES
 from moe_infinity.errors import CheckpointError, ConfigError
 from moe_infinity.kernels.pack import Precision, pack, precision_of
 from moe_infinity.local import local_folder
+from moe_infinity.quantize.options import check_options
 from moe_infinity.quantize.shards import (
     CHECKSUMS,
     ShardJob,
@@ -42,14 +42,12 @@ from moe_infinity.quantize.shards import (
     plan_shards,
 )
 from moe_infinity.quantize.tensors import (
-    GROUP_SIZES,
     ChosenTensors,
     choose,
     quantization_config,
 )
 from moe_infinity.sizes import format_bytes
 
-ROUNDINGS = ("nearest", "search")
 VERSION = 2  # to be raised when the same command would write other bytes or notes
 SHARD_BYTES = 2 * 10**9
 COPIED_BYTES = 16 << 20  # of a dense tensor at a time
@@ -117,7 +115,7 @@ def pack_checkpoint(
 
     Raises ConfigError, UnsupportedModelError, CheckpointError.
     """
-    _check_options(experts, group_size, rounding)
+    check_options(experts, group_size, rounding)
     source = Path(local_folder(model)).resolve()
     target = folder.absolute()
     if source in (target.resolve(), *target.resolve().parents):
@@ -159,16 +157,6 @@ def pack_checkpoint(
         worst_name=worst_name,
         seconds=sum(each["seconds"] for each in taken),
     )
-
-
-def _check_options(experts: str, group_size: int, rounding: str) -> None:
-    for name, value, allowed in (
-        ("--experts", experts, EXPERT_DTYPES),
-        ("--group-size", group_size, GROUP_SIZES),
-        ("--rounding", rounding, ROUNDINGS),
-    ):
-        if value not in allowed:
-            raise ConfigError(f"{name} {value}, expected one of: {', '.join(map(str, allowed))}")
 
 
 # What to write

@@ -17,7 +17,6 @@ from moe_infinity.checkpoint.recipe import Source
 from moe_infinity.errors import UnsupportedModelError
 from moe_infinity.kernels.pack import Precision
 
-GROUP_SIZES = (32, 64, 128)
 UNPACKED = ("BF16", "F16", "F32")
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 from typer import Option
 
 from moe_infinity.errors import ConfigError
+from moe_infinity.sizes import parse_size
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -113,6 +114,8 @@ class ServeConfig:
             raise ConfigError("the API key is empty")
         if self.served_name is not None and not self.names():
             raise ConfigError("--model-name: there is no name in it")
+        if self.prefix_cache not in (None, "off"):
+            parse_size(self.prefix_cache, whole_bytes=0)
         for origin in self.cors or ():
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ConfigError(f"--cors {origin}: an origin is like https://app.example:8443")

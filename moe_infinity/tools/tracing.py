@@ -15,7 +15,7 @@ from moe_infinity.cli.terminal import count_bar, stderr
 from moe_infinity.errors import TraceError
 from moe_infinity.output import why_unwritable
 from moe_infinity.predict.tracefile import load_trace, save_trace
-from moe_infinity.tools.pictures.figures import check_picture
+from moe_infinity.tools.pictures.figures import check_picture, check_writable
 
 if TYPE_CHECKING:
     from moe_infinity.model import MoE
@@ -49,6 +49,7 @@ def trace(
     """Record the experts that each token of prompts and outputs was routed to."""
     if plot is not None:
         check_picture(plot)
+    check_writable(output)
     texts = read_prompts(prompts)[:limit]
     with open_model(model, yes=yes, **options) as moe, count_bar("tracing") as on_prompt:
         written = record_trace(

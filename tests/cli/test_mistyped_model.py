@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,52 @@ def error_of(folder: Path, *arguments: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "serve"])
+MODEL_OPTIONS = ("--policy nope", "--host-memory nope", "--dtype nope", "--history no/nope")
+MISTYPED = {
+    "run": (*MODEL_OPTIONS, "--report-html no/nope"),
+    "chat": MODEL_OPTIONS,
+    "serve": (
+        *MODEL_OPTIONS, "--router nope", "--prefix-cache nope", "--api-key-file nope",
+        "--cors nope",
+    ),
+    "inspect": ("--dtype nope",),
+    "bench": (
+        "--policy nope", "--host-memory nope", "--host-memory 50%,nope", "--dtype nope",
+        "--prompt nope", "--text {latin}",
+    ),
+    "pack": ("--experts nope", "--group-size 7", "--rounding nope"),
+    "trace": (
+        "--dtype nope", "--host-memory nope", "--output no/nope", "--plot nope",
+        "--prompts {latin}",
+    ),
+    "plan": ("--host-memory nope", "--machine nope"),
+    "simulate": ("--policy nope", "--plot nope"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("option", "value"), [("--policy", "nope"), ("--host-memory", "nope"), ("--dtype", "nope")]
+    ("command", "option"), [(command, one) for command in MISTYPED for one in MISTYPED[command]]
 )
-def test_a_mistyped_option_is_an_error_before_torch_is_imported(tmp_path, command, option, value):
-    arguments = [command, str(tmp_path), *COMMANDS[command], option, value]
-    assert "'nope'" in error_of(tmp_path, *arguments)
+def test_a_mistyped_option_is_an_error_before_torch_is_imported(tmp_path, command, option):
+    """Most of these were once said after torch had been imported, and `inspect --dtype` and
+    `bench --text` with a traceback.
+    """
+    prompts, latin = tmp_path / "prompts.jsonl", tmp_path / "latin.txt"
+    prompts.write_text('{"prompt": "x"}\n')
+    latin.write_bytes("café".encode("latin-1"))
+    name, value = option.format(latin=latin).split()
+    needed = [word.format(file=prompts) for word in COMMANDS.get(command, [])]
+    error = error_of(tmp_path, command, str(tmp_path), *needed, name, value)
+    assert error.startswith("error: ")
+    assert value.split(",")[-1] in error
+
+
+@pytest.mark.parametrize("replicas", ["nope", "2-1", "0"])
+def test_a_mistyped_number_of_replicas_is_an_error(tmp_path, replicas):
+    assert f"'{replicas}'" in error_of(tmp_path, "serve", str(tmp_path), "--replicas", replicas)
+
+
+def test_replicas_without_ray_are_an_error_before_torch_is_imported(tmp_path):
+    if find_spec("ray") is not None:
+        pytest.skip("Ray is installed")
+    assert "needs ray" in error_of(tmp_path, "serve", str(tmp_path), "--replicas", "2")

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_infinity.quantize import PackReport, pack_checkpoint
+from moe_infinity.quantize.pack import PackReport, pack_checkpoint
 from tests import conftest
 from tests.architectures.test_architectures import SMALL
 from tests.slow_unpack import nibbles_of, unpack_groups

@@ -223,7 +223,7 @@ KILLER = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from moe_infinity.quantize import pack_checkpoint
+from moe_infinity.quantize.pack import pack_checkpoint
 
 torch.set_num_threads(1)
 job = json.loads(sys.argv[1])
@@ -296,7 +296,7 @@ def test_memory_does_not_grow_with_the_checkpoint(source, hollow_checkpoint, tmp
     """hollow_checkpoint is 390 MiB, and an expert 12."""
     code = (
         "import resource, sys; from pathlib import Path;"
-        "from moe_infinity.quantize import pack_checkpoint;"
+        "from moe_infinity.quantize.pack import pack_checkpoint;"
         "pack_checkpoint(sys.argv[1], Path(sys.argv[2]), experts='int4');"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from moe_infinity.checkpoint.kind import find_kind, load_tokenizer
-from moe_infinity.config import OffloadConfig
 from moe_infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from moe_infinity.inspection import Summary, inspect_checkpoint
 from moe_infinity.memory.cuda import device_memory_bytes
@@ -82,8 +81,6 @@ def run_bench(
 
     Raises ConfigError, CheckpointError, UnsupportedModelError.
     """
-    for host_memory in config.budgets.values():  # what is wrong is said before anything is loaded
-        OffloadConfig(**options, host_memory=host_memory)
     named = {name: options[name] for name in ("config_from", "trust_remote_code")}
     summary = inspect_checkpoint(model, dtype=options["dtype"], **named)
     workload = _workload(model, config, named)
@@ -123,15 +120,15 @@ def _workload(model: str, config: BenchConfig, named: dict[str, Any]) -> Workloa
     text = kind.get_text_config()
     ids: list[int] = []
     if config.text is not None:
-        ids = load_tokenizer(model, **named)(config.text.read_text("utf-8"))["input_ids"]
+        ids = load_tokenizer(model, **named)(config.read_text())["input_ids"]
         if not ids:
             raise ConfigError(f"--text: {config.text} is empty")
-    workload = Workload.from_text(
-        config.prompt,
+    workload = Workload(
+        lengths=config.lengths,
         num_decoded=config.decode,
         repeats=config.repeat,
         vocab_size=text.vocab_size,
-        ids=ids,
+        text_ids=ids,
     )
     room = getattr(text, "max_position_embeddings", None)
     if room is not None and workload.num_positions > room:

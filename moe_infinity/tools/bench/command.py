@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from moe_infinity.cli.models import ensure_here, open_model
+from moe_infinity.cli.models import config_of, ensure_here, open_model
 from moe_infinity.cli.options import AsJson, Model, ModelOptions, Yes, taken, with_options_of
 from moe_infinity.cli.terminal import stderr, write
 from moe_infinity.tools.bench.config import BenchConfig
@@ -27,11 +27,14 @@ OF_MODEL = (
 @with_options_of(BenchConfig)
 def bench(model: Model, yes: Yes = False, as_json: AsJson = False, **options: Any) -> None:
     """Measure prompts and decoding in tokens per second, beside the best that could be."""
+    config = taken(BenchConfig, options)
+    for host_memory in config.budgets.values():
+        config_of(options | {"host_memory": host_memory})
     here = ensure_here(model, yes=yes)
+    # Imported here: torch takes seconds to import.
     from moe_infinity.tools.bench.benchmark import run_bench
 
     opened = partial(open_model, yes=yes)
-    config = taken(BenchConfig, options)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     is_shown = stderr.is_terminal
     with Progress(*columns, console=stderr, transient=True, disable=not is_shown) as progress:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from moe_infinity.errors import ConfigError
+
 DEFAULT = "default"  # the budget that a model chooses by itself
 
 
@@ -41,9 +43,38 @@ class BenchConfig:
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        _lengths_in(self.prompt)
+        self.read_text()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of prompts, each once."""
+        return _lengths_in(self.prompt)
+
+    def read_text(self) -> str:
+        """The text of --text, or nothing. Raises ConfigError if it cannot be read."""
+        try:
+            return "" if self.text is None else self.text.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--text: {self.text} cannot be read: {error}") from error
+
     @property
     def budgets(self) -> dict[str, str | None]:
         """The host_memory of each model, by the name of its row."""
         if self.host_memory is None:
             return {DEFAULT: None}
         return {text.strip(): text.strip() for text in self.host_memory.split(",")}
+
+
+def _lengths_in(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(_length, text.split(","))))
+
+
+def _length(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"--prompt: {text!r} is no number of tokens above 0\nhint: as in --prompt 128,600"
+        )
+    return int(text)

@@ -24,7 +24,6 @@ from torch import nn
 from transformers import DynamicCache
 
 from moe_infinity.architectures.model_parts import bytes_by_type, is_linear
-from moe_infinity.errors import ConfigError
 from moe_infinity.experts import DTYPE_BYTES, Phase, Step
 from moe_infinity.inspection import Summary
 from moe_infinity.model import MoE
@@ -64,19 +63,6 @@ class Workload:
     vocab_size: int
     text_ids: Sequence[int] = ()  # read in circles; empty: ids drawn at random
 
-    @classmethod
-    def from_text(
-        cls, lengths: str, *, num_decoded: int, repeats: int, vocab_size: int, ids: Sequence[int]
-    ) -> Workload:
-        """With lengths such as "128,600". Raises ConfigError."""
-        return cls(
-            lengths=tuple(dict.fromkeys(map(_length, lengths.split(",")))),
-            num_decoded=num_decoded,
-            repeats=repeats,
-            vocab_size=vocab_size,
-            text_ids=ids,
-        )
-
     @property
     def num_positions(self) -> int:
         """Tokens of the longest text."""
@@ -101,14 +87,6 @@ class Workload:
             return [chance.randrange(self.vocab_size) for _ in range(num_ids)]
         start = chance.randrange(len(self.text_ids))
         return [self.text_ids[at % len(self.text_ids)] for at in range(start, start + num_ids)]
-
-
-def _length(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ConfigError(
-            f"--prompt: {text!r} is no number of tokens above 0\nhint: as in --prompt 128,600"
-        )
-    return int(text)
 
 
 class Sample(NamedTuple):

@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from moe_infinity.cli.models import config_of
 from moe_infinity.cli.options import Model
 from moe_infinity.cli.terminal import stderr, write
+from moe_infinity.tools.planning.machine import parse_machine
 
 
 def plan(
@@ -43,9 +45,9 @@ def plan(
 
     Reads config and headers only, those of a hub id over the network.
     """
-    from moe_infinity.tools.planning.rates import parse_machine
-
-    told = parse_machine(machine) if machine is not None else None  # before anything slow
+    told = parse_machine(machine) if machine is not None else None
+    config_of({"host_memory": host_memory})
+    # Imported here: torch takes seconds to import.
     from moe_infinity.tools.planning.fit import sizes_of
     from moe_infinity.tools.planning.page import page
     from moe_infinity.tools.planning.planner import PlannedRun, make_plan, measured_machine

@@ -18,7 +18,7 @@ from moe_infinity.memory.device import AUTOMATIC_SHARE as GPU_SHARE
 from moe_infinity.memory.device import LEAST_ROOM_SHARE
 from moe_infinity.memory.slots import AUTOMATIC_SHARE as HOST_SHARE
 from moe_infinity.sizes import format_bytes, parse_size
-from moe_infinity.tools.planning.rates import PlanMachine
+from moe_infinity.tools.planning.machine import PlanMachine
 from moe_infinity.tools.planning.remote import hollow_copy
 
 

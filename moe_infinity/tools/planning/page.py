@@ -7,8 +7,8 @@ from textwrap import wrap
 
 from moe_infinity.sizes import format_bytes
 from moe_infinity.tools.planning.fit import TierBytes
+from moe_infinity.tools.planning.machine import PlanMachine
 from moe_infinity.tools.planning.planner import Outlook, RunPlan, disk_bytes
-from moe_infinity.tools.planning.rates import PlanMachine
 from moe_infinity.tools.planning.speed import Term, Time
 
 COLUMNS = 100

@@ -19,7 +19,8 @@ from moe_infinity.tools.planning import rates
 from moe_infinity.tools.planning.disk import measure_disk
 from moe_infinity.tools.planning.fit import Fit, ModelSizes, fit
 from moe_infinity.tools.planning.hit_rates import HitRate, expected_hit_rates
-from moe_infinity.tools.planning.rates import PlanMachine, this_machine
+from moe_infinity.tools.planning.machine import PlanMachine
+from moe_infinity.tools.planning.rates import this_machine
 from moe_infinity.tools.planning.speed import Constants, Speed, speed
 
 DISK_S = 3.0

@@ -17,7 +17,7 @@ from typing import Any
 
 from moe_infinity.tools.planning.fit import Fit, ModelSizes
 from moe_infinity.tools.planning.hit_rates import HitRate
-from moe_infinity.tools.planning.rates import PlanMachine
+from moe_infinity.tools.planning.machine import PlanMachine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from moe_infinity.errors import ConfigError
+from moe_infinity.tools.bench.config import BenchConfig
 from moe_infinity.tools.bench.measuring import BenchTest, Workload
 
 
 def workload(lengths: str = "4,2", num_decoded: int = 3, ids: tuple[int, ...] = ()) -> Workload:
-    return Workload.from_text(lengths, num_decoded=num_decoded, repeats=2, vocab_size=50, ids=ids)
+    lengths_asked = BenchConfig(prompt=lengths).lengths
+    return Workload(
+        lengths=lengths_asked, num_decoded=num_decoded, repeats=2, vocab_size=50, text_ids=ids
+    )
 
 
 def test_tests_have_the_names_that_users_of_llama_bench_know():
@@ -51,4 +55,4 @@ def test_a_text_is_read_in_circles():
 @pytest.mark.parametrize("lengths", ["", "x", "128,", "0", "-5", "1.5", "128 600"])
 def test_a_length_that_is_none_is_refused_with_the_text(lengths):
     with pytest.raises(ConfigError, match="no number of tokens above 0\nhint: "):
-        workload(lengths)
+        BenchConfig(prompt=lengths)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_infinity.tools.planning.fit import KvBytes, ModelSizes
-from moe_infinity.tools.planning.rates import PlanMachine
+from moe_infinity.tools.planning.machine import PlanMachine
 from tests.gguf_files import build
 from tools.convert_to_gguf import convert
 

@@ -6,7 +6,7 @@ import pytest
 
 from moe_infinity.errors import ConfigError
 from moe_infinity.system.machine import own_bytes
-from moe_infinity.tools.planning.rates import parse_machine
+from moe_infinity.tools.planning.machine import parse_machine
 
 
 def test_sizes_and_rates_are_read_with_their_units():

@@ -10,9 +10,9 @@ import pytest
 from moe_infinity.errors import CheckpointError
 from moe_infinity.tools.planning import planner
 from moe_infinity.tools.planning.fit import sizes_of
+from moe_infinity.tools.planning.machine import parse_machine
 from moe_infinity.tools.planning.page import UNPROVEN, page
 from moe_infinity.tools.planning.planner import PlannedRun, make_plan, packed_sizes
-from moe_infinity.tools.planning.rates import parse_machine
 from moe_infinity.tools.planning.speed import Constants
 from tests.tools.planning.published import MODELS, hollow
 
